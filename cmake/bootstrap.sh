@@ -31,6 +31,7 @@ kvkeep_missing_packages() {
   done
   if [[ " $* " == *" clang "* ]] && ! command -v clang++ > /dev/null; then printf '%s\n' clang libclang-rt-dev; fi
   if [[ " $* " == *" clang "* ]] && ! command -v pkg-config > /dev/null; then echo pkg-config; fi  # for the test of kvkeep.pc
+  if [[ " $* " == *" clang "* && ! -e /usr/include/gloo/algorithm.h ]]; then echo libgloo-dev; fi   # for the test of ranks that are processes
   installed=" $(dpkg-query -W -f='${Package}/${db:Status-Status} ' "${libraries[@]}" 2> /dev/null || true)"
   for library in "${libraries[@]}"; do
     [[ "$installed" == *" $library/installed "* ]] || echo "$library"

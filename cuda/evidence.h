@@ -29,8 +29,9 @@ struct EvidenceArguments {
   std::int32_t count = 0;
   std::int32_t longest = 0;  ///< slots of the longest row, or more
   std::int32_t kv_heads = 1;
-  std::int32_t group = 1;  ///< query heads per KV head
-  std::int32_t dim = 0;    ///< of keys and queries, 1 to 256
+  std::int32_t first_head = 0;  ///< KV heads of the model before these
+  std::int32_t group = 1;       ///< query heads per KV head
+  std::int32_t dim = 0;         ///< of keys and queries, 1 to 256
   Element keys = Element::f32;
   Element query = Element::f32;  ///< f32, f16 or bf16
   float scale = 1;               ///< of the softmax

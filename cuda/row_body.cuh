@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(tuning::kRowThreads) row_body_kernel(RowBodyAr
   const EvidenceArguments& e = a.evidence;
   for (std::int64_t r = blockIdx.x; r < e.count; r += gridDim.x) {
     if (!e.due(r)) continue;
-    a.body.score(ScoredRow<Key, Value>(e.rows[r], e.dim, a.value_dim), a.scores + e.rows[r].first, BlockTeam(scratch));
+    a.body.score(ScoredRow<Key, Value>(e.rows[r], e.dim, a.value_dim, e.first_head), a.scores + e.rows[r].first,
+                 BlockTeam(scratch));
     __syncthreads();
   }
 }

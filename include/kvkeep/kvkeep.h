@@ -94,6 +94,7 @@
 #include "kvkeep/report/ratio.h"
 
 // The policies, and the pipeline itself.
+#include "kvkeep/policy/across_ranks.h"
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/folded_memory.h"

@@ -377,6 +377,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                        .count = static_cast<std::int32_t>(table.rows.size()),
                        .longest = longest,
                        .kv_heads = spec.kv_heads,
+                       .first_head = spec.first_head,
                        .group = spec.query_heads == 0 ? 1 : spec.group(),
                        .dim = spec.key_dim,
                        .keys = keys,

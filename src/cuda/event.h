@@ -123,6 +123,9 @@ class CudaEvent final : public LayerEvent {
 
   [[nodiscard]] PromptScores prompt_scores(const PromptScoreOptions& options) override;
   [[nodiscard]] Tensor last_query_scores(std::int32_t pool) override;
+  [[nodiscard]] Tensor token_sums(std::int32_t, std::span<const float>) override {
+    refuse<Unsupported>("token sums: no kernel weighs the queries of a prompt; allowed on the CPU");
+  }
   void rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override;
   void choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override;
   [[nodiscard]] std::vector<std::optional<std::vector<std::int32_t>>> chosen() override;

@@ -205,11 +205,12 @@ float* score(CudaEvent& event, const SnapKV& scorer, const WindowAttention& seen
 float* score(CudaEvent& event, const TriAttention& scorer, const WindowAttention&) {
   const Calibration& calibration = scorer.calibration();
   const ModelSpec& spec = event.evidence.spec;
-  const std::int32_t heads = calibration.query_heads(spec.full_layers());
+  const std::int32_t group = calibration.query_heads(spec.full_layers()) / spec.whole_heads(),
+                     first = spec.first_head * group;
   // [layers, Hq, F]; a calibration may lack layers without rows, which are not needed here
   const auto all_heads = [&](auto&& put) {
     for (std::int32_t l = 0; l < spec.num_layers(); ++l)
-      for (std::int32_t h = 0; h < heads; ++h) {
+      for (std::int32_t h = first; h < first + spec.kv_heads * group; ++h) {
         const auto found = calibration.heads.find({l, h});
         for (std::size_t f = 0; f < static_cast<std::size_t>(calibration.pairs()); ++f)
           put(found == calibration.heads.end() ? nullptr : &found->second, f);
@@ -223,7 +224,7 @@ float* score(CudaEvent& event, const TriAttention& scorer, const WindowAttention
                                   .options = scorer.options(),
                                   .slots = event.evidence.table.slots,
                                   .scores = event.flat()};
-  arguments.evidence.group = heads / spec.kv_heads;
+  arguments.evidence.group = group;
   arguments.q_mean = event.constant<float>(&calibration, [&] {
     std::vector<float> all;
     all_heads([&](const Calibration::Head* head, std::size_t f) {

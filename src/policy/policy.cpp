@@ -1,5 +1,6 @@
 // Bodies of this room's headers, compiled once for the library.
 
+#include "kvkeep/policy/across_ranks-inl.h"
 #include "kvkeep/policy/asl-inl.h"
 #include "kvkeep/policy/evict-inl.h"
 #include "kvkeep/policy/gemfilter-inl.h"

@@ -44,17 +44,18 @@ std::string model_json(const ModelSpec& spec) {
   Json layers = Json::array();
   for (const LayerSpec& layer : spec.layers)
     layers.push_back({{"kind", static_cast<int>(layer.kind)}, {"window", layer.window}, {"source", layer.source}});
-  return Json{{"query_heads", spec.query_heads},
-              {"kv_heads", spec.kv_heads},
-              {"key_dim", spec.key_dim},
-              {"value_dim", spec.value_dim},
-              {"softmax_scale", spec.softmax_scale},
-              {"rope",
-               {{"style", static_cast<int>(spec.rope.style)},
-                {"inv_freq", spec.rope.inv_freq},
-                {"attention_scaling", spec.rope.attention_scaling}}},
-              {"layers", layers}}
-      .dump();
+  Json model{{"query_heads", spec.query_heads},
+             {"kv_heads", spec.kv_heads},
+             {"key_dim", spec.key_dim},
+             {"value_dim", spec.value_dim},
+             {"softmax_scale", spec.softmax_scale},
+             {"rope",
+              {{"style", static_cast<int>(spec.rope.style)},
+               {"inv_freq", spec.rope.inv_freq},
+               {"attention_scaling", spec.rope.attention_scaling}}},
+             {"layers", layers}};
+  if (spec.model_heads > 0) model["ranks"] = {{"first_head", spec.first_head}, {"model_heads", spec.model_heads}};
+  return model.dump();
 }
 
 /// Rows of numbers of any length, one after the other.
@@ -305,6 +306,7 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
   tensors.emplace_back("viewed", list_of(s.viewed, Dtype::i64));
   if (s.folded != nullptr) save_memory(tensors, s.folded->host_rows());
   if (!s.pins.empty()) save_pins(tensors, s.pins.spans());
+  if (!s.beyond.empty()) tensors.emplace_back("beyond", list_of(s.beyond, Dtype::i32));
   std::map<std::string, std::string> about{{"policy", policy_->to_json()}, {"model", model_json(spec_)}};
   if (needs_.queries > 0 && basis_known_) about["basis"] = name_of(basis_);
   write_state(file, tensors, std::move(about));
@@ -330,6 +332,7 @@ void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
     s.report = restored_report(state, spec_);
     restore_memory(sequence, s, state);
     restore_pins(s, state);
+    restore_beyond(s, state);
   } catch (const InvalidArgument& e) {
     sequences_.erase(sequence);
     const std::string what = e.what();
@@ -472,6 +475,24 @@ void Keeper::restore_pins(Sequence& s, const StateFile& state) const {
     s.pins.add(span);
   }
   policy_->check_pins(s.pins.spans());
+}
+
+/// What rows of other ranks hold, beyond the first row here of each layer.
+void Keeper::restore_beyond(Sequence& s, const StateFile& state) const {
+  if (!state.has("beyond")) return;
+  const std::int32_t heads = spec_.whole_heads();
+  const Tensor stored = state.tensor("beyond", Dtype::i32, {std::ssize(full_layers_) * heads});
+  const auto beyond = numbers_of<std::int32_t>(stored);
+  for (std::int32_t i = 0; i < std::ssize(beyond); ++i) {
+    const std::int32_t own = i % heads - spec_.first_head, first = i / heads * spec_.kv_heads;
+    const std::int64_t length = std::int64_t{s.columns->length(first)} + beyond[static_cast<std::size_t>(i)];
+    KVKEEP_REQUIRE(length >= 0 && length <= s.logical &&
+                       (own < 0 || own >= spec_.kv_heads || length == s.columns->length(first + own)),
+                   "restore: KV head ", i % heads, " of layer ", full_layers_[static_cast<std::size_t>(i / heads)],
+                   " in ", state.where(), " holds ", length, " slots; allowed 0 to ", s.logical,
+                   ", and as many as its row if it is here");
+  }
+  s.beyond.assign(beyond.begin(), beyond.end());
 }
 
 void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) {

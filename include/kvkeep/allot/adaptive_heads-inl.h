@@ -46,9 +46,9 @@ KVKEEP_INLINE void due_together(const Evidence& evidence, std::vector<RowLimit>&
   for (const RowGroup& group : evidence.table.groups) {
     const auto first = static_cast<std::size_t>(group.first_row);
     std::int64_t held = 0, allowed = 0;
-    for (std::size_t r = first; r < first + heads; ++r) {
-      held += evidence.table.rows[r].length;
-      allowed += rows[r].budget;
+    for (std::int32_t h = 0; h < evidence.spec.whole_heads(); ++h) {
+      held += evidence.table.length_of(group, h, evidence.spec);
+      allowed += rows[first].budget;
     }
     for (std::size_t r = first; r < first + heads; ++r) rows[r].due = held > allowed;
   }

@@ -45,6 +45,7 @@ class AdaptiveHeads final : public Allocator {
   void spread(const Evidence& evidence, std::span<const std::int32_t> least,
               std::vector<RowLimit>& rows) const override;
   [[nodiscard]] bool ragged() const override { return true; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::scores; }
 
   /// Cost: O(slots) per group, no sort. Workspace: one byte per slot of the event, and per thread workspace_bytes(slots
   /// of the largest group). Groups run in parallel; a group reads only itself.

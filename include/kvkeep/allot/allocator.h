@@ -42,6 +42,13 @@ struct AllocatorContext {
 /// rows that share no selection. Throws InvalidArgument.
 void require_own_form(std::string_view allocator, const AllocatorContext& policy, bool alike);
 
+/// What the heads of a layer must know of each other, if ranks hold a part of them each (across_ranks()).
+enum class AcrossHeads : std::uint8_t {
+  nothing,  ///< each row is allotted by itself, and all heads of a layer keep as many slots
+  counts,   ///< each row is allotted by itself; how many slots it keeps follows from its scores
+  scores,   ///< the rows of a layer are allotted together
+};
+
 /// A class that policies name has `static constexpr AllocatorTraits traits`. Its options, if it has any, are the struct
 /// `Options` with `describe(Fields&)`, which its constructor takes. It may have
 ///   static void context(Fields&);                              what scorers must know of it before theirs are read
@@ -67,6 +74,11 @@ class Allocator {
 
   /// True if rows of one sequence may end up with different lengths.
   [[nodiscard]] virtual bool ragged() const { return false; }
+
+  /// Rows of which some are Row::elsewhere() may reach allot() of one that says `scores`, and no other.
+  [[nodiscard]] virtual AcrossHeads across_heads() const {
+    return ragged() ? AcrossHeads::counts : AcrossHeads::nothing;
+  }
 
   /// True if it also drops slots of rows that are within their budget: the policy then has its events as Trigger::thins
   /// says, and spread() makes such rows due.

@@ -31,6 +31,10 @@ class Chunks final : public Allocator {
   [[nodiscard]] std::string_view name() const override { return "chunks"; }
   void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, true); }
 
+  [[nodiscard]] AcrossHeads across_heads() const override {
+    return options_.heads == ChunksOptions::Heads::shared ? AcrossHeads::scores : AcrossHeads::nothing;
+  }
+
   /// Heads::shared needs rows of one length. Order of sums: ascending slots, heads within each, fp64.
   /// Cost: O(slots) per row, and a sort of its chunks. Workspace per thread: workspace_bytes(longest row, chunk).
   void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,

@@ -58,6 +58,9 @@ class Critical final : public Allocator {
   void spread(const Evidence& evidence, std::span<const std::int32_t> least,
               std::vector<RowLimit>& rows) const override;
   [[nodiscard]] bool ragged() const override { return options_.heads == CriticalOptions::Heads::adaptive; }
+  [[nodiscard]] AcrossHeads across_heads() const override {
+    return ragged() ? AcrossHeads::scores : AcrossHeads::nothing;
+  }
   [[nodiscard]] Needs needs() const override { return {.values = true, .output_projection = true}; }
 
   /// Throws InvalidArgument if W_o of a layer is missing or the values are of a dtype that cannot be read.

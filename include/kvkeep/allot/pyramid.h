@@ -48,6 +48,7 @@ class Pyramid final : public Allocator {
   void spread(const Evidence& evidence, std::span<const std::int32_t> least,
               std::vector<RowLimit>& rows) const override;
   [[nodiscard]] bool ragged() const override { return true; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   /// Cost and workspace: as Flat.
   void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
              Decision& decision) const override {

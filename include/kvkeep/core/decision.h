@@ -106,6 +106,9 @@ struct Decision {
       Sharing::per_layer_per_head;  ///< which rows share one selection; `scores` are then the same in each of them
   std::optional<Allotment> allotment;
   EventTables tables = {};  ///< on a device
+  std::vector<std::int32_t> of_all_heads =
+      {};  ///< [groups, whole_heads] slots that the row of each KV head of the
+           ///< model keeps, where ranks hold a part each; empty: as many as rows here
 };
 
 }  // namespace kvkeep

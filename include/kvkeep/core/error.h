@@ -37,6 +37,12 @@ class StateError : public Error {
   using Error::Error;
 };
 
+/// Ranks that decide together could not: one of them failed, died or did not answer in time.
+class RankError : public Error {
+ public:
+  using Error::Error;
+};
+
 /// Throws `E` with the joined parts.
 template <class E = InvalidArgument, class... Parts>
 [[noreturn, gnu::cold, gnu::noinline]] void refuse(const Parts&... parts) {

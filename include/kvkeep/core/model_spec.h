@@ -35,8 +35,12 @@ struct ModelSpec {
   double softmax_scale = 0.0;    ///< factor on q.k; 0 means 1/sqrt(key_dim)
   RopeSpec rope;                 ///< after scaling; rotates queries that are given before RoPE
   std::vector<LayerSpec> layers;
+  std::int32_t first_head = 0;   ///< KV heads of the model before these, where ranks hold a part each (across_ranks())
+  std::int32_t model_heads = 0;  ///< KV heads of the whole model then; 0: kv_heads
 
   [[nodiscard]] std::int32_t num_layers() const { return static_cast<std::int32_t>(layers.size()); }
+  /// KV heads of the whole model.
+  [[nodiscard]] std::int32_t whole_heads() const { return model_heads > 0 ? model_heads : kv_heads; }
   [[nodiscard]] std::int32_t group() const { return query_heads / kv_heads; }
   [[nodiscard]] double scale() const {
     return softmax_scale > 0 ? softmax_scale : 1.0 / std::sqrt(static_cast<double>(key_dim));
@@ -56,6 +60,9 @@ struct ModelSpec {
     KVKEEP_REQUIRE(query_heads == 0 || (query_heads >= kv_heads && query_heads % kv_heads == 0),
                    "ModelSpec: query_heads must be a multiple of kv_heads; given ", query_heads, " query heads and ",
                    kv_heads, " KV heads");
+    KVKEEP_REQUIRE(first_head >= 0 && whole_heads() - first_head >= kv_heads, "ModelSpec: KV heads ", first_head,
+                   " to ", std::int64_t{first_head} + kv_heads - 1, " of ", whole_heads(),
+                   "; allowed heads that the model has");
     KVKEEP_REQUIRE(key_dim >= 1 && value_dim >= 1, "ModelSpec: head sizes must be positive; given key_dim ", key_dim,
                    " and value_dim ", value_dim);
     KVKEEP_REQUIRE(std::isfinite(softmax_scale) && softmax_scale >= 0,

@@ -51,6 +51,8 @@ struct RowGroup {
   std::span<const float> surprisal =
       {};  ///< nats, by logical position, of all tokens, if the policy asks for them; kNoToken in gaps
   std::int32_t settled = 0;                   ///< logical position below which every decision is final (Fold::settled)
+  std::span<const std::int32_t> beyond = {};  ///< [whole_heads] slots that the row of each KV head of the model holds
+                                              ///< beyond this group's first; empty: as many as that
   std::span<const PositionSpan> pinned = {};  ///< ascending, disjoint: slots at these positions stay in every row
 };
 
@@ -66,6 +68,13 @@ struct RowTable {
 
   [[nodiscard]] std::span<const Row> rows_of(const RowGroup& group, std::int32_t kv_heads) const {
     return {rows.data() + group.first_row, static_cast<std::size_t>(kv_heads)};
+  }
+  /// Slots that the row of a KV head of the whole model holds, here or on another rank.
+  [[nodiscard]] std::int32_t length_of(const RowGroup& group, std::int32_t head, const ModelSpec& spec) const {
+    const auto own = static_cast<std::uint32_t>(head - spec.first_head);
+    const Row* const first = rows.data() + group.first_row;
+    if (own < static_cast<std::uint32_t>(spec.kv_heads)) return first[own].length;
+    return first->length + (group.beyond.empty() ? 0 : group.beyond[static_cast<std::size_t>(head)]);
   }
 };
 

@@ -43,14 +43,15 @@ KVKEEP_INLINE std::vector<std::string> Calibration::problems(const ModelSpec& sp
     say("rope_style is ", calibration_detail::name_of(rope_style), "; allowed the model's ",
         calibration_detail::name_of(spec.rope.style));
   const std::vector<std::int32_t> layers = spec.full_layers();
-  const std::int32_t given = query_heads(layers), wanted = spec.query_heads > 0 ? spec.query_heads : given;
+  const std::int32_t given = query_heads(layers),
+                     wanted = spec.query_heads > 0 ? spec.group() * spec.whole_heads() : given;
   if (given == 0) {
     say("it holds none of the model's layers (", layers.empty() ? -1 : layers.front(), " to ",
         layers.empty() ? -1 : layers.back(), ")");
     return found;
   }
-  if (given % spec.kv_heads != 0)
-    say("it has ", given, " query heads; allowed a multiple of the model's ", spec.kv_heads, " KV heads");
+  if (given % spec.whole_heads() != 0)
+    say("it has ", given, " query heads; allowed a multiple of the model's ", spec.whole_heads(), " KV heads");
   else if (given != wanted)
     say("it has ", given, " query heads; allowed the model's ", wanted);
   std::string missing, infinite;

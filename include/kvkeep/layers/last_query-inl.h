@@ -13,8 +13,7 @@
 namespace kvkeep {
 namespace last_query_detail {
 
-inline void check(const Evidence& evidence, std::int32_t pool) {
-  KVKEEP_REQUIRE(pool >= 1 && pool % 2 == 1, "last query: pool; given ", pool, "; allowed odd numbers from 1 on");
+inline void check(const Evidence& evidence) {
   KVKEEP_REQUIRE(is_scorable(evidence.table.key_dtype), "last query: keys are ", evidence.table.key_dtype,
                  "; allowed f32, f16, bf16");
   for (const RowGroup& group : evidence.table.groups) {
@@ -28,13 +27,18 @@ inline void check(const Evidence& evidence, std::int32_t pool) {
 }  // namespace last_query_detail
 
 KVKEEP_INLINE Tensor last_query_scores(const Evidence& evidence, std::int32_t pool) {
-  last_query_detail::check(evidence, pool);
+  KVKEEP_REQUIRE(pool >= 1 && pool % 2 == 1, "last query: pool; given ", pool, "; allowed odd numbers from 1 on");
+  return pooled_over_heads(evidence, last_query_products(evidence), pool);
+}
+
+KVKEEP_INLINE Tensor last_query_products(const Evidence& evidence) {
+  last_query_detail::check(evidence);
   const ModelSpec& spec = evidence.spec;
   const RowTable& table = evidence.table;
   const std::vector<RowWindow> windows(table.rows.size(), RowWindow{1, 0});
   const cpu::WindowTurns turns(evidence, windows);
   // The sum over a group's heads of q . k is (sum of q) . k: one product per key.
-  std::vector<float> products(static_cast<std::size_t>(table.slots));
+  Tensor products = empty({table.slots}, Dtype::f32);
   const auto make = [&] { return std::vector<float>(static_cast<std::size_t>(spec.group() * spec.key_dim)); };
   each_row(table, make, [&](std::size_t r, const Row& row, std::vector<float>& queries) {
     const std::size_t g = r / static_cast<std::size_t>(spec.kv_heads);
@@ -45,17 +49,21 @@ KVKEEP_INLINE Tensor last_query_scores(const Evidence& evidence, std::int32_t po
     const auto unscaled = static_cast<float>(1.0 / spec.scale());  // gather_queries scales for softmaxes
     for (std::int32_t d = 0; d < spec.key_dim; ++d) queries[static_cast<std::size_t>(d)] *= unscaled;
     cpu::key_dots({row.keys, table.key_dtype, spec.key_dim}, 0, row.length, queries.data(),
-                  products.data() + row.first);
+                  products.data<float>() + row.first);
   });
+  return products;
+}
 
+KVKEEP_INLINE Tensor pooled_over_heads(const Evidence& evidence, Tensor products, std::int32_t pool) {
+  const RowTable& table = evidence.table;
   std::int64_t tokens = 0;
   for (const RowGroup& group : table.groups) tokens += table.rows[static_cast<std::size_t>(group.first_row)].length;
   Tensor scores = empty({tokens}, Dtype::f32);
   float* out = scores.data<float>();
   for (const RowGroup& group : table.groups) {
-    const auto rows = table.rows_of(group, spec.kv_heads);
-    float* sum = products.data() + rows.front().first;
-    for (const Row& row : rows.subspan(1)) cpu::add_scaled(sum, products.data() + row.first, 1.0F, row.length);
+    const auto rows = table.rows_of(group, evidence.spec.kv_heads);
+    float* sum = products.data<float>() + rows.front().first;
+    for (const Row& row : rows.subspan(1)) cpu::add_scaled(sum, products.data<float>() + row.first, 1.0F, row.length);
     pool_average(sum, rows.front().length, pool, out);
     out += rows.front().length;
   }

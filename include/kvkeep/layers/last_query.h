@@ -17,6 +17,11 @@ namespace kvkeep {
 /// that cannot be read. Cost: one read of the keys. Rows run in parallel.
 [[nodiscard]] Tensor last_query_scores(const Evidence& evidence, std::int32_t pool = 5);
 
+/// Its two halves: the products per KV head, f32 [slots] summed over the head's group, and what becomes of those of all
+/// heads, which the second overwrites.
+[[nodiscard]] Tensor last_query_products(const Evidence& evidence);
+[[nodiscard]] Tensor pooled_over_heads(const Evidence& evidence, Tensor products, std::int32_t pool);
+
 /// Indices of the `count` best of `scores`, ascending; all if there are no more. Ranked by ranks_of(). Cost:
 /// ranks_of().
 [[nodiscard]] std::vector<std::int32_t> best_tokens(std::span<const float> scores, std::int64_t count);

@@ -18,8 +18,6 @@ inline void check(const Evidence& evidence, const Options& options) {
                  "; allowed odd numbers from 1 on");
   const RowTable& table = evidence.table;
   for (const RowGroup& group : table.groups) {
-    KVKEEP_REQUIRE(group.queries.count >= options.window, "prompt scores: layer ", group.layer, " has ",
-                   group.queries.count, " queries; allowed ", options.window, " or more, the window");
     for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
       KVKEEP_REQUIRE(row.length > options.window, "prompt scores: a row of layer ", row.layer, " holds ", row.length,
                      " slots; allowed more than the window of ", options.window);
@@ -51,12 +49,6 @@ struct ByQueryHead {
   ModelSpec spec;
   RowTable table;
 };
-
-inline Tensor sums(const Evidence& evidence, std::int32_t window) {
-  std::vector<RowWindow> windows;
-  for (const Row& row : evidence.table.rows) windows.push_back({window, row.length - window});
-  return attention_sum(evidence, windows);
-}
 
 /// Mean over the heads of each group.
 inline Tensor over_groups(const RowTable& table, std::int32_t group, const float* by_head) {
@@ -90,18 +82,17 @@ KVKEEP_INLINE PromptScores prompt_scores(const Evidence& evidence, PromptScoreOp
   const std::int32_t parts = average ? 1 : spec.group();
   Tensor sum;
   if (average) {
-    sum = prompt_scores_detail::sums(evidence, options.window);
+    sum = window_sums(evidence, options.window);
   } else {
     const prompt_scores_detail::ByQueryHead split(evidence);
-    sum = prompt_scores_detail::sums(
-        {.spec = split.spec, .table = split.table, .basis = evidence.basis, .moment = evidence.moment}, options.window);
+    sum = window_sums({.spec = split.spec, .table = split.table, .basis = evidence.basis, .moment = evidence.moment},
+                      options.window);
   }
   const float* of_window = sum.data<float>();
   const float weight = average ? static_cast<float>(spec.group()) : 1.0F;
 
-  PromptScores scores{zeros({table.slots}, Dtype::f32),
-                      zeros({prompt_scores_detail::slots_before_windows(table, options.window)}, Dtype::f32),
-                      average ? sum : prompt_scores_detail::over_groups(table, parts, of_window)};
+  PromptScores scores{
+      zeros({table.slots}, Dtype::f32), {}, average ? sum : prompt_scores_detail::over_groups(table, parts, of_window)};
   const auto make = [] { return std::vector<float>(); };
   each_row(table, make, [&](std::size_t, const Row& row, std::vector<float>& pooled) {
     const std::int32_t before = row.length - options.window;
@@ -116,16 +107,32 @@ KVKEEP_INLINE PromptScores prompt_scores(const Evidence& evidence, PromptScoreOp
       for (std::int32_t t = 0; t < before; ++t) head[t] += weight * pooled[static_cast<std::size_t>(t)];
     }
   });
-  float* tokens = scores.tokens.data<float>();
-  for (const RowGroup& group : table.groups) {
-    const std::int32_t before = table.rows[static_cast<std::size_t>(group.first_row)].length - options.window;
-    for (const Row& row : table.rows_of(group, spec.kv_heads)) {
-      const float* head = scores.heads.data<float>() + row.first;
-      for (std::int32_t t = 0; t < before; ++t) tokens[t] += head[t];
-    }
-    tokens += before;
-  }
+  scores.tokens = sum_over_heads(evidence, scores.heads, options.window);
   return scores;
+}
+
+KVKEEP_INLINE Tensor window_sums(const Evidence& evidence, std::int32_t window, std::span<const float> weights) {
+  for (const RowGroup& group : evidence.table.groups)
+    KVKEEP_REQUIRE(group.queries.count >= window, "prompt scores: layer ", group.layer, " has ", group.queries.count,
+                   " queries; allowed ", window, " or more, the window");
+  std::vector<RowWindow> windows;
+  for (const Row& row : evidence.table.rows) windows.push_back({window, row.length - window});
+  return attention_sum(evidence, windows, weights);
+}
+
+KVKEEP_INLINE Tensor sum_over_heads(const Evidence& evidence, const Tensor& heads, std::int32_t window) {
+  const RowTable& table = evidence.table;
+  Tensor tokens = zeros({prompt_scores_detail::slots_before_windows(table, window)}, Dtype::f32);
+  float* out = tokens.data<float>();
+  for (const RowGroup& group : table.groups) {
+    const std::int32_t before = table.rows[static_cast<std::size_t>(group.first_row)].length - window;
+    for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
+      const float* head = heads.data<float>() + row.first;
+      for (std::int32_t t = 0; t < before; ++t) out[t] += head[t];
+    }
+    out += before;
+  }
+  return tokens;
 }
 
 KVKEEP_INLINE Tensor token_mass(const Evidence& evidence, const Tensor& sums, std::int32_t window) {

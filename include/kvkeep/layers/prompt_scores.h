@@ -31,6 +31,14 @@ struct PromptScores {
 /// run in parallel; a row's result depends only on the row.
 [[nodiscard]] PromptScores prompt_scores(const Evidence& evidence, PromptScoreOptions options = {});
 
+/// attention_sum() of the newest `window` queries of every row, which must end with their slots. Throws InvalidArgument
+/// for a group with fewer queries, and as attention_sum() does.
+[[nodiscard]] Tensor window_sums(const Evidence& evidence, std::int32_t window, std::span<const float> weights = {});
+
+/// Sums over the KV heads of `heads`, f32 [slots], for the slots before the window: f32 flat over the groups, each
+/// [length - window], whose rows have one length. PromptScores::tokens from PromptScores::heads.
+[[nodiscard]] Tensor sum_over_heads(const Evidence& evidence, const Tensor& heads, std::int32_t window);
+
 /// Share of the window's attention that each token before it drew: f32 flat over the groups, each [length - window];
 /// mean over queries and heads. sums: PromptScores::sums of the same table. Cost: one pass over them.
 [[nodiscard]] Tensor token_mass(const Evidence& evidence, const Tensor& sums, std::int32_t window);

@@ -10,8 +10,8 @@
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/layers/last_query.h"
+#include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/layers/shrinking_context.h"
-#include "kvkeep/score/window_attention.h"
 
 namespace kvkeep {
 
@@ -64,31 +64,33 @@ KVKEEP_INLINE std::int32_t ShrinkingContext::going_on(std::int32_t layer, std::i
   return kept > floor_ ? kept : others;
 }
 
-KVKEEP_INLINE std::vector<std::int32_t> ShrinkingContext::tokens(const Evidence& evidence) const {
-  const RowTable& table = evidence.table;
-  const std::int32_t present = table.rows.front().length, others = present - observers_;
-  const std::int32_t kept = going_on(table.rows.front().layer, present);
-  std::vector<std::int32_t> places(static_cast<std::size_t>(present));
-  std::iota(places.begin(), places.end(), 0);
-  if (kept >= others) return places;
-  KVKEEP_REQUIRE(table.groups.front().queries.count >= observers_, "shrinking context: layer ",
-                 table.groups.front().layer, " has ", table.groups.front().queries.count, " queries; allowed ",
-                 observers_, " or more, the newest share of the prompt");
-
+KVKEEP_INLINE std::vector<float> ShrinkingContext::weights() const {
   std::vector<float> weights(static_cast<std::size_t>(observers_), 1.0F);
   for (std::int32_t i = 1; i < observers_; ++i)
     weights[static_cast<std::size_t>(i)] =
         static_cast<float>(1 + (options_.distance_weight - 1) * i / (observers_ - 1));
-  const std::vector<RowWindow> windows(table.rows.size(), RowWindow{observers_, others});
-  const Tensor sums = attention_sum(evidence, windows, weights);
-  std::vector<float> scores(static_cast<std::size_t>(others));
-  for (const Row& row : table.rows) {
-    const float* sum = sums.data<float>() + row.first;
-    for (std::int32_t t = 0; t < others; ++t) scores[static_cast<std::size_t>(t)] += sum[t];
+  return weights;
+}
+
+KVKEEP_INLINE std::vector<std::int32_t> ShrinkingContext::tokens(const Evidence& evidence) const {
+  const Row& first = evidence.table.rows.front();
+  if (going_on(first.layer, first.length) >= first.length - observers_) {
+    std::vector<std::int32_t> all(static_cast<std::size_t>(first.length));
+    std::iota(all.begin(), all.end(), 0);
+    return all;
   }
+  const Tensor sums = sum_over_heads(evidence, window_sums(evidence, observers_, weights()), observers_);
+  return tokens(first.layer, {sums.data<float>(), static_cast<std::size_t>(sums.numel())});
+}
+
+KVKEEP_INLINE std::vector<std::int32_t> ShrinkingContext::tokens(std::int32_t layer,
+                                                                 std::span<const float> sums) const {
+  const auto others = static_cast<std::int32_t>(sums.size());
+  const std::int32_t kept = going_on(layer, others + observers_);
+  std::vector<float> scores(sums.begin(), sums.end());
   std::fill_n(scores.begin(), std::min(options_.sink, others), HUGE_VALF);
   std::vector<std::int32_t> chosen = best_tokens(scores, kept);
-  chosen.insert(chosen.end(), places.begin() + others, places.end());
+  for (std::int32_t i = 0; i < observers_; ++i) chosen.push_back(others + i);
   return chosen;
 }
 

@@ -47,6 +47,10 @@ class ShrinkingContext {
   /// evidence: the rows of one layer of this prompt, with at least observers() queries. Throws as attention_sum() does.
   /// Cost: attention_sum() of a fifth of the prompt's queries.
   [[nodiscard]] std::vector<std::int32_t> tokens(const Evidence& evidence) const;
+  /// Its parts: the weight of each observer, oldest first, and the places by what the observers' attention gives each
+  /// of the other tokens, f32 [present - observers()] summed over the KV heads.
+  [[nodiscard]] std::vector<float> weights() const;
+  [[nodiscard]] std::vector<std::int32_t> tokens(std::int32_t layer, std::span<const float> sums) const;
 
  private:
   ShrinkingContextOptions options_;

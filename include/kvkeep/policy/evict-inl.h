@@ -96,7 +96,7 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
   std::size_t spans = 0;
   std::vector<std::int32_t> least;
   least.reserve(table.groups.size());
-  const auto rows_of_a_sequence = static_cast<std::int64_t>(heads * evidence.spec.full_layers().size());
+  const std::int64_t rows_of_a_sequence = std::ssize(evidence.spec.full_layers()) * evidence.spec.whole_heads();
   for (const RowGroup& group : table.groups) {
     const Row& first = table.rows[static_cast<std::size_t>(group.first_row)];
     const std::int64_t slot_bytes = first.slot_bytes() * rows_of_a_sequence;

@@ -131,6 +131,10 @@ class HostEvent final : public LayerEvent {
     return kvkeep::last_query_scores(evidence_, pool);
   }
 
+  [[nodiscard]] Tensor token_sums(std::int32_t window, std::span<const float> weights) override {
+    return sum_over_heads(evidence_, window_sums(evidence_, window, weights), window);
+  }
+
   void rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override {
     chosen_.assign(ranks.size(), {});
     Tensor mass;

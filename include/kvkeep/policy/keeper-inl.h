@@ -74,11 +74,12 @@ inline void write_table(std::span<const PageMove> moves, const CacheView& view) 
 
 }  // namespace keeper_detail
 
-KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& spec,
+KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& of_engine,
                                                 const Provided& provided) {
+  const Machine& machine = provided.machine();
+  const ModelSpec spec = machine.part(of_engine);
   std::vector<std::string> found = policy.problems(spec);
   const Needs needs = policy.needs();
-  const Machine& machine = provided.machine();
   const std::string there = machine.device().str();
   for (std::string& one : policy.problems_on(machine, spec)) found.push_back(std::move(one));
   if (policy.memory() != nullptr) {
@@ -143,7 +144,7 @@ KVKEEP_INLINE void check(const KVPolicy& policy, const ModelSpec& spec, const Pr
 }
 
 KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided)
-    : spec_(std::move(spec)), policy_(std::move(policy)), provided_(std::move(provided)) {
+    : spec_(provided.machine().part(std::move(spec))), policy_(std::move(policy)), provided_(std::move(provided)) {
   spec_.check();
   KVKEEP_REQUIRE(policy_ != nullptr, "Keeper: policy must not be null; allowed one from make_policy()");
   kvkeep::check(*policy_, spec_, provided_);
@@ -252,6 +253,8 @@ KVKEEP_INLINE RowTable Keeper::table_of(const CacheView& view, std::span<const s
     group.surprisal = s.surprisal;
     group.settled = s.settled;
     group.pinned = s.pins.spans();
+    const auto heads = static_cast<std::size_t>(spec_.whole_heads());
+    if (!s.beyond.empty()) group.beyond = std::span(s.beyond).subspan(static_cast<std::size_t>(index) * heads, heads);
     if (s.columns->on_host()) continue;
     group.newest = s.columns->newest();
     const std::int32_t prompt_slots = s.prompt_slots[static_cast<std::size_t>(index)];
@@ -344,7 +347,6 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   plan.version = version_;
   plan.keeper = identity_;
   const Trigger trigger = policy_->trigger();
-  const std::int64_t rows = static_cast<std::int64_t>(full_layers_.size()) * spec_.kv_heads;
   std::vector<std::int32_t> due;
   ++mark_;
   for (const SequenceId id : view.sequences) static_cast<void>(once("step", id));
@@ -363,23 +365,13 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     const Sequence& s = at(view.sequences[i]);
     KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "step: the prompt of sequence ", view.sequences[i],
                       " has only reached layer ", s.next_layer, "; allowed after narrow() of the last layer");
-    Occasion occasion{.rows = rows,
-                      .seen = s.logical,
-                      .prompt = s.prompt < 0 ? s.logical : s.prompt,
-                      .step = s.logical - s.asked,
-                      .slot_bytes = bytes_per_slot};
     for (const std::int32_t l : full_layers_) {
       for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
         const std::int32_t held = view.lengths.at(i, l * spec_.kv_heads + h), known = s.columns->length(row_of(l, h));
         KVKEEP_REQUIRE_AS(StateError, held == known, "step: sequence ", view.sequences[i], " holds ", held,
                           " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
                           " (observe every new token, and write an event's new lengths back)");
-        occasion.slots += held;
       }
-    }
-    if (trigger.kind == Trigger::Kind::window) {
-      const auto newest = s.columns->newest();
-      occasion.unsettled = newest.end() - std::ranges::lower_bound(newest, s.settled);
     }
     KVKEEP_REQUIRE_AS(StateError, !needs_.surprisal || s.surprised == s.logical, "step: ", s.surprised, " of the ",
                       s.logical, " tokens of sequence ", view.sequences[i], " have their surprisal, but ",
@@ -395,7 +387,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
                         " has read its folded spans for ", s.viewed[index], " of ", s.logical,
                         " tokens; call view() after each layer's attention");
     }
-    if (!trigger.due(occasion)) continue;
+    if (!trigger.due(occasion_of(s))) continue;
     for (const std::int32_t l : full_layers_) {
       const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
       KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "step: layer ", l, " has shown ", seen,
@@ -464,6 +456,8 @@ KVKEEP_INLINE std::vector<ColumnTarget> Keeper::reserve_settled(const Plan& plan
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(row.sequence)]);
+    if (!plan.decision.of_all_heads.empty())
+      s.beyond.resize(full_layers_.size() * static_cast<std::size_t>(spec_.whole_heads()));
     targets.push_back(s.columns->reserve_settled(row_of(row.layer, row.head), keep.count(r),
                                                  plan.decision.credit.has_value(), plan.decision.tally.has_value()));
   }
@@ -556,8 +550,14 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Foldi
   }
   settle_folded(plan, view, folding, report);
   const std::int32_t room = policy_->trigger().interval;
+  const auto heads = static_cast<std::size_t>(spec_.whole_heads());
+  std::span<const std::int32_t> counts = plan.decision.of_all_heads;
   for (const RowGroup& group : plan.table.groups) {
     Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(group.sequence)]);
+    if (!counts.empty()) {
+      settle_beyond(s, group.layer, counts.first(heads));
+      counts = counts.subspan(heads);
+    }
     s.last_event = s.logical;
     s.ring.forget_normalisers();
     s.event_position = s.next_position;
@@ -614,15 +614,37 @@ KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_le
 KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {
   const Sequence& s = ready("tokens_to_event", sequence);
   if (s.prompt < 0) return 0;
-  Occasion occasion{.rows = static_cast<std::int64_t>(full_layers_.size()) * spec_.kv_heads,
+  return policy_->trigger().tokens_until(occasion_of(s));
+}
+
+/// What its trigger reads: of all ranks, if they hold a part of the heads each.
+KVKEEP_INLINE Occasion Keeper::occasion_of(const Sequence& s) const {
+  const std::int32_t heads = spec_.whole_heads();
+  Occasion occasion{.rows = std::ssize(full_layers_) * heads,
                     .seen = s.logical,
-                    .prompt = s.prompt,
+                    .prompt = s.prompt < 0 ? s.logical : s.prompt,
                     .step = s.logical - s.asked,
-                    .slot_bytes = slot_bytes_};
-  for (std::int32_t r = 0; r < static_cast<std::int32_t>(occasion.rows); ++r) occasion.slots += s.columns->length(r);
+                    .slot_bytes = slot_bytes_ / spec_.kv_heads * heads};
+  for (std::int32_t row = 0; row < std::ssize(full_layers_) * spec_.kv_heads; row += spec_.kv_heads) {
+    for (std::int32_t h = 0; h < spec_.kv_heads; ++h) occasion.slots += s.columns->length(row + h);
+    occasion.slots += std::int64_t{s.columns->length(row)} * (heads - spec_.kv_heads);
+  }
+  for (std::size_t i = 0; i < s.beyond.size(); ++i) {
+    const auto own = static_cast<std::uint32_t>(static_cast<std::int32_t>(i) % heads - spec_.first_head);
+    if (own >= static_cast<std::uint32_t>(spec_.kv_heads)) occasion.slots += s.beyond[i];
+  }
   const auto newest = s.columns->newest();
   occasion.unsettled = newest.end() - std::ranges::lower_bound(newest, s.settled);
-  return policy_->trigger().tokens_until(occasion);
+  return occasion;
+}
+
+/// Takes in how many slots the rows of every KV head of the model keep in one layer.
+KVKEEP_INLINE void Keeper::settle_beyond(Sequence& s, std::int32_t layer,
+                                         std::span<const std::int32_t> counts) const noexcept {
+  const auto heads = static_cast<std::size_t>(spec_.whole_heads()),
+             first = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(layer)]) * heads;
+  for (std::size_t h = 0; h < heads; ++h)
+    s.beyond[first + h] = counts[h] - counts[static_cast<std::size_t>(spec_.first_head)];
 }
 
 KVKEEP_INLINE std::int32_t Keeper::physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const {

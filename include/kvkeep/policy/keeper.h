@@ -356,7 +356,8 @@ class Keeper {
     std::unique_ptr<FoldedRows> folded = nullptr;  ///< if the policy folds
     std::vector<std::int64_t> viewed = {};  ///< [full layers] logical length when the layer last read its folded spans
     Pins pins = {};
-    bool pending = false;  ///< an event cuts it that finish() has yet to complete
+    std::vector<std::int32_t> beyond = {};  ///< [full layers, whole_heads] RowGroup::beyond; empty: all rows are alike
+    bool pending = false;                   ///< an event cuts it that finish() has yet to complete
   };
   /// An event between apply() and finish().
   struct Pending {
@@ -371,6 +372,8 @@ class Keeper {
                        std::span<const std::int32_t> indptr) const;
   void check_statistics(const Observation& observation, std::size_t i, const Sequence& sequence,
                         std::span<const std::int32_t> positions) const;
+  [[nodiscard]] Occasion occasion_of(const Sequence& sequence) const;
+  void settle_beyond(Sequence& sequence, std::int32_t layer, std::span<const std::int32_t> counts) const noexcept;
   void check_places(const CacheView& view) const;
   void check_pages(const CacheView& view, const RowTable& table) const;
   void check(const Observation& observation) const;
@@ -414,6 +417,7 @@ class Keeper {
   void restore_columns(Sequence& s, const StateFile& state) const;
   void restore_queries(Sequence& s, const StateFile& state) const;
   void restore_memory(SequenceId id, Sequence& s, const StateFile& state);
+  void restore_beyond(Sequence& sequence, const StateFile& state) const;
   void restore_pins(Sequence& s, const StateFile& state) const;
 #endif
   [[nodiscard]] PositionSpan span_of(const char* operation, SequenceId sequence, std::int64_t begin,

@@ -79,6 +79,10 @@ class LayerEvent : public Event {
   /// kvkeep::last_query_scores() of every prompt. Throws as that does.
   [[nodiscard]] virtual Tensor last_query_scores(std::int32_t pool) = 0;
 
+  /// sum_over_heads() of window_sums(): what the newest `window` queries give the tokens before them. `weights`: one
+  /// per query, oldest first. Throws as these do, and Unsupported on a device.
+  [[nodiscard]] virtual Tensor token_sums(std::int32_t window, std::span<const float> weights) = 0;
+
   /// Takes in the ranks of prompt g under `scores` where ranks[g] is not null, as LayerSelector::see() does. `list`:
   /// chosen() gives the tokens that would continue even if the layer does not select.
   virtual void rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) = 0;
@@ -121,6 +125,9 @@ class Machine {
   [[nodiscard]] virtual MachineMemory& memory() const = 0;
   [[nodiscard]] Device device() const { return memory().device(); }
   [[nodiscard]] bool is_host() const { return memory().is_host(); }
+
+  /// The model as this machine sees it, if the engine's spec is of a part of its heads (across_ranks()).
+  [[nodiscard]] virtual ModelSpec part(ModelSpec spec) const { return spec; }
 
   /// A keeper takes it, for good: it holds the workspace of that keeper's events, and constants of its model and
   /// policy. Throws StateError if a keeper has taken it before. The host serves any number of keepers.

@@ -71,7 +71,7 @@ inline std::unique_ptr<PromptPass> PyramidInfer::begin_prompt(Machine&, const Mo
 }
 
 /// Prompts differ in how many of their queries observe, so each is looked at by itself.
-inline LayerDecision PyramidInfer::decide_layer(Machine&, const Evidence& evidence,
+inline LayerDecision PyramidInfer::decide_layer(Machine& machine, const Evidence& evidence,
                                                 std::span<PromptPass* const> passes) const {
   LayerDecision decision;
   for (std::size_t g = 0; g < passes.size(); ++g) {
@@ -85,7 +85,12 @@ inline LayerDecision PyramidInfer::decide_layer(Machine&, const Evidence& eviden
                        .basis = evidence.basis,
                        .moment = evidence.moment,
                        .output_projections = evidence.output_projections};
-    decision.prompts.push_back({.reason = Reason::over_budget, .narrow = tokens_of(pass.context().tokens(own))});
+    const Limits none;
+    const Tensor sums = machine.begin_layer(own, none, layer_demand())
+                            ->token_sums(pass.context().observers(), pass.context().weights());
+    const std::span of_tokens(sums.data<float>(), static_cast<std::size_t>(sums.numel()));
+    decision.prompts.push_back(
+        {.reason = Reason::over_budget, .narrow = tokens_of(pass.context().tokens(row.layer, of_tokens))});
   }
   return decision;
 }

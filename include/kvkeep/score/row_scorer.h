@@ -34,12 +34,13 @@ template <class T>
 template <class Key, class Value>
 class ScoredRow {
  public:
-  KVKEEP_HD ScoredRow(const Row& row, std::int32_t key_dim, std::int32_t value_dim)
-      : row_(row), key_dim_(key_dim), value_dim_(value_dim) {}
+  KVKEEP_HD ScoredRow(const Row& row, std::int32_t key_dim, std::int32_t value_dim, std::int32_t first_head)
+      : row_(row), key_dim_(key_dim), value_dim_(value_dim), first_head_(first_head) {}
 
   [[nodiscard]] KVKEEP_HD std::int32_t length() const { return row_.length; }
   [[nodiscard]] KVKEEP_HD std::int32_t layer() const { return row_.layer; }
-  [[nodiscard]] KVKEEP_HD std::int32_t head() const { return row_.head; }
+  /// KV head of the model.
+  [[nodiscard]] KVKEEP_HD std::int32_t head() const { return first_head_ + row_.head; }
   [[nodiscard]] KVKEEP_HD std::int32_t position(std::int32_t t) const { return row_.positions[t]; }
   [[nodiscard]] KVKEEP_HD float given(std::int32_t t) const { return row_.given[t]; }
   [[nodiscard]] KVKEEP_HD const Key* key(std::int32_t t) const { return reinterpret_cast<const Key*>(row_.keys.at(t)); }
@@ -51,7 +52,7 @@ class ScoredRow {
 
  private:
   const Row& row_;
-  std::int32_t key_dim_, value_dim_;
+  std::int32_t key_dim_, value_dim_, first_head_;
 };
 
 /// Throws InvalidArgument if a slot of a due row has no given score.
@@ -94,7 +95,8 @@ class RowScorer : public Scorer {
     with_dtype(operation.c_str(), needs.keys ? table.key_dtype : Dtype::f32, [&](auto key) {
       with_dtype(operation.c_str(), needs.values ? table.value_dtype : Dtype::f32, [&](auto value) {
         each_due_row(table, limits, [&](std::size_t, const Row& row) {
-          body_.score(ScoredRow<decltype(key), decltype(value)>(row, evidence.spec.key_dim, evidence.spec.value_dim),
+          body_.score(ScoredRow<decltype(key), decltype(value)>(row, evidence.spec.key_dim, evidence.spec.value_dim,
+                                                                evidence.spec.first_head),
                       out + row.first, OneThread{});
         });
       });

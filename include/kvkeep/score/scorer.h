@@ -51,6 +51,10 @@ class Scorer {
   /// Variant official: slots that the published code ranks above all others by its own padding.
   [[nodiscard]] virtual Padding padding() const { return {0, keeps_newest()}; }
 
+  /// True if all KV heads of a layer score alike, by the mean over them (cpu::mean_over_heads()). If the evidence has
+  /// only a part of the model's heads (ModelSpec::model_heads), score() leaves the mean to who knows the others.
+  [[nodiscard]] virtual bool averages_heads() const { return false; }
+
   /// True if the scores add up over events: they come back as Row::tally.
   [[nodiscard]] virtual bool accumulates() const { return false; }
 

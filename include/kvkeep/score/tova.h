@@ -42,6 +42,7 @@ class Tova final : public Scorer {
   [[nodiscard]] Needs needs() const override { return {.queries = 1, .keys = true}; }
   [[nodiscard]] WindowNeeds shares() const override { return {.newest = true}; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return 1; }
+  [[nodiscard]] bool averages_heads() const override { return options_.heads == TovaOptions::Heads::all; }
 
   /// g[t] = mean over heads of softmax over all slots of scale * q.k, for the newest query; g[t] = t if no query was
   /// seen. `Heads::all` needs rows of one length and averages by slot, even if the heads hold different tokens, as
@@ -69,7 +70,8 @@ inline Scores Tova::score(const Evidence& evidence, const Limits&, const WindowA
       else
         std::iota(g + rows[h].first, g + rows[h].first + rows[h].length, 0.0F);
     }
-    if (asked > 0 && options_.heads == TovaOptions::Heads::all) cpu::mean_over_heads("tova", evidence, group, asked, g);
+    const bool whole = evidence.spec.whole_heads() == evidence.spec.kv_heads;
+    if (asked > 0 && averages_heads() && whole) cpu::mean_over_heads("tova", evidence, group, asked, g);
   }
   return scores;
 }

@@ -60,14 +60,15 @@ struct Workspace {
   }
 };
 
-/// Columns of the row's query heads.
-inline cpu::TriColumns columns_of(const Calibration& calibration, const Row& row, std::int64_t group, double scaling,
-                                  const std::vector<Turn>& now, const std::vector<Turn>& later, Workspace& work) {
+/// Columns of the query heads of KV head `kv_head` of the model.
+inline cpu::TriColumns columns_of(const Calibration& calibration, std::int32_t layer, std::int64_t kv_head,
+                                  std::int64_t group, double scaling, const std::vector<Turn>& now,
+                                  const std::vector<Turn>& later, Workspace& work) {
   const std::size_t pairs = now.size();
   const auto offsets = static_cast<std::int64_t>(later.size() / pairs),
              side = offsets == 1 ? group : offsets;  // columns that are side by side
   for (std::int64_t g = 0; g < group; ++g) {
-    const Calibration::Head& head = calibration.heads.at({row.layer, static_cast<std::int32_t>(row.head * group + g)});
+    const Calibration::Head& head = calibration.heads.at({layer, static_cast<std::int32_t>(kv_head * group + g)});
     float* first = work.trig + (offsets == 1 ? g : g * static_cast<std::int64_t>(pairs) * 2 * offsets);
     for (std::size_t f = 0; f < pairs; ++f) {
       const Turn q(static_cast<double>(head.q_mean[f].real()), static_cast<double>(head.q_mean[f].imag()));
@@ -112,7 +113,7 @@ KVKEEP_INLINE Scores TriAttention::score(const Evidence& evidence, const Limits&
   with_dtype("triattention", table.key_dtype, [](auto) {});
   const Scores scores{empty({table.slots}, Dtype::f32)};
   float* g = scores.data.data<float>();
-  const std::int64_t group = calibration_->query_heads(spec.full_layers()) / spec.kv_heads;
+  const std::int64_t group = calibration_->query_heads(spec.full_layers()) / spec.whole_heads();
   const auto pairs = static_cast<std::int64_t>(spec.rope.inv_freq.size());
   const std::vector<triattention_detail::Turn> later = triattention_detail::offset_turns(spec.rope, options_);
   std::vector<std::vector<triattention_detail::Turn>> now;  // exp(i w_f P) by sequence
@@ -125,9 +126,9 @@ KVKEEP_INLINE Scores TriAttention::score(const Evidence& evidence, const Limits&
   const auto make = [] { return triattention_detail::Workspace(); };
   each_due_row(table, limits, make, [&](std::size_t r, const Row& row, triattention_detail::Workspace& work) {
     work.fit(group, row.length, pairs, static_cast<std::int64_t>(later.size()) / pairs);
-    const cpu::TriColumns columns =
-        triattention_detail::columns_of(*calibration_, row, group, spec.rope.attention_scaling,
-                                        now[static_cast<std::size_t>(row.sequence)], later, work);
+    const cpu::TriColumns columns = triattention_detail::columns_of(
+        *calibration_, row.layer, spec.first_head + row.head, group, spec.rope.attention_scaling,
+        now[static_cast<std::size_t>(row.sequence)], later, work);
     cpu::tri_scores({row.keys, table.key_dtype, spec.key_dim}, row.length, spec.rope.style, columns, work.scratch,
                     work.raw);
     for (std::int64_t h = 0; options_.normalize && h < group; ++h) {

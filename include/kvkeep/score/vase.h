@@ -70,7 +70,7 @@ class Vase final : public Scorer {
         float* const g = scores.data.data<float>() + row.first;
         if (windows[r].queries == 0) return std::iota(g, g + row.length, 0.0F);
         const RowGroup& group = table.groups[r / static_cast<std::size_t>(evidence.spec.kv_heads)];
-        sample(row, attention.data<float>() + row.first, group.next_position, g);
+        sample(row, evidence.spec.first_head, attention.data<float>() + row.first, group.next_position, g);
         widest<decltype(type)>(row, limits.rows[r], evidence.spec.value_dim, ranked, g);
       });
     });
@@ -83,9 +83,10 @@ class Vase final : public Scorer {
     std::int32_t slot;
   };
 
-  void sample(const Row& row, const float* attention, std::int32_t next_position, float* g) const {
-    const std::uint64_t draws =
-        mixed_bits(draws_of_row(options_.seed, row.layer, row.head) ^ static_cast<std::uint64_t>(next_position) << 32U);
+  void sample(const Row& row, std::int32_t first_head, const float* attention, std::int32_t next_position,
+              float* g) const {
+    const std::uint64_t draws = mixed_bits(draws_of_row(options_.seed, row.layer, first_head + row.head) ^
+                                           static_cast<std::uint64_t>(next_position) << 32U);
     pool_average(attention, row.length, options_.pool, g);
     for (std::int32_t t = 0; t < row.length; ++t) {
       const double u = static_cast<double>(draw(draws, row.positions[t])) + 0x1p-25;

@@ -1,0 +1,263 @@
+// Ranks that hold a part of the heads keep what one machine keeps that holds all of them, whatever the policy; and an
+// error on one is an error on all, before anything moves.
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "kvkeep/io/calibration.h"
+#include "message_of.h"
+#include "rank_engine.h"
+#include "threads_collective.h"
+
+namespace kvkeep::across_ranks_test {
+namespace {
+
+using testing::message_of;
+using testing::RankEngine;
+using testing::ThreadRanks;
+
+using Row = std::tuple<int, SequenceId, std::int32_t, std::int32_t>;  ///< step, sequence, layer, KV head of the model
+using Kept = std::map<Row, std::vector<std::int32_t>>;
+
+/// What is kept after every step of the same run.
+Kept run(RankEngine& engine, int steps) {
+  Kept kept;
+  engine.join(1);
+  engine.join(2, 33);
+  if (!engine.keeper.policy().narrows()) {
+    try {
+      engine.keeper.pin(1, 9, 12);
+      engine.keeper.pin(1, 20, 21);
+    } catch (const Unsupported&) {  // official forms pin nothing
+    }
+  }
+  for (int n = 0; n < steps; ++n) {
+    engine.step(n == 0 ? std::vector<std::pair<SequenceId, std::int32_t>>{{1, 45}, {2, 33}}
+                       : std::vector<std::pair<SequenceId, std::int32_t>>{{1, n % 5 == 0 ? 3 : 1}, {2, 1}});
+    engine.settle();
+    if (n == 0 && engine.keeper.policy().narrows() && engine.keeper.prompt_report(1)->second_pass) {
+      engine.step({{1, static_cast<std::int32_t>(engine.keeper.prompt_report(1)->going_on.size())},
+                   {2, static_cast<std::int32_t>(engine.keeper.prompt_report(2)->going_on.size())}});
+      engine.settle();
+    }
+    for (const SequenceId id : {1, 2})
+      for (std::int32_t l = 0; l < RankEngine::kLayers; ++l)
+        for (std::int32_t h = 0; h < RankEngine::kHeads; ++h) {
+          if (!engine.has(h)) continue;
+          kept[{n, id, l, h}] = engine.positions(id, l, h);
+          EXPECT_TRUE(engine.holds(id, l, h)) << "sequence " << id << ", layer " << l << ", head " << h;
+        }
+  }
+  EXPECT_GT(engine.keeper.totals().events, 0);
+  return kept;
+}
+
+/// Gathers of a run on `size` ranks, all of which keep what one machine keeps.
+int expect_alike(const std::string& policy, std::int32_t size, const Kept& alone) {
+  SCOPED_TRACE(text(policy, " on ", size, " ranks"));
+  ThreadRanks ranks(size);
+  std::mutex mutex;
+  Kept together;
+  ranks.run([&](const std::shared_ptr<Collective>& own) {
+    RankEngine engine(policy, own);
+    Kept kept = run(engine, 30);
+    const std::scoped_lock lock(mutex);
+    together.merge(kept);
+  });
+  EXPECT_EQ(together.size(), alone.size());
+  for (const auto& [row, positions] : alone) {
+    if (together[row] == positions) continue;
+    const auto [step, id, layer, head] = row;
+    ADD_FAILURE() << "step " << step << ", sequence " << id << ", layer " << layer << ", head " << head;
+    break;
+  }
+  return ranks.gathers();
+}
+
+/// The policy with options that fit these engines; empty: it has no events.
+std::string small(const PolicyInfo& policy, const std::string& calibration) {
+  if (policy.name == "full") return "";
+  const std::string tail = policy.narrows ? "+tova,budget=20,interval=6,sink=2,recent=4" : "";
+  for (const std::string options :
+       {",budget=24,interval=6,sink=2,recent=4,allocator.window=6,scorer.window=6,min_segment=2,max_segment=12",
+        ",budget=24,interval=6,sink=2,recent=4,allocator.window=6,min_segment=2,max_segment=12",
+        ",budget=24,interval=6,sink=2,recent=4,threshold=0.001,scorer.window=6",
+        ",budget=24,interval=6,sink=2,recent=4,chunk=5,scorer.window=6",
+        ",budget=24,interval=6,sink=2,recent=4,threshold=0.001",
+        ",budget=24,interval=6,sink=2,recent=4,scorer.window=6", ",budget=24,interval=6,sink=2,recent=4",
+        ",recent=12,interval=6,sink=2,memory.max_span=8,memory.min_span=3", ",budget=24,layer=1,scorer.window=6",
+        ",budget=24,layer=1", ",budget=24,scorer.window=6,min_layer=0", ",min_context=12"})
+    for (const std::string& file : {std::string(), ",calibration=" + calibration}) try {
+        static_cast<void>(make_policy(policy.name + options + file + tail));
+        return policy.name + options + file + tail;
+      } catch (const Error&) {
+      }
+  return "none: " + policy.name;
+}
+
+/// A calibration of all query heads of the model.
+class CalibrationFile {
+ public:
+  CalibrationFile() : path(std::filesystem::path(::testing::TempDir()) / text("ranks-", ::getpid(), ".safetensors")) {
+    Calibration all;
+    all.head_dim = RankEngine::kDim;
+    for (std::int32_t l = 0; l < RankEngine::kLayers; ++l)
+      for (std::int32_t h = 0; h < RankEngine::kHeads * RankEngine::kGroup; ++h) {
+        Calibration::Head& head = all.heads[{l, h}];
+        for (std::int32_t f = 0; f < RankEngine::kDim / 2; ++f) {
+          head.q_mean.emplace_back(RankEngine::noise(3, l, h, f, 0, 1), RankEngine::noise(3, l, h, f, 1, 1));
+          head.q_abs_mean.push_back(std::abs(head.q_mean.back()) + 0.5F);
+        }
+      }
+    save_calibration(path, all, CalibrationLayout::safetensors);
+  }
+  ~CalibrationFile() { std::filesystem::remove(path); }
+  const std::filesystem::path path;
+};
+
+TEST(AcrossRanks, KeepWhatOneMachineKeepsUnderEveryPolicy) {
+  const CalibrationFile calibration;
+  std::vector<std::string> cases{"tova,budget=24,interval=6,heads=group",
+                                 "tova,budget=24,interval=6,rest=fold,memory.max_span=8,memory.min_span=3",
+                                 "chunkkv-tova,budget=24,interval=6,allocator.heads=own",
+                                 "criticalkv-snapkv,budget=24,interval=6,scorer.window=6,allocator.heads=adaptive",
+                                 "adakv-given,budget=24,interval=6,protect_prompt=true",
+                                 "knorm,bytes=20000,interval=6",
+                                 "asl,budget=24,scorer.window=6,min_layer=0,select_mass=0.8+tova,budget=20,interval=6",
+                                 "asl,budget=24,scorer.window=6,cache_mass=0.7+knorm,budget=20,interval=6"};
+  for (const char* share : {"union", "union_mean", "per_head"})
+    for (const char* policy : {"keydiff", "tova", "threshold-knorm,threshold=-2"})
+      cases.push_back(text(policy, ",budget=24,interval=6,share=", share));
+  for (const PolicyInfo& policy : policies())
+    if (const std::string one = small(policy, calibration.path.string()); !one.empty()) cases.push_back(one);
+  int silent = 0, spoke = 0;
+  for (const std::string& policy : cases) {
+    SCOPED_TRACE(policy);
+    RankEngine engine(policy);
+    const Kept alone = run(engine, 30);
+    const int of_two = expect_alike(policy, 2, alone), of_four = expect_alike(policy, 4, alone);
+    EXPECT_EQ(of_two, of_four) << policy;
+    if (!engine.keeper.policy().narrows()) {
+      EXPECT_LE(of_two, engine.keeper.totals().events) << policy;
+    }
+    ++(of_two == 0 ? silent : spoke);
+  }
+  EXPECT_GT(silent, 20);
+  EXPECT_GT(spoke, 20);
+}
+
+TEST(AcrossRanks, SendsNothingWhereRowsDecideByThemselves) {
+  for (const auto& [policy, gathers] :
+       std::vector<std::pair<const char*, bool>>{{"ams-keydiff,budget=24,interval=6,allocator.window=6", false},
+                                                 {"pyramidkv-knorm,budget=24,interval=6", false},
+                                                 {"random,budget=24,interval=6", false},
+                                                 {"rkv,budget=24,interval=6,scorer.window=6", false},
+                                                 {"tova,budget=24,interval=6", true},
+                                                 {"adakv-tova,budget=24,interval=6", true}}) {
+    RankEngine alone(policy);
+    EXPECT_EQ(expect_alike(policy, 2, run(alone, 30)) > 0, gathers) << policy;
+  }
+}
+
+TEST(AcrossRanks, GoOnAfterTheyWereSavedAndRestored) {
+  for (const char* policy : {"adakv-tova,budget=24,interval=6", "threshold-knorm,budget=24,interval=6,threshold=-2"}) {
+    RankEngine alone(policy);
+    const Kept kept = run(alone, 30);
+    ThreadRanks ranks(2);
+    ranks.run([&](const std::shared_ptr<Collective>& own) {
+      const std::filesystem::path file =
+          std::filesystem::path(::testing::TempDir()) / text("rank-", ::getpid(), "-", own->rank(), ".safetensors");
+      RankEngine before(policy, own);
+      static_cast<void>(run(before, 16));
+      before.keeper.save(1, file);
+      RankEngine after(policy, own);
+      after.keeper.restore(1, file);
+      std::filesystem::remove(file);
+      after.layers = before.layers, after.lengths = before.lengths, after.fed = before.fed;
+      for (int n = 16; n < 30; ++n) {
+        after.step({{1, n % 5 == 0 ? 3 : 1}});
+        after.settle();
+      }
+      EXPECT_GT(after.keeper.totals().events, 0);
+      for (std::int32_t l = 0; l < RankEngine::kLayers; ++l)
+        for (std::int32_t h = 0; h < RankEngine::kHeads; ++h)
+          EXPECT_TRUE(!after.has(h) || after.positions(1, l, h) == kept.at({29, 1, l, h})) << policy;
+    });
+  }
+}
+
+// ---- Errors
+
+/// Everything that an event may write.
+std::vector<float> bytes_of(const RankEngine& engine) {
+  std::vector<float> all;
+  for (const LayerKv& layer : engine.layers)
+    for (const Tensor& side : {std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values})
+      all.insert(all.end(), side.data<float>(), side.data<float>() + side.numel());
+  return all;
+}
+
+/// What each of two ranks says when rank 1 does as `wrong` says; nothing has moved on either.
+std::vector<std::string> said(const std::string& policy, const std::function<void(RankEngine&, ThreadRanks&)>& wrong) {
+  ThreadRanks ranks(2);
+  std::vector<std::string> words(2);
+  ranks.run([&](const std::shared_ptr<Collective>& own) {
+    RankEngine engine(policy, own);
+    engine.join(1);
+    engine.observe({{1, 24}});
+    static_cast<void>(engine.keeper.step(engine.view()));
+    engine.settle();
+    engine.observe({{1, 8}});
+    const auto rank = static_cast<std::size_t>(own->rank());
+    const std::vector<float> before = bytes_of(engine);
+    const std::vector<std::int32_t> lengths = engine.flat;
+    const auto step = [&] {
+      if (rank == 1) wrong(engine, ranks);
+      static_cast<void>(engine.keeper.step(engine.view()));
+    };
+    words[rank] = rank == 1 ? message_of(step) : message_of<RankError>(step);
+    if (rank == 1) return;  // it changed its cache by itself
+    EXPECT_EQ(bytes_of(engine), before);
+    EXPECT_EQ(engine.flat, lengths);
+  });
+  return words;
+}
+
+TEST(AcrossRanks, ARankThatIsLostIsAnErrorOnTheOthersAndNothingMoved) {
+  for (const char* policy : {"tova,budget=24,interval=6", "adakv-tova,budget=24,interval=6",
+                             "threshold-knorm,budget=24,interval=6,threshold=-2"}) {
+    const auto words = said(policy, [](RankEngine&, ThreadRanks& ranks) {
+      ranks.lose();
+      refuse<RankError>("gone");
+    });
+    EXPECT_NE(words[0].find("a rank did not come"), std::string::npos) << policy << ": " << words[0];
+  }
+}
+
+TEST(AcrossRanks, AnErrorOfOneRankIsSaidOnAllOfThem) {
+  // Keys that cannot be read are an error of the scorer, before anything is sent.
+  const char* const policy = "adakv-snapkv,budget=24,interval=6,scorer.window=6";
+  const auto words = said(policy, [](RankEngine& engine, ThreadRanks&) {
+    const std::vector<std::int64_t> sizes{4, 2, RankEngine::kCapacity, RankEngine::kDim};
+    for (LayerKv& layer : engine.layers) layer = DenseKv{zeros(sizes, Dtype::u8), zeros(sizes, Dtype::u8)};
+  });
+  EXPECT_NE(words[0].find("rank 1 failed: "), std::string::npos) << words[0];
+}
+
+TEST(AcrossRanks, InDifferentEventsRefuseOnAllOfThem) {
+  const auto words = said("tova,budget=24,interval=6", [](RankEngine& engine, ThreadRanks&) {
+    engine.keeper.truncate(1, 31);
+    for (std::int32_t& length : engine.flat) --length;
+  });
+  for (const std::string& one : words) EXPECT_FALSE(one.empty());
+}
+
+TEST(AcrossRanks, ARankOutsideTheCollectiveIsRefused) {
+  EXPECT_NE(message_of<InvalidArgument>([] { static_cast<void>(across_ranks(nullptr)); }).find("no collective"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace kvkeep::across_ranks_test
