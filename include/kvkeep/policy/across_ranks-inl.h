@@ -136,12 +136,12 @@ class Messages {
 
 template <class T>
 void put(std::span<std::byte>& to, const T* numbers, std::size_t count) {
-  std::memcpy(to.data(), numbers, count * sizeof(T));
+  if (count > 0) std::memcpy(to.data(), numbers, count * sizeof(T));
   to = to.subspan(count * sizeof(T));
 }
 template <class T>
 void take(std::span<const std::byte>& from, T* numbers, std::size_t count) {
-  std::memcpy(numbers, from.data(), count * sizeof(T));
+  if (count > 0) std::memcpy(numbers, from.data(), count * sizeof(T));
   from = from.subspan(count * sizeof(T));
 }
 
