@@ -11,7 +11,7 @@ endif()
 # Nothing passed and nothing failed.
 set(all_skipped "PASSED  \\] 0 tests\\.\n(\\[  SKIPPED \\][^\n]*\n)+$")
 list(JOIN SLOW ":" slow)
-string(REGEX MATCHALL "\n[^ \n]+\\." suites "${listed}")
+string(REGEX MATCHALL "\n[^ \n]+\\." suites "\n${listed}")
 if(NOT suites)
   message(FATAL_ERROR "tests: ${PROGRAM} --gtest_list_tests names no suite")
 endif()
