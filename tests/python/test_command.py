@@ -79,6 +79,12 @@ def test_a_full_disk_is_a_failure():
     assert done.returncode == 1 and done.stderr.startswith("kvkeep: ")
 
 
+def end_at_signals():
+    """As in a terminal: what runs the tests may ignore some, and what is ignored stays ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def wait_until_it_catches_signals(pid):
     """SIGHUP is the last that the program sets, and Python sets none for it."""
     for _ in range(2000):
@@ -94,7 +100,7 @@ def wait_until_it_catches_signals(pid):
 def test_a_signal_ends_it_as_it_ends_the_program(how, number, status, tmp_path):
     policy = tmp_path / "policy.json"
     os.mkfifo(policy)  # nobody writes into it, so the program waits
-    running = subprocess.Popen([*BY_NAME[how], "plan", "--shape", "qwen7b", "--policy", str(policy)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen([*BY_NAME[how], "plan", "--shape", "qwen7b", "--policy", str(policy)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=end_at_signals)
     wait_until_it_catches_signals(running.pid)
     running.send_signal(number)
     out, err = running.communicate(timeout=20)
