@@ -25,8 +25,14 @@ namespace {
 
 class CudaAccelerator final : public Machine, public MachineMemory {
  public:
-  explicit CudaAccelerator(Device device)
-      : device_(device), pool_(device), memory_(pool_), layer_memory_(pool_), event_table_(pool_), move_table_(pool_) {}
+  CudaAccelerator(Device device, FoldBounds bounds)
+      : device_(device),
+        bounds_(bounds),
+        pool_(device),
+        memory_(pool_),
+        layer_memory_(pool_),
+        event_table_(pool_),
+        move_table_(pool_) {}
 
   [[nodiscard]] MachineMemory& memory() const override { return const_cast<CudaAccelerator&>(*this); }
 
@@ -96,7 +102,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
                                                             std::shared_ptr<FarStore>) override {
-    return std::make_unique<DeviceFolds>(spec, memory, pool_, *this, staging_,
+    return std::make_unique<DeviceFolds>(spec, memory, bounds_, pool_, *this, staging_,
                                          [this](const Decision& decision) { require_newest(decision); });
   }
 
@@ -429,6 +435,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   static constexpr std::int32_t kMostDim = 256;  ///< numbers of a head that kernels read
 
   Device device_;
+  FoldBounds bounds_;
   DevicePool pool_;
   EventMemory memory_, layer_memory_;  ///< of events; of the layers of prompts, which use_workspace() does not serve
   Staging staging_;
@@ -441,7 +448,9 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
 }  // namespace
 
-std::shared_ptr<Machine> make_accelerator(Device device) { return std::make_shared<CudaAccelerator>(device); }
+std::shared_ptr<Machine> make_accelerator(Device device, FoldBounds bounds) {
+  return std::make_shared<CudaAccelerator>(device, bounds);
+}
 
 std::shared_ptr<Machine> accelerator(int index) {
   require_device(index);
