@@ -147,6 +147,7 @@ LeavingRooms::~LeavingRooms() {
 }
 
 void LeavingRooms::mark(Leaving& leaving) const {
+  const DeviceScope scope(pool_.device());
   std::vector<std::unique_ptr<StreamMark>> marks;
   for (const Stream stream : pool_.used()) {
     if (is_capturing(stream)) return;
@@ -281,7 +282,7 @@ void DeviceFolds::require_no_capture(const char* operation) const {
 
 std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision& decision,
                                            std::span<const FoldTarget> targets) {
-  const c10::DeviceGuard guard(torch_device(pool_.device()));
+  const DeviceScope scope(pool_.device());
   require_newest_(decision);
   require_no_capture("fold");
   const Fold& fold = *decision.fold;
@@ -493,7 +494,7 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
 }
 
 ReadCounts DeviceFolds::view(const FoldedReading& reading) {
-  const c10::DeviceGuard guard(torch_device(pool_.device()));
+  const DeviceScope scope(pool_.device());
   require_no_capture("view");
   prepare(reading);
   const Stream stream = pool_.stream();
