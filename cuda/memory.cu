@@ -183,6 +183,15 @@ void download(void* to, const void* from, std::size_t bytes, Stream stream) {
   expect("download", cudaStreamSynchronize(stream));
 }
 
+int current_device() {
+  int index = 0;
+  expect("current device", cudaGetDevice(&index));
+  return index;
+}
+
+void make_current(int index) { expect("current device", cudaSetDevice(index)); }
+void give_back_current(int index) noexcept { static_cast<void>(cudaSetDevice(index)); }
+
 void require_device(int index) {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);

@@ -77,6 +77,12 @@ void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t 
 /// Copies to the host and waits.
 void download(void* to, const void* from, std::size_t bytes, Stream stream);
 
+/// The device that launches and events of this thread go to.
+[[nodiscard]] int current_device();
+void make_current(int index);
+/// The same where nothing may fail: a device that was current before.
+void give_back_current(int index) noexcept;
+
 /// Throws DeviceError if there is no GPU with that number, or if it is too old for the kernels.
 void require_device(int index);
 

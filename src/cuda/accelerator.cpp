@@ -1,7 +1,6 @@
 #include "accelerator.h"
 
 #include <ATen/Context.h>
-#include <c10/core/DeviceGuard.h>
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -25,8 +24,14 @@ namespace {
 
 class CudaAccelerator final : public Machine, public MachineMemory {
  public:
-  explicit CudaAccelerator(Device device)
-      : device_(device), pool_(device), memory_(pool_), layer_memory_(pool_), event_table_(pool_), move_table_(pool_) {}
+  CudaAccelerator(Device device, FoldBounds bounds)
+      : device_(device),
+        bounds_(bounds),
+        pool_(device),
+        memory_(pool_),
+        layer_memory_(pool_),
+        event_table_(pool_),
+        move_table_(pool_) {}
 
   [[nodiscard]] MachineMemory& memory() const override { return const_cast<CudaAccelerator&>(*this); }
 
@@ -85,7 +90,8 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     layer_memory_.begin();
     auto event = std::make_unique<CudaEvent>(evidence, limits, pool_, layer_memory_, staging_, constants_, false);
     event->allocator = demand.cut;
-    upload(*event, {.keys = true}, most_kept(evidence.table, limits), true);
+    measure(*event, {.keys = true}, most_kept(evidence.table, limits));
+    upload(*event, true);
     return event;
   }
 
@@ -96,7 +102,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
                                                             std::shared_ptr<FarStore>) override {
-    return std::make_unique<DeviceFolds>(spec, memory, pool_, *this, staging_,
+    return std::make_unique<DeviceFolds>(spec, memory, bounds_, pool_, *this, staging_,
                                          [this](const Decision& decision) { require_newest(decision); });
   }
 
@@ -119,7 +125,8 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     auto event = std::make_unique<CudaEvent>(evidence, limits, pool_, memory_, staging_, constants_, dry_);
     event->allocator = &demand.allocator;
     if (!most.empty()) event->counts = event->take<std::int32_t>(std::ssize(most));
-    upload(*event, demand.needs, most.empty() ? most_kept(evidence.table, limits) : most);
+    measure(*event, demand.needs, most.empty() ? most_kept(evidence.table, limits) : most);
+    if (!dry_) upload(*event);
     return event;
   }
 
@@ -147,7 +154,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
             std::span<const ColumnTarget> columns) override {
-    const c10::DeviceGuard guard(torch_device(device_));
+    const DeviceScope scope(device_);
     require_newest(decision);
     const Stream stream = pool_.stream();
     const KeepSet& keep = *decision.keep;
@@ -189,7 +196,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   }
 
   void read_counts(std::span<std::int32_t> counts) override {
-    const c10::DeviceGuard guard(torch_device(device_));
+    const DeviceScope scope(device_);
     counts_.finish(counts.data(), counts.size_bytes());
   }
 
@@ -211,7 +218,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   void write(void* to, const void* from, std::int64_t bytes) override {
     constexpr std::int64_t kPiece = std::int64_t{4} << 20;  // no more page-locked memory than that stays
-    const c10::DeviceGuard guard(torch_device(device_));
+    const DeviceScope scope(device_);
     for (std::int64_t at = 0; at < bytes; at += kPiece)
       staging_.upload(static_cast<std::byte*>(to) + at, static_cast<const std::byte*>(from) + at,
                       static_cast<std::size_t>(std::min(kPiece, bytes - at)), pool_.stream());
@@ -219,7 +226,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
                  std::int64_t rows) override {
-    const c10::DeviceGuard guard(torch_device(device_));
+    const DeviceScope scope(device_);
     cuda::copy_rows(to, to_stride, from, from_stride, bytes, rows, pool_.stream());
   }
 
@@ -231,7 +238,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
                     LayerOffset offset) override {
-    const c10::DeviceGuard guard(torch_device(device_));
+    const DeviceScope scope(device_);
     launch_push_step({.places = places, .tokens = tokens, .layout = layout, .offset = offset}, pool_.stream());
   }
 
@@ -254,7 +261,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   /// Launches as often as the arrivals do not fit the arguments of one launch.
   template <class Arguments, class Arrival>
   void push(void (*launcher)(const Arguments&, Stream), Arguments& arguments, std::span<const Arrival> arrivals) {
-    const c10::DeviceGuard guard(torch_device(device_));
+    const DeviceScope scope(device_);
     while (!arrivals.empty()) {
       const std::size_t count = std::min(std::size(arguments.arrivals), arrivals.size());
       arguments.count = static_cast<std::int32_t>(count);
@@ -265,7 +272,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   }
 
   void read(void* to, const void* from, std::int64_t bytes) override {
-    const c10::DeviceGuard guard(torch_device(device_));
+    const DeviceScope scope(device_);
     download(to, from, static_cast<std::size_t>(bytes), pool_.stream());
   }
 
@@ -276,9 +283,9 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                       device_.str());
   }
 
-  /// Sends everything of the event that kernels read in one copy, and says where the kept slots of every row will be:
-  /// `most`, of each. `layer`: the positions of queries are on the host.
-  void upload(CudaEvent& event, const Needs& needs, std::span<const std::int32_t> most, bool layer = false) {
+  /// What follows from shapes alone: how much kernels read, where the kept slots of every row will be (`most`, of
+  /// each), and memory for what kernels find. Cheap enough for an event whose memory is only counted.
+  void measure(CudaEvent& event, const Needs& needs, std::span<const std::int32_t> most) {
     const RowTable& table = event.evidence.table;
     const ModelSpec& spec = event.evidence.spec;
     KeepSet& keep = event.keep;
@@ -291,17 +298,50 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       keep.firm.push_back(limit.due ? std::min(limit.guarded.sinks, row.length) : row.length);
       longest = std::max(longest, row.length);
     }
+    Dtype query_dtype = Dtype::f32;
+    std::int64_t pinned = 0, moments = 0;
+    for (const RowGroup& group : table.groups) {
+      if (group.queries.data != nullptr) query_dtype = group.queries.dtype;
+      pinned += std::ssize(group.pinned);
+      moments += group.statistics != nullptr ? 1 : 0;
+    }
+    event.arguments = {.count = static_cast<std::int32_t>(table.rows.size()),
+                       .longest = longest,
+                       .kv_heads = spec.kv_heads,
+                       .first_head = spec.first_head,
+                       .group = spec.query_heads == 0 ? 1 : spec.group(),
+                       .dim = spec.key_dim,
+                       .keys = needs.keys ? element_of_keys(table) : Element::f32,
+                       .query = element_of("queries", query_dtype),
+                       .scale = static_cast<float>(spec.scale())};
+    event.value_element = needs.values ? element_of_values(table) : Element::f32;
+    if (pinned > 0) {
+      event.pinned_ranges = event.take<SlotRange>(pinned * spec.kv_heads);
+      event.settled_limits = event.take<RowLimit>(std::ssize(table.rows));
+    }
+    if (moments == 0) return;
+    const std::int64_t of_group = std::int64_t{spec.query_heads} * spec.key_dim;
+    event.moments.sum = {.groups = static_cast<std::int32_t>(moments),
+                         .query_heads = spec.query_heads,
+                         .dim = spec.key_dim,
+                         .mean = event.take<double>(moments * of_group),
+                         .second = event.take<double>(moments * of_group * (spec.key_dim + 1) / 2)};
+  }
 
+  /// Sends everything of the event that kernels read in one copy. `layer`: the positions of queries are on the host.
+  void upload(CudaEvent& event, bool layer = false) {
+    const RowTable& table = event.evidence.table;
+    const ModelSpec& spec = event.evidence.spec;
     std::vector<QueryView> queries;
     std::vector<std::int32_t> next;
     std::vector<NewestPositions> newest;
     std::vector<PositionRun> runs;
     std::map<std::int32_t, std::pair<std::size_t, std::size_t>> runs_of;  // by sequence: the same in every layer
-    Dtype query_dtype = Dtype::f32;
+    std::vector<PositionSpan> spans;
+    std::vector<PinnedSpans> pins;
+    std::vector<MomentsView> moments;
     for (const RowGroup& group : table.groups) {
-      const QueryView& q = group.queries;
-      queries.push_back(q);
-      if (q.data != nullptr) query_dtype = q.dtype;
+      queries.push_back(group.queries);
       next.push_back(group.next_position);
       auto [at, fresh] = runs_of.try_emplace(group.sequence, runs.size(), 0);
       if (fresh) {
@@ -316,20 +356,10 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       newest.push_back({.runs = nullptr,
                         .count = static_cast<std::int32_t>(at->second.second),
                         .slots = static_cast<std::int32_t>(group.newest.size())});
-    }
-    const Element keys = needs.keys ? element_of_keys(table) : Element::f32;
-    event.value_element = needs.values ? element_of_values(table) : Element::f32;
-
-    std::vector<PositionSpan> spans;
-    std::vector<PinnedSpans> pins;
-    for (const RowGroup& group : table.groups) {
       pins.push_back({.count = static_cast<std::int32_t>(group.pinned.size())});
       spans.insert(spans.end(), group.pinned.begin(), group.pinned.end());
-    }
-
-    std::vector<MomentsView> moments;
-    for (const RowGroup& group : table.groups)
       if (group.statistics != nullptr) moments.push_back(group.statistics->view());
+    }
 
     event_table_.clear();
     std::map<const std::int32_t*, std::int64_t> pages;  // by their address on the host
@@ -339,7 +369,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     const std::int64_t rows_at = event_table_.add(table.rows), limits_at = event_table_.add(event.limits.rows),
                        queries_at = event_table_.add(queries), next_at = event_table_.add(next),
                        runs_at = event_table_.add(runs), newest_at = event_table_.add(newest),
-                       indptr_at = event_table_.add(keep.indptr), spans_at = event_table_.add(spans),
+                       indptr_at = event_table_.add(event.keep.indptr), spans_at = event_table_.add(spans),
                        pins_at = spans.empty() ? 0 : event_table_.add(pins),
                        moments_at = moments.empty() ? 0 : event_table_.add(moments),
                        summed_at = moments.empty() ? 0 : event_table_.add(std::vector<GivenMoments>(moments.size()));
@@ -347,18 +377,22 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     if (layer)
       for (const QueryView& q : queries)
         positions_at.push_back(event_table_.add(q.positions, static_cast<std::size_t>(q.ring)));
-    if (!dry_) event_table_.place();
+    event_table_.place();
     for (std::size_t g = 0; g < positions_at.size(); ++g)
       event_table_.here<QueryView>(queries_at)[g].positions = event_table_.there<std::int32_t>(positions_at[g]);
-    auto* const ranges = spans.empty() ? nullptr : event.take<SlotRange>(std::ssize(spans) * spec.kv_heads);
     std::int64_t first_span = 0;
     for (std::size_t g = 0; g < pins.size() && !spans.empty(); first_span += pins[g++].count) {
       PinnedSpans& there = event_table_.here<PinnedSpans>(pins_at)[g];
       there.spans =
           event_table_.there<PositionSpan>(spans_at + first_span * static_cast<std::int64_t>(sizeof(PositionSpan)));
-      there.ranges = ranges == nullptr ? nullptr : ranges + first_span * spec.kv_heads;
+      there.ranges = event.pinned_ranges + first_span * spec.kv_heads;
     }
-    if (!moments.empty()) event.moments = sums_of(event, moments, moments_at, summed_at);
+    const std::int64_t of_group = std::int64_t{spec.query_heads} * spec.key_dim;
+    for (std::size_t g = 0; g < moments.size(); ++g)
+      event_table_.here<GivenMoments>(summed_at)[g] = {
+          .count = moments[g].count + moments[g].pending,
+          .mean = event.moments.sum.mean + static_cast<std::int64_t>(g) * of_group,
+          .second = event.moments.sum.second + static_cast<std::int64_t>(g) * of_group * (spec.key_dim + 1) / 2};
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = event_table_.here<Row>(rows_at)[r];
       for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales})
@@ -369,20 +403,11 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       event_table_.here<NewestPositions>(newest_at)[g].runs =
           event_table_.there<PositionRun>(runs_at + static_cast<std::int64_t>(first * sizeof(PositionRun)));
     }
-    if (!dry_) event_table_.upload(staging_, pool_.stream());
+    event_table_.upload(staging_, pool_.stream());
 
-    event.arguments = {.rows = event_table_.there<Row>(rows_at),
-                       .limits = event_table_.there<RowLimit>(limits_at),
-                       .queries = event_table_.there<QueryView>(queries_at),
-                       .count = static_cast<std::int32_t>(table.rows.size()),
-                       .longest = longest,
-                       .kv_heads = spec.kv_heads,
-                       .first_head = spec.first_head,
-                       .group = spec.query_heads == 0 ? 1 : spec.group(),
-                       .dim = spec.key_dim,
-                       .keys = keys,
-                       .query = element_of("queries", query_dtype),
-                       .scale = static_cast<float>(spec.scale())};
+    event.arguments.rows = event_table_.there<Row>(rows_at);
+    event.arguments.limits = event_table_.there<RowLimit>(limits_at);
+    event.arguments.queries = event_table_.there<QueryView>(queries_at);
     event.tables = {.rows = event.arguments.rows,
                     .indptr = event_table_.there<std::int64_t>(indptr_at),
                     .serial = serial_,
@@ -390,33 +415,16 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     if (!spans.empty()) {
       event.pins = event_table_.there<PinnedSpans>(pins_at);
       event.given_limits = event.arguments.limits;
-      event.arguments.limits = event.settled_limits = event.take<RowLimit>(std::ssize(table.rows));
+      event.arguments.limits = event.settled_limits;
+    }
+    if (!moments.empty()) {
+      event.moments.sum.views = event_table_.there<MomentsView>(moments_at);
+      event.moments.summed = event_table_.there<GivenMoments>(summed_at);
     }
     event.next_positions = event_table_.there<std::int32_t>(next_at);
     event.newest_positions = event_table_.there<NewestPositions>(newest_at);
     if (!spec.rope.inv_freq.empty())
       event.inv_freq = event.constant<double>(&spec.rope, [&] { return spec.rope.inv_freq; });
-  }
-
-  /// Where the moments of every group will be once they are summed up.
-  DeviceMoments sums_of(CudaEvent& event, const std::vector<MomentsView>& views, std::int64_t views_at,
-                        std::int64_t summed_at) {
-    const ModelSpec& spec = event.evidence.spec;
-    const std::int64_t of_group = std::int64_t{spec.query_heads} * spec.key_dim,
-                       of_triangles = of_group * (spec.key_dim + 1) / 2;
-    DeviceMoments sums{.sum = {.groups = static_cast<std::int32_t>(views.size()),
-                               .query_heads = spec.query_heads,
-                               .dim = spec.key_dim,
-                               .mean = event.take<double>(std::ssize(views) * of_group),
-                               .second = event.take<double>(std::ssize(views) * of_triangles)}};
-    sums.sum.views = event_table_.there<MomentsView>(views_at);
-    sums.summed = event_table_.there<GivenMoments>(summed_at);
-    for (std::size_t g = 0; g < views.size() && !dry_; ++g)
-      event_table_.here<GivenMoments>(summed_at)[g] = {
-          .count = views[g].count + views[g].pending,
-          .mean = sums.sum.mean + static_cast<std::int64_t>(g) * of_group,
-          .second = sums.sum.second + static_cast<std::int64_t>(g) * of_triangles};
-    return sums;
   }
 
   /// Pages of the longest row of its sequence: all rows share their pages.
@@ -430,6 +438,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   static constexpr std::int32_t kMostDim = 256;  ///< numbers of a head that kernels read
 
   Device device_;
+  FoldBounds bounds_;
   DevicePool pool_;
   EventMemory memory_, layer_memory_;  ///< of events; of the layers of prompts, which use_workspace() does not serve
   Staging staging_;
@@ -442,7 +451,9 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
 }  // namespace
 
-std::shared_ptr<Machine> make_accelerator(Device device) { return std::make_shared<CudaAccelerator>(device); }
+std::shared_ptr<Machine> make_accelerator(Device device, FoldBounds bounds) {
+  return std::make_shared<CudaAccelerator>(device, bounds);
+}
 
 std::shared_ptr<Machine> accelerator(int index) {
   require_device(index);

@@ -5,6 +5,12 @@
 
 namespace kvkeep::cuda {
 
-[[nodiscard]] std::shared_ptr<Machine> make_accelerator(Device device);
+/// Workspace of folded spans. What needs more is done in several turns.
+struct FoldBounds {
+  std::int64_t matrix_bytes = std::int64_t{64} << 20;  ///< of matrices that are factorised together
+  std::int64_t view_bytes = std::int64_t{256} << 20;   ///< that tokens may need that read a memory together
+};
+
+[[nodiscard]] std::shared_ptr<Machine> make_accelerator(Device device, FoldBounds bounds = {});
 
 }  // namespace kvkeep::cuda

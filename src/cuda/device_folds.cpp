@@ -16,11 +16,9 @@
 namespace kvkeep::cuda {
 namespace {
 
-constexpr std::int64_t kFoldBytes = std::int64_t{64} << 20,  ///< of matrices that are factorised together
-    kViewBytes = std::int64_t{256} << 20,                    ///< that tokens may need that read a memory together
-    kArenaBytes = std::int64_t{64} << 20,                    ///< of a layer's opened factors, at most
-    kSlabBytes = std::int64_t{32} << 20;                     ///< of page-locked memory that is taken at a time
-constexpr std::int32_t kMostDim = 256, kMostWidth = 128;     ///< that kernels factorise
+constexpr std::int64_t kArenaBytes = std::int64_t{64} << 20,  ///< of a layer's opened factors, at most
+    kSlabBytes = std::int64_t{32} << 20;                      ///< of page-locked memory that is taken at a time
+constexpr std::int32_t kMostDim = 256, kMostWidth = 128;      ///< that kernels factorise
 
 /// Page-locked slabs of a store. Taking one is a long call into the driver, so those that came back are used again.
 class PageLockedSlabs {
@@ -149,6 +147,7 @@ LeavingRooms::~LeavingRooms() {
 }
 
 void LeavingRooms::mark(Leaving& leaving) const {
+  const DeviceScope scope(pool_.device());
   std::vector<std::unique_ptr<StreamMark>> marks;
   for (const Stream stream : pool_.used()) {
     if (is_capturing(stream)) return;
@@ -254,11 +253,12 @@ void DeviceRows::keep(std::unique_ptr<FarRoom> room) noexcept {
   rooms_.push_back(std::move(room));
 }
 
-DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, DevicePool& pool, MachineMemory& machine,
-                         Staging& staging, std::function<void(const Decision&)> require_newest)
+DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, FoldBounds bounds, DevicePool& pool,
+                         MachineMemory& machine, Staging& staging, std::function<void(const Decision&)> require_newest)
     : spec_(spec),
       memory_(memory),
       options_(memory.fold_options()),
+      bounds_(bounds),
       pool_(pool),
       machine_(machine),
       staging_(staging),
@@ -282,7 +282,7 @@ void DeviceFolds::require_no_capture(const char* operation) const {
 
 std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision& decision,
                                            std::span<const FoldTarget> targets) {
-  const c10::DeviceGuard guard(torch_device(pool_.device()));
+  const DeviceScope scope(pool_.device());
   require_newest_(decision);
   require_no_capture("fold");
   const Fold& fold = *decision.fold;
@@ -373,7 +373,7 @@ void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std
                      numbers = folded_blob_bytes(longest, dim, options_, all.store) / (2 * width),
                      of_span = 2 * ((numbers + dim) * width +
                                     static_cast<std::int64_t>(sizeof(RowMatrix) + sizeof(FactorsFound)));
-  const auto together = static_cast<std::int32_t>(std::clamp<std::int64_t>(kFoldBytes / of_span, 1, spans));
+  const auto together = static_cast<std::int32_t>(std::clamp<std::int64_t>(bounds_.matrix_bytes / of_span, 1, spans));
   const auto take = [this](std::int64_t bytes) { return work_.take(bytes); };
   FoldArguments a = all;
   a.numbers = numbers;
@@ -430,7 +430,8 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
   const std::int64_t heads = spec_.query_heads, kv_heads = spec_.kv_heads,
                      of_token = heads * (9 * std::int64_t{step.most_spans} + 4 * (spec_.key_dim + 2)) +
                                 kv_heads * 21 * std::int64_t{step.most_spans};
-  const auto tokens = static_cast<std::int32_t>(std::clamp<std::int64_t>(kViewBytes / of_token, 1, std::max(last, 1)));
+  const auto tokens =
+      static_cast<std::int32_t>(std::clamp<std::int64_t>(bounds_.view_bytes / of_token, 1, std::max(last, 1)));
   const auto layers = static_cast<std::int32_t>(spec_.full_layers().size());
   std::vector<FoldedRow> table;
   std::int64_t most_far = 0;
@@ -493,7 +494,7 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
 }
 
 ReadCounts DeviceFolds::view(const FoldedReading& reading) {
-  const c10::DeviceGuard guard(torch_device(pool_.device()));
+  const DeviceScope scope(pool_.device());
   require_no_capture("view");
   prepare(reading);
   const Stream stream = pool_.stream();

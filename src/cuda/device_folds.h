@@ -8,6 +8,7 @@
 #include <tuple>
 #include <utility>
 
+#include "accelerator.h"
 #include "event.h"
 #include "fold.h"
 #include "kvkeep/policy/folded_memory.h"
@@ -119,8 +120,8 @@ class DeviceRows final : public FoldedRows {
 class DeviceFolds final : public FoldedMemory {
  public:
   /// require_newest: throws for a decision whose tables are gone.
-  DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, DevicePool& pool, MachineMemory& machine,
-              Staging& staging, std::function<void(const Decision&)> require_newest);
+  DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, FoldBounds bounds, DevicePool& pool,
+              MachineMemory& machine, Staging& staging, std::function<void(const Decision&)> require_newest);
 
   [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::int32_t count) override;
   [[nodiscard]] std::unique_ptr<Folding> fold(const RowTable& table, const Decision& decision,
@@ -151,6 +152,7 @@ class DeviceFolds final : public FoldedMemory {
   const ModelSpec spec_;
   const MemoryOptions& memory_;
   const FactorOptions options_;
+  const FoldBounds bounds_;
   DevicePool& pool_;
   MachineMemory& machine_;
   Staging& staging_;

@@ -148,7 +148,7 @@ CudaEvent::CudaEvent(const Evidence& given, const Limits& limits_given, DevicePo
                      Staging& staging, Constants& constants, bool dry)
     : evidence(given),
       limits(limits_given),
-      guard_(torch_device(pool.device())),
+      scope_(pool.device()),
       pool_(pool),
       memory_(memory),
       staging_(staging),

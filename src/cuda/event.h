@@ -1,12 +1,11 @@
 #pragma once
 /// One event on a device, between the policy and the kernels: tables, memory, stream.
 
-#include <c10/core/DeviceGuard.h>
-
 #include <cstring>
 #include <map>
 
 #include "device_pool.h"
+#include "device_scope.h"
 #include "evidence.h"
 #include "expected.h"
 #include "kvkeep/core/limits.h"
@@ -146,6 +145,7 @@ class CudaEvent final : public LayerEvent {
   const PinnedSpans* pins = nullptr;       ///< [groups] null: nothing is pinned
   const RowLimit* given_limits = nullptr;  ///< [rows] if something is, and
   RowLimit* settled_limits = nullptr;      ///< [rows] what arguments.limits are, once positions are settled
+  SlotRange* pinned_ranges = nullptr;      ///< [spans, kv_heads] where the spans lie, once positions are settled
 
   /// The window of attend(); its `windows` are null without one.
   [[nodiscard]] const DeviceWindow& asked() const { return asked_; }
@@ -212,7 +212,7 @@ class CudaEvent final : public LayerEvent {
   void settle_positions();
   [[nodiscard]] Tensor tensor(void* data, std::int64_t count, Dtype dtype = Dtype::f32) const;
 
-  c10::DeviceGuard guard_;
+  DeviceScope scope_;
   DevicePool& pool_;
   EventMemory& memory_;
   Staging& staging_;

@@ -119,6 +119,11 @@ void save_ring(StateTensors& to, const QueryRing& ring, const ModelSpec& spec) {
   std::vector<std::int64_t> seen;
   for (const QueryRing::Layer& l : held.layers) seen.insert(seen.end(), {l.seen, l.first, l.oldest});
   to.emplace_back("queries.seen", tensor_of(std::span<const std::int64_t>(seen), Dtype::i64, {layers, 3}));
+  if (std::ranges::any_of(held.layers, &QueryRing::Layer::unread)) {
+    std::vector<std::uint8_t> unread;
+    for (const QueryRing::Layer& l : held.layers) unread.push_back(l.unread ? 1 : 0);
+    to.emplace_back("queries.unread", list_of(unread, Dtype::u8));
+  }
   if (count == 0) return;
   to.emplace_back("queries.positions", list_of(held.positions, Dtype::i32));
   to.emplace_back("queries", tensor_of(std::span<const std::byte>(held.data), held.dtype,
@@ -429,6 +434,15 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
         "restore: layer ", full_layers_[static_cast<std::size_t>(l)], " in ", state.where(), " has shown ", of_layer[0],
         " of ", s.logical, " tokens; allowed all that were not cached before");
     held.layers.push_back({.seen = of_layer[0], .first = of_layer[1], .oldest = of_layer[2]});
+  }
+  if (state.has("queries.unread")) {
+    const Tensor unread = state.tensor("queries.unread", Dtype::u8, {layers});
+    for (std::size_t l = 0; l < held.layers.size(); ++l) {
+      const std::uint8_t flag = unread.data<std::uint8_t>()[l];
+      KVKEEP_REQUIRE(flag <= 1, "restore: tensor \"queries.unread\" in ", state.where(), " holds ", int{flag},
+                     "; allowed 0 and 1");
+      held.layers[l].unread = flag == 1;
+    }
   }
   if (state.has("queries")) {
     const Tensor positions = state.tensor("queries.positions", Dtype::i32, {-1});

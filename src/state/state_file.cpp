@@ -17,7 +17,9 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr const char *kSequenceKey = "kvkeep_sequence", *kFormat = "4", *kWithoutPins = "3", *kChecksumKey = "checksum";
+constexpr const char *kSequenceKey = "kvkeep_sequence", *kChecksumKey = "checksum";
+/// Format versions: of files that hold nothing which an earlier one does not know.
+constexpr const char *kPlain = "3", *kWithPins = "4", *kWithUnread = "5";
 constexpr std::size_t kMostNamed = 6;  ///< differences that a message lists
 
 /// 16 digits in every locale.
@@ -69,8 +71,10 @@ void write_state(const std::filesystem::path& file, const StateTensors& tensors,
                  std::map<std::string, std::string> about) {
   StateTensors whole;
   for (const auto& [name, tensor] : tensors) whole.emplace_back(name, contiguous(tensor));
-  const bool pinned = std::ranges::find(tensors, "pinned", &StateTensors::value_type::first) != tensors.end();
-  about[kSequenceKey] = pinned ? kFormat : kWithoutPins;  // what pins nothing is read by earlier versions too
+  const auto holds = [&](const char* name) {
+    return std::ranges::find(tensors, name, &StateTensors::value_type::first) != tensors.end();
+  };
+  about[kSequenceKey] = holds("queries.unread") ? kWithUnread : holds("pinned") ? kWithPins : kPlain;
   about[kChecksumKey] = checksum_of(whole, about);
   io::write_safetensors(file, whole, about);
 }
@@ -79,8 +83,8 @@ StateFile StateFile::open(const std::filesystem::path& path) {
   StateFile state(
       io::SafetensorsFile::read(path));  // a copy: the bytes that are read are those whose checksum is checked
   const std::string& version = state.about(kSequenceKey);
-  KVKEEP_REQUIRE(version == kFormat || version == kWithoutPins, "restore: ", state.where(), " has format version ",
-                 shortened(version), "; allowed ", kWithoutPins, ", ", kFormat);
+  KVKEEP_REQUIRE(version == kPlain || version == kWithPins || version == kWithUnread, "restore: ", state.where(),
+                 " has format version ", shortened(version), "; allowed ", kPlain, ", ", kWithPins, ", ", kWithUnread);
   StateTensors all;
   for (const std::string& name : state.file_.names()) all.emplace_back(name, state.file_.tensor(name));
   KVKEEP_REQUIRE(

@@ -87,7 +87,7 @@ TEST_F(DeviceDecoder, GivesTheLogitsQueriesKeysAndValuesOfTheCpu) {
       const at::Tensor expected = forward(cpu, a, queries[0]), found = forward(device, b, queries[1]);
       EXPECT_EQ(device_of(found.device()), device.device());
       expect_close(expected, found);
-      EXPECT_EQ(argmax(expected), argmax(found));
+      EXPECT_EQ(lm::argmax(expected), lm::argmax(found));
       for (std::size_t l = 0; l < 3; ++l) expect_close(queries[0][l], queries[1][l]);
     };
     Ints tokens, positions;

@@ -13,6 +13,7 @@
 #include "message_of.h"
 
 #if defined(KVKEEP_CUDA_MODEL)
+#include "accelerator.h"
 #include "device_folds.h"
 #include "held_memory.h"
 #endif
@@ -29,8 +30,9 @@ const std::string kExact = ",memory.max_rank=64,memory.rank=max,memory.mass=0";
 
 struct Engines {
   explicit Engines(const std::string& policy, std::int32_t places = 1, std::int32_t page_size = 0,
-                   Dtype dtype = Dtype::f32)
-      : cpu(policy, places, page_size, dtype), device(policy, places, page_size, dtype, nullptr, fresh_accelerator()) {}
+                   Dtype dtype = Dtype::f32, std::shared_ptr<Machine> accelerator = fresh_accelerator())
+      : cpu(policy, places, page_size, dtype),
+        device(policy, places, page_size, dtype, nullptr, std::move(accelerator)) {}
 
   void join(SequenceId id) { cpu.join(id), device.join(id); }
   void leave(SequenceId id) { cpu.leave(id), device.leave(id); }
@@ -173,6 +175,30 @@ TEST_F(DeviceFolds, AreTheSameWhenTheDeviceIsFarBehind) {
 }
 
 #if defined(KVKEEP_CUDA_MODEL)
+/// Bounds: every span and every token by itself; some at a time, which end within a sequence.
+TEST_F(DeviceFolds, AreMadeAndReadInTurnsWhereMemoryIsBounded) {
+  const std::string policy = kTova + ",memory.rank=max,memory.max_rank=3";
+  const auto run = [&](FoldBounds bounds) {
+    Engines both(policy, 3, 0, Dtype::f32, make_accelerator(Device{}, bounds));
+    for (const SequenceId id : {1, 2, 3}) both.join(id);
+    const std::int64_t before = model::counters().launches;
+    both.step({{1, 40}, {2, 80}, {3, 7}}, 1e-5);
+    for (int i = 0; i < 12; ++i) both.step({{3, 4}, {2, 1}, {1, 3}}, 2e-3);
+    EXPECT_GE(both.folds, 4);
+    return std::pair{model::counters().launches - before, both.device.outputs};
+  };
+  const auto [launches, outputs] = run({});
+  std::int64_t most = launches;
+  for (const FoldBounds bounds : {FoldBounds{20000, 20000}, {1, 1}}) {
+    SCOPED_TRACE(text(bounds.view_bytes, " bytes"));
+    const auto [in_turns, same] = run(bounds);
+    EXPECT_GT(in_turns, most);
+    most = in_turns;
+    for (std::size_t l = 0; l < outputs.size(); ++l) EXPECT_LE(testing::apart(outputs[l], same[l]), 1e-5);
+  }
+  EXPECT_GT(most, 12 * FoldingEngine::kLayers * 8 * 4) << "eight tokens a step, each by itself: four launches a layer";
+}
+
 TEST_F(DeviceFolds, LeaveRoomThatTheDeviceMayStillUse) {
   DevicePool pool({});
   const Stream stream = pool.stream();

@@ -3,8 +3,14 @@
 
 #include "engines.h"
 
+#include <array>
+#include <map>
+#include <memory>
+#include <tuple>
+
 #include "device.h"
 #include "fresh_accelerator.h"
+#include "near_ties.h"
 #include "policy/strided.h"
 #include "policy/tapering.h"
 
@@ -53,17 +59,68 @@ void expect_alike_credit(const Engine& a, const Engine& b) {
     }
 }
 
+#if defined(KVKEEP_CUDA_MODEL)
+constexpr float kNearTie = 0;  // the model's exponentials are the CPU's
+#else
+constexpr float kNearTie = 1e-5F;  // of the larger score: a GPU's exponentials are off by some units in the last place
+#endif
+
+/// The same engine on the CPU and on a device.
+struct Both {
+  std::unique_ptr<Engine> cpu, device;
+
+  [[nodiscard]] std::array<Engine*, 2> engines() const { return {cpu.get(), device.get()}; }
+
+  /// Scores of the slots that compete in the next event on the CPU, by sequence, row and position.
+  using Scores = std::map<std::tuple<SequenceId, std::int32_t, std::int32_t>, float>;
+  [[nodiscard]] Scores scores(const std::vector<SequenceId>& ids) const {
+    Scores all;
+    const Plan plan = cpu->plan(ids);
+    if (!plan.decision.keep || !plan.decision.scores.data.defined()) return all;
+    for (const Row& row : plan.table.rows)
+      for (std::int32_t t = 0; t < row.length; ++t)
+        all[{ids[static_cast<std::size_t>(row.sequence)], row.layer * kHeads + row.head, row.positions[t]}] =
+            plan.decision.scores.data.data<float>()[row.first + t];
+    return all;
+  }
+
+  /// True if both hold the same slots; else, that a step went by in which they differ by near ties alone.
+  [[nodiscard]] bool alike(const std::vector<SequenceId>& ids, const Scores& before) const {
+    bool same = true;
+    for (const SequenceId id : ids)
+      for (std::int32_t l = 0; l < kLayers; ++l) {
+        std::array<std::vector<testing::ScoredSlot>, 2> held;  // of all heads, which may compete
+        for (std::size_t e = 0; e < 2; ++e)
+          for (std::int32_t r = l * kHeads; r < (l + 1) * kHeads; ++r)
+            for (const std::int32_t position : engines()[e]->keeper.positions(id, l, r % kHeads)) {
+              const auto found = before.find({id, r, position});
+              held[e].push_back({r, position, found == before.end() ? 0.0F : found->second});
+            }
+        if (held[0] == held[1]) continue;
+        same = false;
+        EXPECT_TRUE(testing::differ_by_near_ties(held[0], held[1], kNearTie)) << "sequence " << id << ", layer " << l;
+      }
+    return same;
+  }
+};
+
 /// Prompts in chunks, forks, decoding by ones and more, tokens taken back, sequences that end: the same to both.
-void run_both(Engine& cpu, Engine& device, std::uint64_t seed, bool pinned = false) {
+/// Returns false if both met a near tie and took different sides.
+bool run_once(const Both& both, std::uint64_t seed, bool pinned) {
   oracle::Random random(seed);
   std::int64_t events = 0;
+  bool alike = true;
   const auto step = [&](const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
     const Numbers numbers = numbers_of(random, work);
-    const Report a = cpu.step(numbers), b = device.step(numbers);
+    for (Engine* engine : both.engines()) engine->feed(numbers);
+    const Both::Scores before = kNearTie > 0 ? both.scores(numbers.ids) : Both::Scores();
+    const Report a = both.cpu->cut(numbers.ids), b = both.device->cut(numbers.ids);
+    alike = kNearTie == 0 || both.alike(numbers.ids, before);
+    if (!alike) return;
     ASSERT_NO_FATAL_FAILURE(expect_alike_reports(a, b));
     events += static_cast<std::int64_t>(b.cuts.size());
   };
-  for (Engine* engine : {&cpu, &device}) {
+  for (Engine* engine : both.engines()) {
     engine->join(1);
     engine->join(2);
     if (!pinned) continue;
@@ -72,28 +129,66 @@ void run_both(Engine& cpu, Engine& device, std::uint64_t seed, bool pinned = fal
     engine->keeper.pin(2, 88, 93);  // the last two of the prompt, and three to come
   }
   step({{1, 45}, {2, 90}});
-  for (Engine* engine : {&cpu, &device}) engine->fork(3, 1, 37);
+  if (!alike) return false;
+  for (Engine* engine : both.engines()) engine->fork(3, 1, 37);
   step({{3, 20}, {1, 1}});
-  for (int n = 0; n < 24; ++n) {
+  for (int n = 0; n < 24 && alike && !::testing::Test::HasFatalFailure(); ++n) {
     step(n % 3 == 0 ? std::vector<std::pair<SequenceId, std::int32_t>>{{2, 3}, {3, 1}}
                     : std::vector<std::pair<SequenceId, std::int32_t>>{{1, 2}, {2, 1}, {3, 2}});
     if (pinned && n == 10)
-      for (Engine* engine : {&cpu, &device}) {
+      for (Engine* engine : both.engines()) {
         engine->keeper.unpin(2, 33, 38);
         engine->keeper.pin(3, engine->keeper.logical_length(3) - 2, engine->keeper.logical_length(3) + 4);
       }
-    if (n % 8 == 0) ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
+    if (n % 8 == 0 && alike) expect_alike(*both.cpu, *both.device);
   }
-  ASSERT_NO_FATAL_FAILURE(expect_alike(cpu, device));
-  ASSERT_NO_FATAL_FAILURE(expect_alike_credit(cpu, device));
+  if (!alike || ::testing::Test::HasFatalFailure()) return alike;
+  expect_alike(*both.cpu, *both.device);
+  expect_alike_credit(*both.cpu, *both.device);
   EXPECT_GE(events, 2);
+  return true;
+}
+
+/// Slot for slot. On hardware a near tie ends a run, which then begins again with other numbers: three in a row are too
+/// many.
+template <class Make>
+Both run_both(const Make& make, std::uint64_t seed, bool pinned = false) {
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    Both both = make();
+    if (run_once(both, seed + 100 * static_cast<std::uint64_t>(attempt), pinned)) return both;
+  }
+  ADD_FAILURE() << "three runs met near ties";
+  return make();
+}
+
+/// Both with a dense cache.
+auto dense(const std::string& policy, bool ragged, Dtype dtype = Dtype::f32) {
+  return [=] {
+    return Both{std::make_unique<DenseEngine>(policy, ragged, dtype),
+                std::make_unique<DenseEngine>(policy, ragged, dtype, fresh_accelerator())};
+  };
+}
+
+TEST(NearTies, AreSlotsWhoseScoresDifferAsLittleAsSaid) {
+  using Slots = std::vector<testing::ScoredSlot>;
+  const auto near = [](const Slots& a, const Slots& b) { return testing::differ_by_near_ties(a, b, 1e-5F); };
+  const testing::ScoredSlot best{0, 1, 9}, good{0, 2, 1}, close{0, 3, 1.000005F}, far{0, 4, 1.001F}, other{1, 2, 1},
+      none{0, 5, std::nanf("")}, nothing{0, 6, std::nanf("")};
+  EXPECT_TRUE(near({best, good}, {best, good}));
+  EXPECT_TRUE(near({best, good}, {close, best}));
+  EXPECT_TRUE(near({best, good}, {best, other})) << "of another head";
+  EXPECT_FALSE(near({best, good}, {best, far}));
+  EXPECT_FALSE(near({best, good}, {good, close})) << "the best is gone";
+  EXPECT_FALSE(near({best, good}, {best})) << "fewer";
+  EXPECT_TRUE(near({best, none}, {best, nothing}));
+  EXPECT_FALSE(near({best, none}, {best, good}));
 }
 
 TEST_P(DeviceKeeper, KeepsInADenseCacheWhatTheCpuKeeps) {
   const auto [name, policy, ragged] = GetParam();
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16}) {
-    DenseEngine cpu(policy, ragged, dtype), device(policy, ragged, dtype, fresh_accelerator());
-    ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 11));
+    static_cast<void>(run_both(dense(policy, ragged, dtype), 11));
+    if (HasFailure()) return;
   }
 }
 
@@ -104,9 +199,15 @@ TEST_P(DeviceKeeper, KeepsInPagesWhatTheCpuKeepsInADenseCache) {  // B21, B23, B
     const PageLayout layout = which % 2 == 0 ? PageLayout::slot_head : PageLayout::head_slot;
     const Form form = static_cast<Form>(which++ % 3);
     SCOPED_TRACE(text(name, ", pages of ", page_size));
-    DenseEngine cpu(policy, ragged, Dtype::f32);
-    PagedEngine device(policy, ragged, Dtype::f32, page_size, layout, form, 1600, fresh_accelerator());
-    ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 12));
+    const Both both = run_both(
+        [&] {
+          return Both{std::make_unique<DenseEngine>(policy, ragged, Dtype::f32),
+                      std::make_unique<PagedEngine>(policy, ragged, Dtype::f32, page_size, layout, form, 1600,
+                                                    fresh_accelerator())};
+        },
+        12);
+    if (HasFailure()) return;
+    const auto& device = dynamic_cast<const PagedEngine&>(*both.device);
     std::int64_t holders = 0, held = 0;
     for (std::int32_t p = 0; p < device.pool.capacity(); ++p) holders += device.pool.references(p);
     for (const auto& [id, lengths] : device.lengths)
@@ -118,9 +219,9 @@ TEST_P(DeviceKeeper, KeepsInPagesWhatTheCpuKeepsInADenseCache) {  // B21, B23, B
 TEST_P(DeviceKeeper, KeepsPinnedSpansAsTheCpuDoes) {
   const auto [name, policy, ragged] = GetParam();
   if (std::string(policy).find("official") != std::string::npos) GTEST_SKIP() << "pins nothing";
-  DenseEngine cpu(policy, ragged, Dtype::f32), device(policy, ragged, Dtype::f32, fresh_accelerator());
-  ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 14, true));
-  for (const Engine* engine : {&cpu, &device})
+  const Both both = run_both(dense(policy, ragged), 14, true);
+  if (HasFailure()) return;
+  for (const Engine* engine : both.engines())
     for (const SequenceId id : {1, 2, 3})
       for (const PositionSpan& span : engine->keeper.pinned(id))
         for (std::int32_t r = 0; r < kRows; ++r) {
@@ -135,9 +236,7 @@ TEST_P(DeviceKeeper, KeepsPinnedSpansAsTheCpuDoes) {
 TEST(DeviceKeeperOfAPolicyFromOutside, KeepsWhatTheCpuKeeps) {
   if (!has_machine()) GTEST_SKIP() << "no GPU here";
   register_policy(tapering());
-  const std::string policy = "tapering,budget=48,late=32,length=80,interval=12";
-  DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
-  ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 15));
+  static_cast<void>(run_both(dense("tapering,budget=48,late=32,length=80,interval=12", false), 15));
 }
 
 TEST(DeviceKeeperOfAPolicyFromOutside, NamesAnAllocatorThatHasNoKernel) {
@@ -228,8 +327,12 @@ TEST_F(DeviceLine, RanksByACalibration) {
     return std::make_unique<Evict>("triattention", std::make_unique<TriAttention>(std::move(calibration)),
                                    std::make_unique<Flat>(), retention, "{}");
   };
-  DenseEngine cpu(policy(), false, Dtype::f32), device(policy(), false, Dtype::f32, fresh_accelerator());
-  ASSERT_NO_FATAL_FAILURE(run_both(cpu, device, 13));
+  static_cast<void>(run_both(
+      [&] {
+        return Both{std::make_unique<DenseEngine>(policy(), false, Dtype::f32),
+                    std::make_unique<DenseEngine>(policy(), false, Dtype::f32, fresh_accelerator())};
+      },
+      13));
 }
 
 TEST_F(DeviceLine, TakesTokensBack) {

@@ -2,7 +2,8 @@
 // whose work runs at once or, while they are held, when somebody waits for it, captures that record kernels with their
 // arguments and copies with their addresses, graphs that run them again. What waits or allocates is refused while a
 // stream is captured, unless the thread has said otherwise, and ends that capture, as with CUDA. LibTorch sees these
-// streams as those of the CPU. For one thread.
+// streams as those of the CPU. For one thread. Any device can be current, but streams are those of device 0, and take
+// no work while another one is.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -43,6 +44,7 @@ struct Runtime {
   cudaStreamCaptureMode thread = cudaStreamCaptureModeGlobal;
   cudaStream_t current = nullptr;
   bool held = false;
+  int device = 0;  ///< the current one; streams are those of device 0
   std::vector<Recorded> recorded;
 };
 
@@ -54,6 +56,7 @@ Runtime& runtime() {
 CUstream_st& stream_of(cudaStream_t stream) { return stream == nullptr ? runtime().null : *stream; }
 
 void add(cudaStream_t to, cudaGraphNodeType type, std::function<void()> work) {
+  if (runtime().device != 0) throw std::logic_error("work for a stream of device 0 while another device is current");
   CUstream_st& stream = stream_of(to);
   if (stream.captured != nullptr)
     stream.captured->nodes.push_back({type, std::move(work)});
@@ -169,7 +172,11 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* chip, int) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = runtime().device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  runtime().device = device;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {

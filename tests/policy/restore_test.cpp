@@ -234,6 +234,48 @@ TEST(Restore, TakesBackSpeculativeTokensThatCameBeforeItWasSaved) {
   }
 }
 
+TEST(Restore, TakesBackTokensWhoseQueriesNobodyReads) {
+  const File file("unread");
+  const std::string policy = "tova,budget=64,interval=32,recent=4";
+  engines::DenseEngine here(policy, true, Dtype::f32), there(policy, true, Dtype::f32),
+      forged(policy, true, Dtype::f32);
+  const auto observe = [](engines::Engine& engine, std::int32_t tokens, const at::Tensor& queries) {
+    const SequenceId id = 1;
+    const engines::Ints indptr{0, tokens};
+    for (std::int32_t l = 0; l < engines::kLayers; ++l)
+      engine.keeper.observe(
+          {.layer = l, .sequences = {&id, 1}, .indptr = indptr, .queries = queries, .unread = !queries.defined()});
+    for (std::int32_t& length : engine.lengths.at(id)) length += tokens;
+  };
+  here.join(1);
+  observe(here, 40, at::full({40, 4, engines::kKeyDim}, 1.0F));
+  static_cast<void>(here.cut({1}));
+  observe(here, 10, {});
+  static_cast<void>(here.cut({1}));
+  here.keeper.save(1, file.path);
+  there.keeper.restore(1, file.path);
+  there.lengths[1] = here.lengths.at(1);
+  for (engines::Engine* engine : {static_cast<engines::Engine*>(&here), static_cast<engines::Engine*>(&there)}) {
+    engine->keeper.truncate(1, 43);
+    EXPECT_EQ(engine->keeper.logical_length(1), 43);
+    for (std::int32_t& length : engine->lengths.at(1)) length -= 7;
+    observe(*engine, 60, at::full({60, 4, engines::kKeyDim}, 1.0F));
+    EXPECT_EQ(engine->cut({1}).cuts.size(), 1U);
+  }
+  expect_same_sequence(here.keeper, 1, there.keeper, 1, engines::kLayers, engines::kHeads);
+
+  const io::SafetensorsFile saved = io::SafetensorsFile::read(file.path);
+  EXPECT_EQ(saved.metadata().at("kvkeep_sequence"), "5") << "earlier versions would refuse to take the tokens back";
+  StateTensors tensors;
+  for (const std::string& name : saved.names()) tensors.emplace_back(name, clone(saved.tensor(name)));
+  for (auto& [name, tensor] : tensors)
+    if (name == "queries.unread") tensor.data<std::uint8_t>()[1] = 2;
+  write_state(file.path, tensors, saved.metadata());
+  EXPECT_NE(message_of<InvalidArgument>([&] { forged.keeper.restore(1, file.path); }).find("\"queries.unread\" in "),
+            std::string::npos);
+  EXPECT_FALSE(forged.keeper.knows(1));
+}
+
 TEST(Restore, BringsBackWhatBecameOfANarrowedPromptAndRefusesOneThatIsStillNarrowing) {
   for (const std::string policy : {"asl,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6",
                                    "asl-2pass,budget=24,window=6,pool=3,min_layer=1,observed_layers=2,threshold=0.6"}) {

@@ -163,6 +163,9 @@ class Engine {
     return report;
   }
 
+  /// What the next cut() would decide.
+  Plan plan(const std::vector<SequenceId>& ids) { return keeper.plan(lengthened_view(ids)); }
+
   std::int64_t workspace_bytes(const std::vector<SequenceId>& ids) {
     return keeper.workspace_bytes(lengthened_view(ids));
   }
