@@ -200,7 +200,7 @@ TEST_P(DeviceKeeper, KeepsInPagesWhatTheCpuKeepsInADenseCache) {  // B21, B23, B
     const Form form = static_cast<Form>(which++ % 3);
     SCOPED_TRACE(text(name, ", pages of ", page_size));
     const Both both = run_both(
-        [&] {
+        [&, policy = policy, ragged = ragged] {
           return Both{std::make_unique<DenseEngine>(policy, ragged, Dtype::f32),
                       std::make_unique<PagedEngine>(policy, ragged, Dtype::f32, page_size, layout, form, 1600,
                                                     fresh_accelerator())};
