@@ -46,6 +46,8 @@ import sys
 import sysconfig
 import time
 
+from needle_answers import Answers, Model, ask_command, progress, score, stop
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = {"kvpress": "0.5.5", "transformers": "5.2.0", "gguf": "0.19.0"}
 CHUNK = 20
@@ -72,10 +74,6 @@ METHODS = {
 
 # Methods for --decode: what both have, and what DecodingPress can run.
 DECODING = ("StreamingLLM", "Knorm", "KeyDiff", "TOVA")
-
-
-def stop(sentence):
-    sys.exit(f"beside_kvpress.py: {sentence}")
 
 
 # ---- The environment
@@ -131,23 +129,6 @@ def policy_of(method, length):
     return text if method == "full" else text + ",prefill=only"
 
 
-def ask_kvkeep(args, file):
-    line = [args.kvkeep, "eval", "--model", args.model, "--task", args.task, "--length", str(args.length)]
-    line += ["--samples", str(args.samples), "--seed", str(args.seed), "--batch", "1", "--budgets", args.budgets]
-    line += ["--question", args.question, "--threads", str(args.threads), "--weights", "f32"]
-    line += ["--samples-out", str(file)]
-    if args.haystack:
-        line += ["--haystack", args.haystack]
-    for method in args.methods:
-        line += ["--policy", policy_of(method, args.length)]
-    try:
-        done = subprocess.run(line, stdout=subprocess.DEVNULL)
-    except OSError as error:
-        stop(f"cannot start {args.kvkeep} ({error.strerror}); build kvkeep_cli, or name the command with --kvkeep")
-    if done.returncode != 0:
-        stop("kvkeep eval failed; the reason stands above")
-
-
 def read_samples(args, budgets, file):
     """Lines of --samples-out; `ours` of each has the answer of every (method, budget)."""
     try:
@@ -174,23 +155,15 @@ def pairs_of(args, budgets):
 # ---- kvpress
 
 
-class Kvpress:
+class Kvpress(Model):
     """The same model in transformers, and presses over it."""
 
     def __init__(self, model, threads):
         os.environ["TQDM_DISABLE"] = "1"  # before they are imported
         import kvpress
-        import torch
-        import transformers
 
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        torch.set_num_threads(threads)
-        file = pathlib.Path(model)
-        self.torch, self.kvpress, self.transformers = torch, kvpress, transformers
-        folder = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(**folder, dtype=torch.float32).eval()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(**folder)
+        super().__init__(model, threads)
+        self.kvpress = kvpress
 
     def press(self, method, tokens, budget):
         """A press that keeps `budget` of `tokens` slots; None where nothing is to be dropped."""
@@ -252,18 +225,6 @@ class Kvpress:
             kept += heads * layer.keys.shape[2] - (0 if masked is None else len(masked[0]))
         return kept / heads / len(cache.layers)
 
-    def text(self, tokens):
-        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-ASCII_LOWER = {c: c + 32 for c in range(ord("A"), ord("Z") + 1)}
-
-
-def score(text, references):
-    """RULER's string_match_all: the share of the references that stand in the answer."""
-    text = text.translate(ASCII_LOWER)
-    return sum(r.translate(ASCII_LOWER) in text for r in references) / len(references)
-
 
 def ask_kvpress(args, samples, budgets, file):
     """Answers by (sample, method, budget). Those in `file` are not asked for again."""
@@ -274,9 +235,7 @@ def ask_kvpress(args, samples, budgets, file):
         )
         return f"{hashlib.sha256(asked.encode()).hexdigest()[:24]} {method} {budget} {args.threads}"
 
-    known = {}
-    if file.exists():
-        known = {line["key"]: line for line in map(json.loads, file.read_text().splitlines())}
+    known = Answers(file)
     todo = [(i, method, budget) for i in range(len(samples)) for method, budget in pairs_of(args, budgets)]
     missing = [t for t in todo if key(samples[t[0]], *t[1:]) not in known]
     if missing:
@@ -285,19 +244,13 @@ def ask_kvpress(args, samples, budgets, file):
             theirs = other.text(one["tokens"])
             if theirs.replace("\ufffd", "") != one["text"].replace("\ufffd", ""):  # of half a character, one or more
                 stop(f"the tokenizers differ: ours reads {one['text']!r}, transformers {theirs!r}")
-    with file.open("a") as out:
-        for n, (i, method, budget) in enumerate(missing):
-            name = key(samples[i], method, budget)
-            try:
-                known[name] = {"key": name, **other.answer(samples[i], method, budget)}
-            except (AssertionError, RuntimeError, ValueError) as error:  # a press that cannot be run so
-                known[name] = {"problem": (str(error) or type(error).__name__).splitlines()[0]}
-            else:
-                out.write(json.dumps(known[name]) + "\n")
-                out.flush()
-            print(f"\rkvpress: {n + 1} of {len(missing)}  ", end="", file=sys.stderr)
-    if missing:
-        print(file=sys.stderr)
+    for n, (i, method, budget) in enumerate(missing):
+        name = key(samples[i], method, budget)
+        try:
+            known.add(name, other.answer(samples[i], method, budget))
+        except (AssertionError, RuntimeError, ValueError) as error:  # a press that cannot be run so
+            known[name] = {"problem": (str(error) or type(error).__name__).splitlines()[0]}
+        progress("kvpress", n + 1, len(missing))
     return {t: known[key(samples[t[0]], *t[1:])] for t in todo}
 
 
@@ -376,8 +329,7 @@ def decode(args, budget):
         for begin, end in [(0, args.length), *((t, t + 1) for t in range(args.length, len(ids)))]:
             for one in contestants:
                 one.step(torch, ids[begin:end])
-            print(f"\rdecoded: {end - args.length} of {args.decode}  ", end="", file=sys.stderr)
-    print(file=sys.stderr)
+            progress("decoded", end - args.length, args.decode)
     for one in contestants[2:]:
         if one.slots != contestants[1].slots:
             stop(f"{one.name} held other numbers of slots than {contestants[1].name}: the times cannot be compared")
@@ -508,7 +460,8 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     file = pathlib.Path(args.answers) if args.answers else args.out / "samples.jsonl"
     if not args.answers:
-        ask_kvkeep(args, file)
+        policies = [policy_of(method, args.length) for method in args.methods]
+        ask_command(args, ["--budgets", args.budgets], policies, file)
     budgets = [int(b) for b in args.budgets.split(",")]
     samples = read_samples(args, budgets, file)
     theirs = ask_kvpress(args, samples, budgets, args.out / "kvpress.jsonl")

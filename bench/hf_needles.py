@@ -20,48 +20,15 @@ import inspect
 import json
 import os
 import pathlib
-import subprocess
-import sys
+
+from needle_answers import Answers, Model, ask_command, progress, score, stop
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 POLICIES = ["tova", "snapkv", "ams-tova", "expected", "keydiff"]
 TASKS = "ruler/niah-single-2,ruler/niah-multikey-1,text/needle"
 
 
-def stop(sentence):
-    sys.exit(f"hf_needles.py: {sentence}")
-
-
-def ask_command(args, policies, file):
-    line = [args.kvkeep, "eval", "--model", args.model, "--task", args.task, "--length", str(args.length)]
-    line += ["--samples", str(args.samples), "--seed", str(args.seed), "--batch", "1", "--question", args.question]
-    line += ["--threads", str(args.threads), "--weights", "f32", "--quiet", "--samples-out", str(file)]
-    if args.haystack:
-        line += ["--haystack", args.haystack]
-    for policy in policies:
-        line += ["--policy", policy]
-    try:
-        done = subprocess.run(line, stdout=subprocess.DEVNULL)
-    except OSError as error:
-        stop(f"cannot start {args.kvkeep} ({error.strerror}); build kvkeep_cli, or name the command with --kvkeep")
-    if done.returncode != 0:
-        stop("kvkeep eval failed; the reason stands above")
-
-
-class Transformers:
-    def __init__(self, model, threads):
-        import torch
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        torch.set_num_threads(threads)
-        file = pathlib.Path(model)
-        given = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
-        self.torch = torch
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32).eval()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(**given)
-
+class Transformers(Model):
     def answer(self, sample, policy):
         """Tokens and text of the answer, and how many events there were."""
         import kvkeep.hf
@@ -87,16 +54,11 @@ class Transformers:
                 if len(answer) == sample["max_new_tokens"]:
                     break
                 part = [token]
-        text = self.tokenizer.decode(answer, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return {"tokens": answer, "text": text, "events": len(kept.events)}
-
-
-ASCII_LOWER = {c: c + 32 for c in range(ord("A"), ord("Z") + 1)}
+        return {"tokens": answer, "text": self.text(answer), "events": len(kept.events)}
 
 
 def is_right(text, references):
-    text = text.translate(ASCII_LOWER)
-    return all(r.translate(ASCII_LOWER) in text for r in references)
+    return score(text, references) == 1
 
 
 def ask_transformers(args, samples, policies, file):
@@ -105,20 +67,12 @@ def ask_transformers(args, samples, policies, file):
     def key(sample, policy):
         return json.dumps([sample["prompt"], sample["question"], sample["max_new_tokens"], policy])
 
-    known = {}
-    if file.exists():
-        known = {line["key"]: line for line in map(json.loads, file.read_text().splitlines())}
+    known = Answers(file)
     todo = [(s, p) for s in samples for p in policies if key(s, p) not in known]
     other = Transformers(args.model, args.threads) if todo else None
-    with file.open("a") as out:
-        for n, (sample, policy) in enumerate(todo):
-            line = {"key": key(sample, policy), **other.answer(sample, policy)}
-            known[line["key"]] = line
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-            print(f"\rtransformers: {n + 1} of {len(todo)}  ", end="", file=sys.stderr)
-    if todo:
-        print(file=sys.stderr)
+    for n, (sample, policy) in enumerate(todo):
+        known.add(key(sample, policy), other.answer(sample, policy))
+        progress("transformers", n + 1, len(todo))
     return {(i, p): known[key(s, p)] for i, s in enumerate(samples) for p in policies}
 
 
@@ -179,7 +133,7 @@ def main():
     limit = f"budget={args.budget or args.length // 4},interval={args.interval},prefill=cut"
     policies = ["full", *(f"{policy},{limit}" for policy in args.policies.split(";"))]
     file = args.out / "samples.jsonl"
-    ask_command(args, policies, file)
+    ask_command(args, ["--quiet"], policies, file)
     samples = [json.loads(line) for line in file.read_text().splitlines()]
     theirs = ask_transformers(args, samples, policies, args.out / "transformers.jsonl")
     table(args, samples, policies, theirs)

@@ -4,13 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
-#include <numeric>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/layers/last_query.h"
-#include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/layers/shrinking_context.h"
 
 namespace kvkeep {
@@ -70,17 +68,6 @@ KVKEEP_INLINE std::vector<float> ShrinkingContext::weights() const {
     weights[static_cast<std::size_t>(i)] =
         static_cast<float>(1 + (options_.distance_weight - 1) * i / (observers_ - 1));
   return weights;
-}
-
-KVKEEP_INLINE std::vector<std::int32_t> ShrinkingContext::tokens(const Evidence& evidence) const {
-  const Row& first = evidence.table.rows.front();
-  if (going_on(first.layer, first.length) >= first.length - observers_) {
-    std::vector<std::int32_t> all(static_cast<std::size_t>(first.length));
-    std::iota(all.begin(), all.end(), 0);
-    return all;
-  }
-  const Tensor sums = sum_over_heads(evidence, window_sums(evidence, observers_, weights()), observers_);
-  return tokens(first.layer, {sums.data<float>(), static_cast<std::size_t>(sums.numel())});
 }
 
 KVKEEP_INLINE std::vector<std::int32_t> ShrinkingContext::tokens(std::int32_t layer,

@@ -4,10 +4,9 @@
 /// repository runs it. Differs: fp32; among equal scores the lower index is chosen first.
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
-
-#include "kvkeep/core/evidence.h"
 
 namespace kvkeep {
 
@@ -43,13 +42,10 @@ class ShrinkingContext {
   /// How many of the others continue if `present` tokens are present: all of them if the share would leave min_context
   /// or fewer.
   [[nodiscard]] std::int32_t going_on(std::int32_t layer, std::int32_t present) const;
-  /// Places, among the tokens present, of those that continue after this layer, ascending.
-  /// evidence: the rows of one layer of this prompt, with at least observers() queries. Throws as attention_sum() does.
-  /// Cost: attention_sum() of a fifth of the prompt's queries.
-  [[nodiscard]] std::vector<std::int32_t> tokens(const Evidence& evidence) const;
-  /// Its parts: the weight of each observer, oldest first, and the places by what the observers' attention gives each
-  /// of the other tokens, f32 [present - observers()] summed over the KV heads.
+  /// Weight of each observer, oldest first.
   [[nodiscard]] std::vector<float> weights() const;
+  /// Places, among the tokens present, of those that continue after this layer, ascending. sums: what the weighted
+  /// observers' attention gives each of the others, f32 [present - observers()] (LayerEvent::token_sums). Cost: a sort.
   [[nodiscard]] std::vector<std::int32_t> tokens(std::int32_t layer, std::span<const float> sums) const;
 
  private:

@@ -32,14 +32,14 @@ class Whole {
     table.slots = 0;
     std::size_t ranges = 0;
     for (RowGroup& group : table.groups) {
-      const auto first = static_cast<std::size_t>(std::exchange(group.first_row, std::ssize(table.rows)));
+      const RowGroup here = group;
+      group.first_row = std::ssize(table.rows);
       for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
-        const std::size_t own = first + static_cast<std::size_t>(is_own(h) ? h - first_head_ : 0);
+        const auto own = static_cast<std::size_t>(here.first_row + (is_own(h) ? h - first_head_ : 0));
         Row row = evidence.table.rows[own];
         if (!is_own(h)) row = {.layer = row.layer, .sequence = row.sequence};
         row.head = h - first_head_;  // W_o has this rank's heads alone
-        row.length =
-            evidence.table.length_of(evidence.table.groups[first / static_cast<std::size_t>(heads_)], h, evidence.spec);
+        row.length = evidence.table.length_of(here, h, evidence.spec);
         row.first = std::exchange(table.slots, table.slots + row.length);
         table.rows.push_back(row);
         limits.rows.push_back(given.rows.empty() ? RowLimit{} : given.rows[own]);

@@ -365,12 +365,14 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     const Sequence& s = at(view.sequences[i]);
     KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "step: the prompt of sequence ", view.sequences[i],
                       " has only reached layer ", s.next_layer, "; allowed after narrow() of the last layer");
+    std::int64_t slots = 0;
     for (const std::int32_t l : full_layers_) {
       for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
         const std::int32_t held = view.lengths.at(i, l * spec_.kv_heads + h), known = s.columns->length(row_of(l, h));
         KVKEEP_REQUIRE_AS(StateError, held == known, "step: sequence ", view.sequences[i], " holds ", held,
                           " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
                           " (observe every new token, and write an event's new lengths back)");
+        slots += held;
       }
     }
     KVKEEP_REQUIRE_AS(StateError, !needs_.surprisal || s.surprised == s.logical, "step: ", s.surprised, " of the ",
@@ -387,7 +389,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
                         " has read its folded spans for ", s.viewed[index], " of ", s.logical,
                         " tokens; call view() after each layer's attention");
     }
-    if (!trigger.due(occasion_of(s))) continue;
+    if (!trigger.due(occasion_of(s, slots))) continue;
     for (const std::int32_t l : full_layers_) {
       const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
       KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "step: layer ", l, " has shown ", seen,
@@ -456,8 +458,7 @@ KVKEEP_INLINE std::vector<ColumnTarget> Keeper::reserve_settled(const Plan& plan
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(row.sequence)]);
-    if (!plan.decision.of_all_heads.empty())
-      s.beyond.resize(full_layers_.size() * static_cast<std::size_t>(spec_.whole_heads()));
+    reserve_beyond(s, plan.decision);
     targets.push_back(s.columns->reserve_settled(row_of(row.layer, row.head), keep.count(r),
                                                  plan.decision.credit.has_value(), plan.decision.tally.has_value()));
   }
@@ -550,14 +551,10 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Foldi
   }
   settle_folded(plan, view, folding, report);
   const std::int32_t room = policy_->trigger().interval;
-  const auto heads = static_cast<std::size_t>(spec_.whole_heads());
-  std::span<const std::int32_t> counts = plan.decision.of_all_heads;
-  for (const RowGroup& group : plan.table.groups) {
+  for (std::size_t g = 0; g < plan.table.groups.size(); ++g) {
+    const RowGroup& group = plan.table.groups[g];
     Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(group.sequence)]);
-    if (!counts.empty()) {
-      settle_beyond(s, group.layer, counts.first(heads));
-      counts = counts.subspan(heads);
-    }
+    settle_beyond(s, group.layer, plan.decision, g);
     s.last_event = s.logical;
     s.ring.forget_normalisers();
     s.event_position = s.next_position;
@@ -614,37 +611,49 @@ KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_le
 KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {
   const Sequence& s = ready("tokens_to_event", sequence);
   if (s.prompt < 0) return 0;
-  return policy_->trigger().tokens_until(occasion_of(s));
+  std::int64_t slots = 0;
+  for (std::int32_t r = 0; r < std::ssize(full_layers_) * spec_.kv_heads; ++r) slots += s.columns->length(r);
+  return policy_->trigger().tokens_until(occasion_of(s, slots));
 }
 
-/// What its trigger reads: of all ranks, if they hold a part of the heads each.
-KVKEEP_INLINE Occasion Keeper::occasion_of(const Sequence& s) const {
-  const std::int32_t heads = spec_.whole_heads();
-  Occasion occasion{.rows = std::ssize(full_layers_) * heads,
+/// What the trigger of a sequence reads, whose rows here hold `slots`: of all ranks, if they hold a part of the heads
+/// each.
+KVKEEP_INLINE Occasion Keeper::occasion_of(const Sequence& s, std::int64_t slots) const {
+  const std::int32_t here = spec_.kv_heads, heads = spec_.whole_heads(), first = spec_.first_head;
+  for (std::int32_t l = 0; heads > here && l < std::ssize(full_layers_); ++l)
+    for (std::int32_t h = 0; h < heads; ++h)
+      if (h < first || h >= first + here)
+        slots +=
+            s.columns->length(l * here) + (s.beyond.empty() ? 0 : s.beyond[static_cast<std::size_t>(l * heads + h)]);
+  Occasion occasion{.slots = slots,
+                    .rows = std::ssize(full_layers_) * heads,
                     .seen = s.logical,
                     .prompt = s.prompt < 0 ? s.logical : s.prompt,
                     .step = s.logical - s.asked,
-                    .slot_bytes = slot_bytes_ / spec_.kv_heads * heads};
-  for (std::int32_t row = 0; row < std::ssize(full_layers_) * spec_.kv_heads; row += spec_.kv_heads) {
-    for (std::int32_t h = 0; h < spec_.kv_heads; ++h) occasion.slots += s.columns->length(row + h);
-    occasion.slots += std::int64_t{s.columns->length(row)} * (heads - spec_.kv_heads);
+                    .slot_bytes = slot_bytes_ / here * heads};
+  if (policy_->trigger().kind == Trigger::Kind::window) {
+    const auto newest = s.columns->newest();
+    occasion.unsettled = newest.end() - std::ranges::lower_bound(newest, s.settled);
   }
-  for (std::size_t i = 0; i < s.beyond.size(); ++i) {
-    const auto own = static_cast<std::uint32_t>(static_cast<std::int32_t>(i) % heads - spec_.first_head);
-    if (own >= static_cast<std::uint32_t>(spec_.kv_heads)) occasion.slots += s.beyond[i];
-  }
-  const auto newest = s.columns->newest();
-  occasion.unsettled = newest.end() - std::ranges::lower_bound(newest, s.settled);
   return occasion;
 }
 
-/// Takes in how many slots the rows of every KV head of the model keep in one layer.
-KVKEEP_INLINE void Keeper::settle_beyond(Sequence& s, std::int32_t layer,
-                                         std::span<const std::int32_t> counts) const noexcept {
-  const auto heads = static_cast<std::size_t>(spec_.whole_heads()),
-             first = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(layer)]) * heads;
-  for (std::size_t h = 0; h < heads; ++h)
-    s.beyond[first + h] = counts[h] - counts[static_cast<std::size_t>(spec_.first_head)];
+/// Room for what settle_beyond() writes, if the decision says anything of other ranks.
+KVKEEP_INLINE void Keeper::reserve_beyond(Sequence& s, const Decision& decision) const {
+  if (!decision.of_all_heads.empty())
+    s.beyond.resize(full_layers_.size() * static_cast<std::size_t>(spec_.whole_heads()));
+}
+
+/// Takes in how many slots the rows of every KV head of the model keep in `layer`, which group `group` of the decision
+/// is.
+KVKEEP_INLINE void Keeper::settle_beyond(Sequence& s, std::int32_t layer, const Decision& decision,
+                                         std::size_t group) const noexcept {
+  if (decision.of_all_heads.empty()) return;
+  const auto heads = static_cast<std::size_t>(spec_.whole_heads());
+  const std::int32_t* const counts = decision.of_all_heads.data() + group * heads;
+  std::int32_t* const beyond =
+      s.beyond.data() + static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(layer)]) * heads;
+  for (std::size_t h = 0; h < heads; ++h) beyond[h] = counts[h] - counts[spec_.first_head];
 }
 
 KVKEEP_INLINE std::int32_t Keeper::physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const {

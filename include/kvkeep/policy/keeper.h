@@ -372,8 +372,10 @@ class Keeper {
                        std::span<const std::int32_t> indptr) const;
   void check_statistics(const Observation& observation, std::size_t i, const Sequence& sequence,
                         std::span<const std::int32_t> positions) const;
-  [[nodiscard]] Occasion occasion_of(const Sequence& sequence) const;
-  void settle_beyond(Sequence& sequence, std::int32_t layer, std::span<const std::int32_t> counts) const noexcept;
+  [[nodiscard]] Occasion occasion_of(const Sequence& sequence, std::int64_t slots) const;
+  void reserve_beyond(Sequence& sequence, const Decision& decision) const;
+  void settle_beyond(Sequence& sequence, std::int32_t layer, const Decision& decision,
+                     std::size_t group) const noexcept;
   void check_places(const CacheView& view) const;
   void check_pages(const CacheView& view, const RowTable& table) const;
   void check(const Observation& observation) const;

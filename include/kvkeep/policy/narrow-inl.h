@@ -278,8 +278,7 @@ KVKEEP_INLINE void Keeper::decide_layer(std::span<LayerPlan> plans, const Observ
       continue;
     }
     if (row.head == 0) plan.sequence->columns->bring_newest();
-    if (!layer.rows.of_all_heads.empty())
-      plan.sequence->beyond.resize(full_layers_.size() * static_cast<std::size_t>(spec_.whole_heads()));
+    reserve_beyond(*plan.sequence, layer.rows);
     targets.push_back(
         plan.sequence->columns->reserve_settled(row_of(row.layer, row.head), keep.count(r), false, false));
     plan.bytes_moved += bytes_to_move(table, keep, r);
@@ -292,10 +291,7 @@ KVKEEP_INLINE void Keeper::decide_layer(std::span<LayerPlan> plans, const Observ
     const Row& row = table.rows[r];
     Sequence& s = *plan.sequence;
     s.columns->settle(row_of(row.layer, row.head), keep, r, nullptr, nullptr);
-    if (const std::span counts = layer.rows.of_all_heads; !counts.empty() && row.head == 0) {
-      const auto heads = static_cast<std::size_t>(spec_.whole_heads());
-      settle_beyond(s, row.layer, counts.subspan(r / static_cast<std::size_t>(spec_.kv_heads) * heads, heads));
-    }
+    if (row.head == 0) settle_beyond(s, row.layer, layer.rows, r / static_cast<std::size_t>(spec_.kv_heads));
     view.lengths.at(plan.place, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     s.last_event = s.logical;
     s.event_position = s.next_position;
