@@ -73,4 +73,5 @@ class Answers(dict):
 
 
 def progress(who, done, of):
-    print(f"\r{who}: {done} of {of}  ", end="" if done < of else "\n", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(f"\r{who}: {done} of {of}  ", end="" if done < of else "\n", file=sys.stderr, flush=True)
