@@ -38,15 +38,16 @@ __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::i
   const std::int32_t heads = e.query_heads();
   const QueryView& view = e.queries[group];
   const std::int32_t token = view.count - a.window + i;
+  if (a.normalisers != nullptr)
+    for (auto h = static_cast<std::int32_t>(threadIdx.x); h < heads; h += kTurnThreads)
+      a.normalisers[(group * heads + h) * a.window + i] =
+          token >= 0 ? view.normalisers[view.index(token) * heads + h] : 0.0F;
+  if (a.queries == nullptr) return;
   __syncthreads();
   if (token >= 0)
     for (auto f = static_cast<std::int32_t>(threadIdx.x); f < a.pairs; f += kTurnThreads)
       turns[f] = rope_turn(view.position(token), a.inv_freq[f], a.attention_scaling);
   __syncthreads();
-  if (a.normalisers != nullptr)
-    for (auto h = static_cast<std::int32_t>(threadIdx.x); h < heads; h += kTurnThreads)
-      a.normalisers[(group * heads + h) * a.window + i] =
-          token >= 0 ? view.normalisers[view.index(token) * heads + h] : 0.0F;
   for (auto at = static_cast<std::int32_t>(threadIdx.x); at < heads * e.dim; at += kTurnThreads) {
     const std::int32_t head = at / e.dim, d = at - head * e.dim;
     float x = 0;
@@ -95,7 +96,8 @@ void launch_prepare(const PrepareArguments& arguments, Stream stream) {
                  "; allowed 0 to half of ", e.dim);
   check_wide("prepare", "queries", e.query);
   const std::int64_t rows = arguments.newest != nullptr || arguments.windows != nullptr ? e.count : 0;
-  const std::int64_t tokens = arguments.queries != nullptr ? std::int64_t{e.count} / e.kv_heads * arguments.window : 0;
+  const bool tokens_wanted = arguments.queries != nullptr || arguments.normalisers != nullptr;
+  const std::int64_t tokens = tokens_wanted ? std::int64_t{e.count} / e.kv_heads * arguments.window : 0;
   with_wide_element(e.query, [&](auto from) {
     launch("prepare", prepare_kernel<decltype(from)>, {.blocks = blocks_for(rows + tokens), .threads = kTurnThreads},
            stream, arguments, rows, tokens);

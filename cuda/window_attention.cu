@@ -269,6 +269,8 @@ void run(Task task, void* workspace, Stream stream) {
   task.parts = parts_of(task.e);
   if (!task.max_logit && attention::suits_matrix_units(task.e, task.most))
     return attention::launch_on_matrix_units(task, workspace, stream);
+  KVKEEP_REQUIRE(task.queries != nullptr, "window_attention: queries; given none, of ", task.most, " rows for ",
+                 name_of(task.e.keys), " keys; allowed only where window_attention_reads_views()");
   task.partial = static_cast<float2*>(workspace);
   with_element(task.e.keys, [&](auto type) {
     using T = decltype(type);
@@ -286,9 +288,13 @@ void run(Task task, void* workspace, Stream stream) {
 std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window) {
   const std::int64_t partial = std::int64_t{evidence.count} * evidence.group * window * parts_of(evidence) *
                                static_cast<std::int64_t>(sizeof(float2));
-  return attention::suits_matrix_units(evidence, evidence.group * window)
+  return window_attention_reads_views(evidence, window)
              ? attention::matrix_workspace_bytes(evidence, window, parts_of(evidence))
              : partial;
+}
+
+bool window_attention_reads_views(const EvidenceArguments& evidence, std::int32_t window) {
+  return attention::suits_matrix_units(evidence, evidence.group * window);
 }
 
 void launch_window_attention(const WindowAttentionArguments& a, Stream stream) {

@@ -25,7 +25,8 @@ struct WindowAttentionArguments {
   EvidenceArguments evidence;
   const RowWindow* windows = nullptr;  ///< [count], each of at most `window` queries
   std::int32_t window = 0;
-  const float* queries = nullptr;      ///< f32 [groups, Hq, window, D] from launch_prepare
+  const float* queries = nullptr;      ///< f32 [groups, Hq, window, D] from launch_prepare; null: those of `evidence`
+                                       ///< as they are, after RoPE, where window_attention_reads_views()
   const float* log_sum_exp = nullptr;  ///< f32 [groups, Hq, window] of the logits of every slot that the query sees,
                                        ///< natural logarithm; null: the keys are read once more
   float* usage = nullptr;              ///< f32 [slots] at Row::first, as WindowAttention::usage; null: not asked for
@@ -39,11 +40,16 @@ struct WindowAttentionArguments {
 /// size, rounded up to 64, 128 or 256, and 272; and about 100 for every row.
 [[nodiscard]] std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window);
 
+/// True where attention multiplies on matrix units, which take 16-bit numbers: queries that come after RoPE need no copy
+/// in f32 then.
+[[nodiscard]] bool window_attention_reads_views(const EvidenceArguments& evidence, std::int32_t window);
+
 /// Rows without a window get zeros. Cost: two passes over the keys, one if log_sum_exp is given. A pass reads every key
 /// once on matrix units, where more queries than shared memory holds are brought again for every 256 slots (128 of
 /// heads above 128 components) to sum up, and the keys for every part of them to take statistics; in f32 once for every
 /// eight queries. Launches: one a pass, and one for the queries on matrix units.
-/// Throws InvalidArgument for a head size outside 1 to 256, and for usage together with sum.
+/// Throws InvalidArgument for a head size outside 1 to 256, for usage together with sum, and for no `queries` where it
+/// cannot read those of `evidence`.
 void launch_window_attention(const WindowAttentionArguments& arguments, Stream stream);
 
 struct HistoryAttentionArguments {

@@ -39,7 +39,7 @@ struct Task {
 struct Plan {
   const Row* row;
   const QueryView* view;
-  const float* queries;  ///< of the row's first query head, at its window's oldest query
+  const float* queries;  ///< of the row's first query head, at its window's oldest query; null: as the view has them
   const float* lse;
   std::int32_t window = 0;  ///< W of this row
   std::int32_t history = 0;
@@ -63,7 +63,7 @@ __device__ inline Plan plan_of(const Task& task, std::int64_t r) {
   const std::int64_t oldest =
       (r / e.kv_heads * e.query_heads() + plan.row->head * e.group) * std::int64_t{task.window} + task.window -
       plan.window;
-  plan.queries = task.queries + oldest * e.dim;
+  plan.queries = task.queries == nullptr ? nullptr : task.queries + oldest * e.dim;
   plan.lse = task.log_sum_exp == nullptr ? nullptr : task.log_sum_exp + oldest;
   plan.total = task.max_logit ? plan.window : e.group * plan.window;
   plan.to = plan.row->length;

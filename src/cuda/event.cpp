@@ -224,11 +224,13 @@ PrepareArguments CudaEvent::prepare_arguments() const {
   return prepare;
 }
 
-DeviceWindow CudaEvent::ask(std::int32_t window, bool official) {
+DeviceWindow CudaEvent::ask(std::int32_t window, bool official, Reader reader) {
   const auto groups = static_cast<std::int64_t>(evidence.table.groups.size());
   const RopeSpec& rope = evidence.spec.rope;
-  DeviceWindow asked{window, official, take<RowWindow>(arguments.count),
-                     take<float>(groups * evidence.spec.query_heads * window * evidence.spec.key_dim)};
+  const bool turned = evidence.basis == QueryBasis::post_rope;
+  DeviceWindow asked{window, official, take<RowWindow>(arguments.count)};
+  if (!turned || reader != Reader::attention || !window_attention_reads_views(arguments, window))
+    asked.queries = take<float>(groups * evidence.spec.query_heads * window * evidence.spec.key_dim);
   const bool normalised = std::ranges::all_of(evidence.table.groups, [window](const RowGroup& group) {
     return group.queries.normalised >= std::min(window, group.queries.count);
   });
@@ -240,7 +242,7 @@ DeviceWindow CudaEvent::ask(std::int32_t window, bool official) {
   prepare.queries = asked.queries;
   prepare.normalisers = asked.normalisers;
   prepare.inv_freq = inv_freq;
-  prepare.pairs = evidence.basis == QueryBasis::post_rope ? 0 : static_cast<std::int32_t>(rope.inv_freq.size());
+  prepare.pairs = turned ? 0 : static_cast<std::int32_t>(rope.inv_freq.size());
   prepare.style = rope.style;
   prepare.attention_scaling = rope.attention_scaling;
   launch(launch_prepare, prepare);

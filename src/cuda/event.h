@@ -94,7 +94,7 @@ struct DeviceWindow {
   std::int32_t window = 0;
   bool official = false;
   RowWindow* windows = nullptr;  ///< [rows]
-  float* queries = nullptr;      ///< f32 [groups, Hq, window, D]
+  float* queries = nullptr;      ///< f32 [groups, Hq, window, D]; null: attention reads them as they came
   float* normalisers = nullptr;  ///< f32 [groups, Hq, window] if the engine gave all of them; else null
 };
 
@@ -168,9 +168,12 @@ class CudaEvent final : public LayerEvent {
     if (!dry_) launcher(with);
   }
 
+  /// Who reads the queries of a window: a kernel of its own, or window attention, which reads those after RoPE where
+  /// they are if it sums over heads and has matrix units.
+  enum class Reader : std::uint8_t { other, attention };
   /// The newest `window` queries, rotated, and the window of every row; afterwards the columns hold the positions. One
   /// launch.
-  [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official);
+  [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official, Reader reader = Reader::attention);
   /// Reductions of a window; null: not wanted. Two launches, or one with its log-sum-exps.
   void attend(const DeviceWindow& window, float* usage, float* newest, float* sum = nullptr) const;
   /// f32 [slots]. Two launches.

@@ -61,7 +61,8 @@ std::unique_ptr<PromptRanks> make_ranks(const LayerSelectorOptions& options, std
 }
 
 PromptScores CudaEvent::prompt_scores(const PromptScoreOptions& options) {
-  asked_ = ask(options.window, false);
+  const bool maximum = options.kind == PromptScoreOptions::Pool::maximum;
+  asked_ = ask(options.window, false, maximum ? Reader::other : Reader::attention);
   const std::int64_t before =
       evidence.table.slots / evidence.spec.kv_heads - std::ssize(evidence.table.groups) * options.window;
   PromptScores scores{tensor(flat(), evidence.table.slots), tensor(take<float>(before), before), {}};
@@ -69,7 +70,7 @@ PromptScores CudaEvent::prompt_scores(const PromptScoreOptions& options) {
                           .queries = asked_.queries,
                           .window = options.window,
                           .pool = options.pool,
-                          .maximum = options.kind == PromptScoreOptions::Pool::maximum,
+                          .maximum = maximum,
                           .slots = evidence.table.slots,
                           .heads = scores.heads.data<float>(),
                           .tokens = scores.tokens.data<float>()};
@@ -79,7 +80,7 @@ PromptScores CudaEvent::prompt_scores(const PromptScoreOptions& options) {
 }
 
 Tensor CudaEvent::last_query_scores(std::int32_t pool) {
-  asked_ = ask(1, false);
+  asked_ = ask(1, false, Reader::other);
   const std::int64_t tokens = evidence.table.slots / evidence.spec.kv_heads;
   LastQueryArguments a{.evidence = arguments,
                        .queries = asked_.queries,

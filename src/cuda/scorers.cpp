@@ -69,6 +69,10 @@ float* score_row_by_row(CudaEvent& event, const Scorer& scorer, const WindowAtte
   return scores;
 }
 
+CudaEvent::Reader reader_of(GroupReduce group) {
+  return group == GroupReduce::max_logit ? CudaEvent::Reader::other : CudaEvent::Reader::attention;
+}
+
 float* score(CudaEvent& event, const H2O& scorer, const WindowAttention&) {
   // Only queries that came after the last event count, so the window need not be longer than their number. Before the
   // first event that is all: those of a narrowed prompt are not among the newest positions.
@@ -140,7 +144,7 @@ float* score(CudaEvent& event, const Rpc& scorer, const WindowAttention&) {
 
 float* score(CudaEvent& event, const Rkv& scorer, const WindowAttention&) {
   const RkvOptions& options = scorer.options();
-  const DeviceWindow window = event.ask(options.window, false);
+  const DeviceWindow window = event.ask(options.window, false, reader_of(options.group));
   RkvArguments arguments{.evidence = event.arguments,
                          .windows = window.windows,
                          .queries = window.queries,
@@ -183,10 +187,11 @@ float* score(CudaEvent& event, const SnapKV& scorer, const WindowAttention& seen
   const bool average = options.style == SnapKVOptions::Style::snapkv;
   const DeviceWindow& asked = event.asked();
   const bool known = average && seen.usage.defined() && asked.window == options.window && !asked.official;
-  const DeviceWindow window = known ? asked : event.ask(options.window, false);
+  const GroupReduce group = average ? GroupReduce::mean_prob : GroupReduce::max_logit;
+  const DeviceWindow window = known ? asked : event.ask(options.window, false, reader_of(group));
   const float* attention = known ? seen.usage.data<float>() : nullptr;
   if (!average) {
-    attention = event.attend_history(window, {.group = GroupReduce::max_logit});
+    attention = event.attend_history(window, {.group = group});
   } else if (!known) {
     float* usage = event.flat();
     event.attend(window, usage, nullptr);

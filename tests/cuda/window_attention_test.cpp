@@ -23,7 +23,7 @@ std::vector<float> untouched(const EvidenceCase& c) {
 }
 
 Got on_device(const EvidenceCase& c, std::int32_t window, bool official, Wanted wanted, DeviceLayout layout = {},
-              const std::vector<float>& log_sum_exp = {}) {
+              const std::vector<float>& log_sum_exp = {}, bool as_they_came = false) {
   const DeviceEvidence there(c, layout);
   const AskedQueries queries(c, there, window, official);
   const DeviceArray<RowWindow>& windows = queries.windows();
@@ -33,7 +33,7 @@ Got on_device(const EvidenceCase& c, std::int32_t window, bool official, Wanted 
   launch_window_attention({.evidence = there.arguments(),
                            .windows = windows.data(),
                            .window = window,
-                           .queries = queries.floats().data(),
+                           .queries = as_they_came ? nullptr : queries.floats().data(),
                            .log_sum_exp = log_sum_exp.empty() ? nullptr : lse.data(),
                            .usage = wanted == Wanted::usage ? column.data() : nullptr,
                            .newest = wanted == Wanted::sum ? nullptr : newest.data(),
@@ -288,6 +288,33 @@ TEST_F(WindowAttentionKernel, ReadsTheKeysOnceWhereItIsGivenTheSums) {
       expect_rows_agree(c, got.column, want.usage.data<float>(), kAbsolute, kRelative);
       expect_rows_agree(c, got.newest, want.newest.data<float>(), kAbsolute, kRelative);
     }
+}
+
+TEST_F(WindowAttentionKernel, ReadsQueriesAfterRopeWhereTheyAre) {
+  std::uint64_t seed = 850;
+  for (const Element keys : kStored)
+    for (const Element query : {Element::f32, Element::f16, Element::bf16})
+      for (const std::int32_t dim : {16, 80}) {
+        EvidenceCase c(++seed, {.group = 4,
+                                .kv_heads = 2,
+                                .dim = dim,
+                                .lengths = {90, 3, 40},
+                                .seen = 9,
+                                .keys = keys,
+                                .query = query});
+        c.limits.rows[0].budget = 5;
+        const DeviceEvidence there(c);
+        ASSERT_EQ(window_attention_reads_views(there.arguments(), 9), keys != Element::f32) << c.description();
+        if (keys == Element::f32) {
+          EXPECT_THROW(static_cast<void>(on_device(c, 9, false, Wanted::usage, {}, {}, true)), InvalidArgument);
+          continue;
+        }
+        in_every_order([&] {
+          const Got copied = on_device(c, 9, false, Wanted::usage), read = on_device(c, 9, false, Wanted::usage, {}, {}, true);
+          EXPECT_EQ(read.column, copied.column) << c.description();
+          EXPECT_EQ(read.newest, copied.newest) << c.description();
+        });
+      }
 }
 
 TEST_F(WindowAttentionKernel, GivesEqualKeysEqualBitsAndRowsTheSameBitsInAnyBatch) {
