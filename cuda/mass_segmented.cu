@@ -1,6 +1,7 @@
 #include "mass_segmented.h"
 
 #include "launch.cuh"
+#include "parts.cuh"
 #include "select.cuh"
 #include "tuning.cuh"
 #include "workspace.h"
@@ -14,11 +15,27 @@ using tuning::kWarpSegment;
 constexpr std::int32_t kNearSegments = 128;  ///< most segments of a row that are in shared memory
 constexpr std::int32_t kCachedCuts = 1024;   ///< cuts that are worked out side by side; if there are more, one by one
 
+/// What a block has of its row beside the mass, in shared memory where the longest row fits.
+struct NearSlots {
+  std::size_t prefix, scores, fed, marks, bytes = 0;
+
+  KVKEEP_HD explicit NearSlots(std::int32_t longest) {
+    Parts parts;
+    const auto slots = static_cast<std::size_t>(fit(longest) ? longest : 0);
+    prefix = parts.take(sizeof(std::uint64_t) * slots);
+    scores = parts.take(sizeof(float) * slots);
+    fed = parts.take(sizeof(float) * slots);
+    marks = parts.take(slots);
+    bytes = parts.bytes;
+  }
+  [[nodiscard]] KVKEEP_HD static bool fit(std::int32_t longest) { return longest <= tuning::kNearSlots; }
+};
+
 /// The parts of the workspace. Only this defines their sizes and places.
 struct Workspace {
-  std::uint64_t* prefix;      ///< [slots]
-  float* fed;                 ///< [slots]
-  std::uint8_t* marks;        ///< [slots]
+  std::uint64_t* prefix;      ///< [slots], where they are not near
+  float* fed;                 ///< the same
+  std::uint8_t* marks;        ///< the same
   float* tops;                ///< [count]
   Share* shares;              ///< [count, most]
   std::int32_t *ends, *cuts;  ///< [count, most]
@@ -29,6 +46,7 @@ struct Workspace {
                       std::byte* base)
       : most(most_segments(options, longest)) {
     WorkspaceParts parts(base);
+    if (NearSlots::fit(longest)) slots = 0;
     prefix = parts.take<std::uint64_t>(slots);
     shares = parts.take<Share>(count * most);
     ends = parts.take<std::int32_t>(count * most);
@@ -69,6 +87,33 @@ class PrefixTeam : public BlockTeam {
 /// Marks of a slot while a row's slots are selected.
 enum Mark : std::uint8_t { kOut = 0, kCandidate = 1, kIn = 2 };
 
+/// Numbers of one row while its block works on it.
+struct RowNumbers {
+  std::uint64_t* prefix;
+  float* fed;
+  const float* scores;
+  std::uint8_t* marks;
+
+  __device__ RowNumbers(const MassSegmentedArguments& a, const Workspace& work, const Row& row) {
+    if (!NearSlots::fit(a.longest)) {
+      prefix = work.prefix + row.first;
+      fed = work.fed + row.first;
+      scores = a.scores + row.first;
+      marks = work.marks + row.first;
+      return;
+    }
+    const NearSlots near(a.longest);
+    std::byte* shared = dynamic_shared();
+    prefix = reinterpret_cast<std::uint64_t*>(shared + near.prefix);
+    fed = reinterpret_cast<float*>(shared + near.fed);
+    marks = reinterpret_cast<std::uint8_t*>(shared + near.marks);
+    auto* copied = reinterpret_cast<float*>(shared + near.scores);
+    const auto threads = static_cast<std::int32_t>(blockDim.x);
+    for (auto t = static_cast<std::int32_t>(threadIdx.x); t < row.length; t += threads) copied[t] = a.scores[row.first + t];
+    scores = copied;
+  }
+};
+
 /// The pooled usage of every row, and its largest: runs first if heads look at each other.
 __global__ void __launch_bounds__(kMostThreads) pool_kernel(MassSegmentedArguments a) {
   __shared__ unsigned long long scratch[kBlockScratch];
@@ -80,7 +125,7 @@ __global__ void __launch_bounds__(kMostThreads) pool_kernel(MassSegmentedArgumen
       continue;
     }
     float* usage = a.mass + a.rows[r].first;
-    pool_history(a.options, usage, a.windows[r].history, work.fed + a.rows[r].first, team);
+    pool_history(a.options, usage, a.windows[r].history, RowNumbers(a, work, a.rows[r]).fed, team);
     const float top = largest(usage, a.windows[r].history, team);
     if (team.thread() == 0) work.tops[r] = top;
   }
@@ -196,12 +241,13 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
       pass_row(row.credit, row.credit_length, length, usage, credit, used, team);
       continue;
     }
+    const RowNumbers own(a, work, row);
     float top = 0;
     if (a.options.suffix_fill == SuffixFill::max_global) {
       const std::int64_t first = r / a.heads * a.heads;
       for (std::int64_t h = first; h < first + a.heads; ++h) top = work.tops[h] > top ? work.tops[h] : top;
     } else {
-      pool_history(a.options, usage, seen.history, work.fed + row.first, team);
+      pool_history(a.options, usage, seen.history, own.fed, team);
       top = largest(usage, seen.history, team);
     }
     if (seen.queries > 0) {
@@ -209,15 +255,14 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
       fill_suffix(a.options.suffix_fill, row.positions, length, queries.position(queries.count - 1), seen.history, top,
                   usage, team);
     }
-    weigh_row(a.options, row.credit, row.credit_length, length, usage, work.fed + row.first, credit, used, team);
+    weigh_row(a.options, row.credit, row.credit_length, length, usage, own.fed, credit, used, team);
 
-    std::uint64_t* prefix = work.prefix + row.first;
-    prefix_mass(used, length, prefix, PrefixTeam(team, words), left_out(a.options, limit.guarded));
+    prefix_mass(used, length, own.prefix, PrefixTeam(team, words), left_out(a.options, limit.guarded));
     const SegmentOptions options = segments_of(a.options, a.variant);
     const std::int64_t thresholds = options.kind == Segmentation::mass ? detail::thresholds(options.segment_mass) : 0;
     if (thresholds <= kCachedCuts)
       for (std::int64_t k = 1 + team.thread(); k <= thresholds; k += team.size())
-        cached[k - 1] = detail::cut_at(prefix, length, options, k);
+        cached[k - 1] = detail::cut_at(own.prefix, length, options, k);
     team.sync();
     const bool near = work.most <= kNearSegments;
     std::int32_t *ends = near ? near_ends : work.ends + r * work.most,
@@ -225,17 +270,17 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
     Share* shares = near ? reinterpret_cast<Share*>(near_shares) : work.shares + r * work.most;
     if (team.thread() == 0)
       count = segment_ends(
-          prefix, length, options,
+          own.prefix, length, options,
           [&](std::int64_t k) {
-            return thresholds <= kCachedCuts ? cached[k - 1] : detail::cut_at(prefix, length, options, k);
+            return thresholds <= kCachedCuts ? cached[k - 1] : detail::cut_at(own.prefix, length, options, k);
           },
           ends, cuts);
     count = team.from_first(count);
     for (std::int32_t i = team.thread(); i < count; i += team.size())
-      shares[i] = segment_share(a.options.quotas, prefix, ends, i, length, limit.guarded);
+      shares[i] = segment_share(a.options.quotas, own.prefix, ends, i, length, limit.guarded);
     team.sync();
 
-    const Selection selection(team, histograms, a.scores + row.first, work.marks + row.first, length, limit.guarded);
+    const Selection selection(team, histograms, own.scores, own.marks, length, limit.guarded);
     if (a.variant == Variant::official) {
       if (team.thread() == 0) official_quotas(shares, count, limit.budget, a.options.min_quota);
       team.sync();
@@ -259,7 +304,9 @@ std::size_t mass_segmented_workspace_bytes(const MassSegmentedOptions& options, 
 
 void launch_mass_segmented(const MassSegmentedArguments& arguments, Stream stream) {
   const Grid grid{
-      .blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest), .shared_bytes = 0};
+      .blocks = blocks_for(arguments.count),
+      .threads = tuning::threads_for(arguments.longest),
+      .shared_bytes = NearSlots(arguments.longest).bytes};
   if (arguments.options.suffix_fill == SuffixFill::max_global)
     launch("mass_segmented pool", pool_kernel, grid, stream, arguments);
   launch("mass_segmented", mass_segmented_kernel, grid, stream, arguments);
