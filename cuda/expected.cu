@@ -139,24 +139,48 @@ __global__ void __launch_bounds__(kExpectedThreads, 4) plain_kernel(Task task) {
   });
 }
 
-// On matrix units: a warp has 32 slots, and multiplies them with 32 rows of the factor, in two parts, at a time.
+// On matrix units: a warp has 32 slots, and multiplies them with 32 rows of the factor, in two parts, at a time. The
+// block brings 64 components of these rows to shared memory for all of its warps.
 
 constexpr std::int32_t kUnitSlots = kExpectedThreads, kScratchStride = 20;
+constexpr std::int32_t kUnitSlice = 64, kUnitStride = 2 * kUnitSlice + 8;  ///< of a row: high parts, then low ones
 
 template <class S>
 struct UnitShared {
-  std::size_t keys, lines, scratch, scales, bytes;
+  std::size_t keys, panel, lines, scratch, scales, bytes;
   std::int32_t stride;  ///< of a key, in elements
 
   KVKEEP_HD explicit UnitShared(std::int32_t padded) : stride(padded + 8) {
     Parts parts;
     keys = parts.take(sizeof(S) * kUnitSlots * static_cast<std::size_t>(stride));
+    panel = parts.take(sizeof(S) * kPanelRows * kUnitStride);
     lines = parts.take(sizeof(float) * kUnitSlots * kScratchStride);
     scratch = parts.take(sizeof(float) * kExpectedThreads / 32 * 16 * kScratchStride);
     scales = parts.take(sizeof(float) * kUnitSlots);
     bytes = parts.bytes;
   }
 };
+
+/// Brings components [d0, d0 + n) of kPanelRows rows of a factor. n: a multiple of 16, up to kUnitSlice.
+template <class S>
+__device__ void stage_panel(const S* factor, std::int32_t padded, std::int32_t d0, std::int32_t n, S* panel) {
+  constexpr std::int32_t kEach = 2 * kPanelRows * kUnitSlice / kPerWord<S> / kExpectedThreads;
+  const std::int32_t words = n / kPerWord<S>, all = 2 * kPanelRows * words;
+  Elements<S> held[kEach];
+  const auto each = [&](const auto& body) {
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const std::int32_t i = static_cast<std::int32_t>(threadIdx.x) + k * kExpectedThreads, side = i / words;
+      if (i < all) body(k, side / 2, side % 2, (i - side * words) * kPerWord<S>);
+    }
+  };
+  each([&](int k, std::int32_t row, std::int32_t part, std::int32_t d) {
+    held[k] = *reinterpret_cast<const Elements<S>*>(factor + (2 * row + part) * padded + d0 + d);
+  });
+  each([&](int k, std::int32_t row, std::int32_t part, std::int32_t d) {
+    *reinterpret_cast<Elements<S>*>(panel + row * kUnitStride + part * kUnitSlice + d) = held[k];
+  });
+}
 
 template <class T>
 __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
@@ -166,6 +190,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
   using Product = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
   const UnitShared<S> parts(task.padded);
   auto* keys = reinterpret_cast<S*>(dynamic_shared() + parts.keys);
+  auto* panel = reinterpret_cast<S*>(dynamic_shared() + parts.panel);
   auto* scales = reinterpret_cast<float*>(dynamic_shared() + parts.scales);
   const EvidenceArguments& e = task.a.evidence;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -181,7 +206,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
                      [](std::int32_t) { return 1.0F; });
       scales[thread] = tile + thread < end ? key_scale<T>(row, tile + thread) : 1.0F;
       __syncthreads();
-      if (tile + first >= end) continue;  // for a whole warp
+      const bool live = tile + first < end;  // of a whole warp: the others bring rows for it
       const S* own = keys + first * parts.stride;
       const auto load_keys = [&](Left* left, std::int32_t d) {
 #pragma unroll
@@ -189,7 +214,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
           wmma::load_matrix_sync(left[i], own + i * 16 * parts.stride + d, static_cast<unsigned>(parts.stride));
       };
       for (std::int32_t h0 = 0; h0 < e.group; h0 += kMeanHeads) {
-        {
+        if (live) {
           const S* means = reinterpret_cast<const S*>(task.means + r * task.mean_bytes()) +
                            std::int64_t{h0} * kMeanParts * task.padded;
           Product product[2];
@@ -216,7 +241,6 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
         for (std::int32_t h = h0; h < e.group && h < h0 + kMeanHeads; ++h) {
           const Head head = task.heads[r * e.group + h];
           const S* factor = reinterpret_cast<const S*>(task.factors + (r * e.group + h) * task.factor_bytes());
-          const std::int32_t stride = 2 * task.padded;
           Product squares[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) wmma::fill_fragment(squares[i], 0.0F);
@@ -226,19 +250,26 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
             for (int i = 0; i < 2; ++i)
 #pragma unroll
               for (int j = 0; j < 2; ++j) wmma::fill_fragment(product[i][j], 0.0F);
-            for (std::int32_t d = head.triangular ? from : 0; d < task.padded; d += 16) {
-              Left left[2];
-              load_keys(left, d);
+            const std::int32_t d_first = head.triangular ? from : 0;
+            for (std::int32_t d0 = d_first; d0 < task.padded; d0 += kUnitSlice) {
+              const std::int32_t n = task.padded - d0 < kUnitSlice ? task.padded - d0 : kUnitSlice;
+              __syncthreads();
+              stage_panel(factor + std::int64_t{from} * 2 * task.padded, task.padded, d0, n, panel);
+              __syncthreads();
+              if (!live) continue;
+              for (std::int32_t d = 0; d < n; d += 16) {
+                Left left[2];
+                load_keys(left, d0 + d);
 #pragma unroll
-              for (int j = 0; j < 2; ++j)
+                for (int j = 0; j < 2; ++j)
 #pragma unroll
-                for (int part = 0; part < 2; ++part) {
-                  Right right;
-                  wmma::load_matrix_sync(right, factor + std::int64_t{from + 16 * j} * stride + part * task.padded + d,
-                                         static_cast<unsigned>(stride));
+                  for (int part = 0; part < 2; ++part) {
+                    Right right;
+                    wmma::load_matrix_sync(right, panel + 16 * j * kUnitStride + part * kUnitSlice + d, kUnitStride);
 #pragma unroll
-                  for (int i = 0; i < 2; ++i) wmma::mma_sync(product[i][j], left[i], right, product[i][j]);
-                }
+                    for (int i = 0; i < 2; ++i) wmma::mma_sync(product[i][j], left[i], right, product[i][j]);
+                  }
+              }
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i)
@@ -250,6 +281,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
                   squares[i].x[k] = fmaf(y, y, squares[i].x[k]);
                 }
           }
+          if (!live) continue;
 #pragma unroll
           for (int i = 0; i < 2; ++i) {  // half a row per lane
             __syncwarp();

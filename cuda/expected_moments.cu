@@ -113,25 +113,57 @@ struct MomentShared {
   }
 };
 
-/// Cholesky factor in place, one thread per column, row after row: what the rows above subtract is summed in double. A
-/// pivot that is no more than rounding noise makes its row 0.
-__device__ void factorise(const Triangle& u, double* pivot) {
-  const auto j = static_cast<std::int32_t>(threadIdx.x);
-  for (std::int32_t i = 0; i < u.dim; ++i) {
-    double rest = 0, noise = 0;
-    if (j >= i && j < u.dim) {
-      rest = static_cast<double>(u.at(i, j));
-      if (j == i) noise = rest * static_cast<double>(u.dim) * 0x1p-23;
-      const float* row = u.base;
+constexpr std::int32_t kCholeskyRows = 16;
+
+/// Cholesky factor in place, 16 rows at a time: a thread has a column. What the rows above subtract is summed in double,
+/// in their order. A pivot that is no more than rounding noise makes its row 0. rest: [kCholeskyRows, dim], pivots:
+/// [2 * kCholeskyRows].
+__device__ void factorise(const Triangle& u, double* rest, double* pivots) {
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  double *noise = pivots, *inverse = pivots + kCholeskyRows;
+  // What is left of element (i, j) once rows [from, to) of the factor have taken theirs.
+  const auto left_by = [&](std::int32_t from, std::int32_t to, std::int32_t i, std::int32_t j, double x) {
+    const float* row = u.base + u.row(from);
 #pragma unroll 4
-      for (std::int32_t k = 0; k < i; ++k) {
-        rest = fma(-static_cast<double>(row[i]), static_cast<double>(row[j]), rest);
-        row += u.step(k);
-      }
-      if (j == i) *pivot = rest > noise ? 1.0 / sqrt(rest) : 0.0;
+    for (std::int32_t k = from; k < to; ++k) {
+      x = fma(-static_cast<double>(row[i]), static_cast<double>(row[j]), x);
+      row += u.step(k);
+    }
+    return x;
+  };
+  const auto finish = [&](std::int32_t i, std::int32_t j, double x, double by) {
+    u.at(i, j) = by > 0 ? static_cast<float>(x * by) : 0.0F;
+  };
+  for (std::int32_t first = 0; first < u.dim; first += kCholeskyRows) {
+    const std::int32_t rows = u.dim - first < kCholeskyRows ? u.dim - first : kCholeskyRows, columns = u.dim - first;
+    // All rows above.
+    for (std::int32_t at = thread; at < rows * columns; at += kMomentThreads) {
+      const std::int32_t i = first + at / columns, j = first + at % columns;
+      if (j < i) continue;
+      const auto x = static_cast<double>(u.at(i, j));
+      if (i == j) noise[i - first] = x * static_cast<double>(u.dim) * 0x1p-23;
+      rest[(i - first) * u.dim + j] = left_by(0, first, i, j, x);
     }
     __syncthreads();
-    if (j >= i && j < u.dim) u.at(i, j) = *pivot > 0 ? static_cast<float>(rest * *pivot) : 0.0F;
+    // The square on the diagonal: one warp, a lane for each column.
+    if (thread < 32) {
+      const std::int32_t j = first + thread;
+      for (std::int32_t i = first; i < first + rows; ++i) {
+        double x = 0;
+        if (j >= i && j < first + rows) {
+          x = left_by(first, i, i, j, rest[(i - first) * u.dim + j]);
+          if (j == i) inverse[i - first] = x > noise[i - first] ? 1.0 / sqrt(x) : 0.0;
+        }
+        __syncwarp();
+        if (j >= i && j < first + rows) finish(i, j, x, inverse[i - first]);
+        __syncwarp();
+      }
+    }
+    __syncthreads();
+    // Columns behind it, each for itself.
+    for (std::int32_t j = first + rows + thread; j < u.dim; j += kMomentThreads)
+      for (std::int32_t i = first; i < first + rows; ++i)
+        finish(i, j, left_by(first, i, i, j, rest[(i - first) * u.dim + j]), inverse[i - first]);
     __syncthreads();
   }
 }
@@ -193,7 +225,8 @@ class Moments {
     }
     __syncthreads();
     if (out.triangular) {
-      factorise(u_, sums_);
+      static_assert(kCholeskyRows * sizeof(double) <= kMomentQueries * sizeof(float));
+      factorise(u_, reinterpret_cast<double*>(z_), sums_);
       write_factor();
     }
     out.mean_factor = write_mean();
