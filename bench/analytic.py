@@ -25,7 +25,8 @@ PROCESSORS = 132
 CLOCK = 1.75e9
 ISSUE = PROCESSORS * 4 * CLOCK  # instructions of a warp a second
 EXP2 = PROCESSORS / 2 * CLOCK  # MUFU instructions of a warp a second: 16 lanes a clock and multiprocessor
-LATENCY, NEAR_LATENCY = 0.7, 0.25  # us from an access to its answer, out of memory and out of L2
+LATENCY, NEAR_LATENCY, SHARED_LATENCY = 0.7, 0.25, 0.02  # us from an access to its answer, out of memory, L2, shared memory
+NEAR_SLOTS = 3072  # of the longest row that AMS holds in shared memory
 BARRIER = 0.05  # us from one barrier of a block to the next, besides
 GRAPH, EAGER = 1.0, 2.5  # us from the end of a kernel to the start of the next
 SECTOR = 32  # bytes that a scattered write occupies
@@ -52,6 +53,7 @@ class Kernel:
     blocks: float = 0  # 0: enough to fill the machine
     waits: int = 4  # accesses in a row, each of which waits for the one before
     near_waits: int = 0  # the same out of L2
+    shared_waits: int = 0  # the same out of shared memory
     barriers: int = 0  # of a block
 
     def busy(self):
@@ -61,7 +63,7 @@ class Kernel:
     def predicted(self):
         """us from its start to its end."""
         rounds = self.blocks / PROCESSORS
-        return self.busy() * (math.ceil(rounds) / rounds if 0 < rounds else 1) + self.waits * LATENCY + self.near_waits * NEAR_LATENCY + self.barriers * BARRIER
+        return self.busy() * (math.ceil(rounds) / rounds if 0 < rounds else 1) + self.waits * LATENCY + self.near_waits * NEAR_LATENCY + self.shared_waits * SHARED_LATENCY + self.barriers * BARRIER
 
 
 def pieces(n, of):
@@ -92,13 +94,16 @@ def kernels(shape, batch, length, budget, window=32, given=False):
 
     threads = 256 if length <= 4096 else 512
     # A block passes over its row about 22 times, of 12 instructions each, out of the caches after the first time; thresholds are found by 11 to 15 steps of bisection, segments by one thread.
-    passes = 22
+    # In shared memory, where a row fits, are all passes but those over mass and credit, and the bisection.
+    passes, searched = 22, 25
+    far = 9 if length <= NEAR_SLOTS else passes
+    far_waits, shared_waits = (far, passes - far + searched) if length <= NEAR_SLOTS else (passes + searched, 0)
     instructions = passes * pieces(length, threads) * 12 * threads / 32 * rows
     barriers = 58 if length <= 4096 else 116  # of a row of 1536 and of 32768, as the execution model counts them
-    ams = Kernel("AMS: mass, credit, segments, quotas, selection", slots * (4 + 4 + 4 + 4 + 8 + 8 + 4) + rows * budget * 4, 0, instructions, 0, passes * slots * 8, rows, 5, passes + 25, barriers)
+    ams = Kernel("AMS: mass, credit, segments, quotas, selection", slots * (4 + 4 + 4 + 4 + 8 + 8 + 4) + rows * budget * 4, 0, instructions, 0, far * slots * 8, rows, 5, far_waits, shared_waits, barriers)
     return [
-        Kernel("prepare: queries turned, windows, newest positions", queries * (2 + 4) + rows * (length - budget) * 4),
-        Kernel("window attention: queries split", queries * (4 + 2)),
+        Kernel("prepare: windows, newest positions", rows * (length - budget) * 4),
+        Kernel("window attention: queries split", queries * (2 + 2)),
         *([] if given else [attend("window attention, statistics", "statistics", 0)]),
         attend("window attention, columns", "columns", slots * 8),
         Kernel("TOVA, mean over the layer's heads", slots * 8),
@@ -126,8 +131,8 @@ def prefill_kernels(shape, tokens, select=2048, window=32, observed=8):
     # Four passes over entries of 8 bytes, each read twice; the first reads scores of 4.
     sorting = tokens * (2 * (4 + 3 * 8) + 4 * SECTOR)
     return [
-        ("prepare, rows of the window", 2, queries * (2 + 4), queries, 0),
-        ("prompt scores: attention, queries split", 1, queries * (4 + 2), 0, 0),
+        ("prepare, rows of the window", 2, 0, 0, 0),
+        ("prompt scores: attention, queries split", 1, queries * (2 + 2), 0, 0),
         ("prompt scores: attention, statistics", 1, keys + queries * 2, products, 0),
         ("prompt scores: attention, sums", 1, keys + queries * 2 + sums, products, 0),
         ("prompt scores: pooling, sums over heads", 1, 2 * sums + ranks, sums, 0),
@@ -223,7 +228,7 @@ def table():
         [
             f"Counted, not measured: `bench/analytic.py` writes this from the kernels' shapes and machine code, for bf16 caches, queries in bf16 after RoPE and a window of 32. Assumed, an H100: {BANDWIDTH / 1e12:.1f} TB/s",
             f"of copying, {NEAR / 1e12:.1f} TB/s out of L2, {MATRIX / 1e12:.0f} TFLOP/s of bf16 by `mma.sync`, {PROCESSORS} multiprocessors at {CLOCK / 1e9:.2f} GHz that issue four instructions a clock and compute 16 powers of two, {LATENCY} us",
-            f"for an access that waits for another one ({NEAR_LATENCY} out of L2), {BARRIER} us for a barrier, {GRAPH:.0f} us between two kernels of a graph and {EAGER} us",
+            f"for an access that waits for another one ({NEAR_LATENCY} out of L2, {SHARED_LATENCY} out of shared memory), {BARRIER} us for a barrier, {GRAPH:.0f} us between two kernels of a graph and {EAGER} us",
             "otherwise. Busy: the longest of bytes, operations, instructions and powers at these rates. Predicted: busy, stretched to whole rounds of blocks, and the accesses that wait for each other.",
             "",
             event_table(1536, 1024),
