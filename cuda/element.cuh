@@ -245,6 +245,28 @@ __device__ void stage_as(const SlotAddress& side, bool aligned, std::int32_t beg
   }
 }
 
+/// kCount numbers of an element that is known at run time, none of 8 bits, as f32.
+template <int kCount>
+__device__ inline void load_wide(const void* from, Element element, float* to) {
+  const auto load = [&](auto type) {
+    using T = decltype(type);
+    Piece<T, kCount> held;
+    if (reinterpret_cast<std::uintptr_t>(from) % sizeof held == 0) {
+      held = *static_cast<const Piece<T, kCount>*>(from);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) held.x[k] = static_cast<const T*>(from)[k];
+    }
+    to_floats<kCount>(held.x, element, to);
+  };
+  if (element == Element::f16)
+    load(__half{});
+  else if (element == Element::bf16)
+    load(__nv_bfloat16{});
+  else
+    load(float{});
+}
+
 /// What the keys of a slot are multiplied with: its scale if keys have 8 bits, else 1.
 template <class T>
 __device__ inline float key_scale(const Row& row, std::int64_t slot) {

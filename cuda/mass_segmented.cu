@@ -109,7 +109,8 @@ struct RowNumbers {
     marks = reinterpret_cast<std::uint8_t*>(shared + near.marks);
     auto* copied = reinterpret_cast<float*>(shared + near.scores);
     const auto threads = static_cast<std::int32_t>(blockDim.x);
-    for (auto t = static_cast<std::int32_t>(threadIdx.x); t < row.length; t += threads) copied[t] = a.scores[row.first + t];
+    for (auto t = static_cast<std::int32_t>(threadIdx.x); t < row.length; t += threads)
+      copied[t] = a.scores[row.first + t];
     scores = copied;
   }
 };
@@ -303,10 +304,9 @@ std::size_t mass_segmented_workspace_bytes(const MassSegmentedOptions& options, 
 }
 
 void launch_mass_segmented(const MassSegmentedArguments& arguments, Stream stream) {
-  const Grid grid{
-      .blocks = blocks_for(arguments.count),
-      .threads = tuning::threads_for(arguments.longest),
-      .shared_bytes = NearSlots(arguments.longest).bytes};
+  const Grid grid{.blocks = blocks_for(arguments.count),
+                  .threads = tuning::threads_for(arguments.longest),
+                  .shared_bytes = NearSlots(arguments.longest).bytes};
   if (arguments.options.suffix_fill == SuffixFill::max_global)
     launch("mass_segmented pool", pool_kernel, grid, stream, arguments);
   launch("mass_segmented", mass_segmented_kernel, grid, stream, arguments);

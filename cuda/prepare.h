@@ -45,8 +45,8 @@ struct PrepareArguments {
 
   float* queries = nullptr;  ///< f32 [groups, Hq, W, D], turned at their own positions, newest last; zeros if a group
                              ///< holds fewer; null: not asked for
-  float* normalisers = nullptr;  ///< f32 [groups, Hq, W] log-sum-exps of the same queries; null: not wanted. Every
-                                 ///< query that a window may have must have its own
+  float* normalisers = nullptr;      ///< f32 [groups, Hq, W] log-sum-exps of the same queries; null: not wanted. Every
+                                     ///< query that a window may have must have its own
   const double* inv_freq = nullptr;  ///< f64 [pairs] on the device
   std::int32_t pairs = 0;            ///< 0: queries come after RoPE, or nothing turns
   RopeStyle style = RopeStyle::half;

@@ -40,8 +40,8 @@ struct WindowAttentionArguments {
 /// size, rounded up to 64, 128 or 256, and 272; and about 100 for every row.
 [[nodiscard]] std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window);
 
-/// True where attention multiplies on matrix units, which take 16-bit numbers: queries that come after RoPE need no copy
-/// in f32 then.
+/// True where attention multiplies on matrix units, which take 16-bit numbers: queries that come after RoPE need no
+/// copy in f32 then.
 [[nodiscard]] bool window_attention_reads_views(const EvidenceArguments& evidence, std::int32_t window);
 
 /// Rows without a window get zeros. Cost: two passes over the keys, one if log_sum_exp is given. A pass reads every key

@@ -98,28 +98,6 @@ std::int64_t divide(const EvidenceArguments& e, std::int32_t window, std::int32_
   return of.bytes();
 }
 
-/// Eight components of a query as f32.
-template <class Q>
-__device__ inline void read_query_as(const void* query, float* x) {
-  Piece<Q, 8> held;
-  if (reinterpret_cast<std::uintptr_t>(query) % sizeof held == 0) {
-    held = *static_cast<const Piece<Q, 8>*>(query);
-  } else {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) held.x[k] = static_cast<const Q*>(query)[k];
-  }
-#pragma unroll
-  for (int k = 0; k < 8; ++k) x[k] = to_float(held.x[k]);
-}
-__device__ inline void read_query(const void* query, Element element, float* x) {
-  if (element == Element::f16)
-    read_query_as<__half>(query, x);
-  else if (element == Element::bf16)
-    read_query_as<__nv_bfloat16>(query, x);
-  else
-    read_query_as<float>(query, x);
-}
-
 /// Splits 16 queries of a row, a thread for every eight components: into high and low numbers times a power of two that
 /// brings the query's largest component to [1, 2), so that neither leaves f16.
 template <class S, int kSpans>
@@ -146,11 +124,11 @@ __global__ void __launch_bounds__(kStep* kSpans * 4) queries_kernel(MatrixTask m
     if (there && word * 8 < dim) {
       const std::int32_t head = n / plan.window;
       if (plan.queries != nullptr)
-        read_query(plan.queries + head * head_stride(task) + std::int64_t{i} * dim + word * 8, Element::f32, x);
+        load_wide<8>(plan.queries + head * head_stride(task) + std::int64_t{i} * dim + word * 8, Element::f32, x);
       else
-        read_query(plan.view->at(plan.view->count - plan.window + i, plan.row->head * task.e.group + head) +
-                       word * 8 * (task.e.query == Element::f32 ? 4 : 2),
-                   task.e.query, x);
+        load_wide<8>(plan.view->at(plan.view->count - plan.window + i, plan.row->head * task.e.group + head) +
+                         word * 8 * (task.e.query == Element::f32 ? 4 : 2),
+                     task.e.query, x);
     }
     float largest = 0;
 #pragma unroll

@@ -231,6 +231,15 @@ TEST_F(MassSegmentedKernel, KeepsTheCpusSlotsWithItsMassAndCreditBitForBit) {
     compare(random_case(random, {1, 2, 3, 31, 64, 97, 255, 256, 257, 600}), "round " + std::to_string(round));
 }
 
+TEST_F(MassSegmentedKernel, TakesTheLongestRowsThatFitSharedMemoryAndOneMore) {
+  oracle::Random random(24);
+  for (const int longest : {3072, 3073})
+    for (int round = 0; round < 3; ++round) {
+      Case c = random_case(random, {longest});
+      compare(c, std::to_string(longest) + " slots, round " + std::to_string(round));
+    }
+}
+
 TEST_F(MassSegmentedKernel, TakesRowsThatNeedTheLargestBlockAndSegmentsTooLongForAWarp) {
   oracle::Random random(22);
   for (int round = 0; round < 6; ++round) {

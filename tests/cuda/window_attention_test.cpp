@@ -295,13 +295,9 @@ TEST_F(WindowAttentionKernel, ReadsQueriesAfterRopeWhereTheyAre) {
   for (const Element keys : kStored)
     for (const Element query : {Element::f32, Element::f16, Element::bf16})
       for (const std::int32_t dim : {16, 80}) {
-        EvidenceCase c(++seed, {.group = 4,
-                                .kv_heads = 2,
-                                .dim = dim,
-                                .lengths = {90, 3, 40},
-                                .seen = 9,
-                                .keys = keys,
-                                .query = query});
+        EvidenceCase c(
+            ++seed,
+            {.group = 4, .kv_heads = 2, .dim = dim, .lengths = {90, 3, 40}, .seen = 9, .keys = keys, .query = query});
         c.limits.rows[0].budget = 5;
         const DeviceEvidence there(c);
         ASSERT_EQ(window_attention_reads_views(there.arguments(), 9), keys != Element::f32) << c.description();
@@ -310,7 +306,8 @@ TEST_F(WindowAttentionKernel, ReadsQueriesAfterRopeWhereTheyAre) {
           continue;
         }
         in_every_order([&] {
-          const Got copied = on_device(c, 9, false, Wanted::usage), read = on_device(c, 9, false, Wanted::usage, {}, {}, true);
+          const Got copied = on_device(c, 9, false, Wanted::usage),
+                    read = on_device(c, 9, false, Wanted::usage, {}, {}, true);
           EXPECT_EQ(read.column, copied.column) << c.description();
           EXPECT_EQ(read.newest, copied.newest) << c.description();
         });
