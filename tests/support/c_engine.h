@@ -73,12 +73,12 @@ inline Kept make(const char* policy, const kvkeep_provided* provided = nullptr) 
 /// An engine that knows kvkeep by its C interface alone.
 class CEngine {
  public:
-  /// `provided` is of `device`. `ragged`: every row has a length of its own.
+  /// `provided` is of the device `there`. `ragged`: every row has a length of its own.
   explicit CEngine(const char* policy, std::int32_t page_size = 0, const kvkeep_provided* provided = nullptr,
-                   at::Device device = at::kCPU, bool ragged = false)
+                   at::Device there = at::kCPU, bool ragged = false)
       : keeper(make(policy, provided)),
         pool(page_size > 0 ? 1600 / page_size : 0, std::max(page_size, 1)),
-        device(device),
+        device(there),
         rows(ragged ? kRows : 1) {
     const auto f32 = at::TensorOptions(at::kFloat).device(device);
     for (std::int32_t l = 0; l < kLayers; ++l) {
