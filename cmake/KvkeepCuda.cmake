@@ -40,6 +40,7 @@ if(KVKEEP_CUDA_FOUND)
   target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart_static)
 
   kvkeep_add_library(kvkeep_cuda TORCH UNITS 1 STEMS src/cuda LINK kvkeep_torch)
+  target_include_directories(kvkeep_cuda PRIVATE src/c)  # the C interface's half that needs CUDA
   target_link_libraries(kvkeep_cuda PRIVATE kvkeep_kernels ${CMAKE_DL_LIBS})
 endif()
 
@@ -65,7 +66,7 @@ function(kvkeep_add_cuda_model headers)
   endif()
   add_library(kvkeep_cuda_model OBJECT ${model_sources} ${sources})
   kvkeep_own_code(kvkeep_cuda_model)
-  target_include_directories(kvkeep_cuda_model PUBLIC "${PROJECT_SOURCE_DIR}/tests/cuda_model" "${PROJECT_SOURCE_DIR}/cuda" "${PROJECT_SOURCE_DIR}/src/cuda")
+  target_include_directories(kvkeep_cuda_model PUBLIC "${PROJECT_SOURCE_DIR}/tests/cuda_model" "${PROJECT_SOURCE_DIR}/cuda" "${PROJECT_SOURCE_DIR}/src/cuda" "${PROJECT_SOURCE_DIR}/src/c")
   target_include_directories(kvkeep_cuda_model SYSTEM PUBLIC ${headers})
   target_compile_definitions(kvkeep_cuda_model PUBLIC KVKEEP_CUDA_MODEL)
   target_compile_options(kvkeep_cuda_model PRIVATE $<$<CONFIG:Release>:-O2>)

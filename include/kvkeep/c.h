@@ -7,12 +7,13 @@
 ///     kvkeep_step(keeper, &cache, &report);  // once, after the last layer
 ///
 /// Link libkvkeep (CMake: kvkeep::kvkeep; pkg-config: kvkeep); LibTorch is not needed. What a call means, and what it
-/// refuses, stands beside the method of the same name in keeper.h.
+/// refuses, stands beside the method of the same name in keeper.h. On a GPU: kvkeep/c_cuda.h.
 ///
 /// Errors: every function that may fail returns a status, and kvkeep_last_error() then has the sentence. Nothing has
 /// changed after a failure, unless keeper.h says otherwise. No exception leaves these functions.
 ///
-/// Memory: kvkeep reads arrays during a call and keeps none of them; an engine frees nothing of ours but keepers.
+/// Memory: kvkeep reads arrays during a call and keeps none of them; an engine frees nothing of ours but keepers
+/// and accelerators.
 /// Pointers in results are to the keeper's memory, and valid until the next call with that keeper.
 ///
 /// Compatibility: functions, values and fields at the end of structs are added, never changed or removed. A struct that
@@ -26,7 +27,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVKEEP_C_VERSION 1
+#define KVKEEP_C_VERSION 2
 
 #if defined(__GNUC__)
 #define KVKEEP_C_API __attribute__((visibility("default")))
@@ -123,7 +124,7 @@ typedef struct kvkeep_model {
 /* ---- The keeper ------------------------------------------------------------------------------------------------- */
 
 typedef struct kvkeep_keeper kvkeep_keeper;
-typedef struct kvkeep_accelerator kvkeep_accelerator;  ///< a GPU; nothing in this interface makes one yet
+typedef struct kvkeep_accelerator kvkeep_accelerator;  ///< a GPU, for one keeper: kvkeep/c_cuda.h makes it
 
 /// What the engine supplies besides keys and values (kvkeep::Provided).
 typedef struct kvkeep_provided {
@@ -280,6 +281,7 @@ typedef struct kvkeep_report {
   const kvkeep_unscored* unscored;
   int64_t slots_dropped, slots_folded, far_bytes;
   int64_t bytes_before, bytes_after, bytes_moved, pages_freed;
+  int64_t pending;  ///< 1: kvkeep_finish() completes the event, and until then bytes and cuts are upper bounds
 } kvkeep_report;
 
 /// Decides and moves. report: NULL if nobody asks. On a GPU, where the scores decide how many slots stay, it waits for
@@ -289,6 +291,21 @@ KVKEEP_C_API kvkeep_status kvkeep_step(kvkeep_keeper* keeper, const kvkeep_cache
 KVKEEP_C_API kvkeep_status kvkeep_plan(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
 /// Does what the newest plan says, once: KVKEEP_STATE_ERROR without one, and if it is out of date.
 KVKEEP_C_API kvkeep_status kvkeep_apply(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
+
+/// kvkeep_step() without its wait on a GPU (kvkeep::Keeper::step()): if `report` says pending, lengths and pages are
+/// those before the event until kvkeep_finish().
+KVKEEP_C_API kvkeep_status kvkeep_launch(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
+/// Completes a pending event, over the cache that kvkeep_launch() had. KVKEEP_STATE_ERROR if none is pending.
+KVKEEP_C_API kvkeep_status kvkeep_finish(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
+
+/// Workspace of an event over this cache if all its sequences are due; 0 on the CPU. Launches nothing.
+KVKEEP_C_API kvkeep_status kvkeep_workspace_bytes(const kvkeep_keeper* keeper, const kvkeep_cache* cache,
+                                                  int64_t* bytes);
+/// From now on events work in `memory`: contiguous u8 [bytes] on the GPU, at a multiple of 256. It must stay until the
+/// keeper is freed or other memory is given. Without this call memory comes from LibTorch's allocator.
+KVKEEP_C_API kvkeep_status kvkeep_use_workspace(kvkeep_accelerator* accelerator, const kvkeep_tensor* memory);
+/// At any time: a keeper that was made with it goes on. NULL is allowed.
+KVKEEP_C_API void kvkeep_accelerator_free(kvkeep_accelerator* accelerator);
 
 /// What one layer did to one prompt (kvkeep::Narrowing).
 typedef struct kvkeep_narrowing {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "accelerator.h"
+#include "boundary.h"
 #include "kvkeep/c.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/memory/far_store.h"
@@ -45,39 +45,6 @@ kvkeep_status failed(kvkeep_status status, const char* what) noexcept {
     last_words = "out of memory, also for the message of another error";
   }
   return status;
-}
-
-/// Runs `body`; what it throws becomes a status.
-template <class Body>
-kvkeep_status guarded(Body&& body) noexcept {
-  try {
-    body();
-    return KVKEEP_OK;
-  } catch (const InvalidArgument& error) {
-    return failed(KVKEEP_INVALID_ARGUMENT, error.what());
-  } catch (const StateError& error) {
-    return failed(KVKEEP_STATE_ERROR, error.what());
-  } catch (const Unsupported& error) {
-    return failed(KVKEEP_UNSUPPORTED, error.what());
-  } catch (const DeviceError& error) {
-    return failed(KVKEEP_DEVICE_ERROR, error.what());
-  } catch (const DamagedData& error) {
-    return failed(KVKEEP_DAMAGED_DATA, error.what());
-  } catch (const std::bad_alloc&) {
-    last_words = "out of memory";
-    return KVKEEP_OUT_OF_MEMORY;
-  } catch (const std::exception& error) {
-    return failed(KVKEEP_INTERNAL, error.what());
-  } catch (...) {
-    last_words = "an exception of an unknown type, perhaps from a page allocator";
-    return KVKEEP_INTERNAL;
-  }
-}
-
-template <class T>
-T& required(T* pointer, const char* what) {
-  KVKEEP_REQUIRE(pointer != nullptr, what, " is NULL; allowed an address");
-  return *pointer;
 }
 
 /// A struct of a caller that was compiled with this, an older or a newer header. Newer fields must be 0.
@@ -337,18 +304,43 @@ kvkeep_report report_of_event(kvkeep_keeper& k, Report event) noexcept {
   report.far_bytes = event.far_bytes;
   report.bytes_moved = event.bytes_moved;
   report.pages_freed = event.pages_freed;
+  report.pending = event.pending ? 1 : 0;
   return report;
 }
 
-/// Does what a plan says, completely: where a device's scores decide how many slots stay, it waits for their numbers.
-void carry_out(kvkeep_keeper& k, const Plan& plan, const CacheView& view, kvkeep_report* report) {
+/// Does what a plan says. `wait`: completely, also where a device's scores decide how many slots stay.
+void carry_out(kvkeep_keeper& k, const Plan& plan, const CacheView& view, kvkeep_report* report, bool wait = true) {
   make_room(k, plan.cuts.size(), plan.unscored.size(), 0);
   Report event = k.keeper.apply(plan, view);
-  if (event.pending) event = k.keeper.finish(view);
+  if (event.pending && wait) event = k.keeper.finish(view);
   if (report != nullptr) give_back(report_of_event(k, std::move(event)), report);
 }
 
 }  // namespace
+
+kvkeep_status status_of_exception() noexcept {
+  try {
+    throw;
+  } catch (const InvalidArgument& error) {
+    return failed(KVKEEP_INVALID_ARGUMENT, error.what());
+  } catch (const StateError& error) {
+    return failed(KVKEEP_STATE_ERROR, error.what());
+  } catch (const Unsupported& error) {
+    return failed(KVKEEP_UNSUPPORTED, error.what());
+  } catch (const DeviceError& error) {
+    return failed(KVKEEP_DEVICE_ERROR, error.what());
+  } catch (const DamagedData& error) {
+    return failed(KVKEEP_DAMAGED_DATA, error.what());
+  } catch (const std::bad_alloc&) {
+    last_words = "out of memory";
+    return KVKEEP_OUT_OF_MEMORY;
+  } catch (const std::exception& error) {
+    return failed(KVKEEP_INTERNAL, error.what());
+  } catch (...) {
+    last_words = "an exception of an unknown type, perhaps from a page allocator";
+    return KVKEEP_INTERNAL;
+  }
+}
 
 // Functions with C linkage are the same ones in any namespace.
 extern "C" {
@@ -481,6 +473,42 @@ kvkeep_status kvkeep_apply(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvk
     k.plan.reset();
   });
 }
+
+kvkeep_status kvkeep_launch(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
+  return guarded([&] {
+    kvkeep_keeper& k = required(keeper, "keeper");
+    KVKEEP_REQUIRE(required(report, "report").size >= sizeof(kvkeep_report), "report: size is ", report->size,
+                   ", without room for `pending`; allowed sizeof of the struct");
+    const View view(cache, k.keeper.spec());
+    carry_out(k, k.keeper.plan(view.view), view.view, report, false);
+  });
+}
+
+kvkeep_status kvkeep_finish(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
+  return guarded([&] {
+    kvkeep_keeper& k = required(keeper, "keeper");
+    check_report(report);
+    const View view(cache, k.keeper.spec());
+    Report event = k.keeper.finish(view.view);
+    if (report != nullptr) give_back(report_of_event(k, std::move(event)), report);
+  });
+}
+
+kvkeep_status kvkeep_workspace_bytes(const kvkeep_keeper* keeper, const kvkeep_cache* cache, int64_t* bytes) {
+  return guarded([&] {
+    const Keeper& k = required(keeper, "keeper").keeper;
+    const View view(cache, k.spec());
+    required(bytes, "bytes") = k.workspace_bytes(view.view);
+  });
+}
+
+kvkeep_status kvkeep_use_workspace(kvkeep_accelerator* accelerator, const kvkeep_tensor* memory) {
+  return guarded([&] {
+    required(accelerator, "accelerator").machine->use_workspace(view_of(required(memory, "memory"), "workspace"));
+  });
+}
+
+void kvkeep_accelerator_free(kvkeep_accelerator* accelerator) { delete accelerator; }
 
 kvkeep_status kvkeep_narrow(kvkeep_keeper* keeper, const kvkeep_observation* observation, const kvkeep_cache* cache,
                             kvkeep_layer_report* report) {

@@ -205,6 +205,8 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     ++serial_;
   }
 
+  void use_stream(Stream stream) { pool_.use_stream(stream); }
+
  private:
   [[nodiscard]] Device device() const override { return device_; }
   [[nodiscard]] bool is_host() const override { return false; }
@@ -454,6 +456,8 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 std::shared_ptr<Machine> make_accelerator(Device device, FoldBounds bounds) {
   return std::make_shared<CudaAccelerator>(device, bounds);
 }
+
+void use_stream(Machine& accelerator, Stream stream) { static_cast<CudaAccelerator&>(accelerator).use_stream(stream); }
 
 std::shared_ptr<Machine> accelerator(int index) {
   require_device(index);

@@ -2,6 +2,7 @@
 /// The accelerator of kvkeep::cuda. In the tests' execution model its device is the host.
 
 #include "kvkeep/policy/machine.h"
+#include "stream.h"
 
 namespace kvkeep::cuda {
 
@@ -12,5 +13,8 @@ struct FoldBounds {
 };
 
 [[nodiscard]] std::shared_ptr<Machine> make_accelerator(Device device, FoldBounds bounds = {});
+
+/// From now on an accelerator that was made above launches on `stream`, whatever LibTorch's current one is.
+void use_stream(Machine& accelerator, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -1,7 +1,7 @@
 #include "device_pool.h"
 
 #include <c10/core/Allocator.h>
-#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -11,8 +11,6 @@
 
 namespace kvkeep::cuda {
 namespace {
-
-c10::Stream current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
 /// Memory from LibTorch's allocator, which assumes that it is used on the stream that was current at allocation.
 struct Held {
@@ -30,16 +28,26 @@ void release(void* context) {
 
 }  // namespace
 
+c10::Stream DevicePool::now() const {
+  const at::Device device = torch_device(device_);
+  return own_ ? *own_ : c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
 Stream DevicePool::stream() {
-  const c10::Stream now = current_stream(torch_device(device_));
+  const c10::Stream now = this->now();
   if (std::ranges::find(*streams_, now) == streams_->end()) streams_->push_back(now);
   const auto stream = static_cast<Stream>(now.native_handle());
   captured_ = captured_ || is_capturing(stream);
   return stream;
 }
 
-Stream DevicePool::current() const {
-  return static_cast<Stream>(current_stream(torch_device(device_)).native_handle());
+void DevicePool::use_stream(Stream stream) {
+  // As c10::cuda::getStreamFromExternal() makes it, without libc10_cuda: the id of a stream that LibTorch did not make
+  // is its address. Ids of LibTorch's own are odd, as is cudaStreamLegacy, another name of the default stream.
+  auto id = reinterpret_cast<c10::StreamId>(stream);
+  constexpr c10::StreamId kLegacy = 1;
+  if (id == kLegacy) id = 0;
+  own_.emplace(c10::Stream::UNSAFE, torch_device(device_), id);
 }
 
 std::vector<Stream> DevicePool::used() const {
@@ -50,11 +58,11 @@ std::vector<Stream> DevicePool::used() const {
 
 DeviceMemory DevicePool::allocate(std::int64_t bytes) const {
   constexpr std::int64_t kLeast = 64;
-  const at::Device device = torch_device(device_);
-  const c10::DeviceGuard guard(device);
-  c10::DataPtr memory = c10::GetAllocator(device.type())->allocate(static_cast<std::size_t>(std::max(bytes, kLeast)));
+  const c10::StreamGuard guard(now());
+  c10::DataPtr memory =
+      c10::GetAllocator(torch_device(device_).type())->allocate(static_cast<std::size_t>(std::max(bytes, kLeast)));
   void* const data = memory.get();
-  auto held = std::make_unique<Held>(Held{std::move(memory), current_stream(device), streams_});
+  auto held = std::make_unique<Held>(Held{std::move(memory), guard.current_stream(), streams_});
   return {data, {held.release(), release}};
 }
 

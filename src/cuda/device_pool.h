@@ -4,6 +4,7 @@
 #include <c10/core/Stream.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "kvkeep/core/machine_memory.h"
@@ -18,12 +19,14 @@ class DevicePool {
 
   [[nodiscard]] Device device() const { return device_; }
 
-  /// The current stream of the device, for work that is about to be launched. The pool remembers it: it may use any
-  /// memory of this pool.
+  /// The stream for work that is about to be launched: that of use_stream(), else LibTorch's current one. The pool
+  /// remembers it: it may use any memory of this pool.
   [[nodiscard]] Stream stream();
 
   /// The same without remembering it.
-  [[nodiscard]] Stream current() const;
+  [[nodiscard]] Stream current() const { return static_cast<Stream>(now().native_handle()); }
+
+  void use_stream(Stream stream);
 
   /// Those that it remembers.
   [[nodiscard]] std::vector<Stream> used() const;
@@ -42,7 +45,10 @@ class DevicePool {
   }
 
  private:
+  [[nodiscard]] c10::Stream now() const;
+
   Device device_;
+  std::optional<c10::Stream> own_;                     ///< of use_stream()
   std::shared_ptr<std::vector<c10::Stream>> streams_;  ///< allocated memory may outlive the pool
   bool captured_ = false;
   std::vector<DeviceMemory> retired_;

@@ -100,7 +100,8 @@ std::byte* EventMemory::take(std::int64_t bytes) {
 void EventMemory::use(Tensor memory) {
   KVKEEP_REQUIRE(
       memory.defined() && memory.device() == pool_.device() && memory.is_contiguous() && memory.dtype() == Dtype::u8,
-      "workspace: not usable; allowed a contiguous u8 tensor on ", pool_.device().str());
+      "workspace: not usable; given ", memory.dtype(), " ", memory.sizes(), " on ", memory.device().str(),
+      "; allowed a contiguous u8 tensor on ", pool_.device().str());
   KVKEEP_REQUIRE(reinterpret_cast<std::uintptr_t>(memory.bytes()) % 256 == 0,
                  "workspace: not aligned; allowed an address that is a multiple of 256 bytes");
   retire_all();

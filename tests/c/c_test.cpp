@@ -1,23 +1,21 @@
 // The C interface beside the Keeper: the same slots, pages and errors.
 
-#include "kvkeep/c.h"
-
 #include <ATen/dlpack.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <cstddef>
-#include <deque>
 #include <filesystem>
 
-#include "engines.h"
+#include "c_engine.h"
 
 namespace kvkeep::c_test {
 namespace {
 
 using namespace engines;
+using namespace c_engine;
 
-// Structs of version 1: fields may be added at their ends, nothing else.
+// Structs of version 2: fields may be added at their ends, nothing else.
 static_assert(sizeof(kvkeep_tensor) == sizeof(DLTensor) && offsetof(kvkeep_tensor, shape) == offsetof(DLTensor, shape));
 static_assert(offsetof(kvkeep_tensor, ndim) == offsetof(DLTensor, ndim));
 static_assert(offsetof(kvkeep_tensor, dtype) == offsetof(DLTensor, dtype));
@@ -34,186 +32,8 @@ static_assert(offsetof(kvkeep_step_tokens, log_sum_exp) == 52 && sizeof(kvkeep_s
 static_assert(sizeof(kvkeep_layer_cache) == 40 && sizeof(kvkeep_page_allocator) == 32);
 static_assert(offsetof(kvkeep_cache, pages) == 72 && sizeof(kvkeep_cache) == 80);
 static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 32 && sizeof(kvkeep_unscored) == 16);
-static_assert(offsetof(kvkeep_report, pages_freed) == 104 && sizeof(kvkeep_report) == 112);
+static_assert(offsetof(kvkeep_report, pending) == 112 && sizeof(kvkeep_report) == 120);
 static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 64);
-
-/// Tensors as C sees them, as long as this lives.
-class Arrays {
- public:
-  const kvkeep_tensor* of(const at::Tensor& t) {
-    if (!t.defined()) return nullptr;
-    kept_.push_back(t);
-    kvkeep_tensor& made = made_.emplace_back();
-    made.data = t.mutable_data_ptr();
-    made.device = {KVKEEP_CPU, 0};
-    made.ndim = static_cast<std::int32_t>(t.dim());
-    made.dtype = {static_cast<std::uint8_t>(t.scalar_type() == at::kInt        ? KVKEEP_INT
-                                            : t.scalar_type() == at::kBFloat16 ? KVKEEP_BFLOAT
-                                                                               : KVKEEP_FLOAT),
-                  static_cast<std::uint8_t>(8 * t.element_size()), 1};
-    made.shape = const_cast<std::int64_t*>(kept_.back().sizes().data());
-    made.strides = const_cast<std::int64_t*>(kept_.back().strides().data());
-    return &made;
-  }
-
- private:
-  std::deque<at::Tensor> kept_;
-  std::deque<kvkeep_tensor> made_;
-};
-
-class CModel {
- public:
-  CModel() {
-    of_c.size = sizeof of_c;
-    of_c.num_layers = kLayers;
-    of_c.query_heads = spec_.query_heads;
-    of_c.kv_heads = kHeads;
-    of_c.key_dim = kKeyDim;
-    of_c.value_dim = kValueDim;
-    of_c.rope_pairs = static_cast<std::int32_t>(spec_.rope.inv_freq.size());
-    of_c.inv_freq = spec_.rope.inv_freq.data();
-  }
-  kvkeep_model of_c{};
-
- private:
-  ModelSpec spec_ = engines::model();
-};
-
-struct Free {
-  void operator()(kvkeep_keeper* keeper) const { kvkeep_keeper_free(keeper); }
-};
-using Kept = std::unique_ptr<kvkeep_keeper, Free>;
-
-Kept make(const char* policy, const kvkeep_provided* provided = nullptr) {
-  kvkeep_keeper* keeper = nullptr;
-  const CModel model;
-  EXPECT_EQ(kvkeep_keeper_make(&model.of_c, policy, provided, &keeper), KVKEEP_OK) << kvkeep_last_error();
-  return Kept(keeper);
-}
-
-/// An engine that knows kvkeep by its C interface alone.
-class CEngine {
- public:
-  explicit CEngine(const char* policy, std::int32_t page_size = 0)
-      : keeper(make(policy)), pool(page_size > 0 ? 1600 / page_size : 0, std::max(page_size, 1)) {
-    const auto f32 = at::TensorOptions(at::kFloat);
-    for (std::int32_t l = 0; l < kLayers; ++l) {
-      const auto sizes = [&](std::int64_t dim) {
-        return page_size > 0 ? std::vector<std::int64_t>{pool.capacity(), kHeads, page_size, dim}
-                             : std::vector<std::int64_t>{8, kHeads, 400, dim};
-      };
-      keys.push_back(at::full(sizes(kKeyDim), 9, f32));
-      values.push_back(at::full(sizes(kValueDim), 9, f32));
-    }
-    paged = page_size > 0;
-    allocator = {&pool, [](void* of, std::int32_t page) { return static_cast<PagePool*>(of)->references(page); },
-                 [](void* of) { return static_cast<PagePool*>(of)->take(); },
-                 [](void* of, std::int32_t page) { static_cast<PagePool*>(of)->give_back(page); }};
-  }
-
-  void join(std::int64_t id) {
-    ASSERT_EQ(kvkeep_join(keeper.get(), id, 0, -1), KVKEEP_OK) << kvkeep_last_error();
-    lengths[id] = 0;
-  }
-
-  [[nodiscard]] at::Tensor slot_of(std::int64_t id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                   bool value) const {
-    const at::Tensor& rows = (value ? values : keys)[static_cast<std::size_t>(layer)];
-    if (!paged) return rows[id][head][slot];
-    return rows[pages.at(id)[static_cast<std::size_t>(slot / pool.page_size())]][head][slot % pool.page_size()];
-  }
-
-  void feed(const Numbers& numbers) {
-    for (std::size_t i = 0; i < numbers.ids.size(); ++i) {
-      const std::int64_t id = numbers.ids[i];
-      const std::int32_t tokens = numbers.indptr[i + 1] - numbers.indptr[i];
-      while (paged && std::ssize(pages[id]) * pool.page_size() < lengths.at(id) + tokens)
-        pages[id].push_back(pool.take());
-      for (std::int32_t t = 0; t < tokens; ++t)
-        for (std::int32_t r = 0; r < kRows; ++r)
-          for (const bool value : {false, true})
-            slot_of(id, r / kHeads, r % kHeads, lengths.at(id) + t, value)
-                .copy_((value ? numbers.values
-                              : numbers.keys)[static_cast<std::size_t>(r / kHeads)][numbers.indptr[i] + t][r % kHeads]);
-      lengths.at(id) += tokens;
-    }
-    for (std::int32_t l = 0; l < kLayers; ++l) {
-      Arrays arrays;
-      kvkeep_observation seen{};
-      seen.size = sizeof seen;
-      seen.layer = l;
-      seen.num_sequences = std::ssize(numbers.ids);
-      seen.sequences = numbers.ids.data();
-      seen.indptr = numbers.indptr.data();
-      seen.queries = arrays.of(numbers.queries[static_cast<std::size_t>(l)]);
-      ASSERT_EQ(kvkeep_observe(keeper.get(), &seen), KVKEEP_OK) << kvkeep_last_error();
-    }
-  }
-
-  using Call = kvkeep_status (*)(kvkeep_keeper*, const kvkeep_cache*, kvkeep_report*);
-  kvkeep_status call(Call step, const std::vector<std::int64_t>& ids, kvkeep_report& report) {
-    Arrays arrays;
-    std::vector<kvkeep_layer_cache> layers;
-    for (std::size_t l = 0; l < kLayers; ++l)
-      layers.push_back(
-          {paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, arrays.of(keys[l]), arrays.of(values[l]), nullptr, nullptr});
-    Ints flat, places;
-    at::Tensor table = at::full({std::ssize(ids), 400}, -1, at::TensorOptions(at::kInt));
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-      flat.push_back(lengths.at(ids[i]));
-      places.push_back(static_cast<std::int32_t>(ids[i]));
-      std::copy(pages[ids[i]].begin(), pages[ids[i]].end(), table.mutable_data_ptr<std::int32_t>() + 400 * i);
-    }
-    kvkeep_cache cache{};
-    cache.size = sizeof cache;
-    cache.layers = layers.data();
-    cache.num_sequences = std::ssize(ids);
-    cache.sequences = ids.data();
-    cache.lengths = flat.data();
-    cache.rows_per_sequence = 1;
-    cache.places = paged ? nullptr : places.data();
-    cache.block_table = paged ? arrays.of(table) : nullptr;
-    cache.pages = paged ? &allocator : nullptr;
-    report.size = sizeof report;
-    const kvkeep_status status = step(keeper.get(), &cache, &report);
-    if (status != KVKEEP_OK) return status;
-    for (std::size_t i = 0; i < ids.size(); ++i) lengths.at(ids[i]) = flat[i];
-    if (step == kvkeep_plan) return status;
-    for (std::int64_t p = 0; p < report.num_pages; ++p) {
-      const kvkeep_page_move& move = report.pages[p];
-      pages.at(ids[static_cast<std::size_t>(move.index)]).assign(move.held, move.held + move.num_held);
-    }
-    return status;
-  }
-
-  [[nodiscard]] Ints positions(std::int64_t id, std::int32_t row) const {
-    const std::int32_t* held = nullptr;
-    std::int64_t count = 0;
-    EXPECT_EQ(kvkeep_positions(keeper.get(), id, row / kHeads, row % kHeads, &held, &count), KVKEEP_OK);
-    return {held, held + count};
-  }
-
-  Kept keeper;
-  PagePool pool;
-  bool paged = false;
-  std::vector<at::Tensor> keys, values;
-  std::map<std::int64_t, std::int32_t> lengths;
-  std::map<std::int64_t, Ints> pages;
-  kvkeep_page_allocator allocator{};
-};
-
-void expect_same(const Engine& cpp, const CEngine& c) {
-  for (const auto& [id, length] : c.lengths)
-    for (std::int32_t r = 0; r < kRows; ++r) {
-      const auto held = cpp.keeper.positions(id, r / kHeads, r % kHeads);
-      ASSERT_EQ(c.positions(id, r), Ints(held.begin(), held.end()));
-      for (std::int32_t t = 0; t < length; ++t)
-        for (const bool value : {false, true})
-          ASSERT_TRUE(same_bits(cpp.slot_of(id, r / kHeads, r % kHeads, t, value),
-                                c.slot_of(id, r / kHeads, r % kHeads, t, value)))
-              << "slot " << t << ", row " << r << ", sequence " << id;
-    }
-}
 
 constexpr const char* kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
 
@@ -281,9 +101,9 @@ TEST(CInterface, DoesWhatAPlanSaysOnce) {
   ASSERT_EQ(report.num_cuts, 1);
   EXPECT_EQ(report.cuts[0].length_after, 48);
   EXPECT_EQ(report.slots_dropped, kRows * (report.cuts[0].length_before - 48));
-  EXPECT_GT(c.lengths.at(1), 48) << "a plan moves nothing";
+  EXPECT_GT(c.lengths.at(1)[0], 48) << "a plan moves nothing";
   ASSERT_EQ(c.call(kvkeep_apply, {1}, report), KVKEEP_OK) << kvkeep_last_error();
-  EXPECT_EQ(c.lengths.at(1), 48);
+  EXPECT_EQ(c.lengths.at(1)[0], 48);
   EXPECT_EQ(c.call(kvkeep_apply, {1}, report), KVKEEP_STATE_ERROR);
   c.feed(numbers_of(random, {{1, 20}}));
   ASSERT_EQ(c.call(kvkeep_plan, {1}, report), KVKEEP_OK);
@@ -298,32 +118,13 @@ TEST(CInterface, RecordsAStepThatBeganAndTakesTokensBack) {
   oracle::Random random(7);
   cpp.join(1);
   c.join(1);
+  c.records = true;
   const auto feed = [&](std::int32_t tokens) {
     const Numbers numbers = numbers_of(random, {{1, tokens}});
-    cpp.feed(numbers);
-    kvkeep_step_tokens step{};
-    step.size = sizeof step;
-    step.num_sequences = 1;
-    step.sequences = numbers.ids.data();
-    step.indptr = numbers.indptr.data();
-    step.query_code = KVKEEP_FLOAT;
-    step.query_bits = 32;
-    const Kept none;
     std::int64_t before = 0, after = 0;
     ASSERT_EQ(kvkeep_logical_length(c.keeper.get(), 1, &before), KVKEEP_OK);
-    ASSERT_EQ(kvkeep_begin_step(c.keeper.get(), &step), KVKEEP_OK) << kvkeep_last_error();
-    for (std::int32_t l = 0; l < kLayers; ++l) {
-      Arrays arrays;
-      ASSERT_EQ(kvkeep_record(c.keeper.get(), l, arrays.of(numbers.queries[static_cast<std::size_t>(l)]), nullptr),
-                KVKEEP_OK)
-          << kvkeep_last_error();
-      for (std::int32_t t = 0; t < tokens; ++t)
-        for (std::int32_t h = 0; h < kHeads; ++h)
-          for (const bool value : {false, true})
-            c.slot_of(1, l, h, c.lengths.at(1) + t, value)
-                .copy_((value ? numbers.values : numbers.keys)[static_cast<std::size_t>(l)][t][h]);
-    }
-    c.lengths.at(1) += tokens;
+    cpp.feed(numbers);
+    c.feed(numbers);
     ASSERT_EQ(kvkeep_logical_length(c.keeper.get(), 1, &after), KVKEEP_OK);
     EXPECT_EQ(after, before + tokens);
   };
@@ -340,7 +141,7 @@ TEST(CInterface, RecordsAStepThatBeganAndTakesTokensBack) {
     cpp.keeper.truncate(1, back);
     ASSERT_EQ(kvkeep_truncate(c.keeper.get(), 1, back), KVKEEP_OK) << kvkeep_last_error();
     for (std::int32_t& length : cpp.lengths.at(1)) length -= 2;
-    c.lengths.at(1) -= 2;
+    for (std::int32_t& length : c.lengths.at(1)) length -= 2;
     step();
     std::int64_t tokens = 0;
     ASSERT_EQ(kvkeep_tokens_to_event(c.keeper.get(), 1, &tokens), KVKEEP_OK);
@@ -349,6 +150,33 @@ TEST(CInterface, RecordsAStepThatBeganAndTakesTokensBack) {
   ASSERT_NO_FATAL_FAILURE(expect_same(cpp, c));
   EXPECT_EQ(kvkeep_queries_read(c.keeper.get()), cpp.keeper.queries_read());
   EXPECT_GE(cpp.keeper.totals().events, 2);
+}
+
+TEST(CInterface, HasNothingPendingAndNoWorkspaceOnTheCpu) {
+  CEngine c(kPolicy);
+  oracle::Random random(10);
+  c.join(1);
+  c.feed(numbers_of(random, {{1, 70}}));
+  kvkeep_report report{};
+  ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK);
+  c.feed(numbers_of(random, {{1, 20}}));
+  ASSERT_EQ(c.call(kvkeep_launch, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(report.num_cuts, 1);
+  EXPECT_EQ(report.pending, 0);
+  EXPECT_EQ(c.lengths.at(1)[0], 48);
+  EXPECT_EQ(c.call(kvkeep_finish, {1}, report), KVKEEP_STATE_ERROR);
+  EXPECT_NE(std::string(kvkeep_last_error()).find("finish: no event is pending"), std::string::npos);
+  std::int64_t bytes = -1;
+  const auto ask = [&](const kvkeep_cache& cache) { return kvkeep_workspace_bytes(c.keeper.get(), &cache, &bytes); };
+  ASSERT_EQ(c.call(ask, {1}, report, false), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(bytes, 0);
+  const auto unlucky = [&](const kvkeep_cache& cache) {
+    report.size = offsetof(kvkeep_report, pending);
+    return kvkeep_launch(c.keeper.get(), &cache, &report);
+  };
+  EXPECT_EQ(c.call(unlucky, {1}, report, false), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(kvkeep_last_error()).find("without room for `pending`"), std::string::npos);
+  kvkeep_accelerator_free(nullptr);
 }
 
 TEST(CInterface, SavesAndRestoresASequence) {

@@ -66,15 +66,24 @@ TEST(Docs, ThePageOfPoliciesNamesEveryPolicyAndEveryOptionWithItsDefaultAndChoic
   }
 }
 
+/// The lines of a source from `begins` up to `ends`, as a page shows them.
+std::string lines_of(const fs::path& file, const char* begins, const char* ends) {
+  const std::string source = read(root() / file);
+  const std::size_t begin = source.find(begins), end = source.find(ends, begin);
+  EXPECT_NE(begin, std::string::npos) << file;
+  EXPECT_NE(end, std::string::npos) << file;
+  return std::regex_replace(std::string("\n").append(source, begin, end - begin), std::regex("\n  "), "\n");
+}
+
 TEST(Docs, TheReadmeShowsTheLinesThatTheEmbeddingExampleCompiles) {
-  const std::string example = read(root() / "examples" / "embed.cpp");
-  const std::size_t begin = example.find("  kvkeep::Keeper keeper("), end = example.find("  // ----\n", begin);
-  ASSERT_NE(begin, std::string::npos);
-  ASSERT_NE(end, std::string::npos);
-  const std::string lines =
-      std::regex_replace(std::string("\n").append(example, begin, end - begin), std::regex("\n  "), "\n");
+  const std::string lines = lines_of("examples/embed.cpp", "  kvkeep::Keeper keeper(", "  // ----\n");
   EXPECT_NE(read(root() / "README.md").find("```cpp" + lines + "```"), std::string::npos)
       << "README.md should hold:" << lines;
+}
+
+TEST(Docs, ThePageOfTheCInterfaceShowsTheLinesThatTheEngineOnAGpuCompiles) {
+  const std::string lines = lines_of("tests/c/gpu_engine.c", "  check(kvkeep_cuda_accelerator_make(", "  /* ---- */\n");
+  EXPECT_NE(read(root() / "docs" / "c.md").find(lines + "```"), std::string::npos) << "docs/c.md should hold:" << lines;
 }
 
 TEST(Docs, TheExamplesOfAScorerAnAllocatorAndAPolicyAreThoseThatTheTestsCompile) {

@@ -114,9 +114,10 @@ KVKEEP_INLINE void Keeper::check_attended(const Observation& o, const Attended& 
   };
   KVKEEP_REQUIRE(fits(attended.out, {tokens, spec_.query_heads, spec_.value_dim}) &&
                      fits(attended.log_sum_exp, {tokens, spec_.query_heads}),
-                 "view: the output of attention in layer ", o.layer,
-                 " has the wrong shape, dtype or device; allowed contiguous f32 [", tokens, ", ", spec_.query_heads,
-                 ", ", spec_.value_dim, "] and [", tokens, ", ", spec_.query_heads, "] on ", device().str());
+                 "view: the output of attention in layer ", o.layer, " has the wrong shape, dtype or device; given on ",
+                 attended.out.device().str(), " and ", attended.log_sum_exp.device().str(),
+                 "; allowed contiguous f32 [", tokens, ", ", spec_.query_heads, ", ", spec_.value_dim, "] and [",
+                 tokens, ", ", spec_.query_heads, "] on ", device().str());
 }
 
 KVKEEP_INLINE ReadCounts Keeper::view(const Observation& o, const Attended& attended) {

@@ -1,0 +1,229 @@
+#pragma once
+/// An engine that knows kvkeep by its C interface alone, on the CPU or on a device.
+
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "engines.h"
+#include "kvkeep/c.h"
+
+namespace kvkeep::c_engine {
+
+using namespace engines;
+
+/// Tensors as C sees them, as long as this lives.
+class Arrays {
+ public:
+  const kvkeep_tensor* of(const at::Tensor& t) {
+    if (!t.defined()) return nullptr;
+    kept_.push_back(t);
+    kvkeep_tensor& made = made_.emplace_back();
+    made.data = t.mutable_data_ptr();
+    made.device = {t.is_cuda() ? KVKEEP_CUDA : KVKEEP_CPU, t.is_cuda() ? t.device().index() : 0};
+    made.ndim = static_cast<std::int32_t>(t.dim());
+    made.dtype = {static_cast<std::uint8_t>(t.scalar_type() == at::kInt        ? KVKEEP_INT
+                                            : t.scalar_type() == at::kBFloat16 ? KVKEEP_BFLOAT
+                                            : t.scalar_type() == at::kByte     ? KVKEEP_UINT
+                                                                               : KVKEEP_FLOAT),
+                  static_cast<std::uint8_t>(8 * t.element_size()), 1};
+    made.shape = const_cast<std::int64_t*>(kept_.back().sizes().data());
+    made.strides = const_cast<std::int64_t*>(kept_.back().strides().data());
+    return &made;
+  }
+
+ private:
+  std::deque<at::Tensor> kept_;
+  std::deque<kvkeep_tensor> made_;
+};
+
+class CModel {
+ public:
+  CModel() {
+    of_c.size = sizeof of_c;
+    of_c.num_layers = kLayers;
+    of_c.query_heads = spec_.query_heads;
+    of_c.kv_heads = kHeads;
+    of_c.key_dim = kKeyDim;
+    of_c.value_dim = kValueDim;
+    of_c.rope_pairs = static_cast<std::int32_t>(spec_.rope.inv_freq.size());
+    of_c.inv_freq = spec_.rope.inv_freq.data();
+  }
+  kvkeep_model of_c{};
+
+ private:
+  ModelSpec spec_ = engines::model();
+};
+
+struct Free {
+  void operator()(kvkeep_keeper* keeper) const { kvkeep_keeper_free(keeper); }
+};
+using Kept = std::unique_ptr<kvkeep_keeper, Free>;
+
+inline Kept make(const char* policy, const kvkeep_provided* provided = nullptr) {
+  kvkeep_keeper* keeper = nullptr;
+  const CModel model;
+  EXPECT_EQ(kvkeep_keeper_make(&model.of_c, policy, provided, &keeper), KVKEEP_OK) << kvkeep_last_error();
+  return Kept(keeper);
+}
+
+/// An engine that knows kvkeep by its C interface alone.
+class CEngine {
+ public:
+  /// `provided` is of the device `there`. `ragged`: every row has a length of its own.
+  explicit CEngine(const char* policy, std::int32_t page_size = 0, const kvkeep_provided* provided = nullptr,
+                   at::Device there = at::kCPU, bool ragged = false)
+      : keeper(make(policy, provided)),
+        pool(page_size > 0 ? 1600 / page_size : 0, std::max(page_size, 1)),
+        device(there),
+        rows(ragged ? kRows : 1) {
+    const auto f32 = at::TensorOptions(at::kFloat).device(device);
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      const auto sizes = [&](std::int64_t dim) {
+        return page_size > 0 ? std::vector<std::int64_t>{pool.capacity(), kHeads, page_size, dim}
+                             : std::vector<std::int64_t>{8, kHeads, 400, dim};
+      };
+      keys.push_back(at::full(sizes(kKeyDim), 9, f32));
+      values.push_back(at::full(sizes(kValueDim), 9, f32));
+    }
+    paged = page_size > 0;
+    allocator = {&pool, [](void* of, std::int32_t page) { return static_cast<PagePool*>(of)->references(page); },
+                 [](void* of) { return static_cast<PagePool*>(of)->take(); },
+                 [](void* of, std::int32_t page) { static_cast<PagePool*>(of)->give_back(page); }};
+  }
+
+  void join(std::int64_t id) {
+    ASSERT_EQ(kvkeep_join(keeper.get(), id, 0, -1), KVKEEP_OK) << kvkeep_last_error();
+    lengths[id] = Ints(kRows, 0);
+  }
+
+  [[nodiscard]] at::Tensor slot_of(std::int64_t id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                                   bool value) const {
+    const at::Tensor& all = (value ? values : keys)[static_cast<std::size_t>(layer)];
+    if (!paged) return all[id][head][slot];
+    return all[pages.at(id)[static_cast<std::size_t>(slot / pool.page_size())]][head][slot % pool.page_size()];
+  }
+
+  void feed(const Numbers& numbers) {
+    for (std::size_t i = 0; i < numbers.ids.size(); ++i) {
+      const std::int64_t id = numbers.ids[i];
+      const std::int32_t tokens = numbers.indptr[i + 1] - numbers.indptr[i];
+      while (paged && std::ssize(pages[id]) * pool.page_size() < std::ranges::max(lengths.at(id)) + tokens)
+        pages[id].push_back(pool.take());
+      for (std::int32_t t = 0; t < tokens; ++t)
+        for (std::int32_t r = 0; r < kRows; ++r)
+          for (const bool value : {false, true})
+            slot_of(id, r / kHeads, r % kHeads, lengths.at(id)[static_cast<std::size_t>(r)] + t, value)
+                .copy_((value ? numbers.values
+                              : numbers.keys)[static_cast<std::size_t>(r / kHeads)][numbers.indptr[i] + t][r % kHeads]);
+      for (std::int32_t& length : lengths.at(id)) length += tokens;
+    }
+    if (records) {
+      kvkeep_step_tokens step{};
+      step.size = sizeof step;
+      step.num_sequences = std::ssize(numbers.ids);
+      step.sequences = numbers.ids.data();
+      step.indptr = numbers.indptr.data();
+      step.query_code = KVKEEP_FLOAT;
+      step.query_bits = 32;
+      ASSERT_EQ(kvkeep_begin_step(keeper.get(), &step), KVKEEP_OK) << kvkeep_last_error();
+    }
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      Arrays arrays;
+      const kvkeep_tensor* queries = arrays.of(numbers.queries[static_cast<std::size_t>(l)].to(device));
+      if (records) {
+        ASSERT_EQ(kvkeep_record(keeper.get(), l, queries, nullptr), KVKEEP_OK) << kvkeep_last_error();
+        continue;
+      }
+      kvkeep_observation seen{};
+      seen.size = sizeof seen;
+      seen.layer = l;
+      seen.num_sequences = std::ssize(numbers.ids);
+      seen.sequences = numbers.ids.data();
+      seen.indptr = numbers.indptr.data();
+      seen.queries = queries;
+      ASSERT_EQ(kvkeep_observe(keeper.get(), &seen), KVKEEP_OK) << kvkeep_last_error();
+    }
+  }
+
+  using Call = kvkeep_status (*)(kvkeep_keeper*, const kvkeep_cache*, kvkeep_report*);
+  kvkeep_status call(Call step, const std::vector<std::int64_t>& ids, kvkeep_report& report) {
+    return call([&](const kvkeep_cache& cache) { return step(keeper.get(), &cache, &report); }, ids, report,
+                step != kvkeep_plan);
+  }
+  /// The same for any number of calls over one cache. `moves`: they move slots.
+  kvkeep_status call(const std::function<kvkeep_status(const kvkeep_cache&)>& calls,
+                     const std::vector<std::int64_t>& ids, kvkeep_report& report, bool moves) {
+    Arrays arrays;
+    std::vector<kvkeep_layer_cache> layers;
+    for (std::size_t l = 0; l < kLayers; ++l)
+      layers.push_back(
+          {paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, arrays.of(keys[l]), arrays.of(values[l]), nullptr, nullptr});
+    Ints flat, places;
+    at::Tensor table = at::full({std::ssize(ids), 400}, -1, at::TensorOptions(at::kInt));
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      flat.insert(flat.end(), lengths.at(ids[i]).begin(), lengths.at(ids[i]).begin() + rows);
+      places.push_back(static_cast<std::int32_t>(ids[i]));
+      std::copy(pages[ids[i]].begin(), pages[ids[i]].end(), table.mutable_data_ptr<std::int32_t>() + 400 * i);
+    }
+    kvkeep_cache cache{};
+    cache.size = sizeof cache;
+    cache.layers = layers.data();
+    cache.num_sequences = std::ssize(ids);
+    cache.sequences = ids.data();
+    cache.lengths = flat.data();
+    cache.rows_per_sequence = rows;
+    cache.places = paged ? nullptr : places.data();
+    cache.block_table = paged ? arrays.of(table) : nullptr;
+    cache.pages = paged ? &allocator : nullptr;
+    report.size = sizeof report;
+    const kvkeep_status status = calls(cache);
+    if (status != KVKEEP_OK || !moves) return status;
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      for (std::int32_t r = 0; r < kRows; ++r)
+        lengths.at(ids[i])[static_cast<std::size_t>(r)] =
+            flat[i * static_cast<std::size_t>(rows) + static_cast<std::size_t>(rows == 1 ? 0 : r)];
+    for (std::int64_t p = 0; p < report.num_pages; ++p) {
+      const kvkeep_page_move& move = report.pages[p];
+      pages.at(ids[static_cast<std::size_t>(move.index)]).assign(move.held, move.held + move.num_held);
+    }
+    return status;
+  }
+
+  [[nodiscard]] Ints positions(std::int64_t id, std::int32_t row) const {
+    const std::int32_t* held = nullptr;
+    std::int64_t count = 0;
+    EXPECT_EQ(kvkeep_positions(keeper.get(), id, row / kHeads, row % kHeads, &held, &count), KVKEEP_OK);
+    return {held, held + count};
+  }
+
+  Kept keeper;
+  PagePool pool;
+  at::Device device;
+  std::int32_t rows;  ///< lengths of a sequence in the cache
+  bool paged = false;
+  bool records = false;  ///< kvkeep_begin_step() and kvkeep_record() instead of kvkeep_observe()
+  std::vector<at::Tensor> keys, values;
+  std::map<std::int64_t, Ints> lengths;
+  std::map<std::int64_t, Ints> pages;
+  kvkeep_page_allocator allocator{};
+};
+
+/// Slots, positions and rows are those of an engine in C++.
+inline void expect_same(const Engine& cpp, const CEngine& c) {
+  for (const auto& [id, lengths] : c.lengths)
+    for (std::int32_t r = 0; r < kRows; ++r) {
+      const auto held = cpp.keeper.positions(id, r / kHeads, r % kHeads);
+      ASSERT_EQ(c.positions(id, r), Ints(held.begin(), held.end()));
+      for (std::int32_t t = 0; t < lengths[static_cast<std::size_t>(r)]; ++t)
+        for (const bool value : {false, true})
+          ASSERT_TRUE(same_bits(cpp.slot_of(id, r / kHeads, r % kHeads, t, value),
+                                c.slot_of(id, r / kHeads, r % kHeads, t, value)))
+              << "slot " << t << ", row " << r << ", sequence " << id;
+    }
+}
+
+}  // namespace kvkeep::c_engine
