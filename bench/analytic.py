@@ -237,6 +237,16 @@ def table():
             "",
             "Before is the kernel of `5c62730`: 64 queries by 128 slots a block, keys staged for every 64 queries, `wmma` fragments, logits through shared memory.",
             "",
+            "| instructions of a warp, sm_90, heads of 128 components | before | now |",
+            "|---|---:|---:|",
+            *(
+                f"| {loop}: products and what follows from them, 16 queries by 32 slots | {(BEFORE_K * 8 + BEFORE_EPILOGUE[loop]) // 2} | {STEP[loop]} |"
+                for loop in STEP
+            ),
+            f"| of these, products | {BEFORE_K * 8 // 2} | |",
+            f"| staging of keys, for 16 queries by 32 slots | {BEFORE_STAGING // 2} | none |",
+            *(f"| {loop}: the rest, once for 32 slots | | {TILE[loop]} |" for loop in STEP),
+            "",
             attention_table(),
             "",
             prefill_table(),
