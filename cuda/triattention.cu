@@ -225,17 +225,22 @@ __global__ void __launch_bounds__(kStandardThreads) standard_kernel(Task task) {
     const Protected guarded = sample || e.limits == nullptr ? Protected{} : e.limits[r].guarded;
     const float* raw = task.raw_of(r) + (n - r * e.group) * length + guarded.sinks;
     const std::int32_t slots = length - guarded.sinks - guarded.recents;
+    // One pass, in f64: sums of the distances from one of the numbers and of their squares lose nothing that f32 shows.
+    const double near = slots > 0 && is_number(raw[0]) ? static_cast<double>(raw[0]) : 0;
     double sum = 0, count = 0, squares = 0;
-    for (auto t = static_cast<std::int32_t>(threadIdx.x); t < slots; t += kStandardThreads)
-      if (is_number(raw[t])) sum += static_cast<double>(raw[t]), count += 1;
+    for (auto t = static_cast<std::int32_t>(threadIdx.x); t < slots; t += kStandardThreads) {
+      if (!is_number(raw[t])) continue;
+      const double x = static_cast<double>(raw[t]) - near;
+      sum += x;
+      squares += x * x;
+      count += 1;
+    }
     sum = sum_of_block<kStandardThreads>(sum, shared);
     count = sum_of_block<kStandardThreads>(count, shared);
-    const double mean = count > 0 ? sum / count : 0;
-    for (auto t = static_cast<std::int32_t>(threadIdx.x); t < slots; t += kStandardThreads)
-      if (is_number(raw[t])) squares += (static_cast<double>(raw[t]) - mean) * (static_cast<double>(raw[t]) - mean);
     squares = sum_of_block<kStandardThreads>(squares, shared);
     if (threadIdx.x != 0) continue;
-    const TriAttention::Standard s = TriAttention::standard_of(count, mean, squares, sample);
+    const double mean = count > 0 ? sum / count : 0, around = squares - sum * mean;
+    const TriAttention::Standard s = TriAttention::standard_of(count, near + mean, around > 0 ? around : 0, sample);
     task.standard[n] = {s.shift, s.factor};
   }
 }
