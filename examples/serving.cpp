@@ -74,8 +74,8 @@ pool by
   --quiet             no progress bar (if stderr is not a terminal, there is none anyway)
 
 How to read the table. in flight: requests that have pages, mean over the steps and most. tokens/s: tokens of answers
-per second; what is computed again counts as time, not as tokens. to engine: tokens/s divided by the engine's in the
-same pool; above 1 eviction pays. again: tokens computed again after preemptions, as a share of answers' tokens. same:
+per second; what is computed again counts as time, not as tokens. to engine: tokens per
+second of CPU time, which other processes disturb less, divided by the engine's in the same pool; above 1 eviction pays. again: tokens computed again after preemptions, as a share of answers' tokens. same:
 answers' tokens that the engine without kvkeep writes at the same place. at once, later: questions answered, of those at
 the end of a prompt and of those after an answer. Everything but tokens/s follows from the seed.
 )";
@@ -689,7 +689,7 @@ int run(const Options& o) {
   std::vector<Row> rows;
   std::vector<Request> by_engine;
   for (const std::int32_t pages : o.pages) {
-    double engines = 0;  // tokens/s
+    double engines = 0;  // tokens per second of CPU time
     for (const auto& [name, policy] : runs) {
       Engine engine(decoder, pages, o.page_size, policy, work);
       const Bar bar(kvkeep::text(pages, " pages, ", name), o.requests, o.quiet);
@@ -701,7 +701,7 @@ int run(const Options& o) {
                 << waiting << '\n';
       });
       const Numbers& n = row.numbers;
-      const double pace = static_cast<double>(n.tokens) / n.seconds;
+      const double pace = static_cast<double>(n.tokens) / n.cpu_seconds;
       if (policy.empty()) engines = pace;
       if (by_engine.empty()) by_engine = engine.requests();
       row.to_engine = pace / engines;
