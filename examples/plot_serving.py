@@ -31,8 +31,9 @@ def read(path):
 
 def over_time(runs, plt):
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 6), sharex=True, height_ratios=[3, 2])
-    for (name, run), colour in zip(runs.items(), COLOURS):
-        label = {"engine": "without kvkeep", "restricted": "kvkeep that cuts nothing"}.get(name, "with kvkeep: " + name)
+    runs.pop("restricted", None)  # its requests run in the engine's steps
+    for (name, run), colour in zip(runs.items(), COLOURS[1:]):
+        label = "without kvkeep" if name == "engine" else "with kvkeep: " + name
         above.plot(run["step"], run["pages_used"], color=colour, linewidth=1.3, label=label)
         below.plot(run["step"], run["running"], color=colour, linewidth=1.5, label=label + ", running")
         below.plot(run["step"], run["waiting"], color=colour, linewidth=0.9, linestyle=":", label="waiting")
