@@ -129,7 +129,7 @@ case "$stage" in
     export OMP_NUM_THREADS="$threads" GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
     program="$(dirname -- "$kvkeep")/example_serving"
     [[ -x "$program" ]] || stop "bench/real_model.sh: $program does not exist; build the target example_serving"
-    shown "$program" --model "$model" --weights bf16 --haystack "$haystack" --requests 16 --rate 0.3 --pages 560,280,200,140 --prefix 150:350 --prompt 256:768 --answer 80:160 \
+    shown "$program" --model "$model" --weights bf16 --haystack "$haystack" --requests 16 --rate 0.3 --pages 560,280,140 --prefix 150:350 --prompt 256:768 --answer 80:160 \
       --policy expected,budget=384 --policy expected,budget=192 --csv "$out/serving.csv" | tee "$out/serving.md"
     ;;
   decode)

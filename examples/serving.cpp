@@ -690,7 +690,8 @@ int run(const Options& o) {
   std::vector<Request> by_engine;
   for (const std::int32_t pages : o.pages) {
     double engines = 0;  // tokens per second of CPU time
-    for (const auto& [name, policy] : runs) {
+    for (const auto& one : runs) {
+      const std::string &name = one.first, &policy = one.second;
       Engine engine(decoder, pages, o.page_size, policy, work);
       const Bar bar(kvkeep::text(pages, " pages, ", name), o.requests, o.quiet);
       Row row{.name = name, .pages = pages, .numbers = {}};
