@@ -13,6 +13,7 @@ Measures policies on SmolLM2-135M-Instruct and writes the tables that docs/resul
             share    one selection for the rows of a head or of all layers, before and after
             fold     what is not kept, folded instead of dropped
             prompts  policies that narrow prompts, layer by layer
+            serving  continuous batching in a pool of pages that shrinks, without kvkeep and with it (docs/serving.md)
             decode   2048 tokens one by one: of the prose (perplexity), and as the full cache writes them (fidelity)
   --lengths L,...   [1024,2048,4096]
   --samples N       samples per task [17]
@@ -35,7 +36,7 @@ stage="" lengths=1024,2048,4096 samples=17 threads=1 set=all batch=9 model="" ha
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) usage; exit 0 ;;
-    before | after | share | fold | prompts | decode) stage="$1" ;;
+    before | after | share | fold | prompts | decode | serving) stage="$1" ;;
     --lengths | --samples | --set | --threads | --model | --haystack | --out | --kvkeep)
       [[ $# -ge 2 ]] || stop "bench/real_model.sh: $1: a value is missing; see --help"
       printf -v "${1#--}" '%s' "$2"
@@ -46,7 +47,7 @@ while [[ $# -gt 0 ]]; do
   shift
 done
 [[ "$set" == all || "$set" == main ]] || stop "bench/real_model.sh: --set: given '$set'; allowed all, main"
-[[ -n "$stage" ]] || stop "bench/real_model.sh: no stage; allowed before, after, share, fold, prompts, decode"
+[[ -n "$stage" ]] || stop "bench/real_model.sh: no stage; allowed before, after, share, fold, prompts, decode, serving"
 [[ -x "$kvkeep" ]] || stop "bench/real_model.sh: $kvkeep does not exist; build it, or name another with --kvkeep"
 mkdir -p -- "$out"
 
@@ -123,6 +124,13 @@ case "$stage" in
     for length in ${lengths//,/ }; do
       needles prompts "$length" "$((length / 4))" --policy full --policy asl --policy asl-2pass --policy fastkv,layer=15 --policy gemfilter,layer=13 --policy pyramidinfer --policy "asl+tova,budget=$((length / 4))"
     done
+    ;;
+  serving)
+    export OMP_NUM_THREADS="$threads" GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
+    program="$(dirname -- "$kvkeep")/example_serving"
+    [[ -x "$program" ]] || stop "bench/real_model.sh: $program does not exist; build the target example_serving"
+    shown "$program" --model "$model" --weights bf16 --haystack "$haystack" --requests 16 --rate 0.3 --pages 560,280,140 --prefix 150:350 --prompt 256:768 --answer 80:160 \
+      --policy expected,budget=384 --policy expected,budget=192 --csv "$out/serving.csv" | tee "$out/serving.md"
     ;;
   decode)
     policies=(--policy streaming --policy random --policy tova --policy ams-tova --policy snapkv,scorer.window=16 --policy expected --policy keydiff --policy rkv)
