@@ -11,15 +11,11 @@ using tuning::kCompactThreads;
 using tuning::kCompactWords;
 
 /// Moves one side of one row upwards, tile by tile. Every slot of a tile has been read before the first of it is
-/// written; what is read later comes after it. Blocks share the width of a slot, whose words never meet each other.
+/// written; what is read later comes after it.
 template <class Word>
 __device__ void move_side(const SlotAddress& from, const SlotAddress& to, const std::int32_t* kept,
                           std::int64_t count) {
-  const auto width = static_cast<std::int32_t>(from.width / static_cast<std::int64_t>(sizeof(Word))),
-             each = (width + static_cast<std::int32_t>(gridDim.z) - 1) / static_cast<std::int32_t>(gridDim.z),
-             word0 = each * static_cast<std::int32_t>(blockIdx.z),
-             words = width - word0 < each ? width - word0 : each;  // of one slot
-  if (words <= 0) return;
+  const auto words = static_cast<std::int32_t>(from.width / static_cast<std::int64_t>(sizeof(Word)));  // of one slot
   constexpr std::int64_t kTile = std::int64_t{kCompactThreads} * kCompactWords;
   const std::int64_t all = count * words;
   for (std::int64_t first = 0; first < all; first += kTile) {
@@ -31,8 +27,8 @@ __device__ void move_side(const SlotAddress& from, const SlotAddress& to, const 
       target[i] = nullptr;
       if (n >= all) continue;
       const std::int64_t slot = n / words, word = n - slot * words;
-      const auto* source = reinterpret_cast<const Word*>(from.at(kept[slot])) + word0 + word;
-      auto* destination = reinterpret_cast<Word*>(to.at(slot)) + word0 + word;
+      const auto* source = reinterpret_cast<const Word*>(from.at(kept[slot])) + word;
+      auto* destination = reinterpret_cast<Word*>(to.at(slot)) + word;
       if (source == destination) continue;
       held[i] = *source;
       target[i] = destination;
@@ -113,9 +109,8 @@ __global__ void __launch_bounds__(tuning::kCompactThreads) gather_kernel(GatherA
 }  // namespace
 
 void launch_compact(const CompactArguments& arguments, Stream stream) {
-  const auto split = arguments.count <= tuning::kFewRows ? tuning::kCompactSplit : 1U;
   launch("compact", compact_kernel,
-         {.blocks = blocks_for(arguments.count, kSides, split), .threads = kCompactThreads, .shared_bytes = 0}, stream,
+         {.blocks = blocks_for(arguments.count, kSides), .threads = kCompactThreads, .shared_bytes = 0}, stream,
          arguments);
 }
 

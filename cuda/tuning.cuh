@@ -6,8 +6,6 @@
 namespace kvkeep::cuda::tuning {
 
 inline constexpr std::int32_t kCompactThreads = 256;
-inline constexpr std::int32_t kFewRows = 1024;    ///< up to so many rows blocks share the width of a slot:
-inline constexpr unsigned kCompactSplit = 4;      ///< so many of them, 64 bytes each of 128 components in 16 bits
 inline constexpr std::int32_t kCompactWords = 4;  ///< words of 16 bytes that a thread holds between reading and writing
 
 /// Threads of the one block that works on a row of up to `longest` slots.
