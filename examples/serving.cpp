@@ -73,11 +73,15 @@ pool by
   --steps FILE        pages in use, requests running and waiting after each step of the first pool
   --quiet             no progress bar (if stderr is not a terminal, there is none anyway)
 
-How to read the table. in flight: requests that have pages, mean over the steps and most. tokens/s: tokens of answers
-per second; what is computed again counts as time, not as tokens. to engine: tokens per
-second of CPU time, which other processes disturb less, divided by the engine's in the same pool; above 1 eviction pays. again: tokens computed again after preemptions, as a share of answers' tokens. same:
-answers' tokens that the engine without kvkeep writes at the same place. at once, later: questions answered, of those at
-the end of a prompt and of those after an answer. Everything but tokens/s follows from the seed.
+How to read the table:
+  in flight       requests that have pages, mean over the steps and most
+  tokens/s        tokens of answers per second; what is computed again counts as time, not as tokens
+  to engine       tokens per second of CPU time, which other processes disturb less, divided by the engine's in the
+                  same pool: above 1 eviction pays
+  again           tokens computed again after preemptions, as a share of answers' tokens
+  same            answers' tokens that the engine without kvkeep writes at the same place
+  at once, later  questions answered, of those at the end of a prompt and of those after an answer
+Everything but the two paces follows from the seed.
 )";
 
 struct Range {
