@@ -57,25 +57,9 @@ TEST_F(COnDevice, KeepsWhatTheCpuKeepsDenseAndInPagesAndByEitherCallOfALayer) {
         CAccelerator accelerator;
         CEngine c = accelerator.engine(policy, page_size);
         c.records = records;
-        oracle::Random random(5);
-        for (const SequenceId id : {1, 2}) {
-          cpp.join(id);
-          c.join(id);
-        }
         std::int64_t cuts = 0;
-        for (int n = 0; n < 20; ++n) {
-          const Numbers numbers =
-              n == 0 ? numbers_of(random, {{1, 45}, {2, 90}}) : numbers_of(random, {{2, 1 + n % 3}, {1, 2}});
-          const Report expected = cpp.step(numbers);
-          c.feed(numbers);
-          kvkeep_report report{};
-          ASSERT_EQ(c.call(kvkeep_step, numbers.ids, report), KVKEEP_OK) << kvkeep_last_error();
-          EXPECT_EQ(report.slots_dropped, expected.slots_dropped);
-          EXPECT_EQ(report.bytes_after, expected.bytes_after);
-          cuts += report.num_cuts;
-          if (HasFatalFailure()) return;
-        }
-        ASSERT_NO_FATAL_FAILURE(expect_same(cpp, c));
+        ASSERT_NO_FATAL_FAILURE(expect_same_steps(
+            cpp, c, 20, [&](const Report&, const kvkeep_report& report) { cuts += report.num_cuts; }));
         EXPECT_GE(cuts, 3);
       }
 }

@@ -226,4 +226,28 @@ inline void expect_same(const Engine& cpp, const CEngine& c) {
     }
 }
 
+/// Both engines take sequences 1 and 2, a prompt each and then a few tokens a step, and report alike. inspect(expected,
+/// report) sees every report.
+template <class Inspect>
+void expect_same_steps(DenseEngine& cpp, CEngine& c, int steps, const Inspect& inspect) {
+  oracle::Random random(5);
+  for (const SequenceId id : {1, 2}) {
+    cpp.join(id);
+    c.join(id);
+  }
+  for (int n = 0; n < steps; ++n) {
+    const Numbers numbers =
+        n == 0 ? numbers_of(random, {{1, 45}, {2, 90}}) : numbers_of(random, {{2, 1 + n % 3}, {1, 2}});
+    const Report expected = cpp.step(numbers);
+    c.feed(numbers);
+    kvkeep_report report{};
+    ASSERT_EQ(c.call(kvkeep_step, numbers.ids, report), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(report.slots_dropped, expected.slots_dropped);
+    EXPECT_EQ(report.bytes_after, expected.bytes_after);
+    inspect(expected, report);
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+  ASSERT_NO_FATAL_FAILURE(expect_same(cpp, c));
+}
+
 }  // namespace kvkeep::c_engine
