@@ -96,8 +96,8 @@ def kernels(shape, batch, length, budget, window=32, given=False):
     # A block passes over its row about 22 times, of 12 instructions each, out of the caches after the first time; thresholds are found by 11 to 15 steps of bisection, segments by one thread.
     # In shared memory, where a row fits, are all passes but those over mass and credit, and the bisection.
     passes, searched = 22, 25
-    far = 9 if length <= NEAR_SLOTS else passes
-    far_waits, shared_waits = (far, passes - far + searched) if length <= NEAR_SLOTS else (passes + searched, 0)
+    far, shared_waits = (9, passes - 9 + searched) if length <= NEAR_SLOTS else (passes, 0)
+    far_waits = passes + searched - shared_waits
     instructions = passes * pieces(length, threads) * 12 * threads / 32 * rows
     barriers = 58 if length <= 4096 else 116  # of a row of 1536 and of 32768, as the execution model counts them
     ams = Kernel("AMS: mass, credit, segments, quotas, selection", slots * (4 + 4 + 4 + 4 + 8 + 8 + 4) + rows * budget * 4, 0, instructions, 0, far * slots * 8, rows, 5, far_waits, shared_waits, barriers)

@@ -115,9 +115,8 @@ struct MomentShared {
 
 constexpr std::int32_t kCholeskyRows = 16;
 
-/// Cholesky factor in place, 16 rows at a time: a thread has a column. What the rows above subtract is summed in
-/// double, in their order. A pivot that is no more than rounding noise makes its row 0. rest: [kCholeskyRows, dim],
-/// pivots: [2 * kCholeskyRows].
+/// Cholesky factor in place, 16 rows at a time. What the rows above subtract is summed in double, in their order. A
+/// pivot that is no more than rounding noise makes its row 0. rest: [kCholeskyRows, dim], pivots: [2 * kCholeskyRows].
 __device__ void factorise(const Triangle& u, double* rest, double* pivots) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   double *noise = pivots, *inverse = pivots + kCholeskyRows;

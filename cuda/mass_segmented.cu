@@ -91,27 +91,22 @@ enum Mark : std::uint8_t { kOut = 0, kCandidate = 1, kIn = 2 };
 struct RowNumbers {
   std::uint64_t* prefix;
   float* fed;
-  const float* scores;
   std::uint8_t* marks;
+  float* scores = nullptr;  ///< room for a copy of them; null: they are read where they are
 
-  __device__ RowNumbers(const MassSegmentedArguments& a, const Workspace& work, const Row& row) {
-    if (!NearSlots::fit(a.longest)) {
+  __device__ RowNumbers(std::int32_t longest, const Workspace& work, const Row& row) {
+    if (!NearSlots::fit(longest)) {
       prefix = work.prefix + row.first;
       fed = work.fed + row.first;
-      scores = a.scores + row.first;
       marks = work.marks + row.first;
       return;
     }
-    const NearSlots near(a.longest);
+    const NearSlots near(longest);
     std::byte* shared = dynamic_shared();
     prefix = reinterpret_cast<std::uint64_t*>(shared + near.prefix);
     fed = reinterpret_cast<float*>(shared + near.fed);
     marks = reinterpret_cast<std::uint8_t*>(shared + near.marks);
-    auto* copied = reinterpret_cast<float*>(shared + near.scores);
-    const auto threads = static_cast<std::int32_t>(blockDim.x);
-    for (auto t = static_cast<std::int32_t>(threadIdx.x); t < row.length; t += threads)
-      copied[t] = a.scores[row.first + t];
-    scores = copied;
+    scores = reinterpret_cast<float*>(shared + near.scores);
   }
 };
 
@@ -126,7 +121,7 @@ __global__ void __launch_bounds__(kMostThreads) pool_kernel(MassSegmentedArgumen
       continue;
     }
     float* usage = a.mass + a.rows[r].first;
-    pool_history(a.options, usage, a.windows[r].history, RowNumbers(a, work, a.rows[r]).fed, team);
+    pool_history(a.options, usage, a.windows[r].history, RowNumbers(a.longest, work, a.rows[r]).fed, team);
     const float top = largest(usage, a.windows[r].history, team);
     if (team.thread() == 0) work.tops[r] = top;
   }
@@ -242,7 +237,12 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
       pass_row(row.credit, row.credit_length, length, usage, credit, used, team);
       continue;
     }
-    const RowNumbers own(a, work, row);
+    const RowNumbers own(a.longest, work, row);
+    const float* scores = a.scores + row.first;
+    if (own.scores != nullptr) {
+      for (std::int32_t t = team.thread(); t < length; t += team.size()) own.scores[t] = scores[t];
+      scores = own.scores;
+    }
     float top = 0;
     if (a.options.suffix_fill == SuffixFill::max_global) {
       const std::int64_t first = r / a.heads * a.heads;
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSeg
       shares[i] = segment_share(a.options.quotas, own.prefix, ends, i, length, limit.guarded);
     team.sync();
 
-    const Selection selection(team, histograms, own.scores, own.marks, length, limit.guarded);
+    const Selection selection(team, histograms, scores, own.marks, length, limit.guarded);
     if (a.variant == Variant::official) {
       if (team.thread() == 0) official_quotas(shares, count, limit.budget, a.options.min_quota);
       team.sync();

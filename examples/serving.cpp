@@ -178,11 +178,9 @@ class Prose {
   }
 
   [[nodiscard]] bool answered(const Request& request) const {
-    const auto reply =
-        std::span(request.answer)
-            .last(request.answer.size())
-            .subspan(request.question.empty() ? 0
-                                              : static_cast<std::size_t>(request.new_tokens) + request.question.size());
+    const std::size_t before =
+        request.question.empty() ? 0 : static_cast<std::size_t>(request.new_tokens) + request.question.size();
+    const auto reply = std::span(request.answer).subspan(before);
     const std::string said = text_.tokenizer.decode(reply.first(std::min<std::size_t>(reply.size(), kReply)));
     return said.find(request.asked_for) != std::string::npos;
   }
