@@ -78,6 +78,7 @@ How to read the table:
   tokens/s        tokens of answers per second; what is computed again counts as time, not as tokens
   to engine       tokens per second of CPU time, which other processes disturb less, divided by the engine's in the
                   same pool: above 1 eviction pays
+  steps           what an engine takes in which a step of many requests costs no more than one of few
   again           tokens computed again after preemptions, as a share of answers' tokens
   same            answers' tokens that the engine without kvkeep writes at the same place
   at once, later  questions answered, of those at the end of a prompt and of those after an answer
@@ -615,7 +616,7 @@ double same_share(const std::vector<Request>& answers, const std::vector<Request
 
 void print_table(const std::vector<Row>& rows, bool asks) {
   std::vector<std::vector<std::string>> cells{
-      {"pages", "", "in flight", "most", "tokens/s", "to engine", "preempted", "again", "freed", "same"}};
+      {"pages", "", "in flight", "most", "tokens/s", "to engine", "steps", "preempted", "again", "freed", "same"}};
   if (asks) cells.front().insert(cells.front().end(), {"at once", "later"});
   for (const Row& row : rows) {
     const Numbers& n = row.numbers;
@@ -623,7 +624,7 @@ void print_table(const std::vector<Row>& rows, bool asks) {
     const auto tokens = static_cast<double>(n.tokens);
     cells.push_back({std::to_string(row.pages), row.name, fixed(static_cast<double>(n.request_steps) / steps, 1),
                      std::to_string(n.most_at_once), fixed(tokens / n.seconds, 1), fixed(row.to_engine, 2),
-                     std::to_string(n.preempted), fixed(100 * static_cast<double>(n.again) / tokens, 0) + " %",
+                     std::to_string(n.steps), std::to_string(n.preempted), fixed(100 * static_cast<double>(n.again) / tokens, 0) + " %",
                      std::to_string(n.freed), fixed(100 * row.same, 1) + " %"});
     for (int i = 0; asks && i < 2; ++i) cells.back().push_back(kvkeep::text(row.answered[i], " of ", row.asked[i]));
   }
@@ -700,8 +701,7 @@ int run(const Options& o) {
       row.numbers = engine.serve([&](std::int64_t step, std::int64_t used, std::int64_t running, std::int64_t waiting) {
         bar.at(engine.done());
         if (steps.is_open() && pages == o.pages.front())
-          steps << name.substr(0, name.find(',')) << ',' << step << ',' << used << ',' << pages << ',' << running << ','
-                << waiting << '\n';
+          steps << '"' << name << "\"," << step << ',' << used << ',' << pages << ',' << running << ',' << waiting << '\n';
       });
       const Numbers& n = row.numbers;
       const double pace = static_cast<double>(n.tokens) / n.cpu_seconds;
