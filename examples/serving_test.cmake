@@ -4,7 +4,7 @@
 cmake_policy(VERSION 3.25)
 set(csv "${OUT}/serving_test.csv")
 execute_process(COMMAND "${PROGRAM}" --requests 12 --rate 1 --pages 300,64 --answer 60:200 --policy tova,budget=32,interval=16
-  --policy tova,budget=4000 --csv "${csv}" RESULT_VARIABLE failed OUTPUT_VARIABLE table ERROR_VARIABLE said)
+  --policy tova,budget=4000 --csv "${csv}" --steps "${OUT}/serving_test_steps.csv" RESULT_VARIABLE failed OUTPUT_VARIABLE table ERROR_VARIABLE said)
 if(failed)
   message(FATAL_ERROR "example_serving ended with ${failed}: ${said}")
 endif()
@@ -12,6 +12,13 @@ message("${table}")
 if(said)
   message(FATAL_ERROR "stderr is no terminal, so nothing belongs there; given: ${said}")
 endif()
+
+foreach(policy tova,budget=32,interval=16 tova,budget=4000)
+  file(STRINGS "${OUT}/serving_test_steps.csv" its_steps REGEX "^\"${policy}\",")
+  if(NOT its_steps)
+    message(FATAL_ERROR "no step of ${policy} in --steps; allowed the whole name of each policy")
+  endif()
+endforeach()
 
 file(STRINGS "${csv}" lines)
 list(POP_FRONT lines header)
