@@ -132,7 +132,7 @@ case "$stage" in
     shown "$program" --model "$model" --weights bf16 --haystack "$haystack" --requests 16 --rate 0.3 --pages 560,280,140 --prefix 150:350 --prompt 256:768 --answer 80:160 \
       --policy expected,budget=384 --policy expected,budget=192 --csv "$out/serving.csv" | tee "$out/serving.md"
     # Longer answers, shorter prompts: what takes the time is decoding.
-    shown "$program" --model "$model" --weights bf16 --haystack "$haystack" --requests 12 --rate 0.3 --pages 280,140 --prefix 64:128 --prompt 96:192 --answer 400:700 \
+    shown "$program" --model "$model" --weights bf16 --haystack "$haystack" --requests 12 --rate 0.3 --pages 140,280 --prefix 64:128 --prompt 96:192 --answer 400:700 \
       --policy tova,budget=384,interval=32 --policy tova,budget=192,interval=32 --csv "$out/serving-answers.csv" | tee "$out/serving-answers.md"
     ;;
   decode)
