@@ -624,8 +624,9 @@ void print_table(const std::vector<Row>& rows, bool asks) {
     const auto tokens = static_cast<double>(n.tokens);
     cells.push_back({std::to_string(row.pages), row.name, fixed(static_cast<double>(n.request_steps) / steps, 1),
                      std::to_string(n.most_at_once), fixed(tokens / n.seconds, 1), fixed(row.to_engine, 2),
-                     std::to_string(n.steps), std::to_string(n.preempted), fixed(100 * static_cast<double>(n.again) / tokens, 0) + " %",
-                     std::to_string(n.freed), fixed(100 * row.same, 1) + " %"});
+                     std::to_string(n.steps), std::to_string(n.preempted),
+                     fixed(100 * static_cast<double>(n.again) / tokens, 0) + " %", std::to_string(n.freed),
+                     fixed(100 * row.same, 1) + " %"});
     for (int i = 0; asks && i < 2; ++i) cells.back().push_back(kvkeep::text(row.answered[i], " of ", row.asked[i]));
   }
   std::vector<int> widths(cells.front().size(), 0);
@@ -701,7 +702,8 @@ int run(const Options& o) {
       row.numbers = engine.serve([&](std::int64_t step, std::int64_t used, std::int64_t running, std::int64_t waiting) {
         bar.at(engine.done());
         if (steps.is_open() && pages == o.pages.front())
-          steps << '"' << name << "\"," << step << ',' << used << ',' << pages << ',' << running << ',' << waiting << '\n';
+          steps << '"' << name << "\"," << step << ',' << used << ',' << pages << ',' << running << ',' << waiting
+                << '\n';
       });
       const Numbers& n = row.numbers;
       const double pace = static_cast<double>(n.tokens) / n.cpu_seconds;
