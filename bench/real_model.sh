@@ -13,7 +13,8 @@ Measures policies on SmolLM2-135M-Instruct and writes the tables that docs/resul
             share    one selection for the rows of a head or of all layers, before and after
             fold     what is not kept, folded instead of dropped
             prompts  policies that narrow prompts, layer by layer
-            serving  continuous batching in a pool of pages that shrinks, without kvkeep and with it (docs/serving.md)
+            serving  continuous batching in a pool of pages that shrinks, without kvkeep and with it: long prompts, then
+                     long answers (docs/serving.md)
             decode   2048 tokens one by one: of the prose (perplexity), and as the full cache writes them (fidelity)
   --lengths L,...   [1024,2048,4096]
   --samples N       samples per task [17]
@@ -24,7 +25,7 @@ Measures policies on SmolLM2-135M-Instruct and writes the tables that docs/resul
   --out DIR         [out/results]
   --kvkeep FILE     [build/release/bin/kvkeep]
 
-Each table is one command, which is printed before it runs. Samples are written beside it as lines of JSON, from which
+Each table is one command, which is printed before it runs. Samples of needles are written beside it as lines of JSON, from which
 bench/needles_tables.py makes the tables of docs/results.md.
 TEXT
 }
@@ -129,10 +130,11 @@ case "$stage" in
     export OMP_NUM_THREADS="$threads" GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
     program="$(dirname -- "$kvkeep")/example_serving"
     [[ -x "$program" ]] || stop "bench/real_model.sh: $program does not exist; build the target example_serving"
-    shown "$program" --model "$model" --weights bf16 --haystack "$haystack" --requests 16 --rate 0.3 --pages 560,280,140 --prefix 150:350 --prompt 256:768 --answer 80:160 \
+    serve=("$program" --model "$model" --weights bf16 --haystack "$haystack" --rate 0.3)
+    shown "${serve[@]}" --requests 16 --pages 560,280,140 --prefix 150:350 --prompt 256:768 --answer 80:160 \
       --policy expected,budget=384 --policy expected,budget=192 --csv "$out/serving.csv" | tee "$out/serving.md"
     # Longer answers, shorter prompts: what takes the time is decoding.
-    shown "$program" --model "$model" --weights bf16 --haystack "$haystack" --requests 12 --rate 0.3 --pages 140,280 --prefix 64:128 --prompt 96:192 --answer 400:700 \
+    shown "${serve[@]}" --requests 12 --pages 280,140 --prefix 64:128 --prompt 96:192 --answer 400:700 \
       --policy tova,budget=384,interval=32 --policy tova,budget=192,interval=32 --csv "$out/serving-answers.csv" | tee "$out/serving-answers.md"
     ;;
   decode)

@@ -35,8 +35,8 @@ def over_time(runs, plt):
     for (name, run), colour in zip(runs.items(), COLOURS[1:]):
         label = "without kvkeep" if name == "engine" else "with kvkeep: " + name
         above.plot(run["step"], run["pages_used"], color=colour, linewidth=1.3, label=label)
-        below.plot(run["step"], run["running"], color=colour, linewidth=1.5, label=label + ", running")
-        below.plot(run["step"], run["waiting"], color=colour, linewidth=0.9, linestyle=":", label="waiting")
+        below.plot(run["step"], run["running"], color=colour, linewidth=1.5)
+        below.plot(run["step"], run["waiting"], color=colour, linewidth=0.9, linestyle=":")
         above.axvline(run["step"][-1], color=colour, linewidth=0.8, linestyle="--")
         above.annotate("all served", (run["step"][-1], 0), color=colour, fontsize=8, rotation=90, ha="left", va="bottom", xytext=(2, 3), textcoords="offset points")
     pages = next(iter(runs.values()))["pages"][0]
@@ -47,7 +47,7 @@ def over_time(runs, plt):
     below.set_ylabel("requests")
     below.set_ylim(bottom=0)
     below.set_xlabel("step")
-    below.legend(fontsize=7, loc="upper right", ncols=2, framealpha=0.9)
+    below.legend(below.get_lines()[:2], ["running", "waiting"], fontsize=8, loc="upper right", ncols=2, framealpha=0.9)
     figure.suptitle("The same requests on the same pages", fontsize=11)
     return (above, below), figure
 

@@ -78,7 +78,7 @@ How to read the table:
   tokens/s        tokens of answers per second; what is computed again counts as time, not as tokens
   to engine       tokens per second of CPU time, which other processes disturb less, divided by the engine's in the
                   same pool: above 1 eviction pays
-  steps           what an engine takes in which a step of many requests costs no more than one of few
+  steps           until all are served: their ratio is the gain where a step of many costs no more than one of few
   again           tokens computed again after preemptions, as a share of answers' tokens
   same            answers' tokens that the engine without kvkeep writes at the same place
   at once, later  questions answered, of those at the end of a prompt and of those after an answer
