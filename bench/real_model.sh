@@ -25,8 +25,8 @@ Measures policies on SmolLM2-135M-Instruct and writes the tables that docs/resul
   --out DIR         [out/results]
   --kvkeep FILE     [build/release/bin/kvkeep]
 
-Each table is one command, which is printed before it runs. Samples of needles are written beside it as lines of JSON, from which
-bench/needles_tables.py makes the tables of docs/results.md.
+Each table is one command, which is printed before it runs. Samples of needles are written beside it as lines of
+JSON, from which bench/needles_tables.py makes the tables of docs/results.md.
 TEXT
 }
 
