@@ -130,12 +130,12 @@ case "$stage" in
     export OMP_NUM_THREADS="$threads" GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
     program="$(dirname -- "$kvkeep")/example_serving"
     [[ -x "$program" ]] || stop "bench/real_model.sh: $program does not exist; build the target example_serving"
-    serve=("$program" --model "$model" --weights bf16 --haystack "$haystack" --rate 0.3)
+    serve=("$program" --model "$model" --weights bf16 --haystack "$haystack" --rate 0.3 --rounds 3)
     shown "${serve[@]}" --requests 16 --pages 560,280,140 --prefix 150:350 --prompt 256:768 --answer 80:160 \
-      --policy expected,budget=384 --policy expected,budget=192 --csv "$out/serving.csv" | tee "$out/serving.md"
+      --policy expected,budget=384,interval=32,prefill=cut --policy expected,budget=192,interval=32,prefill=cut --csv "$out/serving.csv" | tee "$out/serving.md"
     # Longer answers, shorter prompts: what takes the time is decoding.
     shown "${serve[@]}" --requests 12 --pages 280,140 --prefix 64:128 --prompt 96:192 --answer 400:700 \
-      --policy tova,budget=384,interval=32 --policy tova,budget=192,interval=32 --csv "$out/serving-answers.csv" | tee "$out/serving-answers.md"
+      --policy tova,budget=384,interval=32 --policy tova,budget=192,interval=32 --policy keydiff,budget=192,interval=32 --csv "$out/serving-answers.csv" | tee "$out/serving-answers.md"
     ;;
   decode)
     policies=(--policy streaming --policy random --policy tova --policy ams-tova --policy snapkv,scorer.window=16 --policy expected --policy keydiff --policy rkv)

@@ -66,6 +66,9 @@ def by_pool(runs, plt):
             axis.plot([pages.index(run["pages"][i]) for i in order], [values[i] for i in order], **{**style, **other})
 
         draw(pace, run["to_engine"])
+        for i in order:  # over the rounds
+            low, high = run["to_engine_lowest"][i], run["to_engine_highest"][i]
+            pace.plot([pages.index(run["pages"][i])] * 2, [low, high], color=style["color"], linewidth=1, solid_capstyle="butt")
         draw(flight, run["in_flight"])
         draw(preempted, run["preempted"])
         if sum(run["asked_at_once"] + run["asked_later"]):

@@ -69,6 +69,8 @@ pool by
   --prompt A:B        tokens of a prompt after its prefix                [8:40; with --haystack at least 64]
   --answer A:B        tokens of an answer                                [160:640]
   --seed N            everything random follows from it                  [1]
+  --rounds N          serve all N times in each pool, in turns; the table then has medians of paces, and the lowest and
+                      highest                                            [1]
   --csv FILE          the table, with more columns
   --steps FILE        pages in use, requests running and waiting after each step of the first pool
   --quiet             no progress bar (if stderr is not a terminal, there is none anyway)
@@ -77,7 +79,7 @@ How to read the table:
   in flight       requests that have pages, mean over the steps and most
   tokens/s        tokens of answers per second; what is computed again counts as time, not as tokens
   to engine       tokens per second of CPU time, which other processes disturb less, divided by the engine's in the
-                  same pool: above 1 eviction pays
+                  same pool and round: above 1 eviction pays
   steps           until all are served: their ratio is the gain where a step of many costs no more than one of few
   again           tokens computed again after preemptions, as a share of answers' tokens
   same            answers' tokens that the engine without kvkeep writes at the same place
@@ -97,6 +99,7 @@ struct Options {
   Range prefix{40, 72}, prompt{8, 40}, answer{160, 640};
   double rate = 0.06;
   std::uint32_t seed = 1;
+  std::int32_t rounds = 1;
   bool quiet = false;
 };
 
@@ -361,6 +364,7 @@ class Engine {
 
   void leave(Request& request) {
     if (keeper_) keeper_->leave(request.id);
+    lacking_.erase(request.id);
     sequences_.release(request.id);
     std::erase(running_, &request);
   }
@@ -439,7 +443,7 @@ class Engine {
       lengths.push_back(sequences_.length(request->id) - fresh);  // slots in use before the step
       indptr.push_back(static_cast<std::int32_t>(tokens.size()));
     }
-    const at::Tensor table = sequences_.table(ids);  // 4. one table for attention and for the event
+    const at::Tensor table = sequences_.table(ids);  // 4. the block table
     kvkeep::lm::StepOptions options;
     if (keeper_)
       options.on_layer = [&](const kvkeep::lm::LayerSight& sight) {
@@ -452,15 +456,7 @@ class Engine {
     const Ints predicted =
         kvkeep::lm::argmax(decoder_.forward({tokens, indptr, positions, rows, lengths}, cache_, table, options));
 
-    if (keeper_) {
-      for (std::size_t i = 0; i < ids.size(); ++i) lengths[i] = sequences_.length(ids[i]);
-      const kvkeep::CacheView view{
-          .layers = cache_, .sequences = ids, .lengths = {lengths}, .block_table = table, .pages = &pool_};
-      const kvkeep::Report report = event(view);
-      sequences_.settle(view, report.pages);  // 7. takes over the new pages
-      numbers_.freed += report.pages_freed;
-      if (report.pages_freed > 0) crowded_ = false;
-    }
+    if (keeper_) event(ids);
 
     const std::vector<Request*> ran = running_;
     for (std::size_t i = 0; i < ran.size(); ++i) write(*ran[i], predicted[i]);
@@ -486,17 +482,33 @@ class Engine {
     crowded_ = false;
   }
 
-  /// 6. Cuts all sequences that are due, in one event. It may need a page for a copy of a shared one: if there is none,
-  /// it changes nothing and comes after the next step.
-  kvkeep::Report event(const kvkeep::CacheView& view) {
+  /// 6. Cuts all sequences that are due, in one event. Copies of shared pages need free ones. A sequence that lacks
+  /// them waits until there are as many; it is not scored again before.
+  void event(std::vector<SequenceId> ids) {
+    std::erase_if(ids, [&](SequenceId id) { return lacking_[id] > pool_.free_pages(); });
+    if (ids.empty()) return;
+    Ints lengths;
+    for (const SequenceId id : ids) lengths.push_back(sequences_.length(id));
+    const kvkeep::CacheView view{.layers = cache_,
+                                 .sequences = ids,
+                                 .lengths = {lengths},
+                                 .block_table = sequences_.table(ids),
+                                 .pages = &pool_};
     const kvkeep::Plan plan = keeper_->plan(view);
-    std::int64_t wanted = 0;
-    for (const kvkeep::PageMove& move : plan.pages) wanted += move.taken;
-    while (wanted > pool_.free_pages() && take_spare_page()) {
+    std::int32_t left = pool_.free_pages();
+    bool enough = true;
+    for (const kvkeep::PageMove& move : plan.pages) {
+      const bool lacks = move.taken > left;
+      lacking_[ids[static_cast<std::size_t>(move.sequence)]] = lacks ? std::max(move.taken, pool_.free_pages() + 1) : 0;
+      if (!lacks) left -= move.taken;
+      enough = enough && !lacks;
     }
-    if (wanted > pool_.free_pages()) return {};
-    numbers_.copies += wanted;
-    return keeper_->apply(plan, view);
+    if (!enough) return event(ids);  // without those
+    const kvkeep::Report report = keeper_->apply(plan, view);
+    sequences_.settle(view, report.pages);  // 7. takes over the new pages
+    for (const kvkeep::PageMove& move : report.pages) numbers_.copies += move.taken;
+    numbers_.freed += report.pages_freed;
+    if (report.pages_freed > 0) crowded_ = false;
   }
 
   kvkeep::lm::Decoder& decoder_;
@@ -507,7 +519,8 @@ class Engine {
   Workload work_;
   std::deque<Request*> waiting_;
   std::vector<Request*> running_;
-  bool crowded_ = false;  ///< a request was preempted, and no pages were freed since
+  std::map<SequenceId, std::int32_t> lacking_;  ///< free pages that a sequence which is due waits for
+  bool crowded_ = false;                        ///< a request was preempted, and no pages were freed since
   Numbers numbers_;
 };
 
@@ -562,6 +575,7 @@ Options parse(int argc, char** argv) {
       {"--prefix", [&](const auto& name, const auto& v) { o.prefix = range(name, v); }},
       {"--prompt", [&](const auto& name, const auto& v) { o.prompt = range(name, v); }},
       {"--answer", [&](const auto& name, const auto& v) { o.answer = range(name, v); }},
+      {"--rounds", [&](const auto& name, const auto& v) { o.rounds = whole(name, v, 1); }},
       {"--seed", [&](const auto& name, const auto& v) { o.seed = static_cast<std::uint32_t>(number(name, v, 0)); }}};
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
@@ -590,10 +604,18 @@ Options parse(int argc, char** argv) {
 struct Row {
   std::string name;
   std::int32_t pages = 0;
-  Numbers numbers;
-  double to_engine = 1, same = 1;                        ///< shares
-  std::int32_t asked[2] = {0, 0}, answered[2] = {0, 0};  ///< at once, later
+  Numbers numbers = {};  ///< of the first round; the others differ in time alone
+  std::vector<double> seconds = {}, cpu_seconds = {}, to_engine = {};  ///< of each round
+  double same = 1;                                                     ///< a share
+  std::int32_t asked[2] = {0, 0}, answered[2] = {0, 0};                ///< at once, later
 };
+
+double median(std::vector<double> of) {
+  std::sort(of.begin(), of.end());
+  return (of[(of.size() - 1) / 2] + of[of.size() / 2]) / 2;
+}
+double lowest(const std::vector<double>& of) { return *std::min_element(of.begin(), of.end()); }
+double highest(const std::vector<double>& of) { return *std::max_element(of.begin(), of.end()); }
 
 std::string fixed(double value, int digits) {
   char cell[32];
@@ -617,16 +639,21 @@ double same_share(const std::vector<Request>& answers, const std::vector<Request
 void print_table(const std::vector<Row>& rows, bool asks) {
   std::vector<std::vector<std::string>> cells{
       {"pages", "", "in flight", "most", "tokens/s", "to engine", "steps", "preempted", "again", "freed", "same"}};
+  const bool rounds = rows.front().to_engine.size() > 1;
+  if (rounds) cells.front().insert(cells.front().begin() + 6, "lowest, highest");
   if (asks) cells.front().insert(cells.front().end(), {"at once", "later"});
   for (const Row& row : rows) {
     const Numbers& n = row.numbers;
     const auto steps = static_cast<double>(std::max<std::int64_t>(1, n.steps));
     const auto tokens = static_cast<double>(n.tokens);
     cells.push_back({std::to_string(row.pages), row.name, fixed(static_cast<double>(n.request_steps) / steps, 1),
-                     std::to_string(n.most_at_once), fixed(tokens / n.seconds, 1), fixed(row.to_engine, 2),
-                     std::to_string(n.steps), std::to_string(n.preempted),
+                     std::to_string(n.most_at_once), fixed(tokens / median(row.seconds), 1),
+                     fixed(median(row.to_engine), 2), std::to_string(n.steps), std::to_string(n.preempted),
                      fixed(100 * static_cast<double>(n.again) / tokens, 0) + " %", std::to_string(n.freed),
                      fixed(100 * row.same, 1) + " %"});
+    if (rounds)
+      cells.back().insert(cells.back().begin() + 6,
+                          fixed(lowest(row.to_engine), 2) + ", " + fixed(highest(row.to_engine), 2));
     for (int i = 0; asks && i < 2; ++i) cells.back().push_back(kvkeep::text(row.answered[i], " of ", row.asked[i]));
   }
   std::vector<int> widths(cells.front().size(), 0);
@@ -649,7 +676,8 @@ void print_break_even(const std::vector<Row>& rows, const std::vector<std::strin
     for (const Row& row : rows)
       if (row.name == policy) its.push_back(row);
     std::sort(its.begin(), its.end(), [](const Row& a, const Row& b) { return a.pages > b.pages; });
-    const auto pays = std::find_if(its.begin(), its.end(), [](const Row& row) { return row.to_engine >= 1.05; });
+    const auto pays =
+        std::find_if(its.begin(), its.end(), [](const Row& row) { return median(row.to_engine) >= 1.05; });
     std::string where = "in none of these pools";
     if (pays == its.begin())
       where = kvkeep::text("in ", its.front().pages, " pages, the largest pool");
@@ -676,7 +704,8 @@ int run(const Options& o) {
   if (!o.haystack.empty()) prose.emplace(o);
   const Workload work = workload_of(o, decoder.config().vocab, prose ? &*prose : nullptr);
   std::ofstream csv = opened(o.csv,
-                             "pages,run,in_flight,most_in_flight,tokens,seconds,cpu_seconds,to_engine,preempted,"
+                             "pages,run,in_flight,most_in_flight,tokens,seconds,cpu_seconds,to_engine,"
+                             "to_engine_lowest,to_engine_highest,preempted,"
                              "computed_again,pages_freed,pages_copied,mean_pages,most_pages,finished,aborted,steps,"
                              "same,asked_at_once,answered_at_once,asked_later,answered_later");
   std::ofstream steps = opened(o.steps, "policy,step,pages_used,pages,running,waiting");
@@ -693,41 +722,53 @@ int run(const Options& o) {
   std::vector<Row> rows;
   std::vector<Request> by_engine;
   for (const std::int32_t pages : o.pages) {
-    double engines = 0;  // tokens per second of CPU time
-    for (const auto& one : runs) {
-      const std::string &name = one.first, &policy = one.second;
-      Engine engine(decoder, pages, o.page_size, policy, work);
-      const Bar bar(kvkeep::text(pages, " pages, ", name), o.requests, o.quiet);
-      Row row{.name = name, .pages = pages, .numbers = {}};
-      row.numbers = engine.serve([&](std::int64_t step, std::int64_t used, std::int64_t running, std::int64_t waiting) {
-        bar.at(engine.done());
-        if (steps.is_open() && pages == o.pages.front())
-          steps << '"' << name << "\"," << step << ',' << used << ',' << pages << ',' << running << ',' << waiting
-                << '\n';
-      });
-      const Numbers& n = row.numbers;
-      const double pace = static_cast<double>(n.tokens) / n.cpu_seconds;
-      if (policy.empty()) engines = pace;
-      if (by_engine.empty()) by_engine = engine.requests();
-      row.to_engine = pace / engines;
-      row.same = same_share(engine.requests(), by_engine);
-      for (const Request& request : engine.requests()) {
-        if (!prose) break;
-        const int later = request.question.empty() ? 0 : 1;
-        ++row.asked[later];
-        row.answered[later] += prose->answered(request) ? 1 : 0;
+    std::vector<Row> of_pool;
+    for (const auto& one : runs) of_pool.push_back({.name = one.first, .pages = pages});
+    for (std::int32_t round = 1; round <= o.rounds; ++round) {
+      double engines = 0;  // seconds of CPU time
+      for (std::size_t r = 0; r < runs.size(); ++r) {
+        Row& row = of_pool[r];
+        Engine engine(decoder, pages, o.page_size, runs[r].second, work);
+        std::string label = kvkeep::text(pages, " pages, ", row.name);
+        if (o.rounds > 1) label += kvkeep::text(", round ", round, " of ", o.rounds);
+        const Bar bar(std::move(label), o.requests, o.quiet);
+        const Numbers n =
+            engine.serve([&](std::int64_t step, std::int64_t used, std::int64_t running, std::int64_t waiting) {
+              bar.at(engine.done());
+              if (steps.is_open() && pages == o.pages.front() && round == 1)
+                steps << '"' << row.name << "\"," << step << ',' << used << ',' << pages << ',' << running << ','
+                      << waiting << '\n';
+            });
+        if (r == 0) engines = n.cpu_seconds;
+        row.seconds.push_back(n.seconds);
+        row.cpu_seconds.push_back(n.cpu_seconds);
+        row.to_engine.push_back(engines / n.cpu_seconds);  // the tokens are the same
+        if (round > 1) continue;
+        row.numbers = n;
+        if (by_engine.empty()) by_engine = engine.requests();
+        row.same = same_share(engine.requests(), by_engine);
+        for (const Request& request : engine.requests()) {
+          if (!prose) break;
+          const int later = request.question.empty() ? 0 : 1;
+          ++row.asked[later];
+          row.answered[later] += prose->answered(request) ? 1 : 0;
+        }
       }
+    }
+    for (const Row& row : of_pool) {
+      const Numbers& n = row.numbers;
       const auto all_steps = static_cast<double>(std::max<std::int64_t>(1, n.steps));
       if (csv.is_open())
-        csv << kvkeep::text(pages, ",\"", name, "\",", static_cast<double>(n.request_steps) / all_steps, ",",
-                            n.most_at_once, ",", n.tokens, ",", n.seconds, ",", n.cpu_seconds, ",", row.to_engine, ",",
+        csv << kvkeep::text(pages, ",\"", row.name, "\",", static_cast<double>(n.request_steps) / all_steps, ",",
+                            n.most_at_once, ",", n.tokens, ",", median(row.seconds), ",", median(row.cpu_seconds), ",",
+                            median(row.to_engine), ",", lowest(row.to_engine), ",", highest(row.to_engine), ",",
                             n.preempted, ",", n.again, ",", n.freed, ",", n.copies, ",",
                             static_cast<double>(n.page_steps) / all_steps, ",", n.most_pages, ",", n.finished, ",",
                             n.aborted, ",", n.steps, ",", row.same, ",", row.asked[0], ",", row.answered[0], ",",
                             row.asked[1], ",", row.answered[1])
-            << std::endl;  // a run that is stopped leaves its rows
-      rows.push_back(std::move(row));
+            << std::endl;  // a run that is stopped leaves the pools before
     }
+    rows.insert(rows.end(), of_pool.begin(), of_pool.end());
   }
   print_table(rows, prose.has_value());
   print_break_even(rows, o.policies);
