@@ -49,7 +49,7 @@ def over_time(runs, plt):
     below.set_xlabel("step")
     below.legend(below.get_lines()[:2], ["running", "waiting"], fontsize=8, loc="upper right", ncols=2, framealpha=0.9)
     figure.suptitle("The same requests on the same pages", fontsize=11)
-    return (above, below), figure
+    return (above, below), figure, 0
 
 
 def by_pool(runs, plt):
@@ -87,8 +87,9 @@ def by_pool(runs, plt):
     for axis in axes[1]:
         axis.set_xlabel("pages in the pool")
     handles, labels = pace.get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=9, loc="lower center", ncols=len(labels), frameon=False)
-    return axes.flat, figure
+    columns = max(1, min(len(labels), 110 // (8 + max(map(len, labels)))))
+    figure.legend(handles, labels, fontsize=9, loc="lower center", ncols=columns, frameon=False)
+    return axes.flat, figure, 0.02 + 0.03 * -(-len(labels) // columns)
 
 
 def main():
@@ -103,10 +104,10 @@ def main():
 
     runs = read(a.table)
     timeline = "step" in next(iter(runs.values()))
-    axes, figure = (over_time if timeline else by_pool)(runs, plt)
+    axes, figure, bottom = (over_time if timeline else by_pool)(runs, plt)
     for axis in axes:
         axis.grid(True, color="#dddddd", linewidth=0.6)
-    figure.tight_layout(rect=(0, 0, 1, 0.98) if timeline else (0, 0.05, 1, 1))
+    figure.tight_layout(rect=(0, bottom, 1, 0.98 if timeline else 1))
     figure.savefig(a.out, dpi=110)
 
 
