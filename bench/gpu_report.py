@@ -8,11 +8,12 @@
 
 import csv
 import json
+import os
 import pathlib
 import re
 import sys
 
-LIMIT = 9000  # characters; what is printed beside it is short
+LIMIT = int(os.environ.get("KVKEEP_GPU_REPORT", "9000"))  # characters; what is printed beside it is short
 
 
 def read_lines(path):
@@ -112,7 +113,7 @@ def tests(paths):
         skipped = set(re.findall(r"^\[  SKIPPED \] (\S+?)(?: \(|$)", text, re.M))
         failed = sorted({name.rstrip(",") for name in re.findall(r"^\[  FAILED  \] ([\w./]+\.\w[\w/]*)", text, re.M)})
         runs = len(re.findall(r"^Repeating all tests|^\[==========\] Running", text, re.M))
-        say([f"{path.stem}: {len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped" + (f", {len(set(began))} tests in {runs} runs" if runs > 1 else "")], [], 500)
+        say([f"{path.name[:-4]}: {len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped" + (f", {len(set(began))} tests in {runs} runs" if runs > 1 else "")], [], 500)
         end = []
         if began and not re.search(re.escape(began[-1]) + r"(, |  ?\()", text.rsplit(began[-1], 1)[0][-200:] + text[text.rfind(began[-1]):]):
             end.append(f"  STOPPED in {began[-1]}: it began and did not end")
@@ -135,7 +136,7 @@ def profile(folder):
         for row in csv.DictReader(text[start:]):
             if row.get("Metric Name") in wanted:
                 launches.setdefault((row["ID"], row["Kernel Name"].split("(")[0][-40:]), []).append(f"{row['Metric Name']} {row['Metric Value']} {row['Metric Unit']}")
-        say([f"{path.stem}"] + [f"  {kernel}: " + ", ".join(dict.fromkeys(said)) for (_, kernel), said in launches.items()], [], 1400)
+        say([f"{path.name[:-4]}"] + [f"  {kernel}: " + ", ".join(dict.fromkeys(said)) for (_, kernel), said in launches.items()], [], 1400)
     return 0
 
 

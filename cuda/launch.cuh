@@ -41,11 +41,13 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, c
     status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(grid.shared_bytes));
   if (status == cudaSuccess) {
-    // clang-format off: it takes >>> apart
-    kernel<<<grid.blocks, static_cast<unsigned>(grid.threads), grid.shared_bytes, stream>>>(
-        Parameters(std::forward<Arguments>(arguments))...);
-    // clang-format on
-    status = cudaGetLastError();
+    // Returns what became of this launch. cudaGetLastError() would also tell of an error that some earlier call left.
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid.blocks;
+    config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+    config.dynamicSmemBytes = grid.shared_bytes;
+    config.stream = stream;
+    status = cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...);
   }
   KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess, name, ": the launch failed: ", cudaGetErrorString(status),
                     "; given ", grid.blocks.x, " x ", grid.blocks.y, " x ", grid.blocks.z, " blocks of ", grid.threads,

@@ -19,6 +19,7 @@ using tuning::kMatrixThreads;
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr float kLog2OfE = 1.44269504F;
+constexpr float kFarAbove = 0x1p100F;  ///< times what a warp compares with: sums below it can be added up by the million
 constexpr std::int32_t kWarps = kMatrixThreads / 32;
 constexpr std::int32_t kStep = 16;  ///< queries that are multiplied at a time
 constexpr std::int32_t kSpan = 32;  ///< components whose words are next to each other
@@ -512,7 +513,7 @@ class Slots {
     const bool odd = lane() % 2 != 0;
     float sum = (odd ? sums[1] : sums[0]) + __shfl_xor_sync(0xFFFFFFFFU, odd ? sums[0] : sums[1], 1);
     sum += __shfl_xor_sync(0xFFFFFFFFU, sum, 2);
-    if (__all_sync(0xFFFFFFFFU, is_number(sum) ? 1 : 0) == 0) return false;
+    if (__all_sync(0xFFFFFFFFU, sum < kFarAbove ? 1 : 0) == 0) return false;
     if ((lane() & 2) == 0) sums_[step * kStep + lane() / 4 + (odd ? 8 : 0)] += sum;
     return true;
   }
@@ -724,24 +725,25 @@ std::int32_t of_device(cudaDeviceAttr attribute) {
   return value;
 }
 
-/// Steps of queries that a block keeps in shared memory: all of them, or as many as two blocks of a multiprocessor can.
+/// Steps of queries that a block keeps in shared memory: so many that two blocks fit a multiprocessor. Where that is not
+/// all of them, they come in turns of about the same size.
 template <int kSpans, bool kApply>
 std::int32_t resident_steps(std::int32_t wanted) {
-  const auto limit = static_cast<std::size_t>(of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin));
-  const auto bytes = [](std::int32_t steps) { return MatrixShared<kSpans, kApply>(steps).bytes; };
-  if (bytes(wanted) <= limit) return wanted;
-  std::int32_t steps = 2;
-  while (bytes(steps + 2) <= (limit - 1024) / 2) steps += 2;  // a block has 1 KiB more
-  return steps;
+  const std::size_t limit = (static_cast<std::size_t>(of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin)) - 1024) / 2;
+  std::int32_t most = 2;  // a block has 1 KiB more than it asks for
+  while (most < wanted && MatrixShared<kSpans, kApply>(most + 2).bytes <= limit) most += 2;
+  const std::int32_t turns = pieces(wanted, most);
+  return pieces(pieces(wanted, turns), 2) * 2;
 }
 
 /// pieces_of_a_row: chunks or parts of the longest row.
 template <class T, int kSpans, bool kApply>
 void launch_pass(const char* name, MatrixTask m, std::int32_t pieces_of_a_row, Stream stream) {
-  // Queries in the keys' own dtype need no second number unless they were turned.
-  const bool likely_split =
-      with_element(m.of.e.query, [](auto x) { return !std::is_same_v<decltype(x), MatrixElement<T>>; });
-  m.resident = resident_steps<kSpans, kApply>(likely_split || m.queries.most < 2 ? m.queries.most * 2 : m.queries.most);
+  // Queries that come in the keys' own dtype need no second number; those that were turned do.
+  const bool likely_split = m.of.queries != nullptr || with_element(m.of.e.query, [](auto x) {
+    return !std::is_same_v<decltype(x), MatrixElement<T>>;
+  });
+  m.resident = resident_steps<kSpans, kApply>(likely_split ? m.queries.most * 2 : m.queries.most);
   const std::int64_t blocks = std::int64_t{of_device(cudaDevAttrMultiProcessorCount)} * tuning::kMatrixBlocks,
                      at_once = std::int64_t{m.of.e.count} * pieces_of_a_row / blocks;
   m.at_once = at_once < 1                       ? 1

@@ -1,5 +1,6 @@
 // Whole events: Keeper::step over all layers and sequences of a bf16 cache, beside what LibTorch's operations need for
-// less work in the same run; and what a step costs without an event.
+// less work in the same run; and what a step costs without an event. Queries come after RoPE, which is how an event
+// reads them fastest, and in cases of their own before RoPE, or with the log-sum-exps of the engine's attention.
 //
 // `eager_us`: GPU time between two CUDA events around keeper.step(); `graph_us`: of the same event replayed from a CUDA
 // graph; `host_us`: what the call takes on the host until it returns; `launches`: kernels in the graph; medians.
@@ -7,6 +8,7 @@
 // written, and the keys once if the policy reads them.
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/gather.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/sort.h>
@@ -23,13 +25,16 @@
 namespace kvkeep::cuda {
 namespace {
 
+/// What an engine shows of its queries.
+enum class Shown : std::uint8_t { post_rope, pre_rope, with_sums };
+
 /// An engine that has nothing but a cache: its keys and values are noise, its queries one tensor that every layer
 /// shows.
 class Engine {
  public:
-  Engine(const Shape& shape, const std::string& policy, Size size, at::Device device,
+  Engine(const Shape& shape, const std::string& policy, Size size, Shown shown, at::Device device,
          std::shared_ptr<Machine> accelerator)
-      : shape_(shape), size_(size) {
+      : shape_(shape), size_(size), shown_(shown) {
     const auto there = at::TensorOptions().dtype(at::kBFloat16).device(device);
     ModelSpec spec;
     spec.query_heads = shape.query_heads(), spec.kv_heads = shape.kv_heads, spec.key_dim = spec.value_dim = shape.dim;
@@ -50,8 +55,12 @@ class Engine {
       else
         layers.emplace_back(PagedKv{keys, values});
     }
-    queries =
-        at::randn({std::int64_t{size.batch} * (size.length - size.budget), shape.query_heads(), shape.dim}, there);
+    const std::int64_t tokens = std::int64_t{size.batch} * (size.length - size.budget);
+    queries = at::randn({tokens, shape.query_heads(), shape.dim}, there);
+    // About that of normal logits.
+    if (shown == Shown::with_sums)
+      sums_ = at::full({tokens, shape.query_heads()}, std::log(static_cast<double>(size.length)) + 0.5,
+                       there.dtype(at::kFloat));
     if (size.page != 0) table_ = at::empty({size.batch, pages}, at::TensorOptions().dtype(at::kInt));
     lengths_.assign(static_cast<std::size_t>(size.batch), size.budget);
     for (std::int32_t s = 0; s < size.batch; ++s) {
@@ -65,9 +74,12 @@ class Engine {
     std::vector<std::int32_t> indptr{0};
     for (std::int32_t s = 0; s < size_.batch; ++s) indptr.push_back(indptr.back() + tokens);
     const at::Tensor shown = queries.narrow(0, 0, indptr.back());
-    for (std::int32_t l = 0; l < shape_.layers; ++l)
-      keeper->observe(
-          {.layer = l, .sequences = ids_, .indptr = indptr, .queries = shown, .basis = QueryBasis::pre_rope});
+    for (std::int32_t l = 0; l < shape_.layers; ++l) {
+      Observation seen{.layer = l, .sequences = ids_, .indptr = indptr, .queries = shown};
+      if (shown_ != Shown::pre_rope) seen.basis = QueryBasis::post_rope;
+      if (sums_.defined()) seen.log_sum_exp = sums_.narrow(0, 0, indptr.back());
+      keeper->observe(seen);
+    }
     for (std::int32_t& length : lengths_) length += tokens;
   }
   /// Adds tokens up to the next event, which is then due.
@@ -105,7 +117,8 @@ class Engine {
  private:
   Shape shape_;
   Size size_;
-  at::Tensor table_;
+  Shown shown_;
+  at::Tensor table_, sums_;
   std::vector<SequenceId> ids_;
   std::vector<std::int32_t> lengths_;
 };
@@ -117,11 +130,12 @@ std::vector<std::int32_t> kept_of(const Engine& engine, SequenceId id, std::int3
 
 /// Checks the first event of a dense cache: it keeps what the CPU keeps (if that takes less than a minute), and each
 /// kept slot's bytes are in place.
-void check_first_event(Result& result, Engine& engine, const Shape& shape, const std::string& policy, Size size) {
+void check_first_event(Result& result, Engine& engine, const Shape& shape, const std::string& policy, Size size,
+                       Shown shown) {
   const std::int32_t layer = shape.layers - 1, sequence = size.batch - 1, head = shape.kv_heads - 1;
   std::unique_ptr<Engine> cpu;
   if (std::int64_t{size.batch} * size.length <= 1536) {
-    cpu = std::make_unique<Engine>(shape, policy, size, c10::kCPU, nullptr);
+    cpu = std::make_unique<Engine>(shape, policy, size, shown, c10::kCPU, nullptr);
     cpu->become(engine);
     cpu->fill();
   }
@@ -180,10 +194,10 @@ double torch_milliseconds(const Shape& shape, Size size, const TorchStream& on) 
   return median(ms);
 }
 
-void event(Result& result, const Shape& shape, const std::string& policy, Size size) {
+void event(Result& result, const Shape& shape, const std::string& policy, Size size, Shown shown) {
   const TorchStream on;
-  Engine engine(shape, policy, size, on.device(), on.accelerator());
-  if (size.page == 0) check_first_event(result, engine, shape, policy, size);
+  Engine engine(shape, policy, size, shown, on.device(), on.accelerator());
+  if (size.page == 0) check_first_event(result, engine, shape, policy, size, shown);
   if (options().once) return;
   for (int i = 0; i < 2; ++i) {
     engine.fill();
@@ -207,14 +221,14 @@ void event(Result& result, const Shape& shape, const std::string& policy, Size s
   result.set("host_us", median(host));
   engine.fill();
   measure_graph(result, [&] { static_cast<void>(engine.cut()); }, on.native());
-  result.set("torch_us", torch_milliseconds(shape, size, on) * 1e3);
+  if (shown == Shown::post_rope) result.set("torch_us", torch_milliseconds(shape, size, on) * 1e3);
 }
 
 /// What an engine pays in every step: `eager_us` and `host_us` of showing one token's queries to all layers, `idle_us`
 /// of the step itself on the host.
 void step_without_event(Result& result, const Shape& shape, Size size) {
   const TorchStream on;
-  Engine engine(shape, "ams-tova", size, on.device(), on.accelerator());
+  Engine engine(shape, "ams-tova", size, Shown::post_rope, on.device(), on.accelerator());
   engine.observe(1);
   static_cast<void>(engine.cut());
   std::vector<double> ms, host, idle;
@@ -241,12 +255,20 @@ void add_events() {
   for (const Shape& shape : shapes()) {
     for (const Size& size : options().toy ? toy : real)
       for (const std::string policy : {"ams-tova", "tova", "ams-keydiff", "snapkv", "streaming"}) {
-        if (policy != "ams-tova" && (size.length != real[0].length || size.page != 0) && !options().toy) continue;
+        const bool is_first = size.length == real[0].length && size.page == 0;
+        if (policy != "ams-tova" && !is_first && !options().toy) continue;
         const std::string extra = options().toy ? ",window=8" : "";
         const bool has_window = policy == "ams-tova" || policy == "ams-keydiff" || policy == "snapkv";
         const std::string name = text("Event/", policy, "/", shape.name, "/batch:", size.batch, "/", size.length, "->",
                                       size.budget, size.page == 0 ? "/dense" : "/pages:16");
-        add(name, [=](Result& result) { event(result, shape, has_window ? policy + extra : policy, size); });
+        const auto add_shown = [&](const char* suffix, Shown shown) {
+          add(name + suffix,
+              [=](Result& result) { event(result, shape, has_window ? policy + extra : policy, size, shown); });
+        };
+        add_shown("", Shown::post_rope);
+        if (policy != "ams-tova" || (!is_first && !options().toy)) continue;
+        add_shown("/pre-rope", Shown::pre_rope);
+        add_shown("/log-sum-exps", Shown::with_sums);
       }
     for (const Size& size :
          options().toy ? std::vector<Size>{{2, 96, 64}} : std::vector<Size>{{1, 1536, 1024}, {32, 1536, 1024}})

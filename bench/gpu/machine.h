@@ -62,7 +62,7 @@ class DeviceArray {
     copy_back(to.data(), data_ + first, count * sizeof(T));
     return to;
   }
-  void fill(const std::vector<T>& pattern) {
+  void fill(const std::vector<T>& pattern) const {
     fill_with(reinterpret_cast<std::byte*>(data_), count_ * sizeof(T), pattern.data(), pattern.size() * sizeof(T));
   }
 

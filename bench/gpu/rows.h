@@ -131,6 +131,7 @@ struct Asked {
         key_bytes(slots * shape.dim * 2),
         keys(static_cast<std::size_t>(slots * shape.dim)),
         queries(static_cast<std::size_t>(std::int64_t{count} * shape.group * window * shape.dim)),
+        filed(queries.size()),
         scores(static_cast<std::size_t>(slots)) {
     const auto drawn_keys = static_cast<std::size_t>(length) +
                             101;  // a little more than a row: no two rows are alike, and no key appears twice in one
@@ -150,6 +151,9 @@ struct Asked {
     std::vector<float> asked((std::size_t{1} << 18) + 3);
     for (float& x : asked) x = std::bit_cast<float>(std::bit_cast<std::uint32_t>(normal(random)) >> 16 << 16);
     queries.fill(asked);
+    std::vector<std::uint16_t> halves;
+    for (const float x : asked) halves.push_back(static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x) >> 16));
+    filed.fill(halves);
     all_positions.resize(static_cast<std::size_t>(length));
     std::iota(all_positions.begin(), all_positions.end(), 0);
     positions = std::make_unique<DeviceArray<std::int32_t>>(all_positions);
@@ -169,10 +173,17 @@ struct Asked {
         std::vector<RowLimit>(static_cast<std::size_t>(count), RowLimit{budget, true, kGuarded}));
     windows = std::make_unique<DeviceArray<RowWindow>>(
         std::vector<RowWindow>(static_cast<std::size_t>(count), RowWindow{window, length - window}));
-    QueryView last;
-    last.positions = positions->data() + length - window;
-    last.ring = last.count = window;
-    views = std::make_unique<DeviceArray<QueryView>>(std::vector<QueryView>(static_cast<std::size_t>(groups()), last));
+    std::vector<QueryView> last(static_cast<std::size_t>(groups()));
+    for (std::size_t g = 0; g < last.size(); ++g) {
+      const std::int64_t head = std::int64_t{window} * shape.dim;
+      last[g].data = reinterpret_cast<const std::byte*>(filed.data() + static_cast<std::int64_t>(g) * shape.query_heads() * head);
+      last[g].dtype = Dtype::bf16;
+      last[g].token_stride = std::int64_t{shape.dim} * 2;
+      last[g].head_stride = head * 2;
+      last[g].positions = positions->data() + length - window;
+      last[g].ring = last[g].count = window;
+    }
+    views = std::make_unique<DeviceArray<QueryView>>(last);
     evidence = {.rows = rows->data(),
                 .limits = limits->data(),
                 .queries = views->data(),
@@ -208,7 +219,9 @@ struct Asked {
   std::int32_t window;
   std::int64_t key_bytes;
   DeviceArray<std::uint16_t> keys;
-  DeviceArray<float> queries, scores;
+  DeviceArray<float> queries;         ///< [groups, Hq, window, D]
+  DeviceArray<std::uint16_t> filed;  ///< the same in bf16, which `views` show
+  DeviceArray<float> scores;
   std::vector<std::int32_t> all_positions;
   std::vector<Row> host_rows;
   std::unique_ptr<DeviceArray<std::int32_t>> positions;

@@ -92,17 +92,61 @@ void prepare(Result& result, Shape shape, Size size) {
   measure(result, static_cast<double>(groups) * static_cast<double>(numbers) * 6, [&] { launch_prepare(a, stream()); });
 }
 
-void time_attention(Result& result, const Asked& asked, bool usage) {
+/// Which queries attention reads: those of the rings after RoPE, or copies in f32, which need two numbers of bf16.
+enum class Asking : std::uint8_t { filed, turned, given_sums };
+
+/// Natural log-sum-exps of the queries of one (layer, sequence), [Hq, window].
+std::vector<float> log_sums(const OnCpu& cpu, const Asked& asked) {
+  const std::int32_t dim = asked.shape.dim, window = asked.window;
+  std::vector<float> out;
+  std::vector<double> keys(cpu.keys.size());
+  for (std::size_t i = 0; i < keys.size(); ++i)
+    keys[i] = std::bit_cast<float>(static_cast<std::uint32_t>(cpu.keys[i]) << 16);
+  for (std::int32_t n = 0; n < asked.shape.query_heads() * window; ++n) {
+    const float* q = cpu.queries.data() + std::int64_t{n} * dim;
+    const double* row = keys.data() + std::int64_t{n / window / asked.shape.group} * asked.length * dim;
+    double sum = 0;
+    for (std::int32_t t = 0; t <= asked.length - window + n % window; ++t) {
+      double logit = 0;
+      for (std::int32_t d = 0; d < dim; ++d) logit += static_cast<double>(q[d]) * row[std::int64_t{t} * dim + d];
+      sum += std::exp(logit * static_cast<double>(asked.evidence.scale));
+    }
+    out.push_back(static_cast<float>(std::log(sum)));
+  }
+  return out;
+}
+
+void time_attention(Result& result, Asked& asked, bool usage, Asking asking) {
+  if (asking == Asking::turned) {
+    std::mt19937 random(5);
+    std::normal_distribution<float> normal;
+    std::vector<float> noise((std::size_t{1} << 18) + 3);
+    for (float& x : noise) x = normal(random);
+    asked.queries.fill(noise);
+  }
   const DeviceArray<float> newest(static_cast<std::size_t>(asked.slots));
   WindowAttentionArguments a{.evidence = asked.evidence,
                              .windows = asked.windows->data(),
                              .window = asked.window,
-                             .queries = asked.queries.data(),
                              .usage = usage ? asked.scores.data() : nullptr,
                              .newest = newest.data()};
+  a.evidence.query = Element::bf16;
+  if (asking == Asking::turned || !window_attention_reads_views(a.evidence, a.window)) a.queries = asked.queries.data();
+  const auto sums_of_group = static_cast<std::size_t>(asked.shape.query_heads() * asked.window);
+  const DeviceArray<float> sums(asking == Asking::given_sums ? sums_of_group * static_cast<std::size_t>(asked.groups())
+                                                             : 1);
+  if (asking == Asking::given_sums) {
+    sums.fill({8.0F});  // of groups that are not looked at
+    a.log_sum_exp = sums.data();
+  }
   const DeviceArray<std::byte> workspace(
       static_cast<std::size_t>(window_attention_workspace_bytes(a.evidence, a.window)));
   a.workspace = workspace.data();
+  for (const std::int32_t g : asked.sampled_groups()) {
+    if (asking != Asking::given_sums) break;
+    const std::vector<float> own = log_sums(OnCpu(asked, g), asked);
+    copy_there(sums.data() + static_cast<std::size_t>(g) * sums_of_group, own.data(), own.size() * sizeof(float));
+  }
   launch_window_attention(a, stream());
   for (const std::int32_t g : asked.sampled_groups()) {
     const OnCpu cpu(asked, g);
@@ -110,16 +154,20 @@ void time_attention(Result& result, const Asked& asked, bool usage) {
     if (usage) expect_close(result, "usage", asked.of_group(asked.scores, g), cpu.flat(want.usage), 1e-7, 1e-3);
     expect_close(result, "the newest query's attention", asked.of_group(newest, g), cpu.flat(want.newest), 1e-7, 1e-3);
   }
-  result.set("flop", 4.0 * static_cast<double>(asked.slots) * asked.shape.group * asked.window * asked.shape.dim);
-  measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_window_attention(a, stream()); });
+  const int passes = asking == Asking::given_sums ? 1 : 2;
+  result.set("flop", 2.0 * passes * static_cast<double>(asked.slots) * asked.shape.group * asked.window * asked.shape.dim);
+  measure(result, passes * static_cast<double>(asked.key_bytes), [&] { launch_window_attention(a, stream()); });
 }
 
+template <Asking kAsking>
 void window_attention_of_32(Result& result, Shape shape, Size size) {
-  time_attention(result, Asked(shape, size, 32), true);
+  Asked asked(shape, size, 32);
+  time_attention(result, asked, true, kAsking);
 }
 /// As TOVA alone needs it: no matrix units.
 void attention_of_the_newest(Result& result, Shape shape, Size size) {
-  time_attention(result, Asked(shape, size, 1), false);
+  Asked asked(shape, size, 1);
+  time_attention(result, asked, false, Asking::filed);
 }
 
 /// Compares the scores of a sample with those of a CPU scorer.
@@ -398,7 +446,9 @@ void expected(Result& result, Shape shape, Size size) {
 
 void add_scorers() {
   add("Prepare", prepare, {{1, 1536, 1024}, {32, 1536, 1024}});
-  add("WindowAttention", window_attention_of_32, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("WindowAttention", window_attention_of_32<Asking::filed>, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("WindowAttentionPreRope", window_attention_of_32<Asking::turned>, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("WindowAttentionGivenSums", window_attention_of_32<Asking::given_sums>, {{1, 1536, 1024}, {32, 1536, 1024}});
   add("NewestAttention", attention_of_the_newest, {{1, 1536, 1024}, {32, 1536, 1024}});
   add("Tova", tova, {{1, 1536, 1024}, {32, 1536, 1024}});
   add("KeyDiff", keydiff, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});

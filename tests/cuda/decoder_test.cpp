@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <filesystem>
 
 #include "device.h"
@@ -30,6 +31,12 @@ void move(Decoder& decoder) { decoder.use(Path::operators); }
 #else
 void move(Decoder& decoder) { decoder.to({.kind = Device::Kind::cuda, .index = 0}); }
 #endif
+
+/// The model that the repository ships; a kit of programs is told where.
+std::string model_folder() {
+  const char* const given = std::getenv("KVKEEP_TEST_MODEL_DIR");
+  return given != nullptr ? given : KVKEEP_TEST_MODEL_DIR;
+}
 
 void expect_close(const at::Tensor& expected, const at::Tensor& found) {
   ASSERT_EQ(expected.sizes(), found.sizes());
@@ -108,7 +115,7 @@ TEST_F(DeviceDecoder, GivesTheLogitsQueriesKeysAndValuesOfTheCpu) {
 }
 
 TEST_F(DeviceDecoder, GeneratesUnderAPolicyWhatTheCpuGenerates) {
-  Decoder cpu = Decoder::open(KVKEEP_TEST_MODEL_DIR), device = Decoder::open(KVKEEP_TEST_MODEL_DIR);
+  Decoder cpu = Decoder::open(model_folder()), device = Decoder::open(model_folder());
   move(device);
   std::vector<Request> requests;
   for (std::uint64_t seed = 5; seed < 8; ++seed) {
