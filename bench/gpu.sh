@@ -72,7 +72,7 @@ declare -A small=(
 readonly sanitizers=(memcheck racecheck synccheck initcheck)
 readonly smoke='Select.*:Compact.*:KnormKernel.*:WindowAttentionKernel.AgreesWithTheCpuForEveryGroupAndElement'
 readonly repeated='Compact.*:Select.*:RkvKernel.*:MassSegmentedKernel.*' # a race may need many runs to show
-readonly shards=8
+shards=8
 
 # Cases of the benches, the most important ones first.
 readonly measured=(
@@ -85,12 +85,12 @@ readonly measured=(
 # The event whose kernels are timed one by one, and kernels that ncu looks at with the case that launches them.
 readonly timed_event='^Event/ams-tova/(llama8b/batch:(1|32)/1536->1024|toy/batch:2/96->64)/dense$'
 readonly profiled=(
-  'attention_matrix_kernel WindowAttention/llama8b/batch:32'
-  'attention_f32_kernel NewestAttention/llama8b/batch:32'
-  'expected_score_kernel Expected/llama8b/batch:8'
+  'matrix_kernel WindowAttention/llama8b/batch:32'
+  'plain_kernel NewestAttention/llama8b/batch:32'
+  'unit_kernel Expected/llama8b/batch:8'
   'mass_segmented_kernel MassSegmented/llama8b/batch:32'
   'compact_kernel Compact/llama8b/batch:32'
-  'keydiff_cosine_kernel KeyDiff/llama8b/batch:32'
+  'cosine_kernel KeyDiff/llama8b/batch:32'
 )
 
 usage() { sed -n '2,39s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
@@ -171,6 +171,7 @@ finish() {
   for child in "${children[@]}"; do kill "$child" 2> /dev/null; done
   wait
   if [[ -n $stage ]]; then end_stage; fi
+  if [[ -s "$out/failures.txt" ]]; then say "" "$(head -c 3500 "$out/failures.txt")"; fi
   say "$asked: $SECONDS s$([[ ${#failed[@]} -eq 0 ]] || printf '; failed: %s' "$(IFS=,; echo "${failed[*]}")")"
   [[ ${#failed[@]} -eq 0 ]] || exit 1
   exit "$status"
@@ -206,14 +207,30 @@ stage_smoke() { step smoke "$(left)" "$tests" --gtest_color=no "--gtest_filter=$
 
 report_smoke() { say_tests smoke; }
 
+# Processes beside each other take turns at a GPU, which costs more than they gain, unless NVIDIA's MPS joins their work.
+begin_sharing() {
+  if [[ $rehearsal == 1 ]] || ! command -v nvidia-cuda-mps-control > /dev/null; then return 1; fi
+  export CUDA_MPS_PIPE_DIRECTORY="$folder/mps" CUDA_MPS_LOG_DIRECTORY="$folder/mps"
+  mkdir -p -- "$folder/mps"
+  if nvidia-cuda-mps-control -d > /dev/null 2>&1 && timeout 20 "$tests" --gtest_filter='Select.TakesARow*' > /dev/null 2>&1; then return 0; fi
+  end_sharing
+  return 1
+}
+end_sharing() {
+  echo quit | timeout 10 nvidia-cuda-mps-control > /dev/null 2>&1 || true
+  unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+}
+
 stage_test() {
-  local i limit
+  local i limit shared=0
+  if begin_sharing; then shared=1; say "test: the shards share the GPU by MPS"; else shards=2; say "test: there is no MPS, by which processes share a GPU: two shards"; fi
   limit=$(($(left) * 8 / 10))
   # Two threads in each: beside each other they would take the cores from one another.
   for ((i = 0; i < shards; ++i)); do
     start "tests.$i" "$limit" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i OMP_NUM_THREADS=2 "$tests" --gtest_color=no
   done
   gather
+  if [[ $shared == 1 ]]; then end_sharing; fi
   step repeated "$(left)" "$tests" --gtest_color=no --gtest_repeat="$([[ $rehearsal == 1 ]] && echo 2 || echo 20)" "--gtest_filter=$repeated"
 }
 
@@ -227,7 +244,7 @@ report_test() {
 stage_sanitize() {
   local tool filter only=()
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-  check_filters "$tests"
+  check_filters "$tests" > "$folder/filters.log" || say "$(head -n 5 "$folder/filters.log")"
   filter="$(IFS=:; echo "${small[*]}")"
   if [[ $rehearsal == 1 ]] || ! command -v compute-sanitizer > /dev/null; then
     say "sanitize: there is no compute-sanitizer here (or this is a rehearsal): the tests run without it"
@@ -394,6 +411,8 @@ out="${2:-build/gpu-results}"
 mkdir -p -- "$out"
 out="$(realpath -- "$out")"
 : > "$out/summary.txt"
+rm -f -- "$out/failures.txt"
+export KVKEEP_GPU_FAILURES="$out/failures.txt"
 case "$asked" in all) seconds=560 ;; first) seconds=420 ;; *) seconds=450 ;; esac
 seconds="${KVKEEP_GPU_SECONDS:-$seconds}"
 export PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin" PYTHONUNBUFFERED=1
@@ -431,14 +450,14 @@ share() { echo $(((seconds - SECONDS) * $1 / 100)); }
 
 # Characters that a stage's report may take where all of them are printed.
 declare -A room=()
-if [[ $asked == all || $asked == first ]]; then room=([build]=800 [smoke]=800 [test]=2200 [bench]=4200 [sanitize]=900 [profile]=1400); fi
+if [[ $asked == all || $asked == first ]]; then room=([build]=500 [smoke]=300 [test]=600 [bench]=3600 [sanitize]=900 [profile]=1800); fi
 
 case "$asked" in
   all | first)
     if [[ $asked == all ]]; then run_stage build "$(share 40)"; fi
     if [[ ${#failed[@]} -eq 0 ]]; then run_stage smoke "$(share 10)"; fi
     if [[ ${#failed[@]} -gt 0 ]]; then exit 1; fi  # nothing after it would mean anything
-    run_stage test "$(share 33)"
+    run_stage test "$(share 45)"
     run_stage bench "$(share 55)"
     run_stage sanitize "$(share 80)"
     run_stage profile "$(share 90)"

@@ -99,45 +99,82 @@ def bench(path, folder):
     if left:
         end.append(f"left out for want of time: {len(left)}, from {left[0]} on")
     done = {row["case"] for row in rows}
-    end += [f"STOPPED in {name}: it began and did not end" for name in begun if name not in done]
-    end += [f"FAILED {row['case']}: {row['error']}"[:300] for row in rows if "error" in row]
     say(head + table, end)
+    tell([f"STOPPED in {name}: it began and did not end" for name in begun if name not in done] + [f"FAILED {row['case']}: {row['error']}"[:300] for row in rows if "error" in row])
     return 1 if not rows else 0
 
 
 def tests(paths):
+    """All logs together: the shards of one run, or one."""
+    began, passed, skipped, failed, runs, end = [], 0, 0, [], 0, []
     for path in paths:
         text = path.read_text(errors="replace")
-        began = re.findall(r"^\[ RUN      \] (\S+)", text, re.M)
-        passed = re.findall(r"^\[       OK \] (\S+)", text, re.M)
-        skipped = set(re.findall(r"^\[  SKIPPED \] (\S+?)(?: \(|$)", text, re.M))
-        failed = sorted({name.rstrip(",") for name in re.findall(r"^\[  FAILED  \] ([\w./]+\.\w[\w/]*)", text, re.M)})
-        runs = len(re.findall(r"^Repeating all tests|^\[==========\] Running", text, re.M))
-        say([f"{path.name[:-4]}: {len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped" + (f", {len(set(began))} tests in {runs} runs" if runs > 1 else "")], [], 500)
-        end = []
-        if began and not re.search(re.escape(began[-1]) + r"(, |  ?\()", text.rsplit(began[-1], 1)[0][-200:] + text[text.rfind(began[-1]):]):
-            end.append(f"  STOPPED in {began[-1]}: it began and did not end")
-        for name in failed:
+        began_here = re.findall(r"^\[ RUN      \] (\S+)", text, re.M)
+        began += began_here
+        passed += len(re.findall(r"^\[       OK \] (\S+)", text, re.M))
+        skipped += len(set(re.findall(r"^\[  SKIPPED \] (\S+?)(?: \(|$)", text, re.M)))
+        runs = max(runs, len(re.findall(r"^Repeating all tests", text, re.M)))
+        names = sorted({name.rstrip(",") for name in re.findall(r"^\[  FAILED  \] (\w[\w./]*\.\w[\w/]*)", text, re.M)})
+        failed += names
+        if began_here and not re.search(r"^\[ .{8} \] " + re.escape(began_here[-1]) + r"\b", text[text.rfind("[ RUN      ] " + began_here[-1]) + 12 :], re.M):
+            end.append(f"STOPPED in {began_here[-1]}: it began and did not end")
+        for name in names:
             body = re.search(r"^\[ RUN      \] " + re.escape(name) + r"$(.*?)^\[  FAILED  \] ", text, re.M | re.S)
-            end.append(f"  FAILED {name}" + ("".join("\n    " + line[:160] for line in body[1].strip().splitlines()[:6]) if body else ""))
-        say([], end, LIMIT // len(paths))
+            end.append(f"FAILED {name}" + ("".join("\n    " + line[:160] for line in body[1].strip().splitlines()[:6]) if body else ""))
+    say([f"{paths[0].name.split('.')[0]}: {passed} passed, {len(failed)} failed, {skipped} skipped" + (f", {len(set(began))} tests in {runs} runs" if runs > 1 else "")], [])
+    tell(end)
     return 0
+
+
+def pages_of(path):
+    """Rows of ncu's page as CSV in a log; None: there is none."""
+    text = path.read_text(errors="replace").splitlines()
+    start = next((i for i, line in enumerate(text) if line.startswith('"ID"')), None)
+    return None if start is None else list(csv.DictReader(text[start:]))
+
+
+def short(kernel):
+    """The name of a kernel without its namespace and arguments."""
+    return re.sub(r"\(.*", "", kernel.replace("(anonymous namespace)", "").replace("<unnamed>", "")).split("::")[-1] if "<" not in kernel else re.sub(r"^.*?(\w+)<.*", r"\1", re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", kernel))
 
 
 def profile(folder):
     wanted = ["Duration", "Memory Throughput", "DRAM Throughput", "Compute (SM) Throughput", "L1/TEX Hit Rate", "L2 Hit Rate", "Registers Per Thread", "Achieved Occupancy", "Theoretical Occupancy"]
     for path in sorted(folder.glob("*.log")):
-        text = path.read_text(errors="replace").splitlines()
-        start = next((i for i, line in enumerate(text) if line.startswith('"ID"')), None)
-        if start is None:
-            say([f"{path.stem}: ncu gave no page"], ["  " + line[:200] for line in text if "ERR" in line or "==ERROR==" in line][:3] or ["  " + line[:200] for line in text[-2:]], 1200)
+        rows = pages_of(path)
+        if rows is None:
+            text = path.read_text(errors="replace").splitlines()
+            say([], [f"{path.name[:-4]}: ncu gave no page"] + ["  " + line[:200] for line in text if "ERR" in line or "==ERROR==" in line][:3], 1200)
+            continue
+        if path.name == "event.log":
+            say(["us of each kernel of an event, in the order of their launches, caches cold:"] + times(rows), [])
             continue
         launches = {}
-        for row in csv.DictReader(text[start:]):
+        for row in rows:
             if row.get("Metric Name") in wanted:
-                launches.setdefault((row["ID"], row["Kernel Name"].split("(")[0][-40:]), []).append(f"{row['Metric Name']} {row['Metric Value']} {row['Metric Unit']}")
-        say([f"{path.name[:-4]}"] + [f"  {kernel}: " + ", ".join(dict.fromkeys(said)) for (_, kernel), said in launches.items()], [], 1400)
+                launches.setdefault((row["ID"], short(row["Kernel Name"])), []).append(f"{row['Metric Name']} {row['Metric Value']} {row['Metric Unit']}")
+        say([f"{path.name[:-4]}"] + [f"  {kernel}: " + ", ".join(dict.fromkeys(said)) for (_, kernel), said in launches.items()], [], 600)
     return 0
+
+
+def times(rows):
+    """Durations by grid: the kernels that observe are launched for every layer, and shown once."""
+    found = {}
+    for row in rows[1:]:  # the first has the units
+        found.setdefault((short(row["Kernel Name"]), row["Grid Size"], row["launch__shared_mem_per_block"], row["launch__registers_per_thread"]), []).append(float(row["gpu__time_duration.sum"].replace(",", "")) / 1e3)
+    return [f"  {kernel:34} {grid:>18} blocks, {shared:>8} KB shared, {registers:>3} registers: " + " ".join(f"{us:.1f}" for us in of[:2]) + (f" ... ({len(of)})" if len(of) > 2 else "") for (kernel, grid, shared, registers), of in found.items()]
+
+
+def tell(failures):
+    """Failures come last of all: gpu.sh prints what stands in its file at the end."""
+    if not failures:
+        return
+    path = os.environ.get("KVKEEP_GPU_FAILURES")
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("\n".join(failures) + "\n")
+    else:
+        say([], failures)
 
 
 def say(body, end, limit=LIMIT):

@@ -35,9 +35,9 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, c
   model::launch(name, grid.blocks, grid.threads, grid.shared_bytes, stream,
                 [kernel, copied = std::tuple<Parameters...>(arguments...)] { std::apply(kernel, copied); });
 #else
-  constexpr std::size_t kWithoutAsking = 48 << 10;
   cudaError_t status = cudaSuccess;
-  if (grid.shared_bytes > kWithoutAsking)
+  // Without asking a block gets 48 KiB, what the kernel declares as static included, which is not known here.
+  if (grid.shared_bytes > 0)
     status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(grid.shared_bytes));
   if (status == cudaSuccess) {

@@ -171,7 +171,7 @@ TEST_F(Compact, CarriesTheColumnsWithTheirSlots) {
       const DeviceArray<std::int32_t> slots(c.slots), column(positions);
       const DeviceArray<float> given(c.credit);
       const DeviceArray<std::int64_t> indptr(c.indptr);
-      const DeviceArray<float> fresh(c.credit), credit(c.credit.size());
+      const DeviceArray<float> fresh(c.credit), credit = DeviceArray<float>::poisoned(c.credit.size());
       const DeviceArray<Row> rows(c.rows_at(bytes.data(), nullptr));
       std::vector<ColumnMove> moves;
       for (const Row& row : c.rows)

@@ -93,8 +93,8 @@ class Both {
     }
     const DeviceArray<RowMatrix> there(matrices);
     const DeviceArray<FactorsFound> found(std::vector<FactorsFound>(matrices.size(), FactorsFound{-7}));
-    const DeviceArray<std::byte> coarse(matrices.size() * static_cast<std::size_t>(dim_ * number)),
-        factors(static_cast<std::size_t>(all * number));
+    const auto coarse = DeviceArray<std::byte>::poisoned(matrices.size() * static_cast<std::size_t>(dim_ * number)),
+               factors = DeviceArray<std::byte>::poisoned(static_cast<std::size_t>(all * number));
     launch_factorise({.matrices = there.data(),
                       .count = static_cast<std::int32_t>(matrices.size()),
                       .longest = *std::max_element(lengths_.begin(), lengths_.end()),

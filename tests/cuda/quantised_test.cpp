@@ -46,13 +46,21 @@ class Quantised {
     for (std::int32_t r = 0; r < kRows && of_ == ScaleOf::slot; ++r) {
       const std::int32_t length = engine_.lengths.at(id)[static_cast<std::size_t>(r)];
       for (std::int32_t t = length - tokens; t < length; ++t)
-        for (const bool value : {false, true}) scale(id, r, t, value).fill_(any());
+        for (const bool value : {false, true}) scale_in(scales_, id, r, t, value).fill_(any());
     }
   }
 
-  /// The scale of a slot.
-  [[nodiscard]] at::Tensor scale(SequenceId id, std::int32_t r, std::int32_t t, bool value) const {
-    const at::Tensor& all = scales_[static_cast<std::size_t>(r / kHeads * 2 + (value ? 1 : 0))];
+  /// The scales of all slots as they are now, on the host.
+  [[nodiscard]] std::vector<at::Tensor> on_host() const {
+    std::vector<at::Tensor> here;
+    for (const at::Tensor& side : scales_) here.push_back(side.to(c10::kCPU));
+    return here;
+  }
+
+  /// The scale of a slot. `scales`: of all.
+  [[nodiscard]] at::Tensor scale_in(const std::vector<at::Tensor>& scales, SequenceId id, std::int32_t r,
+                                    std::int32_t t, bool value) const {
+    const at::Tensor& all = scales[static_cast<std::size_t>(r / kHeads * 2 + (value ? 1 : 0))];
     if constexpr (kPaged)
       return all[engine_.sequences.pages(id)[static_cast<std::size_t>(t / kPageSize)]][t % kPageSize][r % kHeads];
     else
@@ -99,6 +107,7 @@ void expect_as_on_cpu(const char* policy, Dtype format, ScaleOf of, AnyEngine& d
     device.feed(numbers);
     for (std::size_t i = 0; i < work.size(); ++i) cache.bring(work[i].first, work[i].second);
     Numbers read = numbers;
+    const std::vector<at::Tensor> scales = cache.on_host();
     for (std::int32_t l = 0; l < kLayers; ++l)
       for (const bool value : {false, true}) {
         at::Tensor& rows = (value ? read.values : read.keys)[static_cast<std::size_t>(l)];
@@ -108,7 +117,7 @@ void expect_as_on_cpu(const char* policy, Dtype format, ScaleOf of, AnyEngine& d
             const auto [id, tokens] = work[i];
             const std::int32_t r = l * kHeads + h, length = device.lengths.at(id)[static_cast<std::size_t>(r)];
             for (std::int32_t t = 0; t < tokens; ++t)
-              rows[numbers.indptr[i] + t][h].mul_(cache.scale(id, r, length - tokens + t, value));
+              rows[numbers.indptr[i] + t][h].mul_(cache.scale_in(scales, id, r, length - tokens + t, value));
           }
       }
     cpu.feed(read);
@@ -124,12 +133,14 @@ void expect_as_on_cpu(const char* policy, Dtype format, ScaleOf of, AnyEngine& d
       }
   }
   EXPECT_GE(events, 3);
+  const Engine::OnHost copy(device);
+  const std::vector<at::Tensor> scales = cache.on_host();
   for (const auto& [id, lengths] : device.lengths)
     for (std::int32_t r = 0; r < kRows; ++r)
       for (std::int32_t t = 0; t < lengths[static_cast<std::size_t>(r)]; ++t)
         for (const bool value : {false, true}) {
           const at::Tensor number = device.slot_of(id, r / kHeads, r % kHeads, t, value).to(at::kFloat),
-                           scale = cache.scale(id, r, t, value);
+                           scale = cache.scale_in(scales, id, r, t, value);
           ASSERT_TRUE(same_bits(number.mul(scale), cpu.slot_of(id, r / kHeads, r % kHeads, t, value)))
               << "slot " << t << ", row " << r << ", sequence " << id;
         }

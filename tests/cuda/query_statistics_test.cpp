@@ -95,8 +95,8 @@ class Twins {
     std::vector<MomentsView> views;
     for (const QueryStatistics& one : device) views.push_back(one.view());
     const DeviceArray<MomentsView> there(views);
-    const DeviceArray<double> mean(views.size() * static_cast<std::size_t>(heads * dim)),
-        second(views.size() * static_cast<std::size_t>(heads * triangle));
+    const auto mean = DeviceArray<double>::poisoned(views.size() * static_cast<std::size_t>(heads * dim)),
+               second = DeviceArray<double>::poisoned(views.size() * static_cast<std::size_t>(heads * triangle));
     SumMomentsArguments sum;
     sum.views = there.data();
     sum.groups = static_cast<std::int32_t>(views.size());

@@ -34,6 +34,10 @@ class Arrays {
     made.strides = const_cast<std::int64_t*>(kept_.back().strides().data());
     return &made;
   }
+  void clear() {
+    kept_.clear();
+    made_.clear();
+  }
 
  private:
   std::deque<at::Tensor> kept_;
@@ -102,12 +106,22 @@ class CEngine {
 
   [[nodiscard]] at::Tensor slot_of(std::int64_t id, std::int32_t layer, std::int32_t head, std::int32_t slot,
                                    bool value) const {
-    const at::Tensor& all = (value ? values : keys)[static_cast<std::size_t>(layer)];
+    return slot_in((value ? values : keys)[static_cast<std::size_t>(layer)], id, head, slot);
+  }
+  /// The same in a layer's side, or a copy of it.
+  [[nodiscard]] at::Tensor slot_in(const at::Tensor& all, std::int64_t id, std::int32_t head, std::int32_t slot) const {
     if (!paged) return all[id][head][slot];
     return all[pages.at(id)[static_cast<std::size_t>(slot / pool.page_size())]][head][slot % pool.page_size()];
   }
 
+  /// What `queries` of earlier calls showed may be gone then: the device has passed it.
   void feed(const Numbers& numbers) {
+    std::vector<at::Tensor> new_keys, new_values;
+    for (std::size_t l = 0; l < kLayers; ++l) {
+      new_keys.push_back(numbers.keys[l].to(device));
+      new_values.push_back(numbers.values[l].to(device));
+    }
+    shown_.clear();
     for (std::size_t i = 0; i < numbers.ids.size(); ++i) {
       const std::int64_t id = numbers.ids[i];
       const std::int32_t tokens = numbers.indptr[i + 1] - numbers.indptr[i];
@@ -117,8 +131,7 @@ class CEngine {
         for (std::int32_t r = 0; r < kRows; ++r)
           for (const bool value : {false, true})
             slot_of(id, r / kHeads, r % kHeads, lengths.at(id)[static_cast<std::size_t>(r)] + t, value)
-                .copy_((value ? numbers.values
-                              : numbers.keys)[static_cast<std::size_t>(r / kHeads)][numbers.indptr[i] + t][r % kHeads]);
+                .copy_((value ? new_values : new_keys)[static_cast<std::size_t>(r / kHeads)][numbers.indptr[i] + t][r % kHeads]);
       for (std::int32_t& length : lengths.at(id)) length += tokens;
     }
     if (records) {
@@ -132,8 +145,8 @@ class CEngine {
       ASSERT_EQ(kvkeep_begin_step(keeper.get(), &step), KVKEEP_OK) << kvkeep_last_error();
     }
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      Arrays arrays;
-      const kvkeep_tensor* queries = arrays.of(numbers.queries[static_cast<std::size_t>(l)].to(device));
+      // Until the stream of the keeper has passed them, which may not be the one that LibTorch's allocator knows.
+      const kvkeep_tensor* queries = shown_.of(numbers.queries[static_cast<std::size_t>(l)].to(device));
       if (records) {
         ASSERT_EQ(kvkeep_record(keeper.get(), l, queries, nullptr), KVKEEP_OK) << kvkeep_last_error();
         continue;
@@ -210,10 +223,19 @@ class CEngine {
   std::map<std::int64_t, Ints> lengths;
   std::map<std::int64_t, Ints> pages;
   kvkeep_page_allocator allocator{};
+
+ private:
+  Arrays shown_;
 };
 
 /// Slots, positions and rows are those of an engine in C++.
 inline void expect_same(const Engine& cpp, const CEngine& c) {
+  const Engine::OnHost copy(cpp);
+  std::vector<at::Tensor> keys, values;
+  for (std::size_t l = 0; l < kLayers; ++l) {
+    keys.push_back(c.keys[l].to(c10::kCPU));
+    values.push_back(c.values[l].to(c10::kCPU));
+  }
   for (const auto& [id, lengths] : c.lengths)
     for (std::int32_t r = 0; r < kRows; ++r) {
       const auto held = cpp.keeper.positions(id, r / kHeads, r % kHeads);
@@ -221,7 +243,7 @@ inline void expect_same(const Engine& cpp, const CEngine& c) {
       for (std::int32_t t = 0; t < lengths[static_cast<std::size_t>(r)]; ++t)
         for (const bool value : {false, true})
           ASSERT_TRUE(same_bits(cpp.slot_of(id, r / kHeads, r % kHeads, t, value),
-                                c.slot_of(id, r / kHeads, r % kHeads, t, value)))
+                                c.slot_in((value ? values : keys)[static_cast<std::size_t>(r / kHeads)], id, r % kHeads, t)))
               << "slot " << t << ", row " << r << ", sequence " << id;
     }
 }

@@ -95,6 +95,7 @@ class Engine {
     const Ints indptr{0, slots};
     for (std::int32_t l = 0; l < kLayers; ++l) {
       at::Tensor first = at::empty({slots, kHeads}, at::TensorOptions().dtype(at::kFloat));
+      const OnHost copy(*this);
       for (std::int32_t h = 0; h < kHeads; ++h)
         for (std::int32_t t = 0; t < slots; ++t) first[t][h] = slot_of(id, l, h, t, false)[0];
       keeper.give(
@@ -120,13 +121,16 @@ class Engine {
                          .log_sum_exp = gives_log_sum_exp,
                          .positions = positions});
     for (std::int32_t l = 0; l < kLayers; ++l) {
+      // Sent once: a copy from the host waits for the device.
+      const at::Tensor keys = numbers.keys[static_cast<std::size_t>(l)].to(torch_device(keeper.device())),
+                       values = numbers.values[static_cast<std::size_t>(l)].to(torch_device(keeper.device()));
       for (std::size_t i = 0; i < numbers.ids.size(); ++i)
         for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t)
           for (std::int32_t h = 0; h < kHeads; ++h) {
             const std::int32_t slot =
                 lengths.at(numbers.ids[i])[static_cast<std::size_t>(l * kHeads + h)] + t - numbers.indptr[i];
-            slot_of(numbers.ids[i], l, h, slot, false).copy_(numbers.keys[static_cast<std::size_t>(l)][t][h]);
-            slot_of(numbers.ids[i], l, h, slot, true).copy_(numbers.values[static_cast<std::size_t>(l)][t][h]);
+            slot_of(numbers.ids[i], l, h, slot, false).copy_(keys[t][h]);
+            slot_of(numbers.ids[i], l, h, slot, true).copy_(values[t][h]);
           }
       const at::Tensor queries = numbers.queries[static_cast<std::size_t>(l)].to(torch_device(keeper.device()));
       const at::Tensor normalisers = gives_log_sum_exp ? log_sum_exps(numbers, l, places) : at::Tensor();
@@ -173,6 +177,26 @@ class Engine {
   [[nodiscard]] virtual at::Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
                                            bool value) const = 0;
 
+  /// While it lives, slot_of() gives slots of a copy on the host: one read of a device instead of one for every slot.
+  class OnHost {
+   public:
+    explicit OnHost(const Engine& engine) : copy_(engine.copy_) {
+      const auto here = [](const Tensor& side) { return torch_tensor(side).to(c10::kCPU); };
+      if (torch_device(engine.keeper.device()).is_cpu()) return;
+      for (const LayerKv& layer : engine.layers)
+        if (const auto* dense = std::get_if<DenseKv>(&layer))
+          copy_.emplace_back(DenseKv{here(dense->keys), here(dense->values)});
+        else
+          copy_.emplace_back(PagedKv{here(std::get<PagedKv>(layer).keys), here(std::get<PagedKv>(layer).values)});
+    }
+    ~OnHost() { copy_.clear(); }
+    OnHost(const OnHost&) = delete;
+    OnHost& operator=(const OnHost&) = delete;
+
+   private:
+    std::vector<LayerKv>& copy_;
+  };
+
   Keeper keeper;
   /// Instead of observe(), in every layer of a step that begin_step() has counted.
   std::function<void(std::int32_t layer, const at::Tensor& queries, const at::Tensor& log_sum_exp)> record;
@@ -187,6 +211,10 @@ class Engine {
   virtual void make_room(const Numbers& numbers) = 0;
   virtual CacheView view_of(const std::vector<SequenceId>& ids) = 0;
   virtual void settle(const CacheView& view, const Report& report) = 0;
+  /// A layer as slot_of() shows it.
+  [[nodiscard]] const LayerKv& shown(std::int32_t layer) const {
+    return (copy_.empty() ? layers : copy_)[static_cast<std::size_t>(layer)];
+  }
 
  private:
   /// Of every query over all slots that it sees, as attention would have it. `places`: of the tokens.
@@ -195,6 +223,7 @@ class Engine {
     const auto pairs = static_cast<std::int64_t>(rope.inv_freq.size());
     std::vector<float> cosines(rope.inv_freq.size()), sines(rope.inv_freq.size());
     at::Tensor all = at::empty({numbers.indptr.back(), 4}, at::TensorOptions().dtype(at::kFloat));
+    const OnHost copy(*this);
     for (std::size_t i = 0; i < numbers.ids.size(); ++i)
       for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t) {
         rope_at(rope, places[static_cast<std::size_t>(t)], cosines.data(), sines.data());
@@ -228,6 +257,7 @@ class Engine {
 
   bool ragged_;
   Ints flat_;
+  mutable std::vector<LayerKv> copy_;
 };
 
 class DenseEngine final : public Engine {
@@ -244,7 +274,7 @@ class DenseEngine final : public Engine {
   }
   [[nodiscard]] at::Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
                                    bool value) const override {
-    const auto& kv = std::get<DenseKv>(layers[static_cast<std::size_t>(layer)]);
+    const auto& kv = std::get<DenseKv>(shown(layer));
     return torch_tensor(value ? kv.values : kv.keys)[id][head][slot];
   }
 
@@ -298,7 +328,7 @@ class PagedEngine final : public Engine {
   }
   [[nodiscard]] at::Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
                                    bool value) const override {
-    const auto& kv = std::get<PagedKv>(layers[static_cast<std::size_t>(layer)]);
+    const auto& kv = std::get<PagedKv>(shown(layer));
     const at::Tensor page = torch_tensor(
         value ? kv.values : kv.keys)[sequences.pages(id)[static_cast<std::size_t>(slot / pool.page_size())]];
     return layout_ == PageLayout::slot_head ? page[slot % pool.page_size()][head] : page[head][slot % pool.page_size()];
@@ -342,6 +372,7 @@ inline bool same_bits(const at::Tensor& one, const at::Tensor& other) {
 
 inline void expect_alike(const Engine& dense, const Engine& paged) {
   ASSERT_EQ(dense.lengths, paged.lengths);
+  const Engine::OnHost here(dense), there(paged);
   for (const auto& [id, lengths] : dense.lengths)
     for (std::int32_t r = 0; r < kRows; ++r) {
       const auto a = dense.keeper.positions(id, r / kHeads, r % kHeads),

@@ -133,6 +133,7 @@ class Engine {
       indptr.push_back(indptr.back() + static_cast<std::int32_t>(present[id].size()));
     }
     queries = at::empty({indptr.back(), kQueryHeads, kKeyDim}, at::TensorOptions().dtype(at::kFloat));
+    const OnHost mirror(*this, l, true);
     float* q = queries.data_ptr<float>();
     for (const SequenceId id : active) {
       std::int32_t i = 0;
@@ -214,6 +215,7 @@ class Engine {
 
   /// Every row is as long as the keeper says, and holds K and V of the positions that it says.
   void expect_holds(SequenceId id) {
+    const OnHost mirror(*this);
     for (std::int32_t r = 0; r < kRows; ++r) {
       const auto positions = keeper.positions(id, r / kHeads, r % kHeads);
       ASSERT_EQ(static_cast<std::int32_t>(positions.size()), lengths[id][static_cast<std::size_t>(r)])
@@ -236,6 +238,7 @@ class Engine {
     keeper.restore(id, file);
     lengths[id] = from.lengths.at(id), tokens[id] = from.tokens.at(id), fed[id] = from.fed.at(id);
     if (page_size_ > 0) ASSERT_TRUE(pages.admit(id, *std::ranges::max_element(lengths[id])).given());
+    const OnHost theirs(from), ours(*this, -1, true);
     for (std::int32_t r = 0; r < kRows; ++r)
       for (std::int32_t slot = 0; slot < lengths[id][static_cast<std::size_t>(r)]; ++slot)
         for (const Side side : {Side::key, Side::value}) {
@@ -244,6 +247,46 @@ class Engine {
           put(numbers, id, r / kHeads, r % kHeads, slot, side);
         }
   }
+
+  /// While it lives, put() and get() work on a copy on the host, which goes back if `writes`: one copy of a layer
+  /// instead of one for every slot. layer: -1 for all.
+  class OnHost {
+   public:
+    explicit OnHost(const Engine& engine, std::int32_t layer = -1, bool writes = false)
+        : engine_(engine), writes_(writes) {
+      if (torch_device(engine.keeper.device()).is_cpu()) return;
+      engine.copy_ = engine.layers;
+      for (std::int32_t l = 0; l < kLayers; ++l)
+        if (layer < 0 || l == layer)
+          each_side(l, [](const Tensor& there, Tensor& here) { here = torch_tensor(there).to(c10::kCPU); });
+    }
+    ~OnHost() {
+      for (std::int32_t l = 0; writes_ && !engine_.copy_.empty() && l < kLayers; ++l)
+        each_side(l, [](const Tensor& there, Tensor& here) {
+          if (here.device().is_cpu()) torch_tensor(there).copy_(torch_tensor(here));
+        });
+      engine_.copy_.clear();
+    }
+    OnHost(const OnHost&) = delete;
+    OnHost& operator=(const OnHost&) = delete;
+
+   private:
+    template <class Do>
+    void each_side(std::int32_t l, Do&& with) const {
+      std::visit(
+          [&](const auto& there) {
+            using Kv = std::decay_t<decltype(there)>;
+            if constexpr (!std::is_same_v<Kv, std::monostate>) {
+              Kv& here = std::get<Kv>(engine_.copy_[static_cast<std::size_t>(l)]);
+              with(there.keys, here.keys), with(there.values, here.values);
+            }
+          },
+          engine_.layers[static_cast<std::size_t>(l)]);
+    }
+
+    const Engine& engine_;
+    bool writes_;
+  };
 
   /// Writes one slot, wherever the cache is.
   void put(float* numbers, SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t at, Side side) const {
@@ -270,7 +313,7 @@ class Engine {
   /// The side of a layer, and the number where a slot begins.
   [[nodiscard]] std::pair<const Tensor*, std::int64_t> slot(SequenceId id, std::int32_t layer, std::int32_t head,
                                                             std::int32_t at, Side side) const {
-    const LayerKv& kv = layers[static_cast<std::size_t>(layer)];
+    const LayerKv& kv = (copy_.empty() ? layers : copy_)[static_cast<std::size_t>(layer)];
     const auto of = [side](const auto& sides) { return side == Side::value ? &sides.values : &sides.keys; };
     if (page_size_ == 0) return {of(std::get<DenseKv>(kv)), ((id * kHeads + head) * kCapacity + at) * dim_of(side)};
     const std::int64_t page = pages.pages(id)[static_cast<std::size_t>(at / page_size_)];
@@ -278,6 +321,7 @@ class Engine {
   }
 
   std::int32_t page_size_;
+  mutable std::vector<LayerKv> copy_;
 
  public:
   PagePool pool;
