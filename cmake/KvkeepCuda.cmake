@@ -60,6 +60,7 @@ endfunction()
 function(kvkeep_add_cuda_model headers)
   kvkeep_model_sources(model_sources)
   kvkeep_glob(sources src/cuda tests/cuda_model)
+  list(FILTER sources EXCLUDE REGEX "/src/cuda/torch_memory.cpp$")  # the model's own stands for it
   if(KVKEEP_SANITIZE)
     # The check of accesses against sizes that the compiler can work out takes Clang 14 90 s for its unrolled loops; the address sanitizer checks the same accesses when they are made.
     set_source_files_properties("${PROJECT_BINARY_DIR}/generated/cuda_model/expected.cpp" PROPERTIES COMPILE_OPTIONS -fno-sanitize=object-size)

@@ -4,6 +4,7 @@
 #include "launch.cuh"
 #include "select.cuh"
 #include "tuning.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -125,6 +126,7 @@ std::int64_t adaptive_heads_workspace_bytes(const AdaptiveHeadsArguments& argume
 }
 
 void launch_adaptive_heads(const AdaptiveHeadsArguments& a, Stream stream) {
+  require_aligned("adaptive_heads", a.workspace);
   constexpr std::int64_t kMostSlots = 0x7FFFFFFF;
   KVKEEP_REQUIRE(a.safeguard >= 0 && a.safeguard <= 1, "adaptive_heads: safeguard; given ", a.safeguard,
                  "; allowed 0 to 1");

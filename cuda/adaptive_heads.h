@@ -23,7 +23,7 @@ struct AdaptiveHeadsArguments {
   const std::int64_t* indptr = nullptr;  ///< i64 [count + 1] where each row's kept slots go: room for as many as
                                          ///< cpu::most_across_heads() allows
   std::int32_t* slots = nullptr;  ///< i32 [indptr[count]] out, ascending from each row's beginning; null: counts alone
-  void* workspace = nullptr;      ///< adaptive_heads_workspace_bytes(), aligned to 8
+  void* workspace = nullptr;      ///< adaptive_heads_workspace_bytes(), aligned to 32
 };
 
 /// 8 bytes per row and per (layer, sequence).

@@ -3,6 +3,7 @@
 #include "launch.cuh"
 #include "select.cuh"
 #include "tuning.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -161,6 +162,7 @@ std::int64_t chunks_workspace_bytes(const ChunksArguments& arguments) {
 }
 
 void launch_chunks(const ChunksArguments& a, Stream stream) {
+  require_aligned("chunks", a.workspace);
   KVKEEP_REQUIRE(a.options.chunk >= 1, "chunks: chunk; given ", a.options.chunk, "; allowed from 1 on");
   Task task{};
   divide(a, task);

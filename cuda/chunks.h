@@ -25,7 +25,7 @@ struct ChunksArguments {
   const std::int64_t* indptr =
       nullptr;  ///< i64 [count + 1] where each row's kept slots go: min(budget, length) for a due row, all for others
   std::int32_t* slots = nullptr;  ///< i32 [indptr[count]] out, ascending in each row
-  void* workspace = nullptr;      ///< chunks_workspace_bytes(), aligned to 8
+  void* workspace = nullptr;      ///< chunks_workspace_bytes(), aligned to 32
 };
 
 /// 8 bytes per slot, and 8 per row and chunk of the longest one.

@@ -7,6 +7,7 @@
 #include "parts.cuh"
 #include "select.cuh"
 #include "tuning.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -294,6 +295,7 @@ std::int64_t critical_workspace_bytes(const CriticalArguments& arguments) {
 }
 
 void launch_critical(const CriticalArguments& a, Stream stream) {
+  require_aligned("critical", a.workspace);
   check_dim("critical: values", a.value_dim);
   check_wide("critical", "output projections", a.projection);
   KVKEEP_REQUIRE(a.first_stage >= 0 && a.first_stage <= 1, "critical: first_stage; given ", a.first_stage,

@@ -29,7 +29,7 @@ struct CriticalArguments {
   const std::int32_t* counts = nullptr;  ///< i32 [count] how many they are, if indptr has room for more (adaptive
                                          ///< heads: those of launch_adaptive_heads()); null: as many as indptr says
   std::int32_t* slots = nullptr;         ///< i32 [indptr[count]] out, ascending in each row
-  void* workspace = nullptr;  ///< critical_workspace_bytes(), aligned to 4; afterwards holds f32 v[t] of the rows that
+  void* workspace = nullptr;  ///< critical_workspace_bytes(), aligned to 32; afterwards holds f32 v[t] of the rows that
                               ///< were cut, flat
 };
 

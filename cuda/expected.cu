@@ -433,6 +433,7 @@ std::int64_t expected_workspace_bytes(const ExpectedArguments& arguments) {
 }
 
 void launch_expected(const ExpectedArguments& a, Stream stream) {
+  require_aligned("expected", a.workspace);
   const EvidenceArguments& e = a.evidence;
   check_dim("expected", e.dim);
   if (a.value_norm) check_dim("expected: values", a.value_dim);

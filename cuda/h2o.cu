@@ -51,6 +51,7 @@ std::int64_t h2o_workspace_bytes(const H2OArguments& arguments) {
 }
 
 void launch_h2o(const H2OArguments& a, Stream stream) {
+  require_aligned("h2o", a.workspace);
   check_dim("h2o", a.evidence.dim);
   Task task{};
   divide(a, task);

@@ -12,7 +12,7 @@ struct H2OArguments {
   const float* queries = nullptr;  ///< f32 [groups, Hq, window, D] from launch_prepare
   std::int32_t window = 512;       ///< H2OOptions::window
   float* scores = nullptr;         ///< f32 [slots] at Row::first
-  void* workspace = nullptr;       ///< h2o_workspace_bytes(), aligned to 16
+  void* workspace = nullptr;       ///< h2o_workspace_bytes(), aligned to 32
 };
 
 /// window_attention_workspace_bytes(), and 8 bytes per row. It grows with `window` times the query heads: a caller

@@ -3,6 +3,7 @@
 #include "key_lanes.cuh"
 #include "kvkeep/score/keydiff.h"
 #include "launch.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -94,6 +95,7 @@ std::int64_t keydiff_workspace_bytes(const EvidenceArguments& e) {
 }
 
 void launch_keydiff(const KeyDiffArguments& a, Stream stream) {
+  require_aligned("keydiff", a.workspace);
   check_dim("keydiff", a.evidence.dim);
   Task task{a.evidence, a.scores, static_cast<double*>(a.workspace), nullptr, key_chunks(a.evidence)};
   task.anchors = reinterpret_cast<float*>(task.partial + std::int64_t{task.e.count} * task.chunks * task.e.dim);

@@ -9,7 +9,7 @@ namespace kvkeep::cuda {
 struct KeyDiffArguments {
   EvidenceArguments evidence;
   float* scores = nullptr;    ///< f32 [slots] at Row::first; holds the norms in between
-  void* workspace = nullptr;  ///< keydiff_workspace_bytes(), aligned to 8
+  void* workspace = nullptr;  ///< keydiff_workspace_bytes(), aligned to 32
 };
 
 /// 8 D bytes for every (row, chunk of 1024 slots of the longest row), and 4 (D + 1) for every row.

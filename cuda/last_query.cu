@@ -3,6 +3,7 @@
 #include "key_lanes.cuh"
 #include "kvkeep/core/pool.h"
 #include "launch.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -80,6 +81,7 @@ std::int64_t last_query_workspace_bytes(const LastQueryArguments& arguments) {
 }
 
 void launch_last_query(const LastQueryArguments& a, Stream stream) {
+  require_aligned("last query", a.workspace);
   const EvidenceArguments& e = a.evidence;
   check_dim("last query", e.dim);
   check_pool("last query", a.pool);

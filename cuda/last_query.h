@@ -13,7 +13,7 @@ struct LastQueryArguments {
   std::int32_t pool = 5;           ///< tokens averaged over, odd; 1: none
   std::int64_t slots = 0;          ///< of all rows
   float* scores = nullptr;         ///< f32 flat over the groups, each [length]
-  void* workspace = nullptr;       ///< last_query_workspace_bytes(), aligned to 4
+  void* workspace = nullptr;       ///< last_query_workspace_bytes(), aligned to 32
 };
 
 /// 4 bytes for every token of a group.

@@ -1,7 +1,6 @@
 #pragma once
 /// The one way a kernel starts.
 
-#include <tuple>
 #include <utility>
 
 #include "kvkeep/core/error.h"
@@ -32,9 +31,8 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, c
             Arguments&&... arguments) {
   if (grid.blocks.x == 0 || grid.blocks.y == 0 || grid.blocks.z == 0) return;
 #if defined(KVKEEP_CUDA_MODEL)
-  model::launch(name, grid.blocks, grid.threads, grid.shared_bytes, stream,
-                [kernel, copied = std::tuple<Parameters...>(arguments...)] { std::apply(kernel, copied); });
-#else
+  model::name_launch(name);
+#endif
   cudaError_t status = cudaSuccess;
   // Without asking a block gets 48 KiB, what the kernel declares as static included, which is not known here.
   if (grid.shared_bytes > 0)
@@ -42,17 +40,13 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, c
                                   static_cast<int>(grid.shared_bytes));
   if (status == cudaSuccess) {
     // Returns what became of this launch. cudaGetLastError() would also tell of an error that some earlier call left.
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid.blocks;
-    config.blockDim = dim3(static_cast<unsigned>(grid.threads));
-    config.dynamicSmemBytes = grid.shared_bytes;
-    config.stream = stream;
+    const cudaLaunchConfig_t config{
+        grid.blocks, dim3(static_cast<unsigned>(grid.threads)), grid.shared_bytes, stream, nullptr, 0};
     status = cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...);
   }
   KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess, name, ": the launch failed: ", cudaGetErrorString(status),
                     "; given ", grid.blocks.x, " x ", grid.blocks.y, " x ", grid.blocks.z, " blocks of ", grid.threads,
                     " threads with ", grid.shared_bytes, " bytes of shared memory");
-#endif
 }
 
 }  // namespace kvkeep::cuda

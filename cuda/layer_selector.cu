@@ -6,6 +6,7 @@
 #include "launch.cuh"
 #include "team.cuh"
 #include "tuning.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -146,6 +147,7 @@ std::int64_t layer_selector_workspace_bytes(std::span<const RankedPrompt> prompt
 }
 
 void launch_layer_selector(const LayerSelectorArguments& a, Stream stream) {
+  require_aligned("layer selector", a.workspace);
   check(a);
   const LayerSelectorOptions& o = a.options;
   const bool fixed = o.fixed_layer >= 0;

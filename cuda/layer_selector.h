@@ -32,7 +32,7 @@ struct LayerSelectorArguments {
   const std::int32_t* ranks = nullptr;  ///< i32, each prompt's at RankedPrompt::ranks: [ranked_layers()][stride], a
                                         ///< layer's at rank_place()
   LayerSelection* states = nullptr;     ///< each prompt's at RankedPrompt::state
-  void* workspace = nullptr;            ///< layer_selector_workspace_bytes(), aligned to 8
+  void* workspace = nullptr;            ///< layer_selector_workspace_bytes(), aligned to 32
 };
 
 /// 24 bytes for every 4096 tokens of the longest prompt, for each prompt of a launch.

@@ -304,6 +304,7 @@ std::size_t mass_segmented_workspace_bytes(const MassSegmentedOptions& options, 
 }
 
 void launch_mass_segmented(const MassSegmentedArguments& arguments, Stream stream) {
+  require_aligned("mass_segmented", arguments.workspace);
   const Grid grid{.blocks = blocks_for(arguments.count),
                   .threads = tuning::threads_for(arguments.longest),
                   .shared_bytes = NearSlots(arguments.longest).bytes};

@@ -32,7 +32,7 @@ struct MassSegmentedArguments {
   const std::int64_t* indptr =
       nullptr;  ///< i64 [count + 1] where each row's kept slots go: min(budget, length) for a due row, all for others
   std::int32_t* slots = nullptr;   ///< i32 [indptr[count]] out, ascending in each row
-  std::byte* workspace = nullptr;  ///< mass_segmented_workspace_bytes(), aligned to 16
+  std::byte* workspace = nullptr;  ///< mass_segmented_workspace_bytes(), aligned to 32
 };
 
 /// 13 bytes per slot, none where no row has more than 3072 slots, and for every row 64 bytes per segment that it can

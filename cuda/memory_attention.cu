@@ -682,6 +682,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(Task task) {
 }
 
 void check(const MemoryAttentionArguments& a) {
+  require_aligned("memory_attention", a.workspace);
   check_dim("memory attention", a.dim);
   KVKEEP_REQUIRE(a.count >= 0 && a.most_spans >= 0 && a.most_queries >= 0 && a.tokens >= 0,
                  "memory attention: ", a.count, " rows of ", a.most_spans, " spans and ", a.most_queries, " queries, ",

@@ -93,6 +93,7 @@ std::int64_t prompt_scores_workspace_bytes(const PromptScoresArguments& argument
 }
 
 void launch_prompt_scores(const PromptScoresArguments& a, Stream stream) {
+  require_aligned("prompt scores", a.workspace);
   const EvidenceArguments& e = a.evidence;
   check_dim("prompt scores", e.dim);
   check_pool("prompt scores", a.pool);

@@ -4,6 +4,7 @@
 #include "launch.cuh"
 #include "radix_sort.cuh"
 #include "tuning.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -48,6 +49,7 @@ std::int64_t ranks_workspace_bytes(std::span<const RankedPrompt> prompts) {
 }
 
 void launch_ranks(const RanksArguments& arguments, Stream stream) {
+  require_aligned("ranks", arguments.workspace);
   constexpr std::int32_t kMost = 1 << 30;
   for (const RankedPrompt& prompt : arguments.prompts)
     KVKEEP_REQUIRE(prompt.ranked >= 0 && prompt.ranked <= kMost, "ranks: a prompt of ", prompt.ranked,

@@ -14,7 +14,7 @@ struct RanksArguments {
   const float* scores = nullptr;          ///< f32, each prompt's at RankedPrompt::scores
   std::int32_t* ranks = nullptr;  ///< i32, each prompt's at RankedPrompt::ranks: 1 for the highest score; of equal ones
                                   ///< the lower index first; NaN last
-  void* workspace = nullptr;      ///< ranks_workspace_bytes(), aligned to 8
+  void* workspace = nullptr;      ///< ranks_workspace_bytes(), aligned to 32
 };
 
 /// 16 bytes for every ranked token of a launch.

@@ -409,6 +409,7 @@ std::int64_t rkv_workspace_bytes(const RkvArguments& arguments) {
 }
 
 void launch_rkv(const RkvArguments& a, Stream stream) {
+  require_aligned("rkv", a.workspace);
   check_dim("rkv", a.evidence.dim);
   check_pool("rkv", a.options.pool);
   const RkvOptions& o = a.options;

@@ -15,7 +15,7 @@ struct RkvArguments {
   RkvOptions options = {};
   std::int64_t slots = 0;     ///< sum of all lengths
   float* scores = nullptr;    ///< f32 [slots] at Row::first; holds the means in between
-  void* workspace = nullptr;  ///< rkv_workspace_bytes(), aligned to 16
+  void* workspace = nullptr;  ///< rkv_workspace_bytes(), aligned to 32
 };
 
 /// window_attention_workspace_bytes(), 16 bytes per slot, and 8 D for every (row, chunk of 1024 slots of the longest

@@ -83,6 +83,7 @@ std::int64_t rpc_workspace_bytes(const RpcArguments& arguments) {
 }
 
 void launch_rpc(const RpcArguments& a, Stream stream) {
+  require_aligned("rpc", a.workspace);
   check_dim("rpc", a.evidence.dim);
   check_pool("rpc", a.options.pool);
   Task task{};

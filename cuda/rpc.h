@@ -15,7 +15,7 @@ struct RpcArguments {
   RpcOptions options = {};
   std::int64_t slots = 0;     ///< sum of all lengths
   float* scores = nullptr;    ///< f32 [slots] at Row::first
-  void* workspace = nullptr;  ///< rpc_workspace_bytes(), aligned to 16
+  void* workspace = nullptr;  ///< rpc_workspace_bytes(), aligned to 32
 };
 
 /// window_attention_workspace_bytes(), 4 bytes per slot, and 12 per row.

@@ -303,6 +303,7 @@ std::int64_t triattention_workspace_bytes(const TriAttentionArguments& arguments
 }
 
 void launch_triattention(const TriAttentionArguments& a, Stream stream) {
+  require_aligned("triattention", a.workspace);
   check_dim("triattention", a.evidence.dim);
   KVKEEP_REQUIRE(a.evidence.dim % 2 == 0, "triattention: head size; given ", a.evidence.dim, "; allowed even numbers");
   KVKEEP_REQUIRE(a.options.offset_max >= 1, "triattention: offset_max; given ", a.options.offset_max,

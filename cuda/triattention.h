@@ -21,7 +21,7 @@ struct TriAttentionArguments {
   TriAttentionOptions options = {};
   std::int64_t slots = 0;     ///< sum of all lengths
   float* scores = nullptr;    ///< f32 [slots] at Row::first
-  void* workspace = nullptr;  ///< triattention_workspace_bytes(), aligned to 16
+  void* workspace = nullptr;  ///< triattention_workspace_bytes(), aligned to 32
 };
 
 /// 4 G bytes per slot, and for every (row, query head) 8 bytes and its columns: 4 Fp (2 offsets + 1) bytes, Fp = F

@@ -2,6 +2,7 @@
 #include "parts.cuh"
 #include "softmax.cuh"
 #include "window_attention_task.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -298,6 +299,7 @@ bool window_attention_reads_views(const EvidenceArguments& evidence, std::int32_
 }
 
 void launch_window_attention(const WindowAttentionArguments& a, Stream stream) {
+  require_aligned("window_attention", a.workspace);
   KVKEEP_REQUIRE(a.usage == nullptr || a.sum == nullptr, "window_attention: usage and sum are reduced one at a time");
   Task task{};
   task.e = a.evidence;
@@ -312,6 +314,7 @@ void launch_window_attention(const WindowAttentionArguments& a, Stream stream) {
 }
 
 void launch_history_attention(const HistoryAttentionArguments& a, Stream stream) {
+  require_aligned("history_attention", a.workspace);
   Task task{};
   task.e = a.evidence;
   task.windows = a.windows;

@@ -32,7 +32,7 @@ struct WindowAttentionArguments {
   float* usage = nullptr;              ///< f32 [slots] at Row::first, as WindowAttention::usage; null: not asked for
   float* newest = nullptr;             ///< f32 [slots], as WindowAttention::newest
   float* sum = nullptr;                ///< f32 [slots], as attention_sum(); not together with usage
-  void* workspace = nullptr;
+  void* workspace = nullptr;           ///< window_attention_workspace_bytes(), aligned to 32
 };
 
 /// 8 bytes for every (row, query head of its group, query) and part of the longest row: chunks of 512 slots, no more
@@ -61,7 +61,7 @@ struct HistoryAttentionArguments {
   std::int32_t newest_counts = 1;
   const std::int32_t* first = nullptr;  ///< [count]; null: 0 everywhere
   float* out = nullptr;                 ///< f32 [slots] at Row::first
-  void* workspace = nullptr;            ///< window_attention_workspace_bytes()
+  void* workspace = nullptr;            ///< window_attention_workspace_bytes(), aligned to 32
 };
 
 /// kvkeep::history_attention(). Cost and launches: as launch_window_attention; under max_logit the keys of more than 64

@@ -4,9 +4,21 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kvkeep/core/error.h"
 #include "kvkeep/core/hd.h"
 
 namespace kvkeep::cuda {
+
+/// Where a caller's workspace has to begin: kernels read parts of it by 16 and 32 bytes at a time. Any memory that CUDA
+/// allocates does.
+inline constexpr std::uintptr_t kWorkspaceAlignment = 32;
+
+/// Throws InvalidArgument where it does not. Every launcher that takes one asks this before it launches.
+inline void require_aligned(const char* launcher, const void* workspace) {
+  KVKEEP_REQUIRE(reinterpret_cast<std::uintptr_t>(workspace) % kWorkspaceAlignment == 0, launcher,
+                 ": workspace: begins ", reinterpret_cast<std::uintptr_t>(workspace) % kWorkspaceAlignment,
+                 " bytes behind a multiple of ", kWorkspaceAlignment, "; allowed at one");
+}
 
 /// Hands out one part after the other, each at a multiple of 32 bytes from the beginning. If the workspace is null,
 /// only its size is found.

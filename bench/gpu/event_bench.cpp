@@ -8,11 +8,14 @@
 // written, and the keys once if the policy reads them.
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/gather.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/sort.h>
 #include <ATen/ops/topk.h>
+#include <ATen/ops/zeros.h>
 
 #include <cmath>
 #include <numeric>
@@ -57,10 +60,7 @@ class Engine {
     }
     const std::int64_t tokens = std::int64_t{size.batch} * (size.length - size.budget);
     queries = at::randn({tokens, shape.query_heads(), shape.dim}, there);
-    // About that of normal logits.
-    if (shown == Shown::with_sums)
-      sums_ = at::full({tokens, shape.query_heads()}, std::log(static_cast<double>(size.length)) + 0.5,
-                       there.dtype(at::kFloat));
+    if (shown == Shown::with_sums) sums_ = at::zeros({tokens, shape.query_heads()}, there.dtype(at::kFloat));
     if (size.page != 0) table_ = at::empty({size.batch, pages}, at::TensorOptions().dtype(at::kInt));
     lengths_.assign(static_cast<std::size_t>(size.batch), size.budget);
     for (std::int32_t s = 0; s < size.batch; ++s) {
@@ -77,7 +77,7 @@ class Engine {
     for (std::int32_t l = 0; l < shape_.layers; ++l) {
       Observation seen{.layer = l, .sequences = ids_, .indptr = indptr, .queries = shown};
       if (shown_ != Shown::pre_rope) seen.basis = QueryBasis::post_rope;
-      if (sums_.defined()) seen.log_sum_exp = sums_.narrow(0, 0, indptr.back());
+      if (sums_.defined()) seen.log_sum_exp = log_sum_exps(l, tokens);
       keeper->observe(seen);
     }
     for (std::int32_t& length : lengths_) length += tokens;
@@ -115,6 +115,30 @@ class Engine {
   at::Tensor queries;
 
  private:
+  /// Of the newest queries over the slots that they see, as attention would give them; zeros for those before.
+  at::Tensor log_sum_exps(std::int32_t layer, std::int32_t tokens) {
+    const std::int64_t window = std::min(tokens, 32), heads = shape_.kv_heads, group = shape_.group, dim = shape_.dim;
+    const at::Tensor keys = torch_tensor(std::get<DenseKv>(layers[static_cast<std::size_t>(layer)]).keys);
+    const at::Tensor newest = queries.narrow(0, 0, std::int64_t{size_.batch} * tokens)
+                                  .view({size_.batch, tokens, heads, group, dim})
+                                  .narrow(1, tokens - window, window)
+                                  .permute({0, 2, 3, 1, 4})
+                                  .reshape({size_.batch, heads, group * window, dim});
+    const std::int64_t slots = lengths_[0] + tokens;
+    at::Tensor logits = at::matmul(newest.to(at::kFloat), keys.narrow(2, 0, slots).to(at::kFloat).transpose(2, 3))
+                            .mul_(1.0 / std::sqrt(static_cast<double>(dim)))
+                            .view({size_.batch, heads, group, window, slots});
+    // Query i of the window does not see the slots of those after it.
+    logits.narrow(4, slots - window, window)
+        .masked_fill_(at::ones({window, window}, at::TensorOptions().dtype(at::kBool).device(logits.device())).triu(1),
+                      -HUGE_VAL);
+    at::Tensor sums = sums_.narrow(0, 0, std::int64_t{size_.batch} * tokens);
+    sums.view({size_.batch, tokens, heads * group})
+        .narrow(1, tokens - window, window)
+        .copy_(at::logsumexp(logits, 4).permute({0, 3, 1, 2}).reshape({size_.batch, window, heads * group}));
+    return sums;
+  }
+
   Shape shape_;
   Size size_;
   Shown shown_;

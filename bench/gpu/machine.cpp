@@ -42,11 +42,13 @@ bool has_machine() { return true; }
 std::string machine_name() { return "the execution model, on the host: times mean nothing"; }
 Stream stream() { return nullptr; }
 void synchronize(Stream) {}
-std::byte* take_memory(std::size_t bytes) { return new std::byte[std::max<std::size_t>(bytes, 1)](); }
-void give_memory(std::byte* memory) { delete[] memory; }
-void copy_there(void* to, const void* from, std::size_t bytes) {
-  if (bytes > 0) std::memcpy(to, from, bytes);
+std::byte* take_memory(std::size_t bytes) {
+  void* memory = nullptr;
+  cudaMalloc(&memory, std::max<std::size_t>(bytes, 1));
+  return static_cast<std::byte*>(memory);
 }
+void give_memory(std::byte* memory) { cudaFree(memory); }
+void copy_there(void* to, const void* from, std::size_t bytes) { cudaMemcpy(to, from, bytes, cudaMemcpyDefault); }
 void copy_back(void* to, const void* from, std::size_t bytes) { copy_there(to, from, bytes); }
 void copy_inside(void* to, const void* from, std::size_t bytes) { copy_there(to, from, bytes); }
 

@@ -135,6 +135,9 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       const std::int64_t needed = workspace_bytes(policy, evidence);
       KVKEEP_REQUIRE_AS(StateError, needed <= memory_.given(), "decide: the workspace holds ", memory_.given(),
                         " bytes, but this event needs ", needed, "; allowed at least that, or no workspace");
+    } else if (!memory_.has_served(evidence.table)) {
+      memory_.reserve(workspace_bytes(policy, evidence), evidence.table);
+      ++serial_;  // what earlier decisions hold may be gone
     }
     return policy.decide(*this, evidence);
   }
@@ -365,9 +368,13 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
     event_table_.clear();
     std::map<const std::int32_t*, std::int64_t> pages;  // by their address on the host
-    for (const Row& row : table.rows)
+    const std::vector<std::int64_t> page_counts = pages_of_sequences(table);
+    for (const RowGroup& group : table.groups) {
+      const Row& row = table.rows[static_cast<std::size_t>(group.first_row)];
       if (row.keys.pages != nullptr && !pages.contains(row.keys.pages))
-        pages[row.keys.pages] = event_table_.add(row.keys.pages, static_cast<std::size_t>(page_count(table, row)));
+        pages[row.keys.pages] = event_table_.add(
+            row.keys.pages, static_cast<std::size_t>(page_counts[static_cast<std::size_t>(row.sequence)]));
+    }
     const std::int64_t rows_at = event_table_.add(table.rows), limits_at = event_table_.add(event.limits.rows),
                        queries_at = event_table_.add(queries), next_at = event_table_.add(next),
                        runs_at = event_table_.add(runs), newest_at = event_table_.add(newest),
@@ -427,14 +434,6 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     event.newest_positions = event_table_.there<NewestPositions>(newest_at);
     if (!spec.rope.inv_freq.empty())
       event.inv_freq = event.constant<double>(&spec.rope, [&] { return spec.rope.inv_freq; });
-  }
-
-  /// Pages of the longest row of its sequence: all rows share their pages.
-  static std::int64_t page_count(const RowTable& table, const Row& of) {
-    std::int64_t longest = 0;
-    for (const Row& row : table.rows)
-      if (row.sequence == of.sequence) longest = std::max<std::int64_t>(longest, row.length);
-    return (longest + table.page_size - 1) / table.page_size;
   }
 
   static constexpr std::int32_t kMostDim = 256;  ///< numbers of a head that kernels read

@@ -1,6 +1,5 @@
 #include "device_pool.h"
 
-#include <c10/core/Allocator.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -8,6 +7,7 @@
 
 #include "kvkeep/torch.h"
 #include "memory.h"
+#include "torch_memory.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -59,8 +59,7 @@ std::vector<Stream> DevicePool::used() const {
 DeviceMemory DevicePool::allocate(std::int64_t bytes) const {
   constexpr std::int64_t kLeast = 64;
   const c10::StreamGuard guard(now());
-  c10::DataPtr memory =
-      c10::GetAllocator(torch_device(device_).type())->allocate(static_cast<std::size_t>(std::max(bytes, kLeast)));
+  c10::DataPtr memory = memory_of_torch(device_, static_cast<std::size_t>(std::max(bytes, kLeast)));
   void* const data = memory.get();
   auto held = std::make_unique<Held>(Held{std::move(memory), guard.current_stream(), streams_});
   return {data, {held.release(), release}};

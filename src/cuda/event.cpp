@@ -77,6 +77,44 @@ void EventMemory::begin() {
   for (Block& block : blocks_) block.used = 0;
 }
 
+namespace {
+
+/// Rows of a table, and slots if all were as long as the longest: what workspaces grow with.
+std::pair<std::int64_t, std::int64_t> extent_of(const RowTable& table) {
+  std::int64_t longest = 0;
+  for (const Row& row : table.rows) longest = std::max<std::int64_t>(longest, row.length);
+  return {std::ssize(table.rows), std::ssize(table.rows) * longest};
+}
+
+}  // namespace
+
+bool EventMemory::has_served(const RowTable& table) const {
+  const auto [rows, extent] = extent_of(table);
+  return rows <= rows_ && extent <= extent_;
+}
+
+void EventMemory::reserve(std::int64_t bytes, const RowTable& table) {
+  const auto [rows, extent] = extent_of(table);
+  rows_ = std::max(rows_, rows);
+  extent_ = std::max(extent_, extent);
+  counting_ = false;
+  if (blocks_.size() == 1 && blocks_.front().bytes >= bytes) return;
+  retire_all();
+  const std::int64_t size = std::max(bytes + bytes / 2, std::int64_t{1} << 20);
+  blocks_.push_back({.memory = pool_.allocate(size), .bytes = size});
+}
+
+std::vector<std::int64_t> pages_of_sequences(const RowTable& table) {
+  std::vector<std::int64_t> pages;
+  if (table.page_size == 0) return pages;
+  for (const Row& row : table.rows) {
+    const auto sequence = static_cast<std::size_t>(row.sequence);
+    if (sequence >= pages.size()) pages.resize(sequence + 1);
+    pages[sequence] = std::max(pages[sequence], (std::int64_t{row.length} + table.page_size - 1) / table.page_size);
+  }
+  return pages;
+}
+
 std::byte* EventMemory::take(std::int64_t bytes) {
   constexpr std::int64_t kAlignment = 256;
   bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;

@@ -25,6 +25,11 @@ class EventMemory {
 
   /// Frees everything. Several blocks become one, larger by half, so that the next events allocate nothing.
   void begin();
+  /// Whether an event over as many rows, and as many slots if all were as long as the longest, has run or was reserved
+  /// for: then one of this table allocates nothing.
+  [[nodiscard]] bool has_served(const RowTable& table) const;
+  /// One block that holds `bytes`, the whole need of an event over this table, before that begins.
+  void reserve(std::int64_t bytes, const RowTable& table);
   /// Aligned to 256.
   [[nodiscard]] std::byte* take(std::int64_t bytes);
   void use(Tensor memory);
@@ -44,8 +49,13 @@ class EventMemory {
   DevicePool& pool_;
   std::vector<Block> blocks_;
   std::int64_t given_ = -1, most_ = 0, counted_ = 0;
+  std::int64_t rows_ = -1, extent_ = -1;  ///< the largest that reserve() was told of
   bool counting_ = false;
 };
+
+/// Pages of the longest row of every sequence of a step, by its index: all of its rows share their pages. One pass over
+/// the rows. Empty for a dense cache.
+[[nodiscard]] std::vector<std::int64_t> pages_of_sequences(const RowTable& table);
 
 /// Arrays of an event side by side, to be copied to the device at once.
 class Table {

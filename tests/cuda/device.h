@@ -34,6 +34,10 @@ inline bool has_machine() {
 template <class Body>
 void in_every_order(Body&& body) {
 #if defined(KVKEEP_CUDA_MODEL)
+  if (model::settings().seed != 0) {  // in random order whatever is set
+    body();
+    return;
+  }
   for (const model::Order order : {model::Order::ascending, model::Order::descending}) {
     model::set_order(order);
     body();

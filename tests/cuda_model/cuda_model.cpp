@@ -2,9 +2,12 @@
 
 #include <exception>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "device_memory.h"
 
 #ifdef KVKEEP_SANITIZED
 #include <sanitizer/asan_interface.h>
@@ -48,9 +51,10 @@ namespace {
 
 constexpr std::size_t kStack = std::size_t{128} << 10;
 constexpr std::size_t kExchange = 256;  ///< bytes a lane may give
+constexpr int kGarbage = 0xCD;          ///< what shared memory holds before a block writes it
 
 struct Barrier {
-  unsigned arrived = 0;
+  unsigned arrived = 0, counted = 0, last_count = 0;
   std::uint64_t generation = 0;
 };
 
@@ -65,6 +69,7 @@ struct Fiber {
   int number = 0;
   bool done = false;
   std::uint64_t exchanges = 0;
+  std::vector<std::array<void*, 2>> copies;  ///< under way to shared memory
   std::unique_ptr<std::byte[]> stack;
 #if defined(__x86_64__)
   void* top = nullptr;
@@ -73,17 +78,26 @@ struct Fiber {
 #endif
 };
 
+/// A block in flight.
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  Barrier barrier;
+  int living = 0;
+  std::unique_ptr<std::byte[]> shared;  ///< dynamic
+  std::vector<std::byte> statics;       ///< its static shared memory while another block runs
+};
+
 struct Machine {
   Order order = Order::ascending;
   Counters counters;
-  std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
-  Barrier block;
-  int living = 0, threads = 0;
+  std::vector<std::unique_ptr<Block>> blocks;  ///< used again by the next ones
+  Block* block = nullptr;
   Fiber* fiber = nullptr;
   const std::function<void()>* body = nullptr;
   std::exception_ptr failure;
   std::uint64_t progress = 0;  ///< barriers passed and fibers ended
+  std::uint64_t drawn = 0;     ///< of the random order
 #if defined(__x86_64__)
   void* host = nullptr;
 #else
@@ -132,7 +146,7 @@ void enter() {
     if (!running->failure) running->failure = std::current_exception();
   }
   running->fiber->done = true;
-  --running->living;
+  --running->block->living;
   ++running->progress;
   to_host(true);
 }
@@ -162,6 +176,7 @@ void prepare(Fiber& f) {
 #endif
   f.done = false;
   f.exchanges = 0;
+  f.copies.clear();
 #if defined(__x86_64__)
   auto* top = reinterpret_cast<void**>(reinterpret_cast<std::uintptr_t>(f.stack.get() + kStack) & ~std::uintptr_t{15});
   *--top = nullptr;  // where enter() would return to: it never does
@@ -178,27 +193,144 @@ void prepare(Fiber& f) {
 #endif
 }
 
-[[nodiscard]] Warp& warp() { return running->warps[static_cast<std::size_t>(running->fiber->number / 32)]; }
+[[nodiscard]] Warp& warp() { return running->block->warps[static_cast<std::size_t>(running->fiber->number / 32)]; }
 
-/// A warp runs as far as it can before the next one does: what a missing barrier of the block would let it overtake, it
-/// overtakes.
-void run_block(const char* name) {
-  const std::size_t n = running->fibers.size();
-  while (running->living > 0) {
-    const std::uint64_t before = running->progress;
-    for (std::size_t first = 0; first < n; first += 32) {
-      std::uint64_t of_warp = 0;
-      do {
-        of_warp = running->progress;
-        for (std::size_t i = first; i < first + 32; ++i) {
-          Fiber& f = running->fibers[running->order == Order::ascending ? i : n - 1 - i];
-          if (!f.done) resume(f);
+/// The next number of the random order, below n.
+std::uint64_t draw(std::uint64_t n) {
+  std::uint64_t x = (running->drawn += 0x9E3779B97F4A7C15U);  // splitmix64
+  x = (x ^ x >> 30U) * 0xBF58476D1CE4E5B9U;
+  x = (x ^ x >> 27U) * 0x94D049BB133111EBU;
+  return (x ^ x >> 31U) % n;
+}
+
+/// 0 to n - 1 as the machine's order has them.
+const std::vector<std::size_t>& in_order(std::size_t n, std::vector<std::size_t>& order) {
+  order.resize(n);
+  for (std::size_t i = 0; i < n; ++i) order[i] = running->order == Order::descending ? n - 1 - i : i;
+  if (running->order == Order::random)
+    for (std::size_t i = n; i > 1; --i) std::swap(order[i - 1], order[draw(i)]);
+  return order;
+}
+
+/// Runs the threads of a block until each waits. A warp runs as far as it can before the next one does: what a missing
+/// barrier of the block would let it overtake, it overtakes. In random order it may stop anywhere, and go on later.
+/// Returns false if none of them went on.
+bool run_threads(Block& block) {
+  const std::uint64_t before = running->progress;
+  thread_local std::vector<std::size_t> warps, lanes;
+  const std::size_t count = block.warps.size();
+  for (const std::size_t w : std::vector<std::size_t>(in_order(count, warps))) {
+    std::uint64_t of_warp = 0;
+    std::uint64_t rounds = running->order == Order::random ? 1 + draw(4) : ~std::uint64_t{0};
+    do {
+      of_warp = running->progress;
+      in_order(32, lanes);
+      for (const std::size_t lane : lanes) {
+        Fiber& f = block.fibers[w * 32 + lane];
+        if (!f.done) resume(f);
+      }
+      if (running->failure) std::rethrow_exception(running->failure);
+    } while (running->progress != of_warp && --rounds > 0);
+  }
+  return running->progress != before;
+}
+
+// Static shared memory is what kernels declare as such: all of it lies in a section of the program.
+extern "C" {
+extern std::byte __start_kvkeep_shared[] __attribute__((weak));
+extern std::byte __stop_kvkeep_shared[] __attribute__((weak));
+}
+
+std::span<std::byte> statics() { return {__start_kvkeep_shared, __stop_kvkeep_shared}; }
+
+/// Copies between static shared memory and where it is kept, past the sanitizer, which has fields between variables.
+__attribute__((no_sanitize("address"))) void copy_words(std::byte* to, const std::byte* from, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; ++i) {
+    to[i] = from[i];
+    asm volatile("" ::: "memory");
+  }
+}
+__attribute__((no_sanitize("address"))) void spoil_statics() {
+#ifdef KVKEEP_SANITIZED
+  std::span<std::byte> all = statics();
+  for (std::size_t i = 0; i + 8 <= all.size(); i += 8) {
+    constexpr std::uint64_t kGarbageWord = 0xCDCDCDCDCDCDCDCDU;
+    __builtin_memcpy(all.data() + i, &kGarbageWord, 8);
+    asm volatile("" ::: "memory");
+  }
+#else
+  std::memset(statics().data(), kGarbage, statics().size());
+#endif
+}
+
+void begin_block(Block& block, std::int64_t number, dim3 blocks, int threads, std::size_t shared_bytes) {
+  block.shared = std::make_unique_for_overwrite<std::byte[]>(
+      shared_bytes);  // of exactly that size: the address sanitizer watches its ends
+  std::memset(block.shared.get(), kGarbage, shared_bytes);
+  block.fibers.resize(static_cast<std::size_t>(threads));
+  block.warps.assign(static_cast<std::size_t>(threads / 32), Warp{});
+  block.barrier = {};
+  block.living = threads;
+  ++running->counters.blocks;
+  for (int t = 0; t < threads; ++t) {
+    Fiber& f = block.fibers[static_cast<std::size_t>(t)];
+    f.number = t;
+    f.place = {dim3(static_cast<unsigned>(t)),
+               dim3(static_cast<unsigned>(number % blocks.x), static_cast<unsigned>(number / blocks.x % blocks.y),
+                    static_cast<unsigned>(number / blocks.x / blocks.y)),
+               dim3(static_cast<unsigned>(threads)), blocks, block.shared.get()};
+    prepare(f);
+  }
+}
+
+[[nodiscard]] std::logic_error wait_in_vain(const char* name) {
+  return std::logic_error(std::string(name) + ": threads wait at a barrier that others never reach");
+}
+
+/// Blocks one after the other.
+void run_in_turn(const char* name, std::int64_t count, dim3 blocks, int threads, std::size_t shared_bytes) {
+  Block& block = *running->blocks.front();
+  running->block = &block;
+  for (std::int64_t n = 0; n < count; ++n) {
+    spoil_statics();
+    begin_block(block, running->order == Order::ascending ? n : count - 1 - n, blocks, threads, shared_bytes);
+    while (block.living > 0)
+      if (!run_threads(block)) throw wait_in_vain(name);
+  }
+}
+
+/// Up to four blocks at a time, which give way to each other where their threads wait, and at atomics and fences.
+void run_interleaved(const char* name, std::int64_t count, dim3 blocks, int threads, std::size_t shared_bytes) {
+  std::vector<std::size_t> numbers;
+  in_order(static_cast<std::size_t>(count), numbers);
+  const auto at_once = static_cast<std::size_t>(std::min<std::int64_t>(count, 1 + static_cast<std::int64_t>(draw(4))));
+  while (running->blocks.size() < at_once) running->blocks.push_back(std::make_unique<Block>());
+  std::vector<Block*> flying;
+  std::size_t next = 0, stuck = 0;
+  const bool shares_statics = at_once > 1;
+  const std::size_t statics_bytes = statics().size();
+  while (next < numbers.size() || !flying.empty()) {
+    if (next < numbers.size() && flying.size() < at_once) {
+      for (const auto& block : running->blocks)
+        if (std::ranges::find(flying, block.get()) == flying.end()) {
+          begin_block(*block, static_cast<std::int64_t>(numbers[next++]), blocks, threads, shared_bytes);
+          block->statics.assign(statics_bytes, std::byte{kGarbage});
+          flying.push_back(block.get());
+          break;
         }
-        if (running->failure) std::rethrow_exception(running->failure);
-      } while (running->progress != of_warp);
+      if (!shares_statics) spoil_statics();
+      continue;
     }
-    if (running->progress == before)
-      throw std::logic_error(std::string(name) + ": threads wait at a barrier that others never reach");
+    const std::size_t which = draw(flying.size());
+    Block& block = *flying[which];
+    running->block = &block;
+    if (shares_statics) copy_words(statics().data(), block.statics.data(), statics_bytes);
+    const bool went_on = run_threads(block);
+    if (shares_statics) copy_words(block.statics.data(), statics().data(), statics_bytes);
+    // A block that waits is not asked twice before another one went on, more often than chance would.
+    stuck = went_on ? 0 : stuck + 1;
+    if (stuck > 64 * flying.size()) throw wait_in_vain(name);
+    if (block.living == 0) flying.erase(flying.begin() + static_cast<std::ptrdiff_t>(which));
   }
 }
 
@@ -206,29 +338,39 @@ void run_block(const char* name) {
 
 const Place& here() { return running->fiber->place; }
 int lane() { return running->fiber->number % 32; }
-void set_order(Order order) { machine().order = order; }
+void set_order(Order order) { machine().order = settings().seed != 0 ? Order::random : order; }
 const Counters& counters() { return machine().counters; }
 void waited() { ++machine().counters.waits; }
+std::vector<std::array<void*, 2>>& copies_under_way() { return running->fiber->copies; }
 
 Chip& chip() {
   static Chip only;
   return only;
 }
 
-void wait_block() {
-  Barrier& b = running->block;
+void give_way() {
+  if (running->order != Order::random || draw(4) != 0) return;
+  ++running->progress;  // it can go on at any time
+  to_host(false);
+}
+
+unsigned wait_block(bool counts) {
+  Barrier& b = running->block->barrier;
   const std::uint64_t mine = b.generation;
   ++b.arrived;
+  b.counted += counts ? 1 : 0;
   ++running->counters.barriers;
   while (b.generation == mine) {
-    if (b.arrived == static_cast<unsigned>(running->threads)) {
-      b.arrived = 0;
+    if (b.arrived == running->block->fibers.size()) {
+      b.last_count = b.counted;
+      b.arrived = b.counted = 0;
       ++b.generation;
       ++running->progress;
       break;
     }
     to_host(false);
   }
+  return b.last_count;
 }
 
 void wait_warp(unsigned mask) {
@@ -257,40 +399,21 @@ const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes) {
 }
 
 void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& body) {
-  if (threads <= 0 || threads > 1024 || threads % 32 != 0)
-    throw std::logic_error(std::string(name) + ": " + std::to_string(threads) +
-                           " threads a block; allowed 32, 64 ... 1024");
-  if (blocks.y > 65535 || blocks.z > 65535)
-    throw std::logic_error(std::string(name) + ": more than 65535 blocks in y or z");
-  if (shared_bytes > static_cast<std::size_t>(chip().shared_bytes))
-    throw std::logic_error(std::string(name) + ": more shared memory than a block can have");
   Machine& machine = model::machine();
   ++machine.counters.launches;
+  if (settings().seed != 0) {
+    machine.order = Order::random;
+    machine.drawn = settings().seed * 0x9E3779B97F4A7C15U + static_cast<std::uint64_t>(machine.counters.launches);
+  }
   machine.body = &body;
   machine.failure = nullptr;
-  machine.threads = threads;
-  machine.fibers.resize(static_cast<std::size_t>(threads));
+  if (machine.blocks.empty()) machine.blocks.push_back(std::make_unique<Block>());
   const std::int64_t count = std::int64_t{blocks.x} * blocks.y * blocks.z;
-  for (std::int64_t n = 0; n < count; ++n) {
-    const std::int64_t b = machine.order == Order::ascending ? n : count - 1 - n;
-    const auto shared = std::make_unique_for_overwrite<std::byte[]>(
-        shared_bytes);  // of exactly that size: the address sanitizer watches its ends
-    std::memset(shared.get(), 0xCD, shared_bytes);
-    machine.warps.assign(static_cast<std::size_t>(threads / 32), Warp{});
-    machine.block = {};
-    machine.living = threads;
-    ++machine.counters.blocks;
-    for (int t = 0; t < threads; ++t) {
-      Fiber& f = machine.fibers[static_cast<std::size_t>(t)];
-      f.number = t;
-      f.place = {dim3(static_cast<unsigned>(t)),
-                 dim3(static_cast<unsigned>(b % blocks.x), static_cast<unsigned>(b / blocks.x % blocks.y),
-                      static_cast<unsigned>(b / blocks.x / blocks.y)),
-                 dim3(static_cast<unsigned>(threads)), blocks, shared.get()};
-      prepare(f);
-    }
-    run_block(name);
-  }
+  const DeviceAccess access;
+  if (machine.order == Order::random)
+    run_interleaved(name, count, blocks, threads, shared_bytes);
+  else
+    run_in_turn(name, count, blocks, threads, shared_bytes);
 }
 
 }  // namespace kvkeep::cuda::model

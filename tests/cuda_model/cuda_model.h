@@ -5,7 +5,8 @@
 /// One block after the other; the threads of a block are fibers that run until they wait for each other, a warp as far
 /// as it can before the next. Barriers, shuffles, ballots, atomics, shared memory and `wmma` fragments behave as CUDA
 /// says. Blocks and threads run in ascending or descending order (`model::set_order`): a result that depends on it is a
-/// race. What it cannot show: races between blocks that overlap in time, alignment faults of vector loads, speed.
+/// race. `Settings` has harsher ways to run. What it cannot show: faults that only two instructions at the very same
+/// time would make, memory ordering between blocks, speed.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -22,7 +23,9 @@
 #include <functional>
 #include <limits>
 #include <stdexcept>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 // Kernels load under a condition and store under the same one, which GCC does not see through a fiber's place.
@@ -40,7 +43,7 @@
 #define __global__
 #define __device__
 #define __host__
-#define __shared__ static
+#define __shared__ static __attribute__((section("kvkeep_shared")))
 #define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
@@ -55,18 +58,35 @@ struct Place {
 };
 [[nodiscard]] const Place& here();
 
-enum class Order : std::uint8_t { ascending, descending };
-/// In which order blocks start, and warps and threads between two barriers.
+/// Harsher ways to run, from the variable KVKEEP_CUDA_MODEL: words of `truncate`, `exp2`, `guard`, `seed=N`, `shared=N`,
+/// with commas between them.
+struct Settings {
+  bool truncate = false;   ///< matrix units cut the addends of a sum off where the largest one ends, as hardware does
+  bool exp2 = false;       ///< approximate functions are off by up to two units in the last place, either way
+  bool guard = false;      ///< the host cannot touch device memory but by copies: see device_memory.h
+  std::uint64_t seed = 0;  ///< not 0: Order::random, from this number
+};
+/// What KVKEEP_CUDA_MODEL says; a test may change it for a while.
+[[nodiscard]] Settings& settings();
+
+enum class Order : std::uint8_t {
+  ascending,
+  descending,
+  random  ///< up to four blocks at a time; warps and lanes stop anywhere and go on in any order
+};
+/// In which order blocks start, and warps and threads between two barriers. Settings::seed overrides it.
 void set_order(Order order);
 
-/// Runs `body` in every thread of the grid. Throws std::logic_error when threads wait for each other in vain. An
-/// exception of a body ends the run.
+/// Runs `body` in every thread of the grid, which launch() has checked. Throws std::logic_error when threads wait for
+/// each other in vain. An exception of a body ends the run.
 void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& body);
 
-/// The same in the order of `stream`; `body` holds the arguments as they are now. On a stream that is being captured it
-/// runs with every replay of the graph.
-void launch(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, cudaStream_t stream,
-            std::function<void()> body);
+/// The name of the kernel that is launched next, for what is said of it.
+void name_launch(const char* name);
+/// As cudaLaunchKernelExC(): `body` holds the arguments as they are now, and runs in the order of the stream. On a
+/// stream that is being captured it runs with every replay of the graph. A kernel that has not asked for its dynamic
+/// shared memory gets none: what it declares as static, which counts too, is not known here.
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> body);
 
 /// While true, what streams are given waits until somebody waits for it. Else it runs at once.
 void hold_streams(bool hold);
@@ -85,8 +105,13 @@ struct Chip {
 };
 [[nodiscard]] Chip& chip();
 
-void wait_block();
+/// Waits for all threads of the block. Returns how many of them said `counts`.
+unsigned wait_block(bool counts = false);
 void wait_warp(unsigned mask);
+/// Where other blocks may see a difference: lets them run, in random order.
+void give_way();
+/// Copies to shared memory that the thread has begun, [to, from].
+[[nodiscard]] std::vector<std::array<void*, 2>>& copies_under_way();
 /// Every lane of `mask` gives `bytes` and sees what all gave: [32][bytes]. Valid until the lane's next call.
 const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes);
 [[nodiscard]] int lane();
@@ -99,6 +124,11 @@ struct Counters {
 [[nodiscard]] const Counters& counters();
 /// Counts a wait.
 void waited();
+
+/// What an approximate function gives where `exact` would be right.
+[[nodiscard]] float approximate(float exact);
+/// What a matrix unit adds up: `sum` and 16 products, which are exact in f32.
+[[nodiscard]] float matrix_sum(float sum, const std::array<float, 16>& products);
 
 template <class T>
 T from_lane(unsigned mask, T value, int source) {
@@ -121,19 +151,23 @@ inline std::byte* dynamic_shared() { return model::here().shared; }
 #define gridDim (::kvkeep::cuda::model::here().blocks)
 inline constexpr int warpSize = 32;
 
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  return kvkeep::cuda::model::launch(
+      *config, reinterpret_cast<const void*>(kernel),
+      [kernel, copied = std::tuple<Parameters...>(std::forward<Arguments>(arguments)...)] {
+        std::apply(kernel, copied);
+      });
+}
+
 inline void __syncthreads() { kvkeep::cuda::model::wait_block(); }
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFU) { kvkeep::cuda::model::wait_warp(mask); }
-inline void __threadfence() {}
+inline void __threadfence() { kvkeep::cuda::model::give_way(); }
 inline void __threadfence_block() {}
 
 inline int __syncthreads_count(int predicate) {
-  static int count;
-  kvkeep::cuda::model::wait_block();
-  count = 0;
-  kvkeep::cuda::model::wait_block();
-  count += predicate != 0 ? 1 : 0;
-  kvkeep::cuda::model::wait_block();
-  return count;
+  return static_cast<int>(kvkeep::cuda::model::wait_block(predicate != 0));
 }
 inline int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) > 0 ? 1 : 0; }
 
@@ -192,38 +226,42 @@ template <class T>
 T __ldcg(const T* at) {
   return *at;
 }
-inline float __expf(float x) { return std::exp(x); }
-inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float x) { return kvkeep::cuda::model::approximate(std::exp(x)); }
+inline float __fdividef(float a, float b) { return kvkeep::cuda::model::approximate(a / b); }
 inline float __frcp_rn(float x) { return 1.0F / x; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
-inline float rsqrtf(float x) { return 1.0F / std::sqrt(x); }
+inline float rsqrtf(float x) { return kvkeep::cuda::model::approximate(1.0F / std::sqrt(x)); }
 using std::max;
 using std::min;
 
 // Fibers give way only where they wait, so a plain operation is atomic.
 template <class T>
 T atomicAdd(T* at, std::type_identity_t<T> x) {
+  kvkeep::cuda::model::give_way();
   const T old = *at;
   *at = static_cast<T>(old + x);
   return old;
 }
 template <class T>
 T atomicMax(T* at, std::type_identity_t<T> x) {
+  kvkeep::cuda::model::give_way();
   const T old = *at;
   *at = std::max(old, x);
   return old;
 }
 template <class T>
 T atomicMin(T* at, std::type_identity_t<T> x) {
+  kvkeep::cuda::model::give_way();
   const T old = *at;
   *at = std::min(old, x);
   return old;
 }
 template <class T>
 T atomicOr(T* at, std::type_identity_t<T> x) {
+  kvkeep::cuda::model::give_way();
   const T old = *at;
   *at |= x;
   return old;
@@ -232,23 +270,19 @@ T atomicOr(T* at, std::type_identity_t<T> x) {
 namespace kvkeep::cuda {
 
 inline float exp2_of(float x) {
-  const float y = std::exp2(x);
+  const float y = model::approximate(std::exp2(x));
   return std::fabs(y) < std::numeric_limits<float>::min() ? 0.0F : y;
 }
 
 /// Copies land when their thread waits for them: whoever reads too early reads what was there before.
-inline std::vector<std::array<void*, 2>>& copies_under_way() {
-  static std::array<std::vector<std::array<void*, 2>>, 1024> of_thread;
-  return of_thread[threadIdx.x];
-}
 inline void copy_ahead(void* shared, const void* global) {
   if ((reinterpret_cast<std::uintptr_t>(shared) | reinterpret_cast<std::uintptr_t>(global)) % 16 != 0)
     throw std::logic_error("copy_ahead: an address that is no multiple of 16");
-  copies_under_way().push_back({shared, const_cast<void*>(global)});
+  model::copies_under_way().push_back({shared, const_cast<void*>(global)});
 }
 inline void wait_for_copies() {
-  for (const auto& [to, from] : copies_under_way()) std::memcpy(to, from, 16);
-  copies_under_way().clear();
+  for (const auto& [to, from] : model::copies_under_way()) std::memcpy(to, from, 16);
+  model::copies_under_way().clear();
 }
 
 /// mma.m16n8k16, with the fragments as PTX lays them out.
@@ -262,11 +296,14 @@ void multiply_add(float (&sum)[4], const unsigned (&left)[4], const unsigned (&r
   const auto* all = reinterpret_cast<const Both*>(model::exchange(0xFFFFFFFFU, &mine, sizeof mine));
   for (int i = 0; i < 4; ++i) {
     const int row = model::lane() / 4 + i / 2 * 8, column = model::lane() % 4 * 2 + i % 2;
+    std::array<float, 16> products;
     for (int k = 0; k < 16; ++k) {
       const int pair = k % 8 / 2, upper = k / 8;
-      sum[i] += static_cast<float>(all[row % 8 * 4 + pair].left[upper * 4 + row / 8 * 2 + k % 2]) *
-                static_cast<float>(all[column * 4 + pair].right[upper * 2 + k % 2]);
+      products[static_cast<std::size_t>(k)] =
+          static_cast<float>(all[row % 8 * 4 + pair].left[upper * 4 + row / 8 * 2 + k % 2]) *
+          static_cast<float>(all[column * 4 + pair].right[upper * 2 + k % 2]);
     }
+    sum[i] = model::matrix_sum(sum[i], products);
   }
 }
 
@@ -337,12 +374,13 @@ void mma_sync(fragment<accumulator, 16, 16, 16, float>& d, const fragment<matrix
   const auto* all = reinterpret_cast<const Both*>(model::exchange(0xFFFFFFFFU, &mine, sizeof mine));
   for (int i = 0; i < 8; ++i) {
     const int r = detail::place(i) / 16, col = detail::place(i) % 16;
-    float sum = c.x[i];
+    std::array<float, 16> products;
     for (int k = 0; k < 16; ++k) {
       const int ia = r * 16 + k, ib = k * 16 + col;
-      sum += static_cast<float>(all[ia / 8].a[ia % 8]) * static_cast<float>(all[ib / 8].b[ib % 8]);
+      products[static_cast<std::size_t>(k)] =
+          static_cast<float>(all[ia / 8].a[ia % 8]) * static_cast<float>(all[ib / 8].b[ib % 8]);
     }
-    d.x[i] = sum;
+    d.x[i] = model::matrix_sum(c.x[i], products);
   }
 }
 

@@ -9,9 +9,11 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <chrono>
+#include <map>
 #include <memory>
 
 #include "cuda_model.h"
+#include "device_memory.h"
 
 struct CUgraphNode_st {
   cudaGraphNodeType type;
@@ -46,6 +48,9 @@ struct Runtime {
   bool held = false;
   int device = 0;  ///< the current one; streams are those of device 0
   std::vector<Recorded> recorded;
+  cudaError_t last_error = cudaSuccess;
+  const char* launching = "";
+  std::map<const void*, std::size_t> shared_bytes;  ///< dynamic, that kernels asked for
 };
 
 Runtime& runtime() {
@@ -70,6 +75,12 @@ void finish(CUstream_st& stream) {
   for (const std::function<void()>& work : std::exchange(stream.waiting, {})) work();
 }
 
+/// What a call returns; an error is remembered for cudaGetLastError().
+cudaError_t told(cudaError_t status) {
+  if (status != cudaSuccess && status != cudaErrorNotReady) runtime().last_error = status;
+  return status;
+}
+
 /// For calls that CUDA calls unsafe while a stream is being captured.
 cudaError_t beside_captures() {
   cudaError_t status = cudaSuccess;
@@ -79,23 +90,11 @@ cudaError_t beside_captures() {
       stream->spoilt = true;
       status = cudaErrorStreamCaptureUnsupported;
     }
-  return status;
-}
-
-cudaError_t take_memory(void** memory, std::size_t bytes) {
-  const cudaError_t status = beside_captures();
-  if (status == cudaSuccess)
-    *memory = new std::byte[bytes];  // of exactly that size: the address sanitizer watches its ends
-  return status;
-}
-
-cudaError_t give_memory(void* memory) {
-  const cudaError_t status = beside_captures();
-  if (status == cudaSuccess) delete[] static_cast<std::byte*>(memory);
-  return status;
+  return told(status);
 }
 
 void copy(void* to, const void* from, std::size_t bytes) {
+  const DeviceAccess access;
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
 
@@ -126,9 +125,19 @@ const c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CPU, new H
 
 }  // namespace
 
-void launch(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, cudaStream_t stream,
-            std::function<void()> body) {
-  add(stream, cudaGraphNodeTypeKernel, [=, body = std::move(body)] { run(name, blocks, threads, shared_bytes, body); });
+void name_launch(const char* name) { runtime().launching = name; }
+
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> body) {
+  const auto& [blocks, of_block, shared, stream, attributes, count] = config;
+  const auto asked = runtime().shared_bytes.find(kernel);
+  if (of_block.x == 0 || of_block.x > 1024 || of_block.x % 32 != 0 || of_block.y != 1 || of_block.z != 1 ||
+      blocks.y > 65535 || blocks.z > 65535 || count != 0 || attributes != nullptr)
+    return told(cudaErrorInvalidConfiguration);
+  if (shared > (asked == runtime().shared_bytes.end() ? 0 : asked->second)) return told(cudaErrorInvalidValue);
+  add(stream, cudaGraphNodeTypeKernel,
+      [name = runtime().launching, blocks = dim3(blocks), threads = static_cast<int>(of_block.x), bytes = shared,
+       body = std::move(body)] { run(name, blocks, threads, bytes, body); });
+  return cudaSuccess;
 }
 
 void hold_streams(bool hold) {
@@ -148,6 +157,10 @@ const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaSuccess:
       return "no error";
+    case cudaErrorInvalidValue:
+      return "invalid argument";
+    case cudaErrorInvalidConfiguration:
+      return "invalid configuration argument";
     case cudaErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated:
@@ -159,6 +172,16 @@ const char* cudaGetErrorString(cudaError_t error) {
     default:
       return "an error of the execution model";
   }
+}
+
+cudaError_t cudaGetLastError() { return std::exchange(runtime().last_error, cudaSuccess); }
+cudaError_t cudaPeekAtLastError() { return runtime().last_error; }
+
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > chip().shared_bytes)
+    return told(cudaErrorInvalidValue);
+  runtime().shared_bytes[kernel] = static_cast<std::size_t>(value);
+  return cudaSuccess;
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {
@@ -188,7 +211,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
       *value = chip().multiprocessors;
       return cudaSuccess;
     default:
-      return cudaErrorInvalidValue;
+      return told(cudaErrorInvalidValue);
   }
 }
 cudaError_t cudaDeviceSynchronize() {
@@ -199,10 +222,26 @@ cudaError_t cudaDeviceSynchronize() {
   return status;
 }
 
-cudaError_t cudaMalloc(void** memory, std::size_t bytes) { return take_memory(memory, bytes); }
-cudaError_t cudaMallocHost(void** memory, std::size_t bytes) { return take_memory(memory, bytes); }
-cudaError_t cudaFree(void* memory) { return give_memory(memory); }
-cudaError_t cudaFreeHost(void* memory) { return give_memory(memory); }
+cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
+  const cudaError_t status = beside_captures();
+  if (status == cudaSuccess) *memory = take_device_memory(bytes);
+  return status;
+}
+cudaError_t cudaMallocHost(void** memory, std::size_t bytes) {
+  const cudaError_t status = beside_captures();
+  if (status == cudaSuccess) *memory = new std::byte[bytes];
+  return status;
+}
+cudaError_t cudaFree(void* memory) {
+  const cudaError_t status = beside_captures();
+  if (status == cudaSuccess) give_device_memory(static_cast<std::byte*>(memory));
+  return status;
+}
+cudaError_t cudaFreeHost(void* memory) {
+  const cudaError_t status = beside_captures();
+  if (status == cudaSuccess) delete[] static_cast<std::byte*>(memory);
+  return status;
+}
 
 cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind) {
   const cudaError_t status = cudaDeviceSynchronize();
@@ -236,18 +275,18 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
   return cudaSuccess;
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
-  if (stream == nullptr) return cudaErrorStreamCaptureUnsupported;
-  if (stream->captured != nullptr) return cudaErrorIllegalState;
+  if (stream == nullptr) return told(cudaErrorStreamCaptureUnsupported);
+  if (stream->captured != nullptr) return told(cudaErrorIllegalState);
   stream->captured = std::make_unique<CUgraph_st>();
   stream->mode = mode;
   stream->spoilt = false;
   return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-  if (stream == nullptr || stream->captured == nullptr) return cudaErrorIllegalState;
+  if (stream == nullptr || stream->captured == nullptr) return told(cudaErrorIllegalState);
   const std::unique_ptr<CUgraph_st> captured = std::move(stream->captured);
   *graph = stream->spoilt ? nullptr : new CUgraph_st(*captured);
-  return stream->spoilt ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
+  return told(stream->spoilt ? cudaErrorStreamCaptureInvalidated : cudaSuccess);
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   std::swap(*mode, runtime().thread);
@@ -270,11 +309,11 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  const cudaError_t status = event->in_capture ? cudaErrorCapturedEvent : beside_captures();
+  const cudaError_t status = event->in_capture ? told(cudaErrorCapturedEvent) : beside_captures();
   return status != cudaSuccess ? status : event->reached ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  const cudaError_t status = event->in_capture ? cudaErrorCapturedEvent : beside_captures();
+  const cudaError_t status = event->in_capture ? told(cudaErrorCapturedEvent) : beside_captures();
   if (status == cudaSuccess) finish(stream_of(event->stream));
   return status;
 }

@@ -1,0 +1,205 @@
+// The execution model itself: each of its harsher ways to run shows a fault that the plain one hides.
+
+#if defined(KVKEEP_CUDA_MODEL)
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <numeric>
+
+#include "device.h"
+#include "device_memory.h"
+#include "launch.cuh"
+
+namespace kvkeep::cuda::execution_model_test {
+namespace {
+
+/// Other settings while it lives.
+class With {
+ public:
+  explicit With(model::Settings settings) : before_(model::settings()) { set(settings); }
+  ~With() { set(before_); }
+  With(const With&) = delete;
+  With& operator=(const With&) = delete;
+
+ private:
+  static void set(model::Settings settings) {
+    model::settings() = settings;
+    model::set_order(model::Order::ascending);
+  }
+  model::Settings before_;
+};
+
+/// How many of the seeds 1 to 20 make `run` return false.
+template <class Run>
+int seeds_that_show(const Run& run) {
+  int shown = 0;
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    const With random({.seed = seed});
+    shown += run() ? 0 : 1;
+  }
+  return shown;
+}
+
+void leave_behind(std::int32_t* found) {
+  __shared__ std::int32_t mine;
+  if (threadIdx.x == 0) {
+    found[blockIdx.x] = mine;
+    mine = 7;
+  }
+}
+
+TEST(ExecutionModel, SpoilsStaticSharedMemoryBeforeEveryBlock) {
+  for (const std::uint64_t seed : {0, 3}) {
+    const With settings({.seed = seed});
+    const DeviceArray<std::int32_t> found(5);
+    launch("leave_behind", leave_behind, {.blocks = dim3(5), .threads = 32}, nullptr, found.data());
+    for (const std::int32_t one : found.download()) EXPECT_EQ(one, static_cast<std::int32_t>(0xCDCDCDCD));
+  }
+}
+
+void add_without_an_atomic(std::int32_t* sum) {
+  if (threadIdx.x != 0) return;
+  const std::int32_t before = *sum;
+  __threadfence();
+  *sum = before + 1;
+}
+
+TEST(ExecutionModel, ShowsARaceOfBlocksThatRunAtTheSameTime) {
+  const auto run = [] {
+    const DeviceArray<std::int32_t> sum(std::vector<std::int32_t>{0});
+    launch("add", add_without_an_atomic, {.blocks = dim3(16), .threads = 32}, nullptr, sum.data());
+    return sum.download()[0] == 16;
+  };
+  const With plain({});
+  in_every_order([&] { EXPECT_TRUE(run()) << "one block after the other hides it"; });
+  EXPECT_GE(seeds_that_show(run), 5);
+}
+
+void read_without_a_barrier(std::int32_t* found) {
+  __shared__ std::int32_t shared;
+  const auto warp = threadIdx.x / 32;
+  if (warp != 1 && threadIdx.x % 32 == 0) shared = 7;  // by two warps, on either side of the one that reads
+  if (warp == 1 && threadIdx.x % 32 == 0) *found = shared;
+}
+
+TEST(ExecutionModel, ShowsAMissingBarrierThatNeitherOfTwoOrdersShows) {
+  const auto run = [] {
+    const DeviceArray<std::int32_t> found(1);
+    launch("read", read_without_a_barrier, {.blocks = dim3(1), .threads = 96}, nullptr, found.data());
+    return found.download()[0] == 7;
+  };
+  const With plain({});
+  in_every_order([&] { EXPECT_TRUE(run()); });
+  EXPECT_GE(seeds_that_show(run), 3);
+}
+
+void sum_up(std::int64_t* sum, std::int32_t* last) {
+  __shared__ std::int32_t scratch[96];
+  scratch[threadIdx.x] = static_cast<std::int32_t>(threadIdx.x);
+  __syncthreads();
+  std::int32_t mine = scratch[95 - threadIdx.x];
+  for (int step = 16; step > 0; step /= 2) mine += __shfl_xor_sync(0xFFFFFFFFU, mine, step);
+  if (__syncthreads_count(threadIdx.x % 3 == 0) == 32 && threadIdx.x % 32 == 0) atomicAdd(sum, std::int64_t{mine});
+  __threadfence();
+  if (threadIdx.x == 0) atomicMax(last, static_cast<std::int32_t>(blockIdx.x));
+}
+
+TEST(ExecutionModel, RunsWhatIsRightInEveryOrder) {
+  const auto run = [] {
+    const DeviceArray<std::int64_t> sum(std::vector<std::int64_t>{0});
+    const DeviceArray<std::int32_t> last(std::vector<std::int32_t>{-1});
+    launch("sum_up", sum_up, {.blocks = dim3(9), .threads = 96}, nullptr, sum.data(), last.data());
+    return sum.download()[0] == 9 * 95 * 96 / 2 && last.download()[0] == 8;
+  };
+  const With plain({});
+  in_every_order([&] { EXPECT_TRUE(run()); });
+  EXPECT_EQ(seeds_that_show(run), 0);
+}
+
+void wait_for_nobody() {
+  if (threadIdx.x < 32) __syncthreads();
+}
+
+TEST(ExecutionModel, NamesAKernelThatWaitsInVain) {
+  for (const std::uint64_t seed : {0, 1, 2}) {
+    const With settings({.seed = seed});
+    try {
+      launch("wait_for_nobody", wait_for_nobody, {.blocks = dim3(3), .threads = 64}, nullptr);
+      FAIL() << "it ended";
+    } catch (const std::logic_error& error) {
+      EXPECT_STREQ(error.what(), "wait_for_nobody: threads wait at a barrier that others never reach");
+    }
+  }
+}
+
+void use_no_shared_memory() {}
+
+TEST(ExecutionModel, RefusesDynamicSharedMemoryThatAKernelHasNotAskedFor) {
+  static_cast<void>(cudaGetLastError());
+  // With 28 KB of static shared memory an H100 refuses it too.
+  const cudaLaunchConfig_t config{dim3(1), dim3(32), 26112, nullptr, nullptr, 0};
+  EXPECT_EQ(cudaLaunchKernelEx(&config, use_no_shared_memory), cudaErrorInvalidValue);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidValue);
+  EXPECT_NO_THROW(
+      launch("asks", use_no_shared_memory, {.blocks = dim3(1), .threads = 32, .shared_bytes = 26112}, nullptr));
+}
+
+TEST(ExecutionModel, CutsSumsOffWhereTheirLargestAddendEnds) {
+  std::array<float, 16> products{};
+  products.fill(0x1p-25F);
+  EXPECT_EQ(model::matrix_sum(1.0F, products), 1.0F) << "one after the other, each is lost to rounding";
+  products.fill(0x1.8p-24F);
+  {
+    const With plain({});
+    EXPECT_EQ(model::matrix_sum(1.0F, products), 1.0F + 16 * 0x1p-23F) << "rounded up";
+  }
+  const With truncating({.truncate = true});
+  EXPECT_EQ(model::matrix_sum(1.0F, products), 1.0F);
+  products.fill(-0x1.8p-23F);
+  EXPECT_EQ(model::matrix_sum(1.0F, products), 1.0F - 20 * 0x1p-23F)
+      << "towards zero: eight by 2^-23 each, then, of a sum below 1, eight by 1.5 * 2^-23";
+  products.fill(3.0F);
+  EXPECT_EQ(model::matrix_sum(2.0F, products), 50.0F) << "exact where nothing is cut off";
+  products[3] = std::nanf("");
+  EXPECT_TRUE(std::isnan(model::matrix_sum(2.0F, products)));
+  products[3] = HUGE_VALF;
+  EXPECT_EQ(model::matrix_sum(2.0F, products), HUGE_VALF);
+}
+
+TEST(ExecutionModel, GivesApproximateFunctionsAnErrorOfTwoUnits) {
+  const With approximate({.exp2 = true});
+  int off[5] = {};
+  for (int i = 0; i < 4000; ++i) {
+    const float x = -30.0F + 0.01F * static_cast<float>(i), exact = std::exp2(x);
+    const auto ulps = static_cast<std::int64_t>(std::bit_cast<std::uint32_t>(exp2_of(x))) -
+                      static_cast<std::int64_t>(std::bit_cast<std::uint32_t>(exact));
+    ASSERT_LE(std::abs(ulps), 2);
+    ++off[ulps + 2];
+    ASSERT_EQ(exp2_of(x), exp2_of(x)) << "the same number every time";
+  }
+  for (const int count : off) EXPECT_GT(count, 100);
+}
+
+void copy_one(const std::int32_t* from, std::int32_t* to) { *to = *from; }
+
+TEST(ExecutionModel, EndsAHostThatTouchesDeviceMemory) {
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  const With guarded({.guard = true});
+  const DeviceArray<std::int32_t> from(std::vector<std::int32_t>{41}), to(1);
+  launch("copy_one", copy_one, {.blocks = dim3(1), .threads = 32}, nullptr, from.data(), to.data());
+  EXPECT_EQ(to.download()[0], 41) << "kernels and copies may";
+  EXPECT_DEATH(
+      {
+        const With again({.guard = true});
+        const DeviceArray<std::int32_t> there(std::vector<std::int32_t>{41});
+        static_cast<void>(*static_cast<volatile std::int32_t*>(there.data()));
+      },
+      "the host touched device memory outside a copy");
+}
+
+}  // namespace
+}  // namespace kvkeep::cuda::execution_model_test
+
+#endif
