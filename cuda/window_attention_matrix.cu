@@ -1,10 +1,58 @@
-// Window attention on matrix units. A warp has slots of its own: it reads their keys once, straight into the registers
-// that a product takes them from, and multiplies them with all queries of the row, 16 at a time. The queries wait in
-// shared memory. Logits never leave the registers; exponentials are powers of two.
+// Window attention on matrix units, for keys of 16 and 8 bits. For one row:
 //
-// Queries are the left sides of products, 16 at a time, keys the right ones, eight. A sum over components may run in
-// any order, so both are read in the same other one: of every 32 components of a key a lane has eight neighbouring
-// ones, a word of 16 bytes, where two products want two pairs each.
+//   R  rows: a KV head of a sequence in a layer (e.count)   W  queries of its window (plan.window), the newest last
+//   T  slots of the row (row.length), t and u               G  query heads that read its KV head (e.group)
+//   D  components of a head (e.dim)                         n  a query of one head; G W of them (plan.total)
+//
+//   share[n, t] = exp(scale q_n.k_t) / (sum of exp(scale q_n.k_u) over the slots u that n sees: those at or before it)
+//   usage[t]    = mean of share[n, t] over all n; on the suffix, t >= plan.history, over those later than t
+//   newest[t]   = mean over the G heads of the newest query's share
+//   sum[t]      = sum over the W queries of the mean over the G heads
+//   history[t]  = as usage, but only slots [plan.from, plan.to) are seen, and the newest query counts several times
+//
+// A slot whose logit is NaN or infinite counts as if n did not see it. Exponentials are powers of two: with the product
+// x = q_n.k_t, the logit is x * factor, factor = scale log2(e), and the share is 2^(x * factor + shift).
+//
+//   split       q_n / 2^e = high + low, in the keys' dtype; factor *= 2^e         (window_attention_queries.cuh)
+//   statistics  for each part of a row (512 slots or a multiple of that):         (left out if log_sum_exp was given)
+//                 each warp, for its 32 slots in every 256, for every 16 queries:
+//                   x = q.k; top = max(old, x * factor); sum = sum * 2^(old - top) + sum of 2^(x * factor - top)
+//                 the 8 warps of the block join their (top, sum), the last block that arrives at a row joins the parts:
+//                   shift = -(top + log2(sum))
+//   columns     for each chunk of 512 slots:
+//                 each warp, for its 32 slots in every 256, for every 16 queries:
+//                   x = q.k; s = 2^(x * factor + shift); column[t] += s; for the newest query newest[t] += s / G
+//                 write_slot() divides column[t] by the queries that count
+//
+// A warp reads the keys of its slots once, into registers, and all queries pass by in shared memory: a QueryTile has 16
+// of them. Above 128 components a warp has 16 slots, and 8 warps have 128. Where shared memory does not hold all tiles,
+// `columns` brings them again for every round of 256 slots, and `statistics` reads the keys again for every batch of
+// tiles.
+//
+// No logit leaves the registers. The G W logits of a slot are more bytes than its key: with W = 32, G = 4 and D = 128
+// in 16 bits, writing and reading them would move 1024 bytes, where the second pass reads 256 bytes of key again.
+//
+// Queries that were turned by RoPE here are f32. One number of 16 bits would lose digits, so each is the sum of two,
+// and both multiply the same key into the same sum. A tile whose low numbers are all 0 is multiplied once.
+//
+// kFarAbove: where every query sees every slot, `statistics` keeps the `top` that the warp had before, and only adds up
+// 2^(x * factor - top), which may be above 1. That is right while the sum fits f32: a tile's sum for a query must stay
+// below 2^100. If one reaches it, or is NaN, nothing is added. The warp takes the tile again, looks at every logit, and
+// raises `top` (take_all(), take_some()). `columns` takes a tile again if a share is no number (give_all(),
+// give_some()).
+//
+// A product is mma.m16n8k16: 16 queries by 8 slots over 16 components. Two of them, p = 0 and 1, cover span s, which is
+// components 32 s to 32 s + 31. Lane 4 g + c has (g = 0..7, c = 0..3, d = 32 s + 8 c + 4 p; b counts slots by eight):
+//
+//                                             right[0]: d, d+1                    of the key of slot 8 b + g
+//                                             right[1]: d+2, d+3
+//   left[0]: d, d+1    left[2]: d+2, d+3      x[b][0]          x[b][1]            query g
+//   left[1]: d, d+1    left[3]: d+2, d+3      x[b][2]          x[b][3]            query g + 8
+//                                             slot 8 b + 2 c   slot 8 b + 2 c + 1
+//
+// mma calls these four components 2c, 2c+1, 2c+8 and 2c+9. Any other order serves, as long as queries and keys have the
+// same: with this one a lane reads 16 neighbouring bytes of a key for both products. The four lanes of one g have the
+// logits of a query, the eight of one c those of a slot: shuffles among them add up over slots or over queries.
 
 #include "launch.cuh"
 #include "parts.cuh"
