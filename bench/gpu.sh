@@ -85,12 +85,12 @@ readonly measured=(
 # The event whose kernels are timed one by one, and kernels that ncu looks at with the case that launches them.
 readonly timed_event='^Event/ams-tova/(llama8b/batch:(1|32)/1536->1024|toy/batch:2/96->64)/dense$'
 readonly profiled=(
-  'matrix_kernel WindowAttention/llama8b/batch:32'
-  'plain_kernel NewestAttention/llama8b/batch:32'
-  'unit_kernel Expected/llama8b/batch:8'
+  'attention_matrix_kernel WindowAttention/llama8b/batch:32'
+  'attention_f32_kernel NewestAttention/llama8b/batch:32'
+  'expected_matrix_kernel Expected/llama8b/batch:8'
   'mass_segmented_kernel MassSegmented/llama8b/batch:32'
   'compact_kernel Compact/llama8b/batch:32'
-  'cosine_kernel KeyDiff/llama8b/batch:32'
+  'keydiff_cosine_kernel KeyDiff/llama8b/batch:32'
 )
 
 usage() { sed -n '2,39s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }

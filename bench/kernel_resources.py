@@ -64,9 +64,9 @@ def readable(names):
 
 # Loops of a kernel, by what one time round must issue at least so often: (source, kernel, what it is, instructions).
 LOOPS = [
-    ("window_attention_matrix.cu", "matrix_kernel<__nv_bfloat16, 4, false>", "16 queries by 32 slots, D = 128, statistics", {"HMMA": 32, "MUFU.EX2": 16}),
-    ("window_attention_matrix.cu", "matrix_kernel<__nv_bfloat16, 4, true>", "16 queries by 32 slots, D = 128, columns", {"HMMA": 32, "MUFU.EX2": 16}),
-    ("window_attention_matrix.cu", "matrix_kernel<__nv_bfloat16, 4, true>", "the same with low numbers", {"HMMA": 64, "MUFU.EX2": 16}),
+    ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, false>", "16 queries by 32 slots, D = 128, statistics", {"HMMA": 32, "MUFU.EX2": 16}),
+    ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, true>", "16 queries by 32 slots, D = 128, columns", {"HMMA": 32, "MUFU.EX2": 16}),
+    ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, true>", "the same with low numbers", {"HMMA": 64, "MUFU.EX2": 16}),
 ]
 SHOWN = ("HMMA", "MUFU.EX2", "FFMA", "FADD", "LDSM", "LDS", "STS", "LDG", "LD", "SHFL", "BAR")
 

@@ -11,20 +11,20 @@ namespace {
 
 constexpr std::uint64_t kNone = ~std::uint64_t{0};  ///< above every key
 
-struct Task {
+struct AdaptiveHeadsTask {
   AdaptiveHeadsArguments a;
   std::uint64_t* own;     ///< [count] least rank_key that a head keeps by itself
   std::uint64_t* shared;  ///< [count / heads] least head_key of the others that stay
 };
 
 /// One row while its slots are chosen.
-struct Head {
+struct AdaptiveHead {
   const Row& row;
   const Protected& guarded;
   const float* scores;
   std::uint64_t own;
 
-  __device__ Head(const Task& task, std::int64_t r, std::uint64_t own_least)
+  __device__ AdaptiveHead(const AdaptiveHeadsTask& task, std::int64_t r, std::uint64_t own_least)
       : row(task.a.rows[r]), guarded(task.a.limits[r].guarded), scores(task.a.scores + row.first), own(own_least) {}
 
   /// What no other head competes for.
@@ -37,7 +37,7 @@ struct Head {
 };
 
 /// What every head keeps by itself.
-__global__ void __launch_bounds__(tuning::kMostThreads) own_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_own_kernel(AdaptiveHeadsTask task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::int32_t histogram[kDigits];
   const BlockTeam team(scratch);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) own_kernel(Task task) {
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
     const RowLimit& limit = a.limits[r];
     if (!limit.due) continue;
-    const Head head(task, r, kNone);
+    const AdaptiveHead head(task, r, kNone);
     const std::int32_t length = head.row.length, own = own_slots(a.safeguard, limit, length),
                        wanted = own - limit.guarded.count();
     std::uint64_t least = kNone;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) own_kernel(Task task) {
 }
 
 /// The best of all heads' other slots, until their budget is spent; and how many slots each head keeps with them.
-__global__ void __launch_bounds__(tuning::kMostThreads) shared_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_shared_kernel(AdaptiveHeadsTask task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::int32_t histogram[kDigits];
   const BlockTeam team(scratch);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) shared_kernel(Task task)
     const auto candidates = [&](const auto& add) {
       std::int64_t behind = 0;
       for (std::int32_t h = a.heads; h-- > 0;) {
-        const Head head(task, first + h, task.own[first + h]);
+        const AdaptiveHead head(task, first + h, task.own[first + h]);
         for (std::int32_t t = team.thread(); t < head.row.length; t += team.size())
           if (!head.holds(t)) add(head_key(head.scores[t], t, behind));
         behind += head.row.length;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) shared_kernel(Task task)
     if (team.thread() == 0) task.shared[g] = shared;
     std::int64_t behind = 0;
     for (std::int32_t h = a.heads; h-- > 0;) {
-      const Head head(task, first + h, task.own[first + h]);
+      const AdaptiveHead head(task, first + h, task.own[first + h]);
       std::uint64_t stay = 0;
       for (std::int32_t t = team.thread(); t < head.row.length; t += team.size())
         stay += head.keeps(t, shared, behind) ? 1 : 0;
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) shared_kernel(Task task)
   }
 }
 
-__global__ void __launch_bounds__(tuning::kMostThreads) slots_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_slots_kernel(AdaptiveHeadsTask task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const BlockTeam team(scratch);
   const AdaptiveHeadsArguments& a = task.a;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) slots_kernel(Task task) 
     const std::int64_t g = r / a.heads;
     std::int64_t behind = 0;
     for (std::int64_t after = r + 1; after < (g + 1) * a.heads; ++after) behind += a.rows[after].length;
-    const Head head(task, r, task.own[r]);
+    const AdaptiveHead head(task, r, task.own[r]);
     const std::uint64_t shared = task.shared[g];
     write_kept(team, head.row.length, [&](std::int32_t t) { return head.keeps(t, shared, behind); }, slots);
   }
@@ -134,14 +134,16 @@ void launch_adaptive_heads(const AdaptiveHeadsArguments& a, Stream stream) {
   KVKEEP_REQUIRE(together <= kMostSlots, "adaptive_heads: ", a.heads, " heads of up to ", a.longest,
                  " slots share a budget; allowed up to ", kMostSlots, " slots together");
   auto* const own = static_cast<std::uint64_t*>(a.workspace);
-  const Task task{a, own, own + a.count};
+  const AdaptiveHeadsTask task{a, own, own + a.count};
   const std::int32_t threads = tuning::threads_for(a.longest);
-  launch("adaptive_heads_own", own_kernel, {.blocks = blocks_for(a.count), .threads = threads}, stream, task);
-  launch("adaptive_heads_shared", shared_kernel,
+  launch("adaptive_heads_own", adaptive_heads_own_kernel, {.blocks = blocks_for(a.count), .threads = threads}, stream,
+         task);
+  launch("adaptive_heads_shared", adaptive_heads_shared_kernel,
          {.blocks = blocks_for(a.count / a.heads), .threads = tuning::threads_for(static_cast<std::int32_t>(together))},
          stream, task);
   if (a.slots != nullptr)
-    launch("adaptive_heads_slots", slots_kernel, {.blocks = blocks_for(a.count), .threads = threads}, stream, task);
+    launch("adaptive_heads_slots", adaptive_heads_slots_kernel, {.blocks = blocks_for(a.count), .threads = threads},
+           stream, task);
 }
 
 }  // namespace kvkeep::cuda

@@ -8,7 +8,7 @@
 namespace kvkeep::cuda {
 namespace {
 
-struct Task {
+struct ChunksTask {
   ChunksArguments a;
   double* sums;         ///< [slots] score of each slot, over the heads
   std::uint64_t* keys;  ///< [count, chunks] order of each chunk; 0: every slot of it is protected
@@ -16,7 +16,7 @@ struct Task {
 };
 
 /// Where items, taken from the largest down, stop fitting.
-struct Cut {
+struct ChunksCut {
   bool there;         ///< false: all fit
   std::uint64_t key;  ///< of the first that does not fit, and its number
   std::int32_t number;
@@ -30,10 +30,10 @@ struct Cut {
 /// Items [from, to) by key_of(i), then by the larger i, into room for `wanted`, each weight_of(i) wide. An item with
 /// key 0 is ignored. `histogram`: kDigits counters of shared memory.
 template <class KeyOf, class WeightOf>
-__device__ Cut cut_of(const BlockTeam& team, std::int32_t* histogram, std::int32_t from, std::int32_t to,
-                      std::int32_t wanted, const KeyOf& key_of, const WeightOf& weight_of) {
+__device__ ChunksCut cut_of(const BlockTeam& team, std::int32_t* histogram, std::int32_t from, std::int32_t to,
+                            std::int32_t wanted, const KeyOf& key_of, const WeightOf& weight_of) {
   const WarpTeam warp;
-  Cut cut{true, 0, 0, wanted};
+  ChunksCut cut{true, 0, 0, wanted};
   std::uint64_t key_mask = 0;
   std::uint32_t number = 0, number_mask = 0;
   for (int step = 0; step < 12; ++step) {
@@ -77,7 +77,7 @@ __device__ Cut cut_of(const BlockTeam& team, std::int32_t* histogram, std::int32
   return cut;
 }
 
-__global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(ChunksTask task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::int32_t histogram[kDigits];
   const BlockTeam team(scratch);
@@ -114,10 +114,10 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
     }
     team.sync();
 
-    const Cut whole = cut_of(
+    const ChunksCut whole = cut_of(
         team, histogram, 0, chunks, kept - guarded.count(), [&](std::int32_t c) { return keys[c]; },
         [&](std::int32_t c) { return free_count(free_slots(c, chunk, length, guarded), guarded); });
-    Cut part{true, ~std::uint64_t{0}, 0, 0};  // of the chunk that does not fit
+    ChunksCut part{true, ~std::uint64_t{0}, 0, 0};  // of the chunk that does not fit
     if (whole.there && whole.left > 0) {
       const SlotRange slots = free_slots(whole.number, chunk, length, guarded);
       part = cut_of(
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(Task task)
 }
 
 /// Assigns the parts of the workspace. Returns its size.
-std::int64_t divide(const ChunksArguments& a, Task& task) {
+std::int64_t divide(const ChunksArguments& a, ChunksTask& task) {
   task.a = a;
   task.chunks = a.longest > 0 ? chunks_in(a.longest, a.options.chunk) : 0;
   task.sums = static_cast<double*>(a.workspace);
@@ -157,14 +157,14 @@ std::int64_t divide(const ChunksArguments& a, Task& task) {
 }  // namespace
 
 std::int64_t chunks_workspace_bytes(const ChunksArguments& arguments) {
-  Task task{};
+  ChunksTask task{};
   return divide(arguments, task);
 }
 
 void launch_chunks(const ChunksArguments& a, Stream stream) {
   require_aligned("chunks", a.workspace);
   KVKEEP_REQUIRE(a.options.chunk >= 1, "chunks: chunk; given ", a.options.chunk, "; allowed from 1 on");
-  Task task{};
+  ChunksTask task{};
   divide(a, task);
   const std::int32_t together = a.options.heads == ChunksOptions::Heads::shared ? a.heads : 1;
   launch("chunks", chunks_kernel, {.blocks = blocks_for(a.count / together), .threads = tuning::threads_for(a.longest)},

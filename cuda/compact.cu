@@ -93,7 +93,7 @@ __device__ void gather_side(const SlotAddress& from, const std::int32_t* kept, s
   }
 }
 
-__global__ void __launch_bounds__(tuning::kCompactThreads) gather_kernel(GatherArguments a) {
+__global__ void __launch_bounds__(tuning::kCompactThreads) compact_gather_kernel(GatherArguments a) {
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
     const std::int64_t begin = a.indptr[r], count = a.indptr[r + 1] - begin;
     const SlotAddress& side = blockIdx.y == 0 ? a.rows[r].keys : a.rows[r].values;
@@ -115,7 +115,7 @@ void launch_compact(const CompactArguments& arguments, Stream stream) {
 }
 
 void launch_gather(const GatherArguments& arguments, Stream stream) {
-  launch("gather", gather_kernel,
+  launch("compact_gather", compact_gather_kernel,
          {.blocks = blocks_for(arguments.count, 2), .threads = kCompactThreads, .shared_bytes = 0}, stream, arguments);
 }
 

@@ -17,7 +17,7 @@ using tuning::kCriticalThreads;
 
 constexpr float kEpsilon = 1e-4F;  ///< kCriticalEpsilon of the CPU
 
-struct Task {
+struct CriticalTask {
   CriticalArguments a;
   float* sizes;         ///< [slots] v
   std::int32_t padded;  ///< Dv in whole tiles
@@ -35,7 +35,7 @@ __device__ inline bool is_cut(const CriticalArguments& a, std::int64_t r) {
 
 /// Calls body(row, its number, first slot) for every chunk of a row that is cut.
 template <class Body>
-__device__ void each_cut_chunk(const Task& task, std::int32_t chunk, Body&& body) {
+__device__ void each_cut_chunk(const CriticalTask& task, std::int32_t chunk, Body&& body) {
   for (std::int64_t work = blockIdx.x; work < std::int64_t{task.a.evidence.count} * task.chunks; work += gridDim.x) {
     const std::int64_t r = work / task.chunks;
     const Row& row = task.a.evidence.rows[r];
@@ -61,7 +61,7 @@ __device__ inline float value_scale(const CriticalArguments& a, const Row& row, 
 
 /// Stages values as S, whatever they are stored as.
 template <class S>
-__device__ void stage_values(const Task& task, const Row& row, std::int32_t begin, std::int32_t rows, S* to,
+__device__ void stage_values(const CriticalTask& task, const Row& row, std::int32_t begin, std::int32_t rows, S* to,
                              std::int32_t stride) {
   const bool aligned = is_aligned(row.values);
   const auto plain = [](std::int32_t) { return 1.0F; };
@@ -88,11 +88,11 @@ __device__ void stage_values(const Task& task, const Row& row, std::int32_t begi
 
 // In f32: see panel.cuh.
 
-struct PlainShared {
+struct CriticalF32Shared {
   std::size_t values, panel, bytes;
   std::int32_t stride;  ///< of a value, in floats
 
-  KVKEEP_HD explicit PlainShared(std::int32_t padded) : stride(padded + 4) {
+  KVKEEP_HD explicit CriticalF32Shared(std::int32_t padded) : stride(padded + 4) {
     Parts parts;
     values = parts.take(sizeof(float) * kPanelSlots * static_cast<std::size_t>(stride));
     panel = parts.take(sizeof(float) * kPanelRows * kPanelStride);
@@ -101,8 +101,8 @@ struct PlainShared {
 };
 
 template <class W>
-__global__ void __launch_bounds__(kPanelThreads, 4) plain_kernel(Task task) {
-  const PlainShared parts(task.padded);
+__global__ void __launch_bounds__(kPanelThreads, 4) critical_f32_kernel(CriticalTask task) {
+  const CriticalF32Shared parts(task.padded);
   auto* values = reinterpret_cast<float*>(dynamic_shared() + parts.values);
   auto* panel = reinterpret_cast<float*>(dynamic_shared() + parts.panel);
   const CriticalArguments& a = task.a;
@@ -146,11 +146,11 @@ __global__ void __launch_bounds__(kPanelThreads, 4) plain_kernel(Task task) {
 constexpr std::int32_t kUnitSlots = kCriticalThreads, kScratchStride = 20;
 
 template <class S>
-struct UnitShared {
+struct CriticalMatrixShared {
   std::size_t values, weights, scratch, bytes;
   std::int32_t stride;  ///< of a value or hidden unit, in elements
 
-  KVKEEP_HD explicit UnitShared(std::int32_t padded) : stride(padded + 8) {
+  KVKEEP_HD explicit CriticalMatrixShared(std::int32_t padded) : stride(padded + 8) {
     Parts parts;
     values = parts.take(sizeof(S) * kUnitSlots * static_cast<std::size_t>(stride));
     weights = parts.take(sizeof(S) * kCriticalHidden * static_cast<std::size_t>(stride));
@@ -160,11 +160,11 @@ struct UnitShared {
 };
 
 template <class S>
-__global__ void __launch_bounds__(kCriticalThreads, 4) unit_kernel(Task task) {
+__global__ void __launch_bounds__(kCriticalThreads, 4) critical_matrix_kernel(CriticalTask task) {
   using Left = wmma::fragment<wmma::matrix_a, 16, 16, 16, S, wmma::row_major>;
   using Right = wmma::fragment<wmma::matrix_b, 16, 16, 16, S, wmma::col_major>;
   using Product = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
-  const UnitShared<S> parts(task.padded);
+  const CriticalMatrixShared<S> parts(task.padded);
   auto* values = reinterpret_cast<S*>(dynamic_shared() + parts.values);
   auto* staged = reinterpret_cast<S*>(dynamic_shared() + parts.weights);
   const CriticalArguments& a = task.a;
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kCriticalThreads, 4) unit_kernel(Task task) {
   });
 }
 
-__global__ void __launch_bounds__(tuning::kMostThreads) critical_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kMostThreads) critical_kernel(CriticalTask task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::int32_t histogram[kDigits];
   const BlockTeam team(scratch);
@@ -269,22 +269,22 @@ __global__ void __launch_bounds__(tuning::kMostThreads) critical_kernel(Task tas
 }
 
 template <class S>
-void launch_unit(Task& task, Stream stream) {
+void launch_matrix(CriticalTask& task, Stream stream) {
   task.chunks = (task.a.evidence.longest + kUnitSlots - 1) / kUnitSlots;
-  launch("critical_sizes", unit_kernel<S>,
+  launch("critical_matrix", critical_matrix_kernel<S>,
          {.blocks = blocks_for(std::int64_t{task.a.evidence.count} * task.chunks),
           .threads = kCriticalThreads,
-          .shared_bytes = UnitShared<S>(task.padded).bytes},
+          .shared_bytes = CriticalMatrixShared<S>(task.padded).bytes},
          stream, task);
 }
 
 template <class W>
-void launch_plain(Task& task, Stream stream) {
+void launch_f32(CriticalTask& task, Stream stream) {
   task.chunks = (task.a.evidence.longest + kPanelSlots - 1) / kPanelSlots;
-  launch("critical_sizes", plain_kernel<W>,
+  launch("critical_f32", critical_f32_kernel<W>,
          {.blocks = blocks_for(std::int64_t{task.a.evidence.count} * task.chunks),
           .threads = kPanelThreads,
-          .shared_bytes = PlainShared(task.padded).bytes},
+          .shared_bytes = CriticalF32Shared(task.padded).bytes},
          stream, task);
 }
 
@@ -301,18 +301,18 @@ void launch_critical(const CriticalArguments& a, Stream stream) {
   KVKEEP_REQUIRE(a.first_stage >= 0 && a.first_stage <= 1, "critical: first_stage; given ", a.first_stage,
                  "; allowed 0 to 1");
   if (a.evidence.count == 0 || a.evidence.longest == 0) return;
-  Task task{a, static_cast<float*>(a.workspace), (a.value_dim + 15) / 16 * 16, 0};
+  CriticalTask task{a, static_cast<float*>(a.workspace), (a.value_dim + 15) / 16 * 16, 0};
   const bool unit = a.matrix_unit && a.projection != Element::f32 && (a.values == a.projection || is_8bit(a.values));
   if (unit && a.projection == Element::f16)
-    launch_unit<__half>(task, stream);
+    launch_matrix<__half>(task, stream);
   else if (unit)
-    launch_unit<__nv_bfloat16>(task, stream);
+    launch_matrix<__nv_bfloat16>(task, stream);
   else if (a.projection == Element::f16)
-    launch_plain<__half>(task, stream);
+    launch_f32<__half>(task, stream);
   else if (a.projection == Element::bf16)
-    launch_plain<__nv_bfloat16>(task, stream);
+    launch_f32<__nv_bfloat16>(task, stream);
   else
-    launch_plain<float>(task, stream);
+    launch_f32<float>(task, stream);
   launch("critical", critical_kernel,
          {.blocks = blocks_for(a.evidence.count), .threads = tuning::threads_for(a.evidence.longest)}, stream, task);
 }

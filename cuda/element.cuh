@@ -206,8 +206,9 @@ __device__ inline void to_elements(const T* from, Element element, S* to) {
   }
 }
 
+/// Elements next to each other, which are read and written at once.
 template <class T, int kCount>
-struct alignas(sizeof(T) * kCount) Piece {
+struct alignas(sizeof(T) * kCount) PackedElements {
   T x[kCount];
 };
 
@@ -222,13 +223,13 @@ __device__ void stage_as(const SlotAddress& side, bool aligned, std::int32_t beg
   const std::int32_t words = padded / kCount;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < rows * words; i += static_cast<std::int32_t>(blockDim.x)) {
     const std::int32_t row = i / words, d = (i - row * words) * kCount;
-    Piece<T, kCount> from{};
+    PackedElements<T, kCount> from{};
     float scale = 1;
     if (begin + row < end) {
       const T* vector = reinterpret_cast<const T*>(side.at(begin + row));
       if constexpr (std::is_same_v<S, float>) scale = scale_of(begin + row);
       if (aligned && d + kCount <= dim) {
-        from = *reinterpret_cast<const Piece<T, kCount>*>(vector + d);
+        from = *reinterpret_cast<const PackedElements<T, kCount>*>(vector + d);
       } else {
 #pragma unroll
         for (int k = 0; k < kCount; ++k)
@@ -250,9 +251,9 @@ template <int kCount>
 __device__ inline void load_wide(const void* from, Element element, float* to) {
   const auto load = [&](auto type) {
     using T = decltype(type);
-    Piece<T, kCount> held;
+    PackedElements<T, kCount> held;
     if (reinterpret_cast<std::uintptr_t>(from) % sizeof held == 0) {
-      held = *static_cast<const Piece<T, kCount>*>(from);
+      held = *static_cast<const PackedElements<T, kCount>*>(from);
     } else {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) held.x[k] = static_cast<const T*>(from)[k];

@@ -36,7 +36,7 @@ __device__ inline float logit_of(float square, float line) {
 /// Calls body(row of the table, its number, first slot, end) for every chunk of a due row that has slots to score and
 /// queries to score them by.
 template <class Body>
-__device__ void each_expected_chunk(const Task& task, Body&& body) {
+__device__ void each_expected_chunk(const ExpectedTask& task, Body&& body) {
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * task.chunks; work += gridDim.x) {
     const std::int64_t r = work / task.chunks;
@@ -48,7 +48,8 @@ __device__ void each_expected_chunk(const Task& task, Body&& body) {
 }
 
 /// Maximum and sum of exponentials of the chunk's logits, which this block wrote: one warp per head.
-__device__ void summarise(const Task& task, const Row& row, std::int64_t r, std::int32_t begin, std::int32_t end) {
+__device__ void summarise(const ExpectedTask& task, const Row& row, std::int64_t r, std::int32_t begin,
+                          std::int32_t end) {
   const auto warp = static_cast<std::int32_t>(threadIdx.x / 32), lane = static_cast<std::int32_t>(threadIdx.x % 32);
   __syncthreads();
   for (std::int32_t h = warp; h < task.a.evidence.group; h += static_cast<std::int32_t>(blockDim.x / 32)) {
@@ -66,11 +67,11 @@ __device__ void summarise(const Task& task, const Row& row, std::int64_t r, std:
 
 static_assert(kExpectedThreads == kPanelThreads && kExpectedChunk % kPanelSlots == 0);
 
-struct PlainShared {
+struct ExpectedF32Shared {
   std::size_t keys, panel, lines, bytes;
   std::int32_t stride;  ///< of a key, in floats
 
-  KVKEEP_HD explicit PlainShared(std::int32_t padded) : stride(padded + 4) {
+  KVKEEP_HD explicit ExpectedF32Shared(std::int32_t padded) : stride(padded + 4) {
     Parts parts;
     keys = parts.take(sizeof(float) * kPanelSlots * static_cast<std::size_t>(stride));
     panel = parts.take(sizeof(float) * kPanelRows * kPanelStride);
@@ -80,8 +81,8 @@ struct PlainShared {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kExpectedThreads, 4) plain_kernel(Task task) {
-  const PlainShared parts(task.padded);
+__global__ void __launch_bounds__(kExpectedThreads, 4) expected_f32_kernel(ExpectedTask task) {
+  const ExpectedF32Shared parts(task.padded);
   auto* keys = reinterpret_cast<float*>(dynamic_shared() + parts.keys);
   auto* panel = reinterpret_cast<float*>(dynamic_shared() + parts.panel);
   auto* lines = reinterpret_cast<float*>(dynamic_shared() + parts.lines);
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 4) plain_kernel(Task task) {
         for (int k = 0; k < 16; ++k)
           lines[(place.slot0 + k / 4 * 4) * (kPanelRows + 1) + place.row0 + k % 4 * 8] = products[k];
         for (std::int32_t h = h0; h < h0 + heads; ++h) {
-          const Head head = task.heads[r * e.group + h];
+          const HeadFactor head = task.heads[r * e.group + h];
           const auto* factor = reinterpret_cast<const float*>(task.factors + (r * e.group + h) * task.factor_bytes());
           float sums[4] = {};
           for (std::int32_t from = 0; from < head.rows; from += kPanelRows) {
@@ -146,11 +147,11 @@ constexpr std::int32_t kUnitSlots = kExpectedThreads, kScratchStride = 20;
 constexpr std::int32_t kUnitSlice = 64, kUnitStride = 2 * kUnitSlice + 8;  ///< of a row: high parts, then low ones
 
 template <class S>
-struct UnitShared {
+struct ExpectedMatrixShared {
   std::size_t keys, panel, lines, scratch, scales, bytes;
   std::int32_t stride;  ///< of a key, in elements
 
-  KVKEEP_HD explicit UnitShared(std::int32_t padded) : stride(padded + 8) {
+  KVKEEP_HD explicit ExpectedMatrixShared(std::int32_t padded) : stride(padded + 8) {
     Parts parts;
     keys = parts.take(sizeof(S) * kUnitSlots * static_cast<std::size_t>(stride));
     panel = parts.take(sizeof(S) * kPanelRows * kUnitStride);
@@ -183,12 +184,12 @@ __device__ void stage_panel(const S* factor, std::int32_t padded, std::int32_t d
 }
 
 template <class T>
-__global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
+__global__ void __launch_bounds__(kExpectedThreads, 3) expected_matrix_kernel(ExpectedTask task) {
   using S = MatrixElement<T>;
   using Left = wmma::fragment<wmma::matrix_a, 16, 16, 16, S, wmma::row_major>;
   using Right = wmma::fragment<wmma::matrix_b, 16, 16, 16, S, wmma::col_major>;
   using Product = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
-  const UnitShared<S> parts(task.padded);
+  const ExpectedMatrixShared<S> parts(task.padded);
   auto* keys = reinterpret_cast<S*>(dynamic_shared() + parts.keys);
   auto* panel = reinterpret_cast<S*>(dynamic_shared() + parts.panel);
   auto* scales = reinterpret_cast<float*>(dynamic_shared() + parts.scales);
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
           __syncwarp();
         }
         for (std::int32_t h = h0; h < e.group && h < h0 + kMeanHeads; ++h) {
-          const Head head = task.heads[r * e.group + h];
+          const HeadFactor head = task.heads[r * e.group + h];
           const S* factor = reinterpret_cast<const S*>(task.factors + (r * e.group + h) * task.factor_bytes());
           Product squares[2];
 #pragma unroll
@@ -306,7 +307,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) unit_kernel(Task task) {
 
 /// Turns the heads' shares into scores, eight lanes per slot, and finds the largest score of the chunk.
 template <class V>
-__global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
+__global__ void __launch_bounds__(kKeyThreads, 4) expected_scores_kernel(ExpectedTask task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const BlockTeam team(scratch);
   auto* standard = reinterpret_cast<float2*>(
@@ -385,7 +386,7 @@ __global__ void __launch_bounds__(kKeyThreads, 4) finish_kernel(Task task) {
 }
 
 /// Gives the sinks the largest score of the others: one warp per row.
-__global__ void __launch_bounds__(tuning::kTurnThreads) sinks_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kTurnThreads) expected_sinks_kernel(ExpectedTask task) {
   const EvidenceArguments& e = task.a.evidence;
   constexpr std::int32_t kWarps = tuning::kTurnThreads / 32;
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
@@ -405,7 +406,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) sinks_kernel(Task task) 
 }
 
 /// Assigns the parts of the workspace. Returns its size.
-std::int64_t divide(const ExpectedArguments& a, Task& task) {
+std::int64_t divide(const ExpectedArguments& a, ExpectedTask& task) {
   const EvidenceArguments& e = a.evidence;
   task.a = a;
   task.padded = round_up(e.dim, 16);
@@ -416,7 +417,7 @@ std::int64_t divide(const ExpectedArguments& a, Task& task) {
   WorkspaceParts parts(a.workspace);
   task.future = parts.take<double2>(groups * a.pairs);
   task.back = parts.take<float2>(groups * task.backs() * a.pairs);
-  task.heads = parts.take<Head>(heads);
+  task.heads = parts.take<HeadFactor>(heads);
   task.means = parts.take<std::byte>(e.count * task.mean_bytes());
   task.factors = parts.take<std::byte>(a.covariance ? heads * task.factor_bytes() : 0);
   task.partial = parts.take<float2>(heads * task.chunks);
@@ -428,7 +429,7 @@ std::int64_t divide(const ExpectedArguments& a, Task& task) {
 }  // namespace
 
 std::int64_t expected_workspace_bytes(const ExpectedArguments& arguments) {
-  Task task{};
+  ExpectedTask task{};
   return divide(arguments, task);
 }
 
@@ -443,7 +444,7 @@ void launch_expected(const ExpectedArguments& a, Stream stream) {
                  ", queries ", a.queries, "; allowed from 1, 0 and 1 on");
   check_wide("expected", "queries", e.query);
   if (e.count == 0 || e.longest == 0) return;
-  Task task{};
+  ExpectedTask task{};
   divide(a, task);
   const dim3 blocks = blocks_for(std::int64_t{e.count} * task.chunks);
   launch_moments(task, stream);
@@ -451,25 +452,25 @@ void launch_expected(const ExpectedArguments& a, Stream stream) {
     using T = decltype(type);
     if constexpr (!std::is_same_v<T, float>)
       if (task.unit) {
-        launch("expected_logits", unit_kernel<T>,
+        launch("expected_matrix", expected_matrix_kernel<T>,
                {.blocks = blocks,
                 .threads = kExpectedThreads,
-                .shared_bytes = UnitShared<MatrixElement<T>>(task.padded).bytes},
+                .shared_bytes = ExpectedMatrixShared<MatrixElement<T>>(task.padded).bytes},
                stream, task);
         return;
       }
-    launch("expected_logits", plain_kernel<T>,
-           {.blocks = blocks, .threads = kExpectedThreads, .shared_bytes = PlainShared(task.padded).bytes}, stream,
-           task);
+    launch("expected_f32", expected_f32_kernel<T>,
+           {.blocks = blocks, .threads = kExpectedThreads, .shared_bytes = ExpectedF32Shared(task.padded).bytes},
+           stream, task);
   });
   with_element(a.value_norm ? a.values : Element::f32, [&](auto type) {
     launch(
-        "expected_scores", finish_kernel<decltype(type)>,
+        "expected_scores", expected_scores_kernel<decltype(type)>,
         {.blocks = blocks, .threads = kKeyThreads, .shared_bytes = sizeof(float2) * static_cast<std::size_t>(e.group)},
         stream, task);
   });
   if (a.sink > 0)
-    launch("expected_sinks", sinks_kernel,
+    launch("expected_sinks", expected_sinks_kernel,
            {.blocks = blocks_for((std::int64_t{e.count} + 3) / 4), .threads = tuning::kTurnThreads}, stream, task);
 }
 

@@ -19,11 +19,11 @@ struct Counted {
   std::int32_t first = 0, count = 0;
 };
 
-__device__ std::int32_t oldest_of(const Task& task, const QueryView& view) {
+__device__ std::int32_t oldest_of(const ExpectedTask& task, const QueryView& view) {
   return view.count > task.a.queries ? view.count - task.a.queries : 0;
 }
 
-__device__ Counted counted_of(const Task& task, std::int64_t group) {
+__device__ Counted counted_of(const ExpectedTask& task, std::int64_t group) {
   const QueryView& view = task.a.evidence.queries[group];
   const std::int32_t first = partition_point(oldest_of(task, view), view.count,
                                              [&](std::int32_t i) { return view.position(i) < task.a.sink; });
@@ -31,7 +31,7 @@ __device__ Counted counted_of(const Task& task, std::int64_t group) {
 }
 
 /// The turns that take queries back before RoPE, one block per token, and the mean turn of the coming positions.
-__global__ void __launch_bounds__(tuning::kTurnThreads) turns_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kTurnThreads) expected_turns_kernel(ExpectedTask task) {
   const EvidenceArguments& e = task.a.evidence;
   const std::int32_t each = task.backs() + 1;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} / e.kv_heads * each; n += gridDim.x) {
@@ -66,7 +66,7 @@ __device__ void split(float x, std::int32_t count, std::int32_t padded, std::int
     x -= to_float(*to);
   }
 }
-__device__ void store(const Task& task, float x, std::int32_t parts, std::int32_t d, std::byte* row) {
+__device__ void store(const ExpectedTask& task, float x, std::int32_t parts, std::int32_t d, std::byte* row) {
   if (!task.unit)
     reinterpret_cast<float*>(row)[d] = x;
   else if (task.a.evidence.keys == Element::bf16)
@@ -172,8 +172,8 @@ __device__ void factorise(const Triangle& u, double* rest, double* pivots) {
 template <class Q>
 class Moments {
  public:
-  __device__ Moments(const Task& task, std::int64_t n, double* mean, std::byte* shared, unsigned long long* scratch,
-                     double* sums)
+  __device__ Moments(const ExpectedTask& task, std::int64_t n, double* mean, std::byte* shared,
+                     unsigned long long* scratch, double* sums)
       : task_(task),
         e_(task.a.evidence),
         team_(scratch),
@@ -195,7 +195,7 @@ class Moments {
   }
 
   __device__ void run() {
-    Head out{0, 1, 0, false};
+    HeadFactor out{0, 1, 0, false};
     if (task_.given(group_)) {
       const GivenMoments& given = task_.a.moments[group_];
       for (std::int32_t d = thread_; d < dim_; d += kMomentThreads)
@@ -480,7 +480,7 @@ class Moments {
     return ldexpf(1.0F, exponent);
   }
 
-  const Task& task_;
+  const ExpectedTask& task_;
   const EvidenceArguments& e_;
   BlockTeam team_;
   double *mean_, *sums_;
@@ -493,7 +493,7 @@ class Moments {
 };
 
 template <class Q>
-__global__ void __launch_bounds__(kMomentThreads, 2) moments_kernel(Task task) {
+__global__ void __launch_bounds__(kMomentThreads, 2) expected_moments_kernel(ExpectedTask task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ double mean[256], sums[2 * kMomentThreads];
   const EvidenceArguments& e = task.a.evidence;
@@ -510,15 +510,15 @@ __global__ void __launch_bounds__(kMomentThreads, 2) moments_kernel(Task task) {
 
 }  // namespace
 
-void launch_moments(const Task& task, Stream stream) {
+void launch_moments(const ExpectedTask& task, Stream stream) {
   const EvidenceArguments& e = task.a.evidence;
   if (task.a.pairs > 0)
-    launch("expected_turns", turns_kernel,
+    launch("expected_turns", expected_turns_kernel,
            {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * (task.backs() + 1)),
             .threads = tuning::kTurnThreads},
            stream, task);
   with_wide_element(e.query, [&](auto type) {
-    launch("expected_moments", moments_kernel<decltype(type)>,
+    launch("expected_moments", expected_moments_kernel<decltype(type)>,
            {.blocks = blocks_for(std::int64_t{e.count} * e.group),
             .threads = kMomentThreads,
             .shared_bytes = MomentShared(e.dim).bytes},

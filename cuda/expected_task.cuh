@@ -16,18 +16,18 @@ KVKEEP_HD inline std::int32_t round_up(std::int32_t n, std::int32_t to) { return
 constexpr std::int32_t kUnseen = -1;
 
 /// How the factor of one query head is read.
-struct Head {
+struct HeadFactor {
   float factor;       ///< of its products
   float mean_factor;  ///< of those of its mean
   std::int32_t rows;  ///< 0: no covariance; kUnseen: no query either
   bool triangular;    ///< row i is 0 before component i
 };
 
-struct Task {
+struct ExpectedTask {
   ExpectedArguments a;
   double2* future;     ///< [groups, F] mean turn of the coming positions
   float2* back;        ///< [groups, queries, F] what undoes RoPE for the newest queries
-  Head* heads;         ///< [groups * Hq]
+  HeadFactor* heads;   ///< [groups * Hq]
   std::byte* means;    ///< f32 [rows of the table, G, Dp], or [rows, G rounded up to 16, parts, Dp] of 16 bits
   std::byte* factors;  ///< [groups * Hq, rows, Dp] f32, or as many high parts and then low parts of 16 bits in each row
   float2* partial;     ///< [count, chunks, G] maximum and sum of one chunk
@@ -51,12 +51,12 @@ struct Task {
 };
 
 /// True for a row that is scored by queries, after the moments were made.
-__device__ inline bool is_scored(const Task& task, std::int64_t r) {
+__device__ inline bool is_scored(const ExpectedTask& task, std::int64_t r) {
   const EvidenceArguments& e = task.a.evidence;
   return e.due(r) && e.rows[r].length > task.a.sink && task.heads[r * e.group].rows != kUnseen;
 }
 
 /// Writes heads, means and factors of every due row, from the rows' queries or from given moments.
-void launch_moments(const Task& task, Stream stream);
+void launch_moments(const ExpectedTask& task, Stream stream);
 
 }  // namespace kvkeep::cuda::expected

@@ -36,7 +36,7 @@ __device__ std::int64_t kept_below(const std::int32_t* kept, std::int64_t count,
 }
 
 /// A slot that is not kept has as many dropped ones before it as slots less kept ones.
-__global__ void __launch_bounds__(kFoldThreads) slots_kernel(FoldArguments a) {
+__global__ void __launch_bounds__(kFoldThreads) fold_slots_kernel(FoldArguments a) {
   for (std::int64_t f = blockIdx.x; f < a.count; f += gridDim.x) {
     const FoldingRow& own = a.folding[f];
     const std::int64_t begin = a.indptr[own.row], count = a.indptr[own.row + 1] - begin;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kFoldThreads) slots_kernel(FoldArguments a) {
   }
 }
 
-__global__ void __launch_bounds__(kFoldThreads) matrices_kernel(FoldArguments a) {
+__global__ void __launch_bounds__(kFoldThreads) fold_matrices_kernel(FoldArguments a) {
   const std::int64_t step = std::int64_t{gridDim.x} * kFoldThreads;
   for (std::int64_t s = std::int64_t{blockIdx.x} * kFoldThreads + threadIdx.x; s < a.spans; s += step) {
     const FoldingSpan& span = a.pieces[a.first + s];
@@ -117,7 +117,7 @@ __device__ void draw_sketch(const RowMatrix& keys, double weight, std::int32_t d
 
 /// One block stores one span.
 template <class T>
-__global__ void __launch_bounds__(kFoldThreads, 3) spans_kernel(FoldArguments a) {
+__global__ void __launch_bounds__(kFoldThreads, 3) fold_spans_kernel(FoldArguments a) {
   __shared__ double mean[kMostDim];
   const auto s = static_cast<std::int32_t>(blockIdx.x);
   const FoldingSpan& piece = a.pieces[a.first + s];
@@ -170,20 +170,20 @@ void launch_fold_slots(const FoldArguments& a, Stream stream) {
   check(a);
   constexpr std::int32_t kMostSlices = 64;
   const std::int32_t slices = std::clamp((a.longest + kFoldThreads - 1) / kFoldThreads, 1, kMostSlices);
-  launch("fold slots", slots_kernel,
+  launch("fold_slots", fold_slots_kernel,
          {.blocks = blocks_for(a.count, static_cast<unsigned>(slices)), .threads = kFoldThreads}, stream, a);
 }
 
 void launch_fold_matrices(const FoldArguments& a, Stream stream) {
   check(a);
-  launch("fold matrices", matrices_kernel,
+  launch("fold_matrices", fold_matrices_kernel,
          {.blocks = blocks_of_threads(a.spans, kFoldThreads), .threads = kFoldThreads}, stream, a);
 }
 
 void launch_fold_spans(const FoldArguments& a, Stream stream) {
   check(a);
   with_wide_element(a.keys, [&](auto element) {
-    launch("fold spans", spans_kernel<decltype(element)>, {.blocks = blocks_for(a.spans), .threads = kFoldThreads},
+    launch("fold_spans", fold_spans_kernel<decltype(element)>, {.blocks = blocks_for(a.spans), .threads = kFoldThreads},
            stream, a);
   });
 }

@@ -9,7 +9,7 @@ namespace {
 
 /// Blocks with the same y walk the tokens of one arrival.
 template <class T>
-__global__ void __launch_bounds__(tuning::kTurnThreads) push_given_kernel(PushGivenArguments a) {
+__global__ void __launch_bounds__(tuning::kTurnThreads) given_push_kernel(PushGivenArguments a) {
   const GivenArrival& arrival = a.arrivals[blockIdx.y];
   const auto stride = static_cast<std::int64_t>(gridDim.x) * tuning::kTurnThreads;
   for (std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * tuning::kTurnThreads + threadIdx.x; t < arrival.tokens;
@@ -27,7 +27,7 @@ void launch_push_given(const PushGivenArguments& arguments, Stream stream) {
   dim3 blocks = blocks_of_threads(tokens, tuning::kTurnThreads);
   blocks.y = static_cast<unsigned>(arguments.count);
   with_wide_element(arguments.element, [&](auto element) {
-    launch("push_given", push_given_kernel<decltype(element)>, {.blocks = blocks, .threads = tuning::kTurnThreads},
+    launch("given_push", given_push_kernel<decltype(element)>, {.blocks = blocks, .threads = tuning::kTurnThreads},
            stream, arguments);
   });
 }

@@ -10,14 +10,14 @@
 namespace kvkeep::cuda {
 namespace {
 
-struct Task {
+struct H2OTask {
   H2OArguments a;
   RowWindow* windows;  ///< [count]
   void* rest;          ///< window_attention_workspace_bytes()
 };
 
 /// Divides the workspace. Returns its size.
-std::int64_t divide(const H2OArguments& a, Task& task) {
+std::int64_t divide(const H2OArguments& a, H2OTask& task) {
   WorkspaceParts parts(a.workspace);
   task.a = a;
   task.a.evidence.limits = nullptr;
@@ -26,14 +26,14 @@ std::int64_t divide(const H2OArguments& a, Task& task) {
   return parts.bytes();
 }
 
-__global__ void __launch_bounds__(tuning::kTurnThreads) windows_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kTurnThreads) h2o_windows_kernel(H2OTask task) {
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t r = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; r < e.count;
        r += std::int64_t{gridDim.x} * tuning::kTurnThreads)
     task.windows[r] = {H2O::new_queries(e.rows[r], e.queries[r / e.kv_heads], task.a.window), e.rows[r].length};
 }
 
-__global__ void __launch_bounds__(tuning::kKeyThreads) tally_kernel(Task task, std::int32_t chunks) {
+__global__ void __launch_bounds__(tuning::kKeyThreads) h2o_tally_kernel(H2OTask task, std::int32_t chunks) {
   each_chunk(task.a.evidence, chunks, [&](const Chunk& chunk) {
     const Row& row = task.a.evidence.rows[chunk.row];
     if (row.tally == nullptr) return;
@@ -46,17 +46,17 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) tally_kernel(Task task, s
 }  // namespace
 
 std::int64_t h2o_workspace_bytes(const H2OArguments& arguments) {
-  Task task{};
+  H2OTask task{};
   return divide(arguments, task);
 }
 
 void launch_h2o(const H2OArguments& a, Stream stream) {
   require_aligned("h2o", a.workspace);
   check_dim("h2o", a.evidence.dim);
-  Task task{};
+  H2OTask task{};
   divide(a, task);
   const EvidenceArguments& e = task.a.evidence;
-  launch("h2o_windows", windows_kernel,
+  launch("h2o_windows", h2o_windows_kernel,
          {.blocks = blocks_of_threads(e.count, tuning::kTurnThreads), .threads = tuning::kTurnThreads}, stream, task);
   launch_window_attention({.evidence = e,
                            .windows = task.windows,
@@ -66,7 +66,7 @@ void launch_h2o(const H2OArguments& a, Stream stream) {
                            .workspace = task.rest},
                           stream);
   const std::int32_t chunks = key_chunks(e);
-  launch("h2o_tally", tally_kernel,
+  launch("h2o_tally", h2o_tally_kernel,
          {.blocks = blocks_for(std::int64_t{e.count} * chunks), .threads = tuning::kKeyThreads}, stream, task, chunks);
 }
 

@@ -8,7 +8,7 @@
 namespace kvkeep::cuda {
 namespace {
 
-struct Task {
+struct KeyDiffTask {
   EvidenceArguments e;
   float* scores;
   double* partial;  ///< [count, chunks, D] sums of directions
@@ -18,7 +18,7 @@ struct Task {
 
 /// Norms, and the sum of the directions of a chunk.
 template <class T>
-__global__ void __launch_bounds__(tuning::kKeyThreads) direction_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_direction_kernel(KeyDiffTask task) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim;
   each_chunk(task.e, task.chunks, [&](const Chunk& chunk) {
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) direction_kernel(Task tas
 }
 
 /// The mean direction of a row.
-__global__ void __launch_bounds__(tuning::kKeyThreads) anchor_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_anchor_kernel(KeyDiffTask task) {
   __shared__ float anchor[256];
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) anchor_kernel(Task task) 
 }
 
 template <class T>
-__global__ void __launch_bounds__(tuning::kKeyThreads) cosine_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_cosine_kernel(KeyDiffTask task) {
   __shared__ float anchor[256 + 16];
   const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes;
   const std::int32_t dim = task.e.dim;
@@ -97,17 +97,18 @@ std::int64_t keydiff_workspace_bytes(const EvidenceArguments& e) {
 void launch_keydiff(const KeyDiffArguments& a, Stream stream) {
   require_aligned("keydiff", a.workspace);
   check_dim("keydiff", a.evidence.dim);
-  Task task{a.evidence, a.scores, static_cast<double*>(a.workspace), nullptr, key_chunks(a.evidence)};
+  KeyDiffTask task{a.evidence, a.scores, static_cast<double*>(a.workspace), nullptr, key_chunks(a.evidence)};
   task.anchors = reinterpret_cast<float*>(task.partial + std::int64_t{task.e.count} * task.chunks * task.e.dim);
   const dim3 blocks = blocks_for(std::int64_t{task.e.count} * task.chunks);
   with_element(task.e.keys, [&](auto type) {
     using T = decltype(type);
-    launch("keydiff_directions", direction_kernel<T>,
+    launch("keydiff_direction", keydiff_direction_kernel<T>,
            {.blocks = blocks, .threads = tuning::kKeyThreads, .shared_bytes = weighted_sum_bytes(task.e.dim)}, stream,
            task);
-    launch("keydiff_anchors", anchor_kernel, {.blocks = blocks_for(task.e.count), .threads = tuning::kKeyThreads},
-           stream, task);
-    launch("keydiff_cosines", cosine_kernel<T>, {.blocks = blocks, .threads = tuning::kKeyThreads}, stream, task);
+    launch("keydiff_anchor", keydiff_anchor_kernel,
+           {.blocks = blocks_for(task.e.count), .threads = tuning::kKeyThreads}, stream, task);
+    launch("keydiff_cosine", keydiff_cosine_kernel<T>, {.blocks = blocks, .threads = tuning::kKeyThreads}, stream,
+           task);
   });
 }
 

@@ -26,7 +26,7 @@ __device__ void each_chunk_of_tokens(const EvidenceArguments& e, std::int32_t ch
 
 /// Products of one chunk of tokens, summed over the KV heads in ascending order.
 template <class T>
-__global__ void __launch_bounds__(kKeyThreads) product_kernel(LastQueryArguments a, std::int32_t chunks) {
+__global__ void __launch_bounds__(kKeyThreads) last_query_product_kernel(LastQueryArguments a, std::int32_t chunks) {
   __shared__ float query[kMostComponents];
   __shared__ float sums[kKeyChunk];
   const EvidenceArguments& e = a.evidence;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kKeyThreads) product_kernel(LastQueryArguments
   });
 }
 
-__global__ void __launch_bounds__(kKeyThreads) average_kernel(LastQueryArguments a, std::int32_t chunks) {
+__global__ void __launch_bounds__(kKeyThreads) last_query_average_kernel(LastQueryArguments a, std::int32_t chunks) {
   const auto* products = static_cast<const float*>(a.workspace);
   each_chunk_of_tokens(a.evidence, chunks, [&](std::int64_t, const Row* rows, std::int32_t begin, std::int32_t end) {
     const std::int64_t first = rows[0].first / a.evidence.kv_heads;
@@ -90,9 +90,11 @@ void launch_last_query(const LastQueryArguments& a, Stream stream) {
   const std::int32_t chunks = key_chunks(e);
   const dim3 blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * chunks);
   with_element(e.keys, [&](auto type) {
-    launch("last_query", product_kernel<decltype(type)>, {.blocks = blocks, .threads = kKeyThreads}, stream, a, chunks);
+    launch("last_query_product", last_query_product_kernel<decltype(type)>, {.blocks = blocks, .threads = kKeyThreads},
+           stream, a, chunks);
   });
-  launch("last_query average", average_kernel, {.blocks = blocks, .threads = kKeyThreads}, stream, a, chunks);
+  launch("last_query_average", last_query_average_kernel, {.blocks = blocks, .threads = kKeyThreads}, stream, a,
+         chunks);
 }
 
 }  // namespace kvkeep::cuda

@@ -16,16 +16,16 @@ using tuning::kVarianceTokens;
 
 /// What one block found: the sum over its tokens of (layers^2 times the variance of a token's ranks), in two halves
 /// that cannot overflow, and the tokens that count.
-struct Part {
+struct VariancePart {
   std::uint64_t low, high, counted;
 };
 
 /// The arguments of the kernels.
-struct Task {
+struct LayerSelectorTask {
   Batch<RankedPrompt> prompts;
   const std::int32_t* ranks;
   LayerSelection* states;
-  Part* parts;  ///< [prompts][most]
+  VariancePart* parts;  ///< [prompts][most]
   double threshold;
   std::int32_t most;    ///< parts of the longest prompt
   std::int32_t layers;  ///< whose ranks are compared
@@ -42,7 +42,7 @@ struct Task {
 KVKEEP_HD inline std::int32_t parts_of(std::int32_t ranked) { return (ranked + kVarianceTokens - 1) / kVarianceTokens; }
 
 /// In x, one block per part of a prompt; in y, one per prompt.
-__global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
+__global__ void __launch_bounds__(kVarianceThreads) layer_selector_variance_kernel(LayerSelectorTask task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const BlockTeam team(scratch);
   const RankedPrompt& prompt = task.prompts.of[blockIdx.y];
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
        p += static_cast<std::int32_t>(gridDim.x)) {
     const std::int32_t begin = p * kVarianceTokens, left = prompt.ranked - begin,
                        end = begin + (left < kVarianceTokens ? left : kVarianceTokens);
-    Part mine{0, 0, 0};
+    VariancePart mine{0, 0, 0};
     for (std::int32_t t = begin + team.thread(); t < end; t += kVarianceThreads) {
       std::int32_t least = prompt.ranked;
       std::uint64_t sum = 0, squares = 0;
@@ -69,20 +69,20 @@ __global__ void __launch_bounds__(kVarianceThreads) variance_kernel(Task task) {
       mine.high += spread >> 32;
       ++mine.counted;
     }
-    const Part all{team.sum(mine.low), team.sum(mine.high), team.sum(mine.counted)};
+    const VariancePart all{team.sum(mine.low), team.sum(mine.high), team.sum(mine.counted)};
     if (team.thread() == 0) task.parts[std::int64_t{blockIdx.y} * task.most + p] = all;
   }
 }
 
 /// As LayerSelector::see() does.
-__device__ void decide(const Task& task, double variance, LayerSelection& state) {
+__device__ void decide(const LayerSelectorTask& task, double variance, LayerSelection& state) {
   if (state.first < 0) state.first = variance;
   state.relative = LayerSelector::share_of_first(variance, state.first, task.layer == task.min_layer);
   if (state.relative < task.threshold) state.layer = task.layer;
 }
 
 /// One warp per prompt.
-__global__ void __launch_bounds__(32) decide_kernel(Task task) {
+__global__ void __launch_bounds__(32) layer_selector_decide_kernel(LayerSelectorTask task) {
   const WarpTeam warp;
   const RankedPrompt& prompt = task.prompts.of[blockIdx.x];
   const bool wanted = task.wants(prompt);
@@ -93,14 +93,14 @@ __global__ void __launch_bounds__(32) decide_kernel(Task task) {
     if (warp.thread() == 0) state.layer = task.layer;
     return;
   }
-  Part mine{0, 0, 0};
+  VariancePart mine{0, 0, 0};
   for (std::int32_t p = warp.thread(); p < parts_of(prompt.ranked); p += warp.size()) {
-    const Part part = task.parts[std::int64_t{blockIdx.x} * task.most + p];
+    const VariancePart part = task.parts[std::int64_t{blockIdx.x} * task.most + p];
     mine.low += part.low;
     mine.high += part.high;
     mine.counted += part.counted;
   }
-  const Part all{warp.sum(mine.low), warp.sum(mine.high), warp.sum(mine.counted)};
+  const VariancePart all{warp.sum(mine.low), warp.sum(mine.high), warp.sum(mine.counted)};
   if (warp.thread() != 0) return;
   decide(task,
          LayerSelector::mean_variance(static_cast<double>(all.high), static_cast<double>(all.low), task.layers,
@@ -143,7 +143,7 @@ void check(const LayerSelectorArguments& a) {
 
 std::int64_t layer_selector_workspace_bytes(std::span<const RankedPrompt> prompts) {
   const auto at_once = static_cast<std::int64_t>(std::min<std::size_t>(prompts.size(), kPromptsAtOnce));
-  return at_once * parts_of(longest_of(prompts)) * static_cast<std::int64_t>(sizeof(Part));
+  return at_once * parts_of(longest_of(prompts)) * static_cast<std::int64_t>(sizeof(VariancePart));
 }
 
 void launch_layer_selector(const LayerSelectorArguments& a, Stream stream) {
@@ -153,23 +153,24 @@ void launch_layer_selector(const LayerSelectorArguments& a, Stream stream) {
   const bool fixed = o.fixed_layer >= 0;
   if (!fixed && a.layer < o.min_layer) return;
   each_batch(a.prompts, [&](const Batch<RankedPrompt>& batch) {
-    const Task task{.prompts = batch,
-                    .ranks = a.ranks,
-                    .states = a.states,
-                    .parts = static_cast<Part*>(a.workspace),
-                    .threshold = o.threshold,
-                    .most = parts_of(longest_of({batch.of, static_cast<std::size_t>(batch.count)})),
-                    .layers = o.ranked_layers(),
-                    .layer = a.layer,
-                    .min_layer = o.min_layer,
-                    .fixed_layer = o.fixed_layer,
-                    .select = o.select,
-                    .window = o.window};
+    const LayerSelectorTask task{.prompts = batch,
+                                 .ranks = a.ranks,
+                                 .states = a.states,
+                                 .parts = static_cast<VariancePart*>(a.workspace),
+                                 .threshold = o.threshold,
+                                 .most = parts_of(longest_of({batch.of, static_cast<std::size_t>(batch.count)})),
+                                 .layers = o.ranked_layers(),
+                                 .layer = a.layer,
+                                 .min_layer = o.min_layer,
+                                 .fixed_layer = o.fixed_layer,
+                                 .select = o.select,
+                                 .window = o.window};
     const auto prompts = static_cast<unsigned>(batch.count);
     if (!fixed)
-      launch("layer_selector variance", variance_kernel,
+      launch("layer_selector_variance", layer_selector_variance_kernel,
              {.blocks = blocks_for(task.most, prompts), .threads = kVarianceThreads}, stream, task);
-    launch("layer_selector", decide_kernel, {.blocks = blocks_for(batch.count), .threads = 32}, stream, task);
+    launch("layer_selector_decide", layer_selector_decide_kernel, {.blocks = blocks_for(batch.count), .threads = 32},
+           stream, task);
   });
 }
 

@@ -111,7 +111,7 @@ struct RowNumbers {
 };
 
 /// The pooled usage of every row, and its largest: runs first if heads look at each other.
-__global__ void __launch_bounds__(kMostThreads) pool_kernel(MassSegmentedArguments a) {
+__global__ void __launch_bounds__(kMostThreads) mass_segmented_pool_kernel(MassSegmentedArguments a) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const BlockTeam team(scratch);
   const Workspace work(a.options, a.count, a.longest, a.slots_in_all, a.workspace);
@@ -309,7 +309,7 @@ void launch_mass_segmented(const MassSegmentedArguments& arguments, Stream strea
                   .threads = tuning::threads_for(arguments.longest),
                   .shared_bytes = NearSlots(arguments.longest).bytes};
   if (arguments.options.suffix_fill == SuffixFill::max_global)
-    launch("mass_segmented pool", pool_kernel, grid, stream, arguments);
+    launch("mass_segmented_pool", mass_segmented_pool_kernel, grid, stream, arguments);
   launch("mass_segmented", mass_segmented_kernel, grid, stream, arguments);
 }
 

@@ -35,8 +35,8 @@ std::int64_t parts_of(const MemoryAttentionArguments& a) {
 }
 
 /// The arguments of the kernels, and the parts of the workspace.
-struct Task {
-  explicit Task(const MemoryAttentionArguments& arguments)
+struct MemoryAttentionTask {
+  explicit MemoryAttentionTask(const MemoryAttentionArguments& arguments)
       : a(arguments),
         slices((a.group + kMemoryHeads - 1) / kMemoryHeads),
         parts(static_cast<std::int32_t>(parts_of(a))) {
@@ -77,7 +77,7 @@ struct Asked {
 };
 
 /// `work`: a number below count * most_queries * slices.
-__device__ Asked asked_of(const Task& task, std::int64_t work, std::int32_t slices, std::int32_t heads) {
+__device__ Asked asked_of(const MemoryAttentionTask& task, std::int64_t work, std::int32_t slices, std::int32_t heads) {
   const std::int64_t of_row = std::int64_t{task.a.most_queries} * slices, r = work / of_row;
   const auto rest = static_cast<std::int32_t>(work - r * of_row), query = rest / slices,
              first = (rest - query * slices) * heads;
@@ -96,7 +96,7 @@ __device__ float number_at(const std::byte* at, Element element, std::int32_t i)
 /// Floats from one query to the next in shared memory.
 KVKEEP_HD inline std::int32_t staged_query(std::int32_t dim) { return (dim + 7) / 8 * 8; }
 
-__device__ void stage_queries(const Task& task, const Asked& asked, float* to) {
+__device__ void stage_queries(const MemoryAttentionTask& task, const Asked& asked, float* to) {
   const std::int32_t stride = staged_query(task.a.dim);
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < asked.heads * stride; i += kMemoryThreads) {
     const std::int32_t h = i / stride, d = i - h * stride;
@@ -170,7 +170,7 @@ __device__ void fill_tables(const float* queries, std::int32_t heads, std::int32
 
 /// Adds the log-sum-exp of the logits that sketches predict for the tokens of spans [begin, end) to what `relevance`
 /// holds of their coarse keys. Eight lanes per span.
-__device__ void add_told(const Task& task, const Asked& asked, std::int32_t begin, std::int32_t end,
+__device__ void add_told(const MemoryAttentionTask& task, const Asked& asked, std::int32_t begin, std::int32_t end,
                          const float* tables, std::int32_t entries, float* relevance) {
   const FoldedRow& row = *asked.row;
   const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes,
@@ -211,7 +211,8 @@ __device__ void add_told(const Task& task, const Asked& asked, std::int32_t begi
 /// Logits of kMemorySpans spans of a row, for one query and up to kMemoryHeads heads: of their coarse entries, and what
 /// relevance is made of.
 template <class T>
-__global__ void __launch_bounds__(kMemoryThreads) logits_kernel(Task task, std::int32_t chunks) {
+__global__ void __launch_bounds__(kMemoryThreads)
+    memory_attention_logits_kernel(MemoryAttentionTask task, std::int32_t chunks) {
   const std::int64_t work = blockIdx.x / static_cast<unsigned>(chunks);
   const Asked asked = asked_of(task, work, task.slices, kMemoryHeads);
   const auto begin = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(chunks)) * kMemorySpans;
@@ -246,7 +247,8 @@ __device__ T sum_of_warp(T x) {
 
 /// Turns the logits of one head into shares of all mass, `dense` being the log-sum-exp of everything else; marks those
 /// above the rule's. By one warp.
-__device__ void want_by_mass(const Task& task, std::int32_t spans, float dense, float* shares, std::uint8_t* marks) {
+__device__ void want_by_mass(const MemoryAttentionTask& task, std::int32_t spans, float dense, float* shares,
+                             std::uint8_t* marks) {
   const WarpTeam warp;
   float top = Running::kNothing;
   for (std::int32_t s = warp.thread(); s < spans; s += 32) top = shares[s] > top ? shares[s] : top;
@@ -268,7 +270,7 @@ __device__ void want_by_mass(const Task& task, std::int32_t spans, float dense, 
 }
 
 /// Heads of one row and query that open spans within one budget.
-struct Sharing {
+struct SharingHeads {
   const float* relevance;  ///< [heads, most_spans]
   std::uint8_t* marks;     ///< the same: what each wants, then what it opens
   std::int32_t heads;
@@ -311,8 +313,9 @@ __device__ void open_in_order(const FoldedRow& row, const OpeningCost& costs, co
 }
 
 /// Opens what the heads want, as far as the budget goes. list: [spans] scratch.
-__device__ void open_within(const Task& task, const BlockTeam& team, std::uint32_t* counters, const FoldedRow& row,
-                            const Sharing& heads, std::uint64_t* entries, std::uint8_t* flags, std::int32_t* list) {
+__device__ void open_within(const MemoryAttentionTask& task, const BlockTeam& team, std::uint32_t* counters,
+                            const FoldedRow& row, const SharingHeads& heads, std::uint64_t* entries,
+                            std::uint8_t* flags, std::int32_t* list) {
   const OpeningCost costs{task.a.dim, task.a.per_head};
   std::uint64_t mine = 0;
   for (std::int32_t s = team.thread(); s < row.spans; s += team.size()) {
@@ -342,7 +345,7 @@ __device__ void open_within(const Task& task, const BlockTeam& team, std::uint32
 }
 
 /// One block decides what one row and query opens.
-__global__ void __launch_bounds__(kMemoryThreads, 3) open_kernel(Task task) {
+__global__ void __launch_bounds__(kMemoryThreads, 3) memory_attention_open_kernel(MemoryAttentionTask task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::uint32_t counters[sort_counters(kMemoryThreads)];
   const BlockTeam team(scratch);
@@ -364,13 +367,14 @@ __global__ void __launch_bounds__(kMemoryThreads, 3) open_kernel(Task task) {
   for (std::int32_t h = 0; h < asked.heads; h += together)
     open_within(task, team, counters, row, {relevance + h * stride, marks + h * stride, together, stride},
                 task.entries + 2 * place * stride, task.flags + place * stride, list);
-  const Sharing all{relevance, marks, asked.heads, stride};
+  const SharingHeads all{relevance, marks, asked.heads, stride};
   const std::int32_t opened = write_kept(team, row.spans, [&](std::int32_t s) { return all.anyone(s); }, list);
   if (team.thread() == 0) task.a.opened_count[place] = opened;
 }
 
 /// One block lists the pieces of one row.
-__global__ void __launch_bounds__(kMemoryThreads) pieces_kernel(Task task, FarPiece* pieces, std::int32_t* counts) {
+__global__ void __launch_bounds__(kMemoryThreads)
+    memory_attention_pieces_kernel(MemoryAttentionTask task, FarPiece* pieces, std::int32_t* counts) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const BlockTeam team(scratch);
   const FoldedRow& row = task.a.rows[blockIdx.x];
@@ -387,7 +391,7 @@ __global__ void __launch_bounds__(kMemoryThreads) pieces_kernel(Task task, FarPi
         row.near[s] = now = nullptr;
       if (now == nullptr && row.table[s].bytes > 0)
         for (std::int32_t q = 0; q < row.queries && !wanted; ++q) {
-          const Sharing heads{
+          const SharingHeads heads{
               nullptr, task.a.marks + task.head_at(row.first_query + q, row.head * task.a.group) * task.a.most_spans,
               task.a.group, task.a.most_spans};
           wanted = heads.anyone(s);
@@ -522,7 +526,7 @@ class Merging {
 template <class T>
 class OpenedSpan {
  public:
-  __device__ OpenedSpan(const Task& task, const FoldedRow& row, std::int32_t s, unsigned open)
+  __device__ OpenedSpan(const MemoryAttentionTask& task, const FoldedRow& row, std::int32_t s, unsigned open)
       : span_(row.table[s]),
         blob_(reinterpret_cast<const T*>(row.near[s])),
         coarse_key_(reinterpret_cast<const T*>(row.coarse_keys) + std::int64_t{s} * task.a.dim),
@@ -609,7 +613,7 @@ class OpenedSpan {
 /// One part of a row, for one query and up to kMemoryHeads heads: a run of its coarse entries, and every parts-th
 /// opened span.
 template <class T>
-__global__ void __launch_bounds__(kMemoryThreads) merge_kernel(Task task) {
+__global__ void __launch_bounds__(kMemoryThreads) memory_attention_merge_kernel(MemoryAttentionTask task) {
   __shared__ float weights[kMemoryHeads * kMemoryTile];
   __shared__ float tops[kMemoryHeads], sums[kMemoryHeads], shrink[kMemoryHeads], drawn_sum[kMemoryHeads],
       offset[kMemoryHeads];
@@ -656,7 +660,7 @@ __global__ void __launch_bounds__(kMemoryThreads) merge_kernel(Task task) {
 constexpr std::int32_t kCombineThreads = 128;
 
 /// One block combines the parts of one head with what was read before.
-__global__ void __launch_bounds__(kCombineThreads) combine_kernel(Task task) {
+__global__ void __launch_bounds__(kCombineThreads) memory_attention_combine_kernel(MemoryAttentionTask task) {
   const Asked asked = asked_of(task, blockIdx.x, task.a.group, 1);
   if (!asked.there) return;
   const std::int32_t dim = task.a.dim;
@@ -705,42 +709,43 @@ void check(const MemoryAttentionArguments& a) {
 std::int64_t memory_attention_workspace_bytes(const MemoryAttentionArguments& arguments) {
   MemoryAttentionArguments sized = arguments;
   sized.workspace = nullptr;
-  return Task(sized).bytes;
+  return MemoryAttentionTask(sized).bytes;
 }
 
 void launch_memory_route(const MemoryAttentionArguments& a, Stream stream) {
   check(a);
-  const Task task(a);
+  const MemoryAttentionTask task(a);
   const std::int64_t asked = std::int64_t{a.count} * a.most_queries;
   const std::int32_t chunks = (a.most_spans + kMemorySpans - 1) / kMemorySpans;
   with_wide_element(a.store, [&](auto element) {
-    launch("memory_attention logits", logits_kernel<decltype(element)>,
+    launch("memory_attention_logits", memory_attention_logits_kernel<decltype(element)>,
            {.blocks = blocks_for(asked * task.slices * chunks),
             .threads = kMemoryThreads,
             .shared_bytes = LogitsShared(a.dim, true).parts.bytes},
            stream, task, chunks);
   });
-  launch("memory_attention open", open_kernel, {.blocks = blocks_for(asked), .threads = kMemoryThreads}, stream, task);
+  launch("memory_attention_open", memory_attention_open_kernel,
+         {.blocks = blocks_for(asked), .threads = kMemoryThreads}, stream, task);
 }
 
 void launch_memory_pieces(const MemoryAttentionArguments& a, FarPiece* pieces, std::int32_t* counts, Stream stream) {
   check(a);
-  launch("memory_attention pieces", pieces_kernel, {.blocks = blocks_for(a.count), .threads = kMemoryThreads}, stream,
-         Task(a), pieces, counts);
+  launch("memory_attention_pieces", memory_attention_pieces_kernel,
+         {.blocks = blocks_for(a.count), .threads = kMemoryThreads}, stream, MemoryAttentionTask(a), pieces, counts);
 }
 
 void launch_memory_merge(const MemoryAttentionArguments& a, Stream stream) {
   check(a);
-  const Task task(a);
+  const MemoryAttentionTask task(a);
   const std::int64_t asked = a.most_spans == 0 ? 0 : std::int64_t{a.count} * a.most_queries;
   with_wide_element(a.store, [&](auto element) {
-    launch("memory_attention merge", merge_kernel<decltype(element)>,
+    launch("memory_attention_merge", memory_attention_merge_kernel<decltype(element)>,
            {.blocks = blocks_for(asked * task.slices * task.parts),
             .threads = kMemoryThreads,
             .shared_bytes = MergeShared(a.dim).parts.bytes},
            stream, task);
   });
-  launch("memory_attention combine", combine_kernel,
+  launch("memory_attention_combine", memory_attention_combine_kernel,
          {.blocks = blocks_for(asked * a.group), .threads = kCombineThreads}, stream, task);
 }
 

@@ -13,7 +13,7 @@ using tuning::kCompactThreads;
 using tuning::kCompactWords;
 using tuning::kMostThreads;
 
-struct Task {
+struct NarrowTask {
   Batch<RankedPrompt> prompts;
   const std::int32_t* ranks;
   const LayerSelection* states;
@@ -21,7 +21,7 @@ struct Task {
   std::int32_t select, window, layer;
 };
 
-__global__ void __launch_bounds__(kMostThreads) narrow_kernel(Task task) {
+__global__ void __launch_bounds__(kMostThreads) narrow_kernel(NarrowTask task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const BlockTeam team(scratch);
   const RankedPrompt& prompt = task.prompts.of[blockIdx.x];
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kMostThreads) narrow_kernel(Task task) {
 
 constexpr std::int32_t kTile = kCompactThreads * kCompactWords;
 
-struct Rows {
+struct GatherRowsTask {
   Batch<GatheredPrompt> prompts;
   const std::int32_t* tokens;
   const std::byte* from;
@@ -47,7 +47,7 @@ struct Rows {
 
 /// Blocks with the same y walk the rows of one prompt. A thread requests several words before it writes the first.
 template <class Word>
-__global__ void __launch_bounds__(kCompactThreads) gather_rows_kernel(Rows a) {
+__global__ void __launch_bounds__(kCompactThreads) narrow_gather_rows_kernel(GatherRowsTask a) {
   const GatheredPrompt& prompt = a.prompts.of[blockIdx.y];
   const std::int32_t* list = prompt.kept < 0 ? nullptr : a.tokens + prompt.kept;
   const std::byte* from = a.from + prompt.from * a.from_stride;
@@ -87,13 +87,13 @@ void launch_narrow(const NarrowArguments& a, Stream stream) {
   each_batch(a.prompts, [&](const Batch<RankedPrompt>& batch) {
     std::int32_t longest = 0;
     for (std::int32_t p = 0; p < batch.count; ++p) longest = std::max(longest, batch.of[p].ranked + a.window);
-    const Task task{.prompts = batch,
-                    .ranks = a.ranks,
-                    .states = a.states,
-                    .tokens = a.tokens,
-                    .select = a.select,
-                    .window = a.window,
-                    .layer = a.layer};
+    const NarrowTask task{.prompts = batch,
+                          .ranks = a.ranks,
+                          .states = a.states,
+                          .tokens = a.tokens,
+                          .select = a.select,
+                          .window = a.window,
+                          .layer = a.layer};
     launch("narrow", narrow_kernel, {.blocks = blocks_for(batch.count), .threads = tuning::threads_for(longest)},
            stream, task);
   });
@@ -119,15 +119,15 @@ void launch_gather_rows(const GatherRowsArguments& a, Stream stream) {
     with_word(bits, [&](auto word) {
       using Word = decltype(word);
       const auto words = static_cast<std::int32_t>(a.row_bytes / static_cast<std::int64_t>(sizeof(Word)));
-      const Rows rows{.prompts = batch,
-                      .tokens = a.tokens,
-                      .from = a.from,
-                      .to = a.to,
-                      .from_stride = a.from_stride,
-                      .to_stride = a.to_stride,
-                      .words = words,
-                      .each = std::max(1, kTile / words)};
-      launch("gather_rows", gather_rows_kernel<Word>,
+      const GatherRowsTask rows{.prompts = batch,
+                                .tokens = a.tokens,
+                                .from = a.from,
+                                .to = a.to,
+                                .from_stride = a.from_stride,
+                                .to_stride = a.to_stride,
+                                .words = words,
+                                .each = std::max(1, kTile / words)};
+      launch("narrow_gather_rows", narrow_gather_rows_kernel<Word>,
              {.blocks = blocks_for((most + rows.each - 1) / rows.each, static_cast<unsigned>(batch.count)),
               .threads = kCompactThreads},
              stream, rows);

@@ -14,7 +14,7 @@ namespace {
 using tuning::kKeyThreads;
 using tuning::kTurnThreads;
 
-struct Task {
+struct PromptScoresTask {
   PromptScoresArguments a;
   EvidenceArguments summed;  ///< a row for every (row, part)
   std::int32_t parts;        ///< of a row: its query heads if each is pooled by itself, else 1
@@ -25,7 +25,7 @@ struct Task {
 };
 
 /// Divides the workspace. Returns its size.
-std::int64_t divide(const PromptScoresArguments& a, Task& task) {
+std::int64_t divide(const PromptScoresArguments& a, PromptScoresTask& task) {
   WorkspaceParts parts(a.workspace);
   task.a = a;
   task.parts = a.maximum && a.pool > 1 ? a.evidence.group : 1;
@@ -43,7 +43,7 @@ std::int64_t divide(const PromptScoresArguments& a, Task& task) {
 }
 
 /// Sets the window of every row that is summed, and the row itself if query heads are: the same keys, once for each.
-__global__ void __launch_bounds__(kTurnThreads) rows_kernel(Task task) {
+__global__ void __launch_bounds__(kTurnThreads) prompt_scores_rows_kernel(PromptScoresTask task) {
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = std::int64_t{blockIdx.x} * kTurnThreads + threadIdx.x; n < task.summed.count;
        n += std::int64_t{gridDim.x} * kTurnThreads) {
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kTurnThreads) rows_kernel(Task task) {
 }
 
 /// One thread per token of a group: its score of every KV head, and their sum, both added up in ascending order.
-__global__ void __launch_bounds__(kKeyThreads) pool_kernel(Task task, std::int32_t chunks) {
+__global__ void __launch_bounds__(kKeyThreads) prompt_scores_pool_kernel(PromptScoresTask task, std::int32_t chunks) {
   const PromptScoresArguments& a = task.a;
   const EvidenceArguments& e = a.evidence;
   const float weight = task.parts > 1 ? 1.0F : static_cast<float>(e.group);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kKeyThreads) pool_kernel(Task task, std::int32
 }  // namespace
 
 std::int64_t prompt_scores_workspace_bytes(const PromptScoresArguments& arguments) {
-  Task task{};
+  PromptScoresTask task{};
   return divide(arguments, task);
 }
 
@@ -102,9 +102,9 @@ void launch_prompt_scores(const PromptScoresArguments& a, Stream stream) {
                  "; allowed whole groups of ", e.kv_heads, ", one row a KV head");
   KVKEEP_REQUIRE(e.count == 0 || e.longest > a.window, "prompt scores: the longest row holds ", e.longest,
                  " slots; allowed more than the window of ", a.window);
-  Task task{};
+  PromptScoresTask task{};
   divide(a, task);
-  launch("prompt_scores_rows", rows_kernel,
+  launch("prompt_scores_rows", prompt_scores_rows_kernel,
          {.blocks = blocks_of_threads(task.summed.count, kTurnThreads), .threads = kTurnThreads}, stream, task);
   launch_window_attention({.evidence = task.summed,
                            .windows = task.windows,
@@ -115,7 +115,7 @@ void launch_prompt_scores(const PromptScoresArguments& a, Stream stream) {
                            .workspace = task.rest},
                           stream);
   const std::int32_t chunks = (e.longest + kKeyThreads - 1) / kKeyThreads;
-  launch("prompt_scores", pool_kernel,
+  launch("prompt_scores_pool", prompt_scores_pool_kernel,
          {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * chunks), .threads = kKeyThreads}, stream, task,
          chunks);
 }

@@ -31,7 +31,7 @@ __device__ void copy_normalisers(const QueryLayout& layout, std::int32_t token, 
 }
 
 /// Blocks with the same y walk the tokens of one arrival.
-__global__ void __launch_bounds__(tuning::kTurnThreads) push_queries_kernel(PushQueriesArguments a) {
+__global__ void __launch_bounds__(tuning::kTurnThreads) query_ring_push_kernel(PushQueriesArguments a) {
   const QueryArrival& arrival = a.arrivals[blockIdx.y];
   const std::int64_t token_bytes = a.layout.heads * a.layout.head_bytes;
   for (auto i = static_cast<std::int32_t>(blockIdx.x); i < arrival.tokens; i += static_cast<std::int32_t>(gridDim.x)) {
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) push_queries_kernel(Push
 }
 
 /// One token per block.
-__global__ void __launch_bounds__(tuning::kTurnThreads) push_step_kernel(PushStepArguments a) {
+__global__ void __launch_bounds__(tuning::kTurnThreads) query_ring_push_step_kernel(PushStepArguments a) {
   for (auto t = static_cast<std::int32_t>(blockIdx.x); t < a.tokens; t += static_cast<std::int32_t>(gridDim.x)) {
     const QueryPlace place = a.places[t];
     if (place.query == nullptr) continue;
@@ -60,14 +60,14 @@ void launch_push_queries(const PushQueriesArguments& arguments, Stream stream) {
   std::int32_t tokens = 0;
   for (std::int32_t i = 0; i < arguments.count; ++i)
     tokens = tokens < arguments.arrivals[i].tokens ? arguments.arrivals[i].tokens : tokens;
-  launch("push_queries", push_queries_kernel,
+  launch("query_ring_push", query_ring_push_kernel,
          {.blocks = blocks_for(tokens, static_cast<unsigned>(arguments.count)), .threads = tuning::kTurnThreads},
          stream, arguments);
 }
 
 void launch_push_step(const PushStepArguments& arguments, Stream stream) {
-  launch("push_step", push_step_kernel, {.blocks = blocks_for(arguments.tokens), .threads = tuning::kTurnThreads},
-         stream, arguments);
+  launch("query_ring_push_step", query_ring_push_step_kernel,
+         {.blocks = blocks_for(arguments.tokens), .threads = tuning::kTurnThreads}, stream, arguments);
 }
 
 }  // namespace kvkeep::cuda

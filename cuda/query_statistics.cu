@@ -221,7 +221,7 @@ class HeadQueries {
 
 /// One head of one sequence, whose arrivals follow each other.
 template <class Q>
-__global__ void __launch_bounds__(kMomentThreads) push_moments_kernel(PushMomentsArguments a) {
+__global__ void __launch_bounds__(kMomentThreads) query_statistics_push_kernel(PushMomentsArguments a) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const auto of_sequence = [&](std::int32_t n) { return a.arrivals[n].before.second; };
   auto n = static_cast<std::int32_t>(blockIdx.y);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kMomentThreads) push_moments_kernel(PushMoment
 }
 
 /// One head of one group.
-__global__ void __launch_bounds__(kMomentThreads) sum_moments_kernel(SumMomentsArguments a) {
+__global__ void __launch_bounds__(kMomentThreads) query_statistics_sum_kernel(SumMomentsArguments a) {
   __shared__ unsigned long long scratch[kBlockScratch];
   const std::int64_t dim = a.dim, triangle = dim * (dim + 1) / 2;
   const JoiningMoments joining(a.dim, dynamic_shared(), scratch);
@@ -273,7 +273,7 @@ void launch_push_moments(const PushMomentsArguments& a, Stream stream) {
                  a.layout.pairs, "; allowed 0 to half of ", a.layout.dim);
   check_wide("push_moments", "queries", a.element);
   with_wide_element(a.element, [&](auto element) {
-    launch("push_moments", push_moments_kernel<decltype(element)>,
+    launch("query_statistics_push", query_statistics_push_kernel<decltype(element)>,
            {.blocks = {static_cast<unsigned>(a.layout.queries.heads), static_cast<unsigned>(a.count)},
             .threads = kMomentThreads,
             .shared_bytes = StatisticsShared(a.layout.dim).bytes},
@@ -283,7 +283,7 @@ void launch_push_moments(const PushMomentsArguments& a, Stream stream) {
 
 void launch_sum_moments(const SumMomentsArguments& a, Stream stream) {
   check_dim("sum_moments", a.dim);
-  launch("sum_moments", sum_moments_kernel,
+  launch("query_statistics_sum", query_statistics_sum_kernel,
          {.blocks = blocks_for(std::int64_t{a.groups} * a.query_heads),
           .threads = kMomentThreads,
           .shared_bytes = StatisticsShared(a.dim).bytes},

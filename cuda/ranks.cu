@@ -11,14 +11,14 @@ namespace {
 
 using tuning::kRankThreads;
 
-struct Task {
+struct RanksTask {
   Batch<RankedPrompt> prompts;
   const float* scores;
   std::int32_t* ranks;
   std::uint64_t* workspace;  ///< two entries for each token
 };
 
-__global__ void __launch_bounds__(kRankThreads) ranks_kernel(Task task) {
+__global__ void __launch_bounds__(kRankThreads) ranks_kernel(RanksTask task) {
   __shared__ unsigned long long scratch[kBlockScratch];
   __shared__ std::uint32_t counters[sort_counters(kRankThreads)];
   const BlockTeam team(scratch);
@@ -57,10 +57,10 @@ void launch_ranks(const RanksArguments& arguments, Stream stream) {
   each_batch(arguments.prompts, [&](const Batch<RankedPrompt>& batch) {
     std::int32_t longest = 0;
     for (std::int32_t p = 0; p < batch.count; ++p) longest = std::max(longest, batch.of[p].ranked);
-    const Task task{.prompts = batch,
-                    .scores = arguments.scores,
-                    .ranks = arguments.ranks,
-                    .workspace = static_cast<std::uint64_t*>(arguments.workspace)};
+    const RanksTask task{.prompts = batch,
+                         .scores = arguments.scores,
+                         .ranks = arguments.ranks,
+                         .workspace = static_cast<std::uint64_t*>(arguments.workspace)};
     launch("ranks", ranks_kernel, {.blocks = blocks_for(batch.count), .threads = tuning::rank_threads_for(longest)},
            stream, task);
   });

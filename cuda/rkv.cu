@@ -21,7 +21,7 @@ using tuning::kStandardThreads;
 constexpr float kOne = 4294967296.0F;  ///< a cosine of 1 as an integer
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
 
-struct Task {
+struct RkvTask {
   EvidenceArguments e;
   const RowWindow* windows;
   float* attention;            ///< [slots]
@@ -44,7 +44,7 @@ struct Task {
 };
 
 /// Divides the workspace. Returns its size.
-std::int64_t divide(const RkvArguments& a, Task& task) {
+std::int64_t divide(const RkvArguments& a, RkvTask& task) {
   WorkspaceParts parts(a.workspace);
   task.chunks = key_chunks(a.evidence);
   task.attention = parts.take<float>(a.slots);
@@ -57,7 +57,7 @@ std::int64_t divide(const RkvArguments& a, Task& task) {
 
 /// Factors, and the sum of the unit keys of a chunk. Leaves a key's product with itself in the scores.
 template <class T>
-__global__ void __launch_bounds__(tuning::kKeyThreads) unit_sum_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kKeyThreads) rkv_unit_sums_kernel(RkvTask task) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim;
   each_chunk(task.e, task.chunks, [&](const Chunk& chunk) {
@@ -114,13 +114,13 @@ __device__ inline void stage(const SlotAddress& keys, Element element, bool alig
 
 /// What the cosine of key i with key j means for i: 0 if it takes no partner, else the partner and the cosine, such
 /// that the newest partner is the largest number.
-__device__ inline unsigned long long verdict(const Task& task, std::int32_t i, std::int32_t j, float cosine) {
+__device__ inline unsigned long long verdict(const RkvTask& task, std::int32_t i, std::int32_t j, float cosine) {
   const bool hit = cosine > task.threshold || (task.spares_first && j == 0);  // slot 0: if a key finds no other
   return hit && i != j ? static_cast<unsigned long long>(j + 1) << 32 | __float_as_uint(cosine) : 0;
 }
 
 /// The keys that a block searches for and that have no partner yet.
-struct Open {
+struct OpenKeys {
   std::int32_t slot[kSimilarOwned];
   float factor[kSimilarOwned];
   unsigned long long partner[kSimilarOwned];  ///< verdict
@@ -141,7 +141,7 @@ __device__ inline void add_to_columns(unsigned long long* spared, std::int32_t c
 
 /// Removes the keys that found a partner from the list, and adds what they spare to the partner's column. Returns how
 /// many are left. Ends without a barrier: hold() begins with one.
-__device__ inline std::int32_t settle(Open& open, std::int32_t count, unsigned long long* spared,
+__device__ inline std::int32_t settle(OpenKeys& open, std::int32_t count, unsigned long long* spared,
                                       const BlockTeam& team) {
   constexpr std::int32_t kEach = kSimilarOwned / kSimilarThreads;
   std::int32_t slot[kEach] = {}, left = 0;
@@ -180,14 +180,14 @@ __device__ inline float largest_of_warp(float x) {
 }
 
 /// The current step of the search: keys [first, first + rows) of the list against slots [low, low + columns).
-struct Tile {
+struct SearchTile {
   std::int32_t first, rows, low, columns;
 };
 
 /// Compares the tile's keys with its slots. Column keys that fit whole in shared memory are staged with the first rows
 /// and left there.
 template <class T>
-__device__ inline void hold(const Task& task, const Row& row, bool aligned, const Tile& tile, Open& open,
+__device__ inline void hold(const RkvTask& task, const Row& row, bool aligned, const SearchTile& tile, OpenKeys& open,
                             const float* column_factors, MatrixElement<T>* row_keys, MatrixElement<T>* column_keys) {
   using S = MatrixElement<T>;
   const auto thread = static_cast<std::int32_t>(threadIdx.x), warp = thread / 32, lane = thread % 32;
@@ -303,8 +303,8 @@ __device__ inline void hold(const Task& task, const Row& row, bool aligned, cons
 /// Column sums without what is spared, and the search for what each key spares. A block owns kSimilarOwned keys of a
 /// row.
 template <class T>
-__global__ void __launch_bounds__(kSimilarThreads, 2) search_kernel(Task task, std::int32_t owners) {
-  __shared__ Open open;
+__global__ void __launch_bounds__(kSimilarThreads, 2) rkv_search_kernel(RkvTask task, std::int32_t owners) {
+  __shared__ OpenKeys open;
   __shared__ float direction[256 + 16], column_factors[kSimilarColumns];
   __shared__ unsigned long long words[kBlockScratch];
   auto* row_keys = reinterpret_cast<MatrixElement<T>*>(dynamic_shared());
@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(kSimilarThreads, 2) search_kernel(Task task, s
 }
 
 /// Softmax of the column means of a row, and the score. One block per row.
-__global__ void __launch_bounds__(kStandardThreads) rkv_kernel(Task task) {
+__global__ void __launch_bounds__(kStandardThreads) rkv_kernel(RkvTask task) {
   __shared__ double sums[kStandardThreads / 32];
   __shared__ unsigned long long words[kBlockScratch];
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -404,7 +404,7 @@ __global__ void __launch_bounds__(kStandardThreads) rkv_kernel(Task task) {
 }  // namespace
 
 std::int64_t rkv_workspace_bytes(const RkvArguments& arguments) {
-  Task task{};
+  RkvTask task{};
   return divide(arguments, task);
 }
 
@@ -414,7 +414,7 @@ void launch_rkv(const RkvArguments& a, Stream stream) {
   check_pool("rkv", a.options.pool);
   const RkvOptions& o = a.options;
   KVKEEP_REQUIRE(o.similarity >= 0 && o.similarity <= 1, "rkv: similarity; given ", o.similarity, "; allowed 0 to 1");
-  Task task{};
+  RkvTask task{};
   divide(a, task);
   task.e = a.evidence;
   task.windows = a.windows;
@@ -438,10 +438,10 @@ void launch_rkv(const RkvArguments& a, Stream stream) {
     const Grid of_chunks{.blocks = blocks_for(std::int64_t{a.evidence.count} * task.chunks),
                          .threads = tuning::kKeyThreads,
                          .shared_bytes = weighted_sum_bytes(a.evidence.dim)};
-    launch("rkv_unit_sums", unit_sum_kernel<T>, of_chunks, stream, task);
+    launch("rkv_unit_sums", rkv_unit_sums_kernel<T>, of_chunks, stream, task);
     const std::size_t tiles =
         sizeof(MatrixElement<T>) * static_cast<std::size_t>(kStride<T>) * (kSimilarRows + kSimilarColumns);
-    launch("rkv_search", search_kernel<T>,
+    launch("rkv_search", rkv_search_kernel<T>,
            {.blocks = blocks_for(std::int64_t{a.evidence.count} * owners),
             .threads = kSimilarThreads,
             .shared_bytes = tiles},

@@ -9,7 +9,7 @@
 namespace kvkeep::cuda {
 namespace {
 
-struct Task {
+struct RpcTask {
   RpcArguments a;
   float* attention;      ///< [slots]
   RowWindow* selectors;  ///< [count] `official`: one query fewer, the history stays that of the whole window
@@ -20,7 +20,7 @@ struct Task {
 KVKEEP_HD inline bool is_official(const RpcArguments& a) { return a.options.style == RpcOptions::Style::official; }
 
 /// Divides the workspace. Returns its size.
-std::int64_t divide(const RpcArguments& a, Task& task) {
+std::int64_t divide(const RpcArguments& a, RpcTask& task) {
   WorkspaceParts parts(a.workspace);
   task.a = a;
   task.attention = parts.take<float>(a.slots);
@@ -30,7 +30,7 @@ std::int64_t divide(const RpcArguments& a, Task& task) {
   return parts.bytes();
 }
 
-__global__ void __launch_bounds__(tuning::kTurnThreads) selectors_kernel(Task task) {
+__global__ void __launch_bounds__(tuning::kTurnThreads) rpc_selectors_kernel(RpcTask task) {
   for (std::int64_t r = std::int64_t{blockIdx.x} * tuning::kTurnThreads + threadIdx.x; r < task.a.evidence.count;
        r += std::int64_t{gridDim.x} * tuning::kTurnThreads) {
     RowWindow window = task.a.windows[r];
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) selectors_kernel(Task ta
 }
 
 /// Score of slot t of a row that has queries.
-__device__ float pooled(const Task& task, std::int64_t r, std::int32_t t) {
+__device__ float pooled(const RpcTask& task, std::int64_t r, std::int32_t t) {
   const RowWindow window = task.a.windows[r];
   const std::int32_t begin = is_official(task.a) ? task.first[r] : 0;
   if (t < begin || t >= window.history) return 0;
@@ -52,7 +52,7 @@ __device__ float pooled(const Task& task, std::int64_t r, std::int32_t t) {
 }
 
 /// One block per chunk of a row; with all heads, of the first row, for all rows of its group.
-__global__ void __launch_bounds__(tuning::kKeyThreads) rpc_kernel(Task task, std::int32_t chunks) {
+__global__ void __launch_bounds__(tuning::kKeyThreads) rpc_kernel(RpcTask task, std::int32_t chunks) {
   const EvidenceArguments& e = task.a.evidence;
   each_chunk(e, chunks, [&](const Chunk& chunk) {
     float* g = task.a.scores + e.rows[chunk.row].first;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) rpc_kernel(Task task, std
 }  // namespace
 
 std::int64_t rpc_workspace_bytes(const RpcArguments& arguments) {
-  Task task{};
+  RpcTask task{};
   return divide(arguments, task);
 }
 
@@ -86,10 +86,10 @@ void launch_rpc(const RpcArguments& a, Stream stream) {
   require_aligned("rpc", a.workspace);
   check_dim("rpc", a.evidence.dim);
   check_pool("rpc", a.options.pool);
-  Task task{};
+  RpcTask task{};
   divide(a, task);
   if (is_official(a))
-    launch("rpc_selectors", selectors_kernel,
+    launch("rpc_selectors", rpc_selectors_kernel,
            {.blocks = blocks_of_threads(a.evidence.count, tuning::kTurnThreads), .threads = tuning::kTurnThreads},
            stream, task);
   launch_history_attention({.evidence = a.evidence,

@@ -16,7 +16,7 @@ using tuning::kTriThreads;
 
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
 
-struct Task {
+struct TriAttentionTask {
   TriAttentionArguments a;
   double2* turns;    ///< [offsets, F] exp(i w_f offset); for the mean one row: their mean
   float* trig;       ///< [count, G, offsets, 2, Fp]: real part, imaginary part
@@ -30,7 +30,7 @@ struct Task {
   }
 };
 
-__global__ void __launch_bounds__(kTriThreads) turns_kernel(Task task) {
+__global__ void __launch_bounds__(kTriThreads) triattention_turns_kernel(TriAttentionTask task) {
   for (auto f = static_cast<std::int32_t>(threadIdx.x); f < task.pairs; f += kTriThreads) {
     double2 sum{0, 0};
     std::int64_t offset = 1;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kTriThreads) turns_kernel(Task task) {
 }
 
 /// Columns of one query head of a row.
-__global__ void __launch_bounds__(kTriThreads) columns_kernel(Task task) {
+__global__ void __launch_bounds__(kTriThreads) triattention_columns_kernel(TriAttentionTask task) {
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
     const std::int64_t r = n / e.group;
@@ -116,8 +116,8 @@ __device__ inline float modulus(float a, float b) {
 /// sums[c] += the products of one key with columns c of `count`, in one chain over the pairs: components with trig,
 /// moduli with norm.
 template <class T, int kColumns, bool kTrig, bool kNorm>
-__device__ void multiply(const T* key, float scale, const Task& task, const float* trig, std::int64_t next_trig,
-                         const float* norm, std::int32_t count, float* sums) {
+__device__ void multiply(const T* key, float scale, const TriAttentionTask& task, const float* trig,
+                         std::int64_t next_trig, const float* norm, std::int32_t count, float* sums) {
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) sums[c] = 0;
   for (std::int32_t f = 0; f < task.pairs; f += 4) {
@@ -156,7 +156,8 @@ constexpr int kAtOnce = 4;  ///< columns that share one read of the key
 /// Raw scores of every query head: one thread per slot, whose key is in shared memory; all threads read the same
 /// columns. Five blocks at a time: of its own accord ptxas gives 8-bit keys 64 registers on sm_80, which are too few.
 template <class T>
-__global__ void __launch_bounds__(kTriThreads, std::is_same_v<T, Bits8> ? 5 : 0) raw_kernel(Task task) {
+__global__ void __launch_bounds__(kTriThreads, std::is_same_v<T, Bits8> ? 5 : 0)
+    triattention_raw_kernel(TriAttentionTask task) {
   using S = MatrixElement<T>;
   const EvidenceArguments& e = task.a.evidence;
   std::byte* keys = dynamic_shared();
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(kTriThreads, std::is_same_v<T, Bits8> ? 5 : 0)
 }
 
 /// Finds what makes a query head's raw scores comparable: one block per query head of a row.
-__global__ void __launch_bounds__(kStandardThreads) standard_kernel(Task task) {
+__global__ void __launch_bounds__(kStandardThreads) triattention_standard_kernel(TriAttentionTask task) {
   __shared__ double shared[kStandardThreads / 32];
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(kStandardThreads) standard_kernel(Task task) {
   }
 }
 
-__global__ void __launch_bounds__(kTriThreads) combine_kernel(Task task, std::int32_t tile) {
+__global__ void __launch_bounds__(kTriThreads) triattention_combine_kernel(TriAttentionTask task, std::int32_t tile) {
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * task.chunks; work += gridDim.x) {
     const std::int64_t r = work / task.chunks;
@@ -280,7 +281,7 @@ std::int32_t offsets_of(const TriAttentionArguments& a) {
 }
 
 /// Assigns the parts of the workspace. Returns its size.
-std::int64_t divide(const TriAttentionArguments& a, Task& task) {
+std::int64_t divide(const TriAttentionArguments& a, TriAttentionTask& task) {
   task.a = a;
   task.pairs = a.evidence.dim / 2;
   task.padded = (task.pairs + 3) / 4 * 4;
@@ -298,7 +299,7 @@ std::int64_t divide(const TriAttentionArguments& a, Task& task) {
 }  // namespace
 
 std::int64_t triattention_workspace_bytes(const TriAttentionArguments& arguments) {
-  Task task{};
+  TriAttentionTask task{};
   return divide(arguments, task);
 }
 
@@ -309,7 +310,7 @@ void launch_triattention(const TriAttentionArguments& a, Stream stream) {
   KVKEEP_REQUIRE(a.options.offset_max >= 1, "triattention: offset_max; given ", a.options.offset_max,
                  "; allowed 1 and more");
   if (a.evidence.count == 0 || a.evidence.longest == 0) return;
-  Task task{};
+  TriAttentionTask task{};
   divide(a, task);
   const std::int64_t heads = std::int64_t{a.evidence.count} * a.evidence.group;
   with_element(a.evidence.keys, [&](auto type) {
@@ -317,17 +318,19 @@ void launch_triattention(const TriAttentionArguments& a, Stream stream) {
     const std::int32_t tile = tile_of<T>(a.evidence.dim);
     task.chunks = (a.evidence.longest + tile - 1) / tile;
     const dim3 blocks = blocks_for(std::int64_t{a.evidence.count} * task.chunks);
-    launch("triattention_turns", turns_kernel, {.threads = kTriThreads}, stream, task);
-    launch("triattention_columns", columns_kernel, {.blocks = blocks_for(heads), .threads = kTriThreads}, stream, task);
-    launch("triattention_raw", raw_kernel<T>,
+    launch("triattention_turns", triattention_turns_kernel, {.threads = kTriThreads}, stream, task);
+    launch("triattention_columns", triattention_columns_kernel, {.blocks = blocks_for(heads), .threads = kTriThreads},
+           stream, task);
+    launch("triattention_raw", triattention_raw_kernel<T>,
            {.blocks = blocks,
             .threads = tile,
             .shared_bytes = static_cast<std::size_t>(tile) * static_cast<std::size_t>(staged<T>(a.evidence.dim))},
            stream, task);
     if (a.options.normalize)
-      launch("triattention_standard", standard_kernel, {.blocks = blocks_for(heads), .threads = kStandardThreads},
-             stream, task);
-    launch("triattention_combine", combine_kernel, {.blocks = blocks, .threads = kTriThreads}, stream, task, tile);
+      launch("triattention_standard", triattention_standard_kernel,
+             {.blocks = blocks_for(heads), .threads = kStandardThreads}, stream, task);
+    launch("triattention_combine", triattention_combine_kernel, {.blocks = blocks, .threads = kTriThreads}, stream,
+           task, tile);
   });
 }
 

@@ -7,10 +7,10 @@
 namespace kvkeep::cuda {
 namespace {
 
+using attention::AttentionPlan;
+using attention::AttentionTask;
 using attention::kFirst;
 using attention::Kind;
-using attention::Plan;
-using attention::Task;
 using tuning::kAttentionChunk;
 using tuning::kAttentionParts;
 using tuning::kAttentionSlice;
@@ -25,30 +25,30 @@ struct QueryArrays {
 };
 
 /// What one block looks at: a chunk of a row, or a part of it when statistics are taken.
-struct Piece {
+struct AttentionPiece {
   std::int64_t row;
   std::int32_t begin;
   std::int32_t slots;  ///< 0: nothing to do
 };
 
 template <bool kApply>
-__device__ std::int32_t pieces_of_a_row(const Task& task) {
+__device__ std::int32_t pieces_of_a_row(const AttentionTask& task) {
   return kApply ? attention::pieces(task.e.longest, kAttentionChunk) : task.parts;
 }
 
 template <bool kApply>
-__device__ Piece piece_of(const Task& task, std::int64_t work) {
+__device__ AttentionPiece piece_of(const AttentionTask& task, std::int64_t work) {
   const std::int32_t pieces = pieces_of_a_row<kApply>(task);
   const std::int64_t r = work / pieces;
   if (!task.e.due(r)) return {r, 0, 0};
   const std::int32_t length = task.e.rows[r].length, slots = kApply ? kAttentionChunk : attention::part_of(length);
   const std::int64_t begin = (work - r * pieces) * slots;
-  return begin < length ? Piece{r, static_cast<std::int32_t>(begin), slots} : Piece{r, 0, 0};
+  return begin < length ? AttentionPiece{r, static_cast<std::int32_t>(begin), slots} : AttentionPiece{r, 0, 0};
 }
 
 /// What is subtracted from the logits of row n of the product, and the factor of their exponentials: what the parts of
 /// the row found. The whole warp calls, a lane for each part.
-__device__ float2 standard_of(const Task& task, const Plan& plan, std::int64_t r, std::int32_t n) {
+__device__ float2 standard_of(const AttentionTask& task, const AttentionPlan& plan, std::int64_t r, std::int32_t n) {
   static_assert(kAttentionParts <= 32);
   const std::int32_t length = plan.row->length, parts = attention::pieces(length, attention::part_of(length));
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
@@ -64,8 +64,8 @@ __device__ float2 standard_of(const Task& task, const Plan& plan, std::int64_t r
 
 /// Fills the arrays with rows [n0, n0 + count) of the product, and after the last one with rows that count nothing. A
 /// warp for each.
-__device__ void set_queries(const Task& task, const Plan& plan, std::int64_t r, std::int32_t n0, std::int32_t count,
-                            bool apply, const QueryArrays& to) {
+__device__ void set_queries(const AttentionTask& task, const AttentionPlan& plan, std::int64_t r, std::int32_t n0,
+                            std::int32_t count, bool apply, const QueryArrays& to) {
   for (auto q = static_cast<std::int32_t>(threadIdx.x / 32); q < count; q += kAttentionTile / 32) {
     const std::int32_t n = n0 + q;
     const bool there = n < plan.total, writes = threadIdx.x % 32 == 0;
@@ -98,7 +98,7 @@ __device__ inline void add_share(Kind kind, float x, std::int32_t slot_at, std::
 }
 
 /// Writes the chunk's part of the result. columns, newest: [kAttentionChunk], the sums over the queries.
-__device__ void finish(const Task& task, const Plan& plan, std::int32_t begin, const float* columns,
+__device__ void finish(const AttentionTask& task, const AttentionPlan& plan, std::int32_t begin, const float* columns,
                        const float* newest) {
   const std::int32_t left = plan.row->length - begin, count = left < kAttentionChunk ? left : kAttentionChunk;
   for (auto j = static_cast<std::int32_t>(threadIdx.x); j < count; j += kAttentionTile)
@@ -108,13 +108,13 @@ __device__ void finish(const Task& task, const Plan& plan, std::int32_t begin, c
 // In f32: a thread has one slot, and multiplies its key with kQ queries that all threads read alike.
 
 template <class T, int kQ>
-struct PlainShared {
+struct AttentionF32Shared {
   static constexpr std::int32_t kStride = kAttentionSlice * static_cast<std::int32_t>(sizeof(T)) +
                                           16;  ///< of a slot: threads read rows of it without conflicts
   std::size_t keys, queries, position, shift, weight, share, running, columns, newest, bytes;
   std::int32_t padded;  ///< components of a query, in whole words of keys
 
-  KVKEEP_HD explicit PlainShared(std::int32_t dim) : padded((dim + 15) / 16 * 16) {
+  KVKEEP_HD explicit AttentionF32Shared(std::int32_t dim) : padded((dim + 15) / 16 * 16) {
     Parts parts;
     keys = parts.take(static_cast<std::size_t>(kAttentionTile) * kStride);
     queries = parts.take(sizeof(float) * kQ * static_cast<std::size_t>(padded));
@@ -130,8 +130,8 @@ struct PlainShared {
 };
 
 template <class T, int kQ, bool kApply, bool kMaximum>
-__global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
-  const PlainShared<T, kQ> parts(task.e.dim);
+__global__ void __launch_bounds__(kAttentionTile, 4) attention_f32_kernel(AttentionTask task) {
+  const AttentionF32Shared<T, kQ> parts(task.e.dim);
   std::byte* shared = dynamic_shared();
   std::byte* keys = shared + parts.keys;
   auto* queries = reinterpret_cast<float*>(shared + parts.queries);
@@ -146,10 +146,10 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
 
   for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * pieces_of_a_row<kApply>(task);
        work += gridDim.x) {
-    const Piece piece = piece_of<kApply>(task, work);
+    const AttentionPiece piece = piece_of<kApply>(task, work);
     if (piece.slots == 0) continue;
     const std::int64_t r = piece.row;
-    const Plan plan = plan_of(task, r);
+    const AttentionPlan plan = plan_of(task, r);
     const Row& row = *plan.row;
     const bool aligned = is_aligned(row.keys);
     const std::int32_t begin = piece.begin, end = plan.to - begin < piece.slots ? plan.to : begin + piece.slots;
@@ -246,15 +246,16 @@ __global__ void __launch_bounds__(kAttentionTile, 4) plain_kernel(Task task) {
 }
 
 template <class T, int kQ, bool kMaximum>
-void launch_plain(const Task& task, Stream stream) {
+void launch_f32(const AttentionTask& task, Stream stream) {
   const auto pieces_of = [&](std::int32_t pieces) {
     return Grid{.blocks = blocks_for(std::int64_t{task.e.count} * pieces),
                 .threads = kAttentionTile,
-                .shared_bytes = PlainShared<T, kQ>(task.e.dim).bytes};
+                .shared_bytes = AttentionF32Shared<T, kQ>(task.e.dim).bytes};
   };
   if (task.log_sum_exp == nullptr)
-    launch("attention_statistics", plain_kernel<T, kQ, false, kMaximum>, pieces_of(task.parts), stream, task);
-  launch("attention", plain_kernel<T, kQ, true, kMaximum>,
+    launch("attention_f32_statistics", attention_f32_kernel<T, kQ, false, kMaximum>, pieces_of(task.parts), stream,
+           task);
+  launch("attention_f32", attention_f32_kernel<T, kQ, true, kMaximum>,
          pieces_of(attention::pieces(task.e.longest, kAttentionChunk)), stream, task);
 }
 
@@ -263,7 +264,7 @@ std::int32_t parts_of(const EvidenceArguments& e) {
   return chunks < kAttentionParts ? chunks : kAttentionParts;
 }
 
-void run(Task task, void* workspace, Stream stream) {
+void run(AttentionTask task, void* workspace, Stream stream) {
   check_dim("window_attention", task.e.dim);
   if (task.e.count == 0 || task.e.longest == 0) return;
   task.most = (task.max_logit ? 1 : task.e.group) * task.window;
@@ -276,11 +277,11 @@ void run(Task task, void* workspace, Stream stream) {
   with_element(task.e.keys, [&](auto type) {
     using T = decltype(type);
     if (task.max_logit)
-      launch_plain<T, 8, true>(task, stream);
+      launch_f32<T, 8, true>(task, stream);
     else if (task.most <= 4)
-      launch_plain<T, 4, false>(task, stream);
+      launch_f32<T, 4, false>(task, stream);
     else
-      launch_plain<T, 8, false>(task, stream);
+      launch_f32<T, 8, false>(task, stream);
   });
 }
 
@@ -301,7 +302,7 @@ bool window_attention_reads_views(const EvidenceArguments& evidence, std::int32_
 void launch_window_attention(const WindowAttentionArguments& a, Stream stream) {
   require_aligned("window_attention", a.workspace);
   KVKEEP_REQUIRE(a.usage == nullptr || a.sum == nullptr, "window_attention: usage and sum are reduced one at a time");
-  Task task{};
+  AttentionTask task{};
   task.e = a.evidence;
   task.windows = a.windows;
   task.window = a.window;
@@ -315,7 +316,7 @@ void launch_window_attention(const WindowAttentionArguments& a, Stream stream) {
 
 void launch_history_attention(const HistoryAttentionArguments& a, Stream stream) {
   require_aligned("history_attention", a.workspace);
-  Task task{};
+  AttentionTask task{};
   task.e = a.evidence;
   task.windows = a.windows;
   task.window = a.window;

@@ -1,14 +1,62 @@
-// Window attention on matrix units. A warp has slots of its own: it reads their keys once, straight into the registers
-// that a product takes them from, and multiplies them with all queries of the row, 16 at a time. The queries wait in
-// shared memory. Logits never leave the registers; exponentials are powers of two.
+// Window attention on matrix units, for keys of 16 and 8 bits. For one row:
 //
-// Queries are the left sides of products, 16 at a time, keys the right ones, eight. A sum over components may run in
-// any order, so both are read in the same other one: of every 32 components of a key a lane has eight neighbouring
-// ones, a word of 16 bytes, where two products want two pairs each.
+//   R  rows: a KV head of a sequence in a layer (e.count)   W  queries of its window (plan.window), the newest last
+//   T  slots of the row (row.length), t and u               G  query heads that read its KV head (e.group)
+//   D  components of a head (e.dim)                         n  a query of one head; G W of them (plan.total)
+//
+//   share[n, t] = exp(scale q_n.k_t) / (sum of exp(scale q_n.k_u) over the slots u that n sees: those at or before it)
+//   usage[t]    = mean of share[n, t] over all n; on the suffix, t >= plan.history, over those later than t
+//   newest[t]   = mean over the G heads of the newest query's share
+//   sum[t]      = sum over the W queries of the mean over the G heads
+//   history[t]  = as usage, but only slots [plan.from, plan.to) are seen, and the newest query counts several times
+//
+// A slot whose logit is NaN or infinite counts as if n did not see it. Exponentials are powers of two: with the product
+// x = q_n.k_t, the logit is x * factor, factor = scale log2(e), and the share is 2^(x * factor + shift).
+//
+//   split       q_n / 2^e = high + low, in the keys' dtype; factor *= 2^e         (window_attention_queries.cuh)
+//   statistics  for each part of a row (512 slots or a multiple of that):         (left out if log_sum_exp was given)
+//                 each warp, for its 32 slots in every 256, for every 16 queries:
+//                   x = q.k; top = max(old, x * factor); sum = sum * 2^(old - top) + sum of 2^(x * factor - top)
+//                 the 8 warps of the block join their (top, sum), the last block that arrives at a row joins the parts:
+//                   shift = -(top + log2(sum))
+//   columns     for each chunk of 512 slots:
+//                 each warp, for its 32 slots in every 256, for every 16 queries:
+//                   x = q.k; s = 2^(x * factor + shift); column[t] += s; for the newest query newest[t] += s / G
+//                 write_slot() divides column[t] by the queries that count
+//
+// A warp reads the keys of its slots once, into registers, and all queries pass by in shared memory: a QueryTile has 16
+// of them. Above 128 components a warp has 16 slots, and 8 warps have 128. Where shared memory does not hold all tiles,
+// `columns` brings them again for every round of 256 slots, and `statistics` reads the keys again for every batch of
+// tiles.
+//
+// No logit leaves the registers. The G W logits of a slot are more bytes than its key: with W = 32, G = 4 and D = 128
+// in 16 bits, writing and reading them would move 1024 bytes, where the second pass reads 256 bytes of key again.
+//
+// Queries that were turned by RoPE here are f32. One number of 16 bits would lose digits, so each is the sum of two,
+// and both multiply the same key into the same sum. A tile whose low numbers are all 0 is multiplied once.
+//
+// kFarAbove: where every query sees every slot, `statistics` keeps the `top` that the warp had before, and only adds up
+// 2^(x * factor - top), which may be above 1. That is right while the sum fits f32: a tile's sum for a query must stay
+// below 2^100. If one reaches it, or is NaN, nothing is added. The warp takes the tile again, looks at every logit, and
+// raises `top` (take_all(), take_some()). `columns` takes a tile again if a share is no number (give_all(),
+// give_some()).
+//
+// A product is mma.m16n8k16: 16 queries by 8 slots over 16 components. Two of them, p = 0 and 1, cover span s, which is
+// components 32 s to 32 s + 31. Lane 4 g + c has (g = 0..7, c = 0..3, d = 32 s + 8 c + 4 p; b counts slots by eight):
+//
+//                                             right[0]: d, d+1                    of the key of slot 8 b + g
+//                                             right[1]: d+2, d+3
+//   left[0]: d, d+1    left[2]: d+2, d+3      x[b][0]          x[b][1]            query g
+//   left[1]: d, d+1    left[3]: d+2, d+3      x[b][2]          x[b][3]            query g + 8
+//                                             slot 8 b + 2 c   slot 8 b + 2 c + 1
+//
+// mma calls these four components 2c, 2c+1, 2c+8 and 2c+9. Any other order serves, as long as queries and keys have the
+// same: with this one a lane reads 16 neighbouring bytes of a key for both products. The four lanes of one g have the
+// logits of a query, the eight of one c those of a slot: shuffles among them add up over slots or over queries.
 
 #include "launch.cuh"
 #include "parts.cuh"
-#include "window_attention_task.cuh"
+#include "window_attention_queries.cuh"
 #include "workspace.h"
 
 namespace kvkeep::cuda::attention {
@@ -17,202 +65,70 @@ namespace {
 using tuning::kAttentionChunk;
 using tuning::kMatrixThreads;
 
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
-constexpr float kLog2OfE = 1.44269504F;
-constexpr float kFarAbove = 0x1p100F;  ///< times what a warp compares with: sums below it can be added up by the million
+/// Times 2^top: sums below it can be added up by the million.
+constexpr float kFarAbove = 0x1p100F;
 constexpr std::int32_t kWarps = kMatrixThreads / 32;
-constexpr std::int32_t kStep = 16;  ///< queries that are multiplied at a time
-constexpr std::int32_t kSpan = 32;  ///< components whose words are next to each other
-
-/// What follows for a query from its product with a key: a share of 2^(product * factor + shift).
-struct Line {
-  float factor;
-  float shift;
-};
-
-/// What a query counts for.
-struct Mark {
-  std::int32_t position;
-  float newest;  ///< factor of its shares in newest
-};
-
-/// What is true of a step, in one number.
-enum StepFlags : std::int32_t { kSplit = 1, kNewest = 2 };
-
-/// 16 queries of a row as they are multiplied, times a power of two. kSpans: 2, 4 or 8 spans that the head size needs.
-template <int kSpans>
-struct alignas(16) Step {
-  static constexpr std::int32_t kWords = 64 * kSpans;
-  static constexpr std::int32_t kAll = kWords + (sizeof(Line) + sizeof(Mark)) * kStep / 16 + 1;  ///< words of the whole
-  uint4 words[kWords];  ///< [spans, 2, 32] what a lane has of the left side of each product
-  Line lines[kStep];
-  Mark marks[kStep];
-  int4 flags;  ///< x: StepFlags
-};
-
-/// All queries, each the sum of two numbers of the keys' dtype.
-struct Prepared {
-  std::byte* steps;       ///< Step [count, `most`] with the high numbers
-  uint4* low;             ///< [count, most, kWords] the low ones, where a step's flags say that they are not all 0
-  Plan* plans;            ///< [count]
-  std::int32_t* arrived;  ///< [count] parts whose statistics are there
-  std::int32_t most;      ///< steps of the largest product
-
-  template <int kSpans>
-  [[nodiscard]] __device__ Step<kSpans>* of() const {
-    return reinterpret_cast<Step<kSpans>*>(steps);
-  }
-};
-
-struct MatrixTask {
-  Task of;
-  Prepared queries;
-  std::int32_t resident;  ///< steps that fit shared memory, or half as many where queries need both numbers
-  std::int32_t at_once;   ///< chunks, or parts for their statistics, that a block looks at
-};
-
-/// Calls body with the spans that heads of `dim` components take, as a constant.
-template <class Body>
-decltype(auto) with_spans(std::int32_t dim, const Body& body) {
-  if (dim <= 2 * kSpan) return body(std::integral_constant<int, 2>{});
-  if (dim <= 4 * kSpan) return body(std::integral_constant<int, 4>{});
-  return body(std::integral_constant<int, 8>{});
-}
-
-static_assert(sizeof(Step<4>) == sizeof(uint4) * Step<4>::kAll);
 
 /// Divides the workspace. Returns its size.
 std::int64_t divide(const EvidenceArguments& e, std::int32_t window, std::int32_t parts, void* workspace,
-                    Prepared& queries, float2*& partial) {
+                    SplitQueries& queries, float2*& partial) {
   WorkspaceParts of(workspace);
   const std::int64_t products = std::int64_t{e.group} * window;
-  queries.most = static_cast<std::int32_t>((products + kStep - 1) / kStep);
+  queries.most = static_cast<std::int32_t>((products + kTileQueries - 1) / kTileQueries);
   with_spans(e.dim, [&](auto spans) {
-    using Of = Step<spans()>;
+    using Tile = QueryTile<spans()>;
     const std::int64_t all = std::int64_t{e.count} * queries.most;
-    queries.steps = reinterpret_cast<std::byte*>(of.take<Of>(all));
-    queries.low = of.take<uint4>(all * Of::kWords);
+    queries.tiles = reinterpret_cast<std::byte*>(of.take<Tile>(all));
+    queries.low = of.take<uint4>(all * Tile::kWords);
   });
-  queries.plans = of.take<Plan>(e.count);
+  queries.plans = of.take<AttentionPlan>(e.count);
   queries.arrived = of.take<std::int32_t>(e.count);
   partial = of.take<float2>(e.count * parts * products);
   return of.bytes();
 }
 
-/// Splits 16 queries of a row, a thread for every eight components: into high and low numbers times a power of two that
-/// brings the query's largest component to [1, 2), so that neither leaves f16.
-template <class S, int kSpans>
-__global__ void __launch_bounds__(kStep* kSpans * 4) queries_kernel(MatrixTask m) {
-  const Task& task = m.of;
-  const Prepared& to = m.queries;
-  constexpr std::int32_t kParts = kSpans * 4;
-  const std::int32_t dim = task.e.dim;
-  const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const std::int32_t q = thread / kParts, word = thread % kParts;
-  for (std::int64_t work = blockIdx.x; work < std::int64_t{task.e.count} * to.most; work += gridDim.x) {
-    const std::int64_t r = work / to.most;
-    const std::int32_t n = static_cast<std::int32_t>(work - r * to.most) * kStep + q;
-    if (!task.e.due(r)) continue;
-    const Plan plan = plan_of(task, r);
-    if (n == 0 && word == 0) {
-      to.plans[r] = plan;
-      to.arrived[r] = 0;
-    }
-    if (n - q >= plan.total) continue;
-    const bool there = n < plan.total;
-    const std::int32_t i = there ? plan.query_of(n) : 0;
-    float x[8] = {};
-    if (there && word * 8 < dim) {
-      const std::int32_t head = n / plan.window;
-      if (plan.queries != nullptr)
-        load_wide<8>(plan.queries + head * head_stride(task) + std::int64_t{i} * dim + word * 8, Element::f32, x);
-      else
-        load_wide<8>(plan.view->at(plan.view->count - plan.window + i, plan.row->head * task.e.group + head) +
-                         word * 8 * (task.e.query == Element::f32 ? 4 : 2),
-                     task.e.query, x);
-    }
-    float largest = 0;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) largest = fmaxf(largest, fabsf(x[k]));
-    for (std::int32_t step = kParts / 2; step > 0; step /= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFU, largest, step));
-    std::int32_t exponent = static_cast<std::int32_t>(__float_as_uint(largest) >> 23U) - 127;
-    if (exponent == -127 || exponent == 128) exponent = 0;  // zeros and subnormals; numbers that are not finite
-    const float by = ldexpf(1.0F, -exponent);
-    Elements<S> high, low;
-    bool split = false;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      from_float(x[k] * by, high.x[k]);
-      const float rest = x[k] * by - to_float(high.x[k]);
-      from_float(rest, low.x[k]);
-      split = split || rest != 0;
-    }
-    const bool newest = there && i == plan.window - 1;
-    const bool any_split = __syncthreads_or(split ? 1 : 0) != 0, any_newest = __syncthreads_or(newest ? 1 : 0) != 0;
-    // Pairs of components: two for the first product of the span, two for the second.
-    Step<kSpans>& into = to.of<kSpans>()[work];
-    auto* high_pairs = reinterpret_cast<Piece<S, 2>*>(into.words);
-    auto* low_pairs = reinterpret_cast<Piece<S, 2>*>(to.low + work * Step<kSpans>::kWords);
-    const std::int32_t place = (word / 4 * 64 + q % 8 * 4 + word % 4) * 4 + q / 8;
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      const std::int32_t at = place + pair / 2 * 32 * 4 + pair % 2 * 2;
-      high_pairs[at] = {high.x[2 * pair], high.x[2 * pair + 1]};
-      if (any_split) low_pairs[at] = {low.x[2 * pair], low.x[2 * pair + 1]};
-    }
-    if (word == 0) {
-      const float lse = there && plan.lse != nullptr ? plan.lse[n / plan.window * std::int64_t{task.window} + i] : 0.0F;
-      into.lines[q] = {there ? ldexpf(task.e.scale * kLog2OfE, exponent) : 0.0F,
-                       there && plan.lse != nullptr && is_number(lse) ? -lse * kLog2OfE : kNothing};
-      into.marks[q] = {there ? plan.position(i) : kFirst, newest ? 1.0F / static_cast<float>(task.e.group) : 0.0F};
-    }
-    if (thread == 0)
-      into.flags = {(any_split ? kSplit : 0) + (any_newest && task.newest != nullptr ? kNewest : 0), 0, 0, 0};
-  }
-}
-
 /// A slot that a warp has.
-struct Place {
+struct WarpSlot {
   std::int32_t newest;  ///< position from which on queries count it in newest
   std::int32_t column;  ///< the same in the column
   float scale;          ///< of a key of 8 bits
 };
 
 /// What a block does with a row, in shared memory, where it takes no registers.
-struct Work {
-  Plan plan;
+struct BlockWork {
+  AttentionPlan plan;
   std::int64_t number;  ///< the next among all
   std::int64_t row;
-  std::int64_t step0;      ///< the row's first step among all
+  std::int64_t tile0;      ///< the row's first tile among all
   std::int32_t begin;      ///< first slot
   std::int32_t stop;       ///< behind the last one
   std::int32_t end;        ///< behind the last one that takes part
   std::int32_t part;       ///< slots whose statistics are taken together
-  std::int32_t at_a_time;  ///< steps in shared memory
+  std::int32_t at_a_time;  ///< tiles in shared memory
   bool some;               ///< there is any
-  bool split;              ///< low numbers come with them, behind the steps
+  bool split;              ///< low numbers come with them, behind the tiles
   bool aligned;
 
-  [[nodiscard]] __device__ std::int32_t steps() const { return pieces(plan.total, kStep); }
+  [[nodiscard]] __device__ std::int32_t tiles() const { return pieces(plan.total, kTileQueries); }
 };
 
-/// Shared memory of a block with `resident` steps.
+/// Shared memory of a block with `resident` tiles.
 template <int kSpans, bool kApply>
-struct MatrixShared {
+struct AttentionMatrixShared {
   static constexpr std::int32_t kBlocks = kSpans > 4 ? 2 : 4;  ///< of eight slots that a warp has
   static constexpr std::int32_t kSlots = 8 * kBlocks, kRound = kWarps * kSlots;
-  using Of = Step<kSpans>;
+  using Tile = QueryTile<kSpans>;
   static constexpr std::size_t kWork = 0;
-  static constexpr std::size_t kPlaces = (sizeof(Work) + 31) / 32 * 32;
-  static constexpr std::size_t kOwn = kPlaces + (sizeof(Place) * kRound + 31) / 32 * 32;  ///< words of each thread
+  static constexpr std::size_t kWarpSlots = (sizeof(BlockWork) + 31) / 32 * 32;
+  static constexpr std::size_t kOwn =
+      kWarpSlots + (sizeof(WarpSlot) * kRound + 31) / 32 * 32;  ///< words of each thread
   static constexpr std::size_t kRest = kOwn + sizeof(float4) * kMatrixThreads * (kApply ? kBlocks / 2 : 1);
-  std::size_t steps, tops, sums, bytes;
+  std::size_t tiles, tops, sums, bytes;
 
-  KVKEEP_HD explicit MatrixShared(std::int32_t resident) {
-    const auto count = static_cast<std::size_t>(resident), states = kApply ? 0 : kWarps * kStep * count;
+  KVKEEP_HD explicit AttentionMatrixShared(std::int32_t resident) {
+    const auto count = static_cast<std::size_t>(resident), states = kApply ? 0 : kWarps * kTileQueries * count;
     Parts parts{kRest};
-    steps = parts.take(sizeof(Of) * count);
+    tiles = parts.take(sizeof(Tile) * count);
     tops = parts.take(sizeof(float) * states);
     sums = parts.take(sizeof(float) * states);
     bytes = parts.bytes;
@@ -223,116 +139,115 @@ struct MatrixShared {
 /// take many registers.
 template <class T, bool kAligned>
 __device__ inline uint4 key_word(const T* key, void* own) {
-  Piece<T, 8> from;
+  PackedElements<T, 8> from;
   if constexpr (kAligned) {
-    from = *reinterpret_cast<const Piece<T, 8>*>(key);
+    from = *reinterpret_cast<const PackedElements<T, 8>*>(key);
   } else {
 #pragma unroll 1
     for (int k = 0; k < 8; ++k) static_cast<T*>(own)[k] = key[k];
-    from = *static_cast<const Piece<T, 8>*>(own);
+    from = *static_cast<const PackedElements<T, 8>*>(own);
   }
   uint4 word{};
   memcpy(&word, &from, sizeof from);
   return word;
 }
 
-/// What a warp works with: of its block's shared memory, and of the slots that it has now. A lane has eight components
-/// in 32 of slots 8 b + lane / 4, and of every product queries lane / 4 + 8 i and slots 8 b + lane % 4 * 2 + e, as
-/// x[b][2 * i + e].
+/// What a warp works with: of its block's shared memory, and of the slots that it has now. A lane has the products of
+/// queries lane / 4 + 8 i and slots 8 b + lane % 4 * 2 + e as x[b][2 * i + e]: see the picture above.
 template <class T, int kSpans, bool kApply>
-class Slots {
-  using Shared = MatrixShared<kSpans, kApply>;
+class WarpState {
+  using Shared = AttentionMatrixShared<kSpans, kApply>;
   static constexpr int kBlocks = Shared::kBlocks;
   using Products = float[kBlocks][4];
 
  public:
   using Sums = float[2 * kBlocks];  ///< of the lane's slots, [2 * b + e]
 
-  __device__ Slots(const Task& task, std::byte* shared, const Shared& parts, std::int32_t resident)
+  __device__ WarpState(const AttentionTask& task, std::byte* shared, const Shared& parts, std::int32_t resident)
       : task_(task),
-        work_(*reinterpret_cast<const Work*>(shared + Shared::kWork)),
-        steps_(reinterpret_cast<const Step<kSpans>*>(shared + parts.steps)),
-        places_(reinterpret_cast<Place*>(shared + Shared::kPlaces) + warp() * Shared::kSlots),
+        work_(*reinterpret_cast<const BlockWork*>(shared + Shared::kWork)),
+        tiles_(reinterpret_cast<const QueryTile<kSpans>*>(shared + parts.tiles)),
+        slots_(reinterpret_cast<WarpSlot*>(shared + Shared::kWarpSlots) + index() * Shared::kSlots),
         own_(reinterpret_cast<float4*>(shared + Shared::kOwn) + threadIdx.x),
-        tops_(reinterpret_cast<float*>(shared + parts.tops) + warp() * resident * kStep),
-        sums_(reinterpret_cast<float*>(shared + parts.sums) + warp() * resident * kStep) {}
+        tops_(reinterpret_cast<float*>(shared + parts.tops) + index() * resident * kTileQueries),
+        sums_(reinterpret_cast<float*>(shared + parts.sums) + index() * resident * kTileQueries) {}
 
-  [[nodiscard]] __device__ static std::int32_t warp() { return static_cast<std::int32_t>(threadIdx.x / 32); }
+  [[nodiscard]] __device__ static std::int32_t index() { return static_cast<std::int32_t>(threadIdx.x / 32); }
 
-  /// Reads the keys of slots [tile, end), at most kSlots of them and possibly none.
-  __device__ void read(std::int32_t tile, std::int32_t end) {
-    const Plan& plan = work_.plan;
+  /// Reads the keys of slots [slot0, end), at most kSlots of them and possibly none.
+  __device__ void read(std::int32_t slot0, std::int32_t end) {
+    const AttentionPlan& plan = work_.plan;
     const Row& row = *plan.row;
     if (work_.aligned)
-      read_keys<true>(row.keys, tile, end);
+      read_keys<true>(row.keys, slot0, end);
     else
-      read_keys<false>(row.keys, tile, end);
+      read_keys<false>(row.keys, slot0, end);
     if constexpr (std::is_same_v<T, Bits8>) widen();  // once all of them are under way
-    clear_ = tile >= plan.from && tile + Shared::kSlots <= end;
+    clear_ = slot0 >= plan.from && slot0 + Shared::kSlots <= end;
     if (clear_ && task_.kind != Kind::history)
-      clear_ = row.positions[tile + Shared::kSlots - 1] <= plan.position(0) &&
-               (!kApply || task_.kind != Kind::window || tile + Shared::kSlots <= plan.history);
+      clear_ = row.positions[slot0 + Shared::kSlots - 1] <= plan.position(0) &&
+               (!kApply || task_.kind != Kind::window || slot0 + Shared::kSlots <= plan.history);
     __syncwarp();
     if (lane() < Shared::kSlots) {
-      const std::int32_t slot = tile + lane(), at = slot < end ? slot_position(task_, plan, slot) : kNever;
+      const std::int32_t slot = slot0 + lane(), at = slot < end ? slot_position(task_, plan, slot) : kNever;
       // On the suffix only strictly later queries count.
-      places_[lane()] = {at, task_.kind == Kind::window && slot >= plan.history && at != kNever ? at + 1 : at,
-                         slot < end ? key_scale<T>(row, slot) : 0.0F};
+      slots_[lane()] = {at, task_.kind == Kind::window && slot >= plan.history && at != kNever ? at + 1 : at,
+                        slot < end ? key_scale<T>(row, slot) : 0.0F};
     }
     __syncwarp();
   }
 
-  /// The slots have got nothing in newest. What a lane's queries give its slots there is in shared memory: few steps
+  /// The slots have got nothing in newest. What a lane's queries give its slots there is in shared memory: few tiles
   /// add to it, and it takes no registers.
   __device__ void begin_newest() const {
 #pragma unroll
     for (int b = 0; b < kBlocks; b += 2) own_[b / 2 * kMatrixThreads] = {0, 0, 0, 0};
   }
 
-  /// Adds what `count` steps of queries give the slots.
+  /// Adds what `count` tiles of queries give the slots.
   __device__ void give(std::int32_t count, Sums& columns) const {
     bool clear = clear_;
-    for (std::int32_t step = 0; step < count;) {
+    for (std::int32_t tile = 0; tile < count;) {
       Products x;
-      multiply(step, x);
-      if (clear && !give_all(step, x, columns)) {
+      multiply(tile, x);
+      if (clear && !give_all(tile, x, columns)) {
         clear = false;  // once more, with a look at every number
         continue;
       }
-      if (!clear) give_some(step, x, columns);
+      if (!clear) give_some(tile, x, columns);
       clear = clear_;
-      ++step;
+      ++tile;
     }
   }
 
-  /// Takes the statistics of `count` steps of queries over the slots, into the warp's own. first: it has none yet.
+  /// Takes the statistics of `count` tiles of queries over the slots, into the warp's own. first: it has none yet.
   __device__ void take(std::int32_t count, bool first) const {
     const bool all = clear_ && !first;
     bool clear = all;
     __syncwarp();
-    for (std::int32_t step = 0; step < count;) {
+    for (std::int32_t tile = 0; tile < count;) {
       Products x;
-      multiply(step, x);
-      if (clear && !take_all(step, x)) {
+      multiply(tile, x);
+      if (clear && !take_all(tile, x)) {
         clear = false;
         continue;
       }
-      if (!clear) take_some(step, x);
+      if (!clear) take_some(tile, x);
       clear = all;
-      ++step;
+      ++tile;
     }
   }
 
   /// The warp's statistics of nothing.
   __device__ void begin(std::int32_t first, std::int32_t count) const {
-    for (std::int32_t q = lane(); q < count * kStep; q += 32) {
-      tops_[q] = first * kStep + q < work_.plan.total ? kNothing : 0.0F;
+    for (std::int32_t q = lane(); q < count * kTileQueries; q += 32) {
+      tops_[q] = first * kTileQueries + q < work_.plan.total ? kNothing : 0.0F;
       sums_[q] = 0;
     }
   }
 
   /// Writes what the slots got, those of them before `stop`.
-  __device__ void write(Sums& columns, std::int32_t tile, std::int32_t stop) const {
+  __device__ void write(Sums& columns, std::int32_t slot0, std::int32_t stop) const {
     Sums newest;
 #pragma unroll
     for (int b = 0; b < kBlocks; b += 2) {
@@ -343,7 +258,7 @@ class Slots {
     // What over_queries() leaves a lane with.
     std::int32_t own = (lane() >> 4 & 1) * 2 + (lane() >> 3 & 1);
     if constexpr (kBlocks == 4) own = own * 2 + (lane() >> 2 & 1);
-    const std::int32_t t = tile + slot_of(own / 2, own % 2);
+    const std::int32_t t = slot0 + slot_of(own / 2, own % 2);
     if (t < stop && (kBlocks == 4 || (lane() & 4) == 0)) write_slot(task_, work_.plan, t, column_sum, newest_sum);
   }
 
@@ -353,11 +268,11 @@ class Slots {
     return 8 * block + lane() % 4 * 2 + e;
   }
   /// Of the lane's i-th query.
-  [[nodiscard]] __device__ const Line& line(std::int32_t step, int i) const {
-    return steps_[step].lines[8 * i + lane() / 4];
+  [[nodiscard]] __device__ const QueryLine& line(std::int32_t tile, int i) const {
+    return tiles_[tile].lines[8 * i + lane() / 4];
   }
-  [[nodiscard]] __device__ const Mark& mark(std::int32_t step, int i) const {
-    return steps_[step].marks[8 * i + lane() / 4];
+  [[nodiscard]] __device__ const QueryMark& mark(std::int32_t tile, int i) const {
+    return tiles_[tile].marks[8 * i + lane() / 4];
   }
   /// Sums over the lanes that have the same slots; each lane gets that of one of its slots.
   [[nodiscard]] __device__ static float over_queries(Sums& sums) {
@@ -377,11 +292,11 @@ class Slots {
 
   /// What is behind the last slot or component is any other one: its products count for nothing.
   template <bool kAligned>
-  __device__ void read_keys(const SlotAddress keys, std::int32_t tile, std::int32_t end) {
+  __device__ void read_keys(const SlotAddress keys, std::int32_t slot0, std::int32_t end) {
     const std::int32_t first = lane() % 4 * 8;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const std::int32_t slot = tile + 8 * b + lane() / 4;
+      const std::int32_t slot = slot0 + 8 * b + lane() / 4;
       const T* key = reinterpret_cast<const T*>(keys.at(slot < end ? slot : 0));
 #pragma unroll
       for (int s = 0; s < kSpans; ++s) {
@@ -405,20 +320,21 @@ class Slots {
     });
   }
 
-  __device__ void multiply(std::int32_t step, Products& x) const {
+  __device__ void multiply(std::int32_t tile, Products& x) const {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
       for (int k = 0; k < 4; ++k) x[b][k] = 0;
-    add_products(steps_[step].words + lane(), x);
-    if ((steps_[step].flags.x & kSplit) != 0)
-      add_products(reinterpret_cast<const uint4*>(steps_ + work_.at_a_time) + step * Step<kSpans>::kWords + lane(), x);
+    add_products(tiles_[tile].words + lane(), x);
+    if ((tiles_[tile].flags.x & kSplit) != 0)
+      add_products(reinterpret_cast<const uint4*>(tiles_ + work_.at_a_time) + tile * QueryTile<kSpans>::kWords + lane(),
+                   x);
     if constexpr (std::is_same_v<T, Bits8>) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float scale = places_[slot_of(b, e)].scale;
+          const float scale = slots_[slot_of(b, e)].scale;
           x[b][e] *= scale;
           x[b][2 + e] *= scale;
         }
@@ -438,10 +354,10 @@ class Slots {
     }
   }
 
-  /// give() of one step where every query sees every slot. Returns false, having added nothing, if a logit is no
+  /// give() of one tile where every query sees every slot. Returns false, having added nothing, if a logit is no
   /// number. x: products, shares afterwards.
-  __device__ bool give_all(std::int32_t step, Products& x, Sums& columns) const {
-    const Line lines[2] = {line(step, 0), line(step, 1)};
+  __device__ bool give_all(std::int32_t tile, Products& x, Sums& columns) const {
+    const QueryLine lines[2] = {line(tile, 0), line(tile, 1)};
     float all = 0;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
@@ -456,35 +372,35 @@ class Slots {
     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
       for (int e = 0; e < 2; ++e) columns[2 * b + e] += x[b][e] + x[b][2 + e];
-    if ((steps_[step].flags.x & kNewest) != 0) give_newest(step, x);
+    if ((tiles_[tile].flags.x & kNewest) != 0) give_newest(tile, x);
     return true;
   }
 
-  /// give() of one step where a query does not see a slot, or a logit is no number. Adds in the same order.
-  __device__ void give_some(std::int32_t step, Products& x, Sums& columns) const {
+  /// give() of one tile where a query does not see a slot, or a logit is no number. Adds in the same order.
+  __device__ void give_some(std::int32_t tile, Products& x, Sums& columns) const {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const Place place = places_[slot_of(b, e)];
+        const WarpSlot slot = slots_[slot_of(b, e)];
         float counted[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& share = x[b][2 * i + e];
-          const Line line = this->line(step, i);
-          const std::int32_t position = mark(step, i).position;
+          const QueryLine line = this->line(tile, i);
+          const std::int32_t position = mark(tile, i).position;
           share = is_number(share * line.factor) ? exp2_of(fmaf(share, line.factor, line.shift)) : 0.0F;
-          counted[i] = place.column <= position ? share : 0.0F;
-          if (place.newest > position) share = 0;
+          counted[i] = slot.column <= position ? share : 0.0F;
+          if (slot.newest > position) share = 0;
         }
         columns[2 * b + e] += counted[0] + counted[1];
       }
-    if ((steps_[step].flags.x & kNewest) != 0) give_newest(step, x);
+    if ((tiles_[tile].flags.x & kNewest) != 0) give_newest(tile, x);
   }
 
   /// Adds shares to newest.
-  __device__ void give_newest(std::int32_t step, const Products& shares) const {
-    const float counts[2] = {mark(step, 0).newest, mark(step, 1).newest};
+  __device__ void give_newest(std::int32_t tile, const Products& shares) const {
+    const float counts[2] = {mark(tile, 0).newest, mark(tile, 1).newest};
     const auto more = [&](float sum, int b, int e) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) sum = counts[i] == 0 ? sum : fmaf(shares[b][2 * i + e], counts[i], sum);
@@ -497,13 +413,13 @@ class Slots {
     }
   }
 
-  /// take() of one step where every query sees every slot and the warp has seen some. Returns false, having added
+  /// take() of one tile where every query sees every slot and the warp has seen some. Returns false, having added
   /// nothing, if a logit is no number, or far above what was seen.
-  __device__ bool take_all(std::int32_t step, const Products& x) const {
+  __device__ bool take_all(std::int32_t tile, const Products& x) const {
     float sums[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float factor = line(step, i).factor, top = tops_[step * kStep + 8 * i + lane() / 4];
+      const float factor = line(tile, i).factor, top = tops_[tile * kTileQueries + 8 * i + lane() / 4];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
@@ -514,16 +430,16 @@ class Slots {
     float sum = (odd ? sums[1] : sums[0]) + __shfl_xor_sync(0xFFFFFFFFU, odd ? sums[0] : sums[1], 1);
     sum += __shfl_xor_sync(0xFFFFFFFFU, sum, 2);
     if (__all_sync(0xFFFFFFFFU, sum < kFarAbove ? 1 : 0) == 0) return false;
-    if ((lane() & 2) == 0) sums_[step * kStep + lane() / 4 + (odd ? 8 : 0)] += sum;
+    if ((lane() & 2) == 0) sums_[tile * kTileQueries + lane() / 4 + (odd ? 8 : 0)] += sum;
     return true;
   }
 
-  /// take() of one step where a query does not see a slot, a logit is no number, or there is nothing to compare with.
-  __device__ void take_some(std::int32_t step, const Products& x) const {
+  /// take() of one tile where a query does not see a slot, a logit is no number, or there is nothing to compare with.
+  __device__ void take_some(std::int32_t tile, const Products& x) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const std::int32_t q = step * kStep + 8 * i + lane() / 4, position = mark(step, i).position;
-      const float factor = line(step, i).factor, before = tops_[q];
+      const std::int32_t q = tile * kTileQueries + 8 * i + lane() / 4, position = mark(tile, i).position;
+      const float factor = line(tile, i).factor, before = tops_[q];
       float top = before, sum = 0;
       bool seen[kBlocks][2];
 #pragma unroll
@@ -531,7 +447,7 @@ class Slots {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float logit = x[b][2 * i + e] * factor;
-          seen[b][e] = places_[slot_of(b, e)].newest <= position && is_number(logit);
+          seen[b][e] = slots_[slot_of(b, e)].newest <= position && is_number(logit);
           if (seen[b][e]) top = fmaxf(top, logit);
         }
       top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFU, top, 1));
@@ -551,53 +467,54 @@ class Slots {
     }
   }
 
-  const Task& task_;
-  const Work& work_;
-  const Step<kSpans>* steps_;
-  Place* places_;
+  const AttentionTask& task_;
+  const BlockWork& work_;
+  const QueryTile<kSpans>* tiles_;
+  WarpSlot* slots_;
   float4* own_;
   float *tops_, *sums_;
   uint4 keys_[kBlocks][kSpans];
   bool clear_;  ///< every query sees every slot that the warp has
 };
 
-/// Brings `count` steps of a row's queries from `first` on to shared memory. The block waits before and after.
+/// Brings `count` tiles of a row's queries from `first` on to shared memory. The block waits before and after.
 template <int kSpans>
-__device__ void bring(const Prepared& queries, const Work& work, std::int32_t first, std::int32_t count,
+__device__ void bring(const SplitQueries& queries, const BlockWork& work, std::int32_t first, std::int32_t count,
                       std::byte* to) {
-  using Of = Step<kSpans>;
-  const Of* from = queries.of<kSpans>() + work.step0 + first;
+  using Tile = QueryTile<kSpans>;
+  const Tile* from = queries.of<kSpans>() + work.tile0 + first;
   auto* words = reinterpret_cast<uint4*>(to);
   __syncthreads();
-  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count * Of::kAll; i += kMatrixThreads)
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count * Tile::kAll; i += kMatrixThreads)
     copy_ahead(words + i, reinterpret_cast<const uint4*>(from) + i);
   if (work.split) {
-    const uint4* low = queries.low + (work.step0 + first) * Of::kWords;
-    words += work.at_a_time * Of::kAll;
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count * Of::kWords; i += kMatrixThreads)
-      if ((from[i / Of::kWords].flags.x & kSplit) != 0) copy_ahead(words + i, low + i);
+    const uint4* low = queries.low + (work.tile0 + first) * Tile::kWords;
+    words += work.at_a_time * Tile::kAll;
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count * Tile::kWords; i += kMatrixThreads)
+      if ((from[i / Tile::kWords].flags.x & kSplit) != 0) copy_ahead(words + i, low + i);
   }
   wait_for_copies();
   __syncthreads();
 }
 
-/// Writes the statistics of the part of a row that begins at `begin` for `count` steps of queries from `first` on: what
+/// Writes the statistics of the part of a row that begins at `begin` for `count` tiles of queries from `first` on: what
 /// the warps found.
 template <class Shared>
-__device__ void combine_warps(const MatrixTask& m, const Work& work, std::int32_t begin, std::int32_t first,
-                              std::int32_t count, std::byte* shared, const Shared& parts) {
+__device__ void combine_warps(const AttentionMatrixTask& m, const BlockWork& work, std::int32_t begin,
+                              std::int32_t first, std::int32_t count, std::byte* shared, const Shared& parts) {
   const auto* tops = reinterpret_cast<const float*>(shared + parts.tops);
   const auto* sums = reinterpret_cast<const float*>(shared + parts.sums);
-  const std::int32_t left = work.plan.total - first * kStep, queries = left < count * kStep ? left : count * kStep;
-  float2* to = m.of.partial + (work.row * m.of.parts + begin / work.part) * m.of.most + first * kStep;
+  const std::int32_t left = work.plan.total - first * kTileQueries,
+                     queries = left < count * kTileQueries ? left : count * kTileQueries;
+  float2* to = m.of.partial + (work.row * m.of.parts + begin / work.part) * m.of.most + first * kTileQueries;
   __syncthreads();
   for (auto q = static_cast<std::int32_t>(threadIdx.x); q < queries; q += kMatrixThreads) {
     float top = kNothing, sum = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, tops[w * m.resident * kStep + q]);
+    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, tops[w * m.resident * kTileQueries + q]);
 #pragma unroll
     for (int w = 0; w < kWarps && top > kNothing; ++w)
-      sum = fmaf(sums[w * m.resident * kStep + q], exp2_of(tops[w * m.resident * kStep + q] - top), sum);
+      sum = fmaf(sums[w * m.resident * kTileQueries + q], exp2_of(tops[w * m.resident * kTileQueries + q] - top), sum);
     to[q] = {top, sum};
   }
   __syncthreads();
@@ -606,8 +523,8 @@ __device__ void combine_warps(const MatrixTask& m, const Work& work, std::int32_
 /// Counts the parts of a row that the block looked at as there. The block that finds all of them there sets the shifts
 /// of the row's queries, from the parts in ascending order.
 template <int kSpans>
-__device__ void arrive(const MatrixTask& m, const Work& work) {
-  const Plan& plan = work.plan;
+__device__ void arrive(const AttentionMatrixTask& m, const BlockWork& work) {
+  const AttentionPlan& plan = work.plan;
   const std::int64_t r = work.row;
   const std::int32_t all = pieces(plan.row->length, work.part), parts = pieces(work.stop - work.begin, work.part);
   __threadfence();
@@ -616,7 +533,7 @@ __device__ void arrive(const MatrixTask& m, const Work& work) {
   if (threadIdx.x == 0) last = atomicAdd(m.queries.arrived + r, parts) + parts == all;
   if (__syncthreads_or(last ? 1 : 0) == 0) return;
   __threadfence();
-  const Task& task = m.of;
+  const AttentionTask& task = m.of;
   for (auto n = static_cast<std::int32_t>(threadIdx.x); n < plan.total; n += kMatrixThreads) {
     float top = kNothing, sum = 0;
     for (std::int32_t p = 0; p < all; ++p)
@@ -628,14 +545,14 @@ __device__ void arrive(const MatrixTask& m, const Work& work) {
     float shift = sum > 0 ? -(top + log2f(sum)) : kNothing;
     if (task.kind == Kind::history && plan.query_of(n) == plan.window - 1)
       shift += log2f(static_cast<float>(task.newest_counts));
-    m.queries.of<kSpans>()[work.step0 + n / kStep].lines[n % kStep].shift = shift;
+    m.queries.of<kSpans>()[work.tile0 + n / kTileQueries].lines[n % kTileQueries].shift = shift;
   }
 }
 
 /// Fills `work` with the block's next. Returns false if there is none. The whole block calls, and waits.
 template <int kSpans, bool kApply>
-__device__ bool find_work(const MatrixTask& m, Work& work) {
-  const Task& task = m.of;
+__device__ bool find_work(const AttentionMatrixTask& m, BlockWork& work) {
+  const AttentionTask& task = m.of;
   __syncthreads();
   if (threadIdx.x == 0) {
     const std::int32_t pieces_of_a_row =
@@ -650,7 +567,7 @@ __device__ bool find_work(const MatrixTask& m, Work& work) {
       work.plan = m.queries.plans[r];
       work.some = begin < length && (kApply || work.plan.total > 0);
       work.row = r;
-      work.step0 = r * m.queries.most;
+      work.tile0 = r * m.queries.most;
       work.part = part;
       work.begin = static_cast<std::int32_t>(begin);
       work.stop = stop < length ? static_cast<std::int32_t>(stop) : length;
@@ -661,8 +578,8 @@ __device__ bool find_work(const MatrixTask& m, Work& work) {
   __syncthreads();
   if (!work.some) return false;
   std::int32_t flags = 0;
-  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < work.steps(); i += kMatrixThreads)
-    flags |= m.queries.of<kSpans>()[work.step0 + i].flags.x;
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < work.tiles(); i += kMatrixThreads)
+    flags |= m.queries.of<kSpans>()[work.tile0 + i].flags.x;
   const bool split = __syncthreads_or(flags & kSplit) != 0;
   if (threadIdx.x == 0) {
     work.split = split;
@@ -672,41 +589,42 @@ __device__ bool find_work(const MatrixTask& m, Work& work) {
   return true;
 }
 
+/// One pass over the keys: kApply gives the columns, else the statistics are taken.
 template <class T, int kSpans, bool kApply>
-__global__ void __launch_bounds__(kMatrixThreads, 2) matrix_kernel(MatrixTask m) {
-  using Shared = MatrixShared<kSpans, kApply>;
-  using Warp = Slots<T, kSpans, kApply>;
+__global__ void __launch_bounds__(kMatrixThreads, 2) attention_matrix_kernel(AttentionMatrixTask m) {
+  using Shared = AttentionMatrixShared<kSpans, kApply>;
+  using Warp = WarpState<T, kSpans, kApply>;
   const Shared parts(m.resident);
-  std::byte *shared = dynamic_shared(), *steps = shared + parts.steps;
-  Work& work = *reinterpret_cast<Work*>(shared + Shared::kWork);
-  const std::int32_t own = Warp::warp() * Shared::kSlots;
+  std::byte *shared = dynamic_shared(), *tiles = shared + parts.tiles;
+  BlockWork& work = *reinterpret_cast<BlockWork*>(shared + Shared::kWork);
+  const std::int32_t own = Warp::index() * Shared::kSlots;
   if (threadIdx.x == 0) work.number = blockIdx.x;
   while (find_work<kSpans, kApply>(m, work)) {
     if constexpr (kApply) {
       for (std::int32_t round = work.begin; round < work.stop; round += Shared::kRound) {
-        Warp slots(m.of, shared, parts, m.resident);
+        Warp warp(m.of, shared, parts, m.resident);
         const bool some = round + own < work.end;
-        slots.read(round + own, work.end);
+        warp.read(round + own, work.end);
         typename Warp::Sums columns = {};
-        slots.begin_newest();
-        for (std::int32_t s = 0; s < work.steps(); s += work.at_a_time) {
-          const std::int32_t left = work.steps() - s, count = left < work.at_a_time ? left : work.at_a_time;
-          if (round == work.begin || work.steps() > work.at_a_time) bring<kSpans>(m.queries, work, s, count, steps);
-          if (some) slots.give(count, columns);
+        warp.begin_newest();
+        for (std::int32_t s = 0; s < work.tiles(); s += work.at_a_time) {
+          const std::int32_t left = work.tiles() - s, count = left < work.at_a_time ? left : work.at_a_time;
+          if (round == work.begin || work.tiles() > work.at_a_time) bring<kSpans>(m.queries, work, s, count, tiles);
+          if (some) warp.give(count, columns);
         }
-        slots.write(columns, round + own, work.stop);
+        warp.write(columns, round + own, work.stop);
       }
     } else {
-      for (std::int32_t s = 0; s < work.steps(); s += work.at_a_time) {
-        const std::int32_t left = work.steps() - s, count = left < work.at_a_time ? left : work.at_a_time;
-        bring<kSpans>(m.queries, work, s, count, steps);
+      for (std::int32_t s = 0; s < work.tiles(); s += work.at_a_time) {
+        const std::int32_t left = work.tiles() - s, count = left < work.at_a_time ? left : work.at_a_time;
+        bring<kSpans>(m.queries, work, s, count, tiles);
         for (std::int32_t begin = work.begin; begin < work.stop; begin += work.part) {
           const std::int32_t end = work.end - begin < work.part ? work.end : begin + work.part;
           Warp(m.of, shared, parts, m.resident).begin(s, count);
-          for (std::int32_t tile = begin + own; tile < end; tile += Shared::kRound) {
-            Warp slots(m.of, shared, parts, m.resident);
-            slots.read(tile, end);
-            slots.take(count, tile == begin + own);
+          for (std::int32_t slot0 = begin + own; slot0 < end; slot0 += Shared::kRound) {
+            Warp warp(m.of, shared, parts, m.resident);
+            warp.read(slot0, end);
+            warp.take(count, slot0 == begin + own);
           }
           combine_warps(m, work, begin, s, count, shared, parts);
         }
@@ -725,58 +643,60 @@ std::int32_t of_device(cudaDeviceAttr attribute) {
   return value;
 }
 
-/// Steps of queries that a block keeps in shared memory: so many that two blocks fit a multiprocessor. Where that is not
-/// all of them, they come in turns of about the same size.
+/// Tiles of queries that a block keeps in shared memory: so many that two blocks fit a multiprocessor. Where that is
+/// not all of them, they come in turns of about the same size.
 template <int kSpans, bool kApply>
-std::int32_t resident_steps(std::int32_t wanted) {
+std::int32_t resident_tiles(std::int32_t wanted) {
   const std::size_t limit = (static_cast<std::size_t>(of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin)) - 1024) / 2;
   std::int32_t most = 2;  // a block has 1 KiB more than it asks for
-  while (most < wanted && MatrixShared<kSpans, kApply>(most + 2).bytes <= limit) most += 2;
+  while (most < wanted && AttentionMatrixShared<kSpans, kApply>(most + 2).bytes <= limit) most += 2;
   const std::int32_t turns = pieces(wanted, most);
   return pieces(pieces(wanted, turns), 2) * 2;
 }
 
 /// pieces_of_a_row: chunks or parts of the longest row.
 template <class T, int kSpans, bool kApply>
-void launch_pass(const char* name, MatrixTask m, std::int32_t pieces_of_a_row, Stream stream) {
+void launch_pass(const char* name, AttentionMatrixTask m, std::int32_t pieces_of_a_row, Stream stream) {
   // Queries that come in the keys' own dtype need no second number; those that were turned do.
   const bool likely_split = m.of.queries != nullptr || with_element(m.of.e.query, [](auto x) {
-    return !std::is_same_v<decltype(x), MatrixElement<T>>;
-  });
-  m.resident = resident_steps<kSpans, kApply>(likely_split ? m.queries.most * 2 : m.queries.most);
+                              return !std::is_same_v<decltype(x), MatrixElement<T>>;
+                            });
+  m.resident = resident_tiles<kSpans, kApply>(likely_split ? m.queries.most * 2 : m.queries.most);
   const std::int64_t blocks = std::int64_t{of_device(cudaDevAttrMultiProcessorCount)} * tuning::kMatrixBlocks,
                      at_once = std::int64_t{m.of.e.count} * pieces_of_a_row / blocks;
   m.at_once = at_once < 1                       ? 1
               : at_once < tuning::kMatrixChunks ? static_cast<std::int32_t>(at_once)
                                                 : tuning::kMatrixChunks;
-  launch(name, matrix_kernel<T, kSpans, kApply>,
+  launch(name, attention_matrix_kernel<T, kSpans, kApply>,
          {.blocks = blocks_for(std::int64_t{m.of.e.count} * pieces(pieces_of_a_row, m.at_once)),
           .threads = kMatrixThreads,
-          .shared_bytes = MatrixShared<kSpans, kApply>(m.resident).bytes},
+          .shared_bytes = AttentionMatrixShared<kSpans, kApply>(m.resident).bytes},
          stream, m);
 }
 
 }  // namespace
 
 std::int64_t matrix_workspace_bytes(const EvidenceArguments& e, std::int32_t window, std::int32_t parts) {
-  Prepared queries{};
+  SplitQueries queries{};
   float2* partial = nullptr;
   return divide(e, window, parts, nullptr, queries, partial);
 }
 
-void launch_on_matrix_units(const Task& task, void* workspace, Stream stream) {
-  MatrixTask m{};
+void launch_on_matrix_units(const AttentionTask& task, void* workspace, Stream stream) {
+  AttentionMatrixTask m{};
   m.of = task;
   divide(task.e, task.window, task.parts, workspace, m.queries, m.of.partial);
   with_element(task.e.keys, [&](auto type) {
     using T = decltype(type);
     with_spans(task.e.dim, [&](auto spans) {
       if constexpr (!std::is_same_v<T, float>) {
-        launch("attention_queries", queries_kernel<MatrixElement<T>, spans()>,
-               {.blocks = blocks_for(std::int64_t{task.e.count} * m.queries.most), .threads = kStep * spans() * 4},
-               stream, m);
-        if (task.log_sum_exp == nullptr) launch_pass<T, spans(), false>("attention_statistics", m, task.parts, stream);
-        launch_pass<T, spans(), true>("attention", m, pieces(task.e.longest, kAttentionChunk), stream);
+        launch(
+            "attention_split_queries", attention_split_queries_kernel<MatrixElement<T>, spans()>,
+            {.blocks = blocks_for(std::int64_t{task.e.count} * m.queries.most), .threads = kTileQueries * spans() * 4},
+            stream, m);
+        if (task.log_sum_exp == nullptr)
+          launch_pass<T, spans(), false>("attention_matrix_statistics", m, task.parts, stream);
+        launch_pass<T, spans(), true>("attention_matrix", m, pieces(task.e.longest, kAttentionChunk), stream);
       }
     });
   });

@@ -17,7 +17,7 @@ constexpr std::int32_t kFirst = std::numeric_limits<std::int32_t>::min(),
 enum class Kind : std::uint8_t { window, sum, history };
 
 /// The arguments of the kernels.
-struct Task {
+struct AttentionTask {
   EvidenceArguments e;
   const RowWindow* windows;
   const float* queries;
@@ -36,7 +36,7 @@ struct Task {
 
 /// One row of the table and the rows of its product: n counts query head by query head, under max_logit only the
 /// queries.
-struct Plan {
+struct AttentionPlan {
   const Row* row;
   const QueryView* view;
   const float* queries;  ///< of the row's first query head, at its window's oldest query; null: as the view has them
@@ -52,9 +52,9 @@ struct Plan {
   }
 };
 
-__device__ inline Plan plan_of(const Task& task, std::int64_t r) {
+__device__ inline AttentionPlan plan_of(const AttentionTask& task, std::int64_t r) {
   const EvidenceArguments& e = task.e;
-  Plan plan;
+  AttentionPlan plan;
   plan.row = e.rows + r;
   plan.view = e.queries + r / e.kv_heads;
   plan.window = task.windows[r].queries;
@@ -76,10 +76,10 @@ __device__ inline Plan plan_of(const Task& task, std::int64_t r) {
 }
 
 /// Where the next query head's queries begin, in floats.
-__device__ inline std::int64_t head_stride(const Task& task) { return std::int64_t{task.window} * task.e.dim; }
+__device__ inline std::int64_t head_stride(const AttentionTask& task) { return std::int64_t{task.window} * task.e.dim; }
 
 /// What a query's position is compared with: a slot is seen by the queries at or after it.
-__device__ inline std::int32_t slot_position(const Task& task, const Plan& plan, std::int32_t slot) {
+__device__ inline std::int32_t slot_position(const AttentionTask& task, const AttentionPlan& plan, std::int32_t slot) {
   if (slot < plan.from || slot >= plan.to) return kNever;
   return task.kind == Kind::history ? kFirst : plan.row->positions[slot];
 }
@@ -96,7 +96,8 @@ KVKEEP_HD inline std::int32_t part_of(std::int32_t length) {
 }
 
 /// Writes what slot t of a row gets. column, newest: the sums over the queries.
-__device__ inline void write_slot(const Task& task, const Plan& plan, std::int32_t t, float column, float newest) {
+__device__ inline void write_slot(const AttentionTask& task, const AttentionPlan& plan, std::int32_t t, float column,
+                                  float newest) {
   const std::int64_t at = plan.row->first + t;
   if (task.newest != nullptr) task.newest[at] = plan.total == 0 ? 0.0F : newest;
   if (task.column == nullptr) return;
@@ -123,6 +124,6 @@ __device__ inline void write_slot(const Task& task, const Plan& plan, std::int32
 }
 /// Workspace of launch_on_matrix_units() for rows of up to `parts` parts.
 [[nodiscard]] std::int64_t matrix_workspace_bytes(const EvidenceArguments& e, std::int32_t window, std::int32_t parts);
-void launch_on_matrix_units(const Task& task, void* workspace, Stream stream);
+void launch_on_matrix_units(const AttentionTask& task, void* workspace, Stream stream);
 
 }  // namespace kvkeep::cuda::attention

@@ -176,7 +176,8 @@ struct Asked {
     std::vector<QueryView> last(static_cast<std::size_t>(groups()));
     for (std::size_t g = 0; g < last.size(); ++g) {
       const std::int64_t head = std::int64_t{window} * shape.dim;
-      last[g].data = reinterpret_cast<const std::byte*>(filed.data() + static_cast<std::int64_t>(g) * shape.query_heads() * head);
+      last[g].data =
+          reinterpret_cast<const std::byte*>(filed.data() + static_cast<std::int64_t>(g) * shape.query_heads() * head);
       last[g].dtype = Dtype::bf16;
       last[g].token_stride = std::int64_t{shape.dim} * 2;
       last[g].head_stride = head * 2;
@@ -219,7 +220,7 @@ struct Asked {
   std::int32_t window;
   std::int64_t key_bytes;
   DeviceArray<std::uint16_t> keys;
-  DeviceArray<float> queries;         ///< [groups, Hq, window, D]
+  DeviceArray<float> queries;        ///< [groups, Hq, window, D]
   DeviceArray<std::uint16_t> filed;  ///< the same in bf16, which `views` show
   DeviceArray<float> scores;
   std::vector<std::int32_t> all_positions;

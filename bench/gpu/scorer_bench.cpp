@@ -155,7 +155,8 @@ void time_attention(Result& result, Asked& asked, bool usage, Asking asking) {
     expect_close(result, "the newest query's attention", asked.of_group(newest, g), cpu.flat(want.newest), 1e-7, 1e-3);
   }
   const int passes = asking == Asking::given_sums ? 1 : 2;
-  result.set("flop", 2.0 * passes * static_cast<double>(asked.slots) * asked.shape.group * asked.window * asked.shape.dim);
+  result.set("flop",
+             2.0 * passes * static_cast<double>(asked.slots) * asked.shape.group * asked.window * asked.shape.dim);
   measure(result, passes * static_cast<double>(asked.key_bytes), [&] { launch_window_attention(a, stream()); });
 }
 

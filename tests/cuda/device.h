@@ -56,9 +56,7 @@ class DeviceArray {
     expect(cudaMalloc(reinterpret_cast<void**>(&data_), std::max<std::size_t>(count * sizeof(T), 1)));
   }
   /// Filled with a pattern: for output of which a kernel writes a part and a test reads all.
-  [[nodiscard]] static DeviceArray poisoned(std::size_t count) {
-    return DeviceArray(std::vector<T>(count, T(-77)));
-  }
+  [[nodiscard]] static DeviceArray poisoned(std::size_t count) { return DeviceArray(std::vector<T>(count, T(-77))); }
   DeviceArray(std::span<const T> from) : DeviceArray(from.size()) {
     upload(from);
   }  // NOLINT(google-explicit-constructor)

@@ -228,7 +228,8 @@ TEST_F(WindowAttentionKernel, KeepsEveryQueryWhereverItsLogitsJump) {
   // f32 around 85.
   for (const std::int32_t length : {512, 4096})
     for (int gap = 70; gap <= 100; gap += length > 512 ? 5 : 1) {
-      EvidenceCase c(398, {.group = 1, .dim = 16, .lengths = {length}, .seen = 16, .keys = Element::f16, .gaps = false});
+      EvidenceCase c(398,
+                     {.group = 1, .dim = 16, .lengths = {length}, .seen = 16, .keys = Element::f16, .gaps = false});
       c.spec.softmax_scale = 1.0;
       for (std::int64_t t = 0; t < length; ++t)
         for (std::int64_t d = 0; d < 16; ++d)
@@ -236,7 +237,8 @@ TEST_F(WindowAttentionKernel, KeepsEveryQueryWhereverItsLogitsJump) {
       for (std::int32_t i = 0; i < 16; ++i)
         for (std::int64_t d = 0; d < 16; ++d)
           store(d == 0 ? 1.0F : 0.0F, Element::f32,
-                c.rings[0].data.data() + c.table.groups[0].queries.index(i) * c.table.groups[0].queries.token_stride + d * 4);
+                c.rings[0].data.data() + c.table.groups[0].queries.index(i) * c.table.groups[0].queries.token_stride +
+                    d * 4);
       ASSERT_NO_FATAL_FAILURE(expect_as_on_cpu(c, 16)) << "a gap of " << gap << " nats";
     }
 }

@@ -7,8 +7,10 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <regex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace kvkeep::house_test {
@@ -156,6 +158,52 @@ TEST(House, EveryBodyIsCompiledOnceAndIncludedByAHeader) {
     EXPECT_GE(times(headers, "#include \"" + name + '"'), 1U) << name;
     if (!name.ends_with("exponential-inl.h")) EXPECT_EQ(times(sources, "#include \"" + name + '"'), 1U) << name;
   }
+}
+
+// What the first group of `pattern` takes wherever it matches, and the second one, if there is one.
+std::vector<std::pair<std::string, std::string>> found_in(const std::string& text, const std::string& pattern) {
+  const std::regex wanted(pattern);
+  std::vector<std::pair<std::string, std::string>> found;
+  for (std::sregex_iterator at(text.begin(), text.end(), wanted), end; at != end; ++at)
+    found.emplace_back(at->str(1), at->size() > 2 ? at->str(2) : "");
+  return found;
+}
+
+// A profile, a sanitizer and a failed launch say its name alone.
+TEST(House, AKernelsNameTellsItsFile) {
+  std::map<std::string, std::string> files;  // of each kernel
+  std::size_t launches = 0;
+  for (const fs::path& source : sources_in("cuda")) {
+    const std::string text = content_of(source), file = source.generic_string(), stem = source.stem().string();
+    const auto kernels = found_in(text, R"(__global__ void[^;{]*?(\w+)\([^(){]*\) \{)");
+    EXPECT_EQ(kernels.size(), found_in(text, "(__global__)").size()) << file << " has kernels that this does not see";
+    for (const auto& [name, none] : kernels) {
+      const auto [other, is_new] = files.emplace(name, file);
+      EXPECT_TRUE(is_new) << name << " is in " << other->second << " and in " << file;
+      EXPECT_TRUE(name.ends_with("_kernel")) << name << " in " << file;
+      const std::string first = name.substr(0, name.find('_'));
+      EXPECT_NE(('_' + stem + '_').find('_' + first + '_'), std::string::npos)
+          << name << " begins with no word of " << file;
+    }
+    for (const auto& [said, name] : found_in(text, R"re(launch\(\s*"([^"]*)",\s*(\w+)_kernel)re")) {
+      EXPECT_TRUE(said == name || said.starts_with(name + '_'))
+          << file << " launches " << name << "_kernel as " << said;
+      ++launches;
+    }
+  }
+  EXPECT_GT(files.size(), 50U);
+  EXPECT_GT(launches, 50U);
+}
+
+TEST(House, ATypeOfTheKernelsIsInOneFile) {
+  std::map<std::string, std::string> files;
+  for (const fs::path& source : sources_in("cuda"))
+    for (const auto& [name, none] :
+         found_in(content_of(source), R"(\n(?:struct|class) (?:alignas\(.*\) )?(\w+)(?: final)?(?: : [^;{]*)? \{)")) {
+      const auto [other, is_new] = files.emplace(name, source.generic_string());
+      EXPECT_TRUE(is_new) << name << " is in " << other->second << " and in " << source.generic_string();
+    }
+  EXPECT_GT(files.size(), 80U);
 }
 
 TEST(House, LinesAndFilesAreShort) {

@@ -131,7 +131,8 @@ class CEngine {
         for (std::int32_t r = 0; r < kRows; ++r)
           for (const bool value : {false, true})
             slot_of(id, r / kHeads, r % kHeads, lengths.at(id)[static_cast<std::size_t>(r)] + t, value)
-                .copy_((value ? new_values : new_keys)[static_cast<std::size_t>(r / kHeads)][numbers.indptr[i] + t][r % kHeads]);
+                .copy_((value ? new_values
+                              : new_keys)[static_cast<std::size_t>(r / kHeads)][numbers.indptr[i] + t][r % kHeads]);
       for (std::int32_t& length : lengths.at(id)) length += tokens;
     }
     if (records) {
@@ -242,8 +243,9 @@ inline void expect_same(const Engine& cpp, const CEngine& c) {
       ASSERT_EQ(c.positions(id, r), Ints(held.begin(), held.end()));
       for (std::int32_t t = 0; t < lengths[static_cast<std::size_t>(r)]; ++t)
         for (const bool value : {false, true})
-          ASSERT_TRUE(same_bits(cpp.slot_of(id, r / kHeads, r % kHeads, t, value),
-                                c.slot_in((value ? values : keys)[static_cast<std::size_t>(r / kHeads)], id, r % kHeads, t)))
+          ASSERT_TRUE(
+              same_bits(cpp.slot_of(id, r / kHeads, r % kHeads, t, value),
+                        c.slot_in((value ? values : keys)[static_cast<std::size_t>(r / kHeads)], id, r % kHeads, t)))
               << "slot " << t << ", row " << r << ", sequence " << id;
     }
 }
