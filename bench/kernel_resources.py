@@ -5,7 +5,7 @@ Needs nvcc, no GPU. Writes a Markdown table; docs/cuda.md holds the last one.
 
     bench/kernel_resources.py                   print the table
     bench/kernel_resources.py --write FILE      put the table between the marks in FILE
-    bench/kernel_resources.py --instructions    print what a warp issues in the loops of the attention on matrix units;
+    bench/kernel_resources.py --instructions    print what a warp issues in the loops that bench/analytic.py counts;
                                                 needs cuobjdump and nvdisasm too
 """
 
@@ -66,9 +66,16 @@ def readable(names):
 LOOPS = [
     ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, false>", "16 queries by 32 slots, D = 128, statistics", {"HMMA": 32, "MUFU.EX2": 16}),
     ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, true>", "16 queries by 32 slots, D = 128, columns", {"HMMA": 32, "MUFU.EX2": 16}),
-    ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, true>", "the same with low numbers", {"HMMA": 64, "MUFU.EX2": 16}),
+    ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, false>", "statistics with low numbers", {"HMMA": 64, "MUFU.EX2": 16}),
+    ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, true>", "columns with low numbers", {"HMMA": 64, "MUFU.EX2": 16}),
+    ("window_attention_matrix.cu", "attention_split_queries_kernel<__nv_bfloat16, 4>", "eight components of a query split, bf16", {"STG": 6, "BAR": 2, "SHFL": 4}),
+    ("mass_segmented.cu", "mass_segmented_kernel", "a slot's mass as an integer", {"DMUL": 2, "F2I.U64": 1, "LDG": 1}),
+    ("mass_segmented.cu", "mass_segmented_kernel", "a slot's prefix sum", {"SHFL": 24, "BAR": 1, "F2I": 1, "LDG": 1}),
+    ("mass_segmented.cu", "mass_segmented_kernel", "one cut", {"DMUL": 6, "DSETP": 3, "ST.E": 1}),
+    ("mass_segmented.cu", "mass_segmented_kernel", "one digit of a key in a warp", {"ATOMS": 1, "SHFL": 8, "LDS": 8, "STS": 4}),
+    ("compact.cu", "compact_kernel", "four words of 16 bytes moved", {"LDG.E.128": 4, "ST.E.128": 4, "BAR": 1, "MUFU": 4}),
 ]
-SHOWN = ("HMMA", "MUFU.EX2", "FFMA", "FADD", "LDSM", "LDS", "STS", "LDG", "LD", "SHFL", "BAR")
+SHOWN = ("HMMA", "MUFU.EX2", "FFMA", "FADD", "DADD", "DMUL", "DFMA", "DSETP", "F2F", "F2I", "I2F", "LDSM", "LDS", "STS", "LDG", "LD", "SHFL", "BAR")
 
 
 def find_disassembler(nvcc):
@@ -119,7 +126,7 @@ def shortest_round(code, wanted):
             text = code[i][1]
             counts = tuple(min(times, c + (kind in text)) for c, (kind, times) in zip(counts, wanted.items()))
             after = [i + 1] if i not in jumps else [jumps[i]] + ([i + 1] if text.startswith("@") else [])
-            if re.search(r"\b(EXIT|RET)\b", text) and not text.startswith("@"):
+            if re.search(r"\b(EXIT|RET|CALL)\b", text) and not text.startswith("@"):  # what is called are slow ways of divisions
                 after = []
             for to in after:
                 # Whole stretches without a branch, as a chain of pairs.
@@ -159,7 +166,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Needs nvcc and c++filt, no GPU.")
     parser.add_argument("--chips", nargs="+", default=["sm_80", "sm_90"], help="default: sm_80 sm_90")
     parser.add_argument("--write", metavar="FILE", type=pathlib.Path, help="replace the table between the marks in FILE")
-    parser.add_argument("--instructions", action="store_true", help="print the instructions of the loops that multiply instead")
+    parser.add_argument("--instructions", action="store_true", help="print the instructions of the loops that are counted instead")
     options = parser.parse_args()
 
     nvcc = find_nvcc()
