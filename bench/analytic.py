@@ -240,7 +240,7 @@ def take(folder):
     cases = re.findall(r"^(Event/\S+)", event.read_text(errors="replace"), re.M) if event.exists() else []
     for row in gpu_report.pages_of(event)[1:] if cases else []:
         kernel = gpu_report.short(row["Kernel Name"])
-        if kernel != "push_queries_kernel":
+        if kernel != "query_ring_push_kernel":
             rows.append({"kernel": kernel, "case": cases[0], "us": round(float(row["gpu__time_duration.sum"].replace(",", "")) / 1e3, 3)})
         if kernel == "compact_kernel":
             cases.pop(0)
@@ -400,7 +400,7 @@ def counted_text(measured):
     graph_far = [measured.event(*case, sizes="32768->2048").get("graph_us") for case in CASES[:2]]
     of_big = measured.event(*CASES[2])
     passes = [k.floor() + k.operations / MATRIX * 1e6 for k in big[2:4]]
-    matrix = [row for row in measured.profiled if row["profiled"].startswith("matrix_kernel")]
+    matrix = [row for row in measured.profiled if row["profiled"].startswith("attention_matrix_kernel")]
     share = lambda key: " and ".join(f"{row[key]:.0f}" for row in matrix)
     given = [measured.event(*case, "/log-sum-exps").get("graph_us") for case in CASES]
     before_rope = measured.event(*CASES[2], "/pre-rope")

@@ -82,7 +82,7 @@ expect "a stage that is killed has written what it had" a_killed_stage_has_writt
 a_stage_ends_its_steps_in_time() {
   local status=0
   KVKEEP_GPU_SECONDS=21 stage bench "$work/out" > "$work/late" || status=$?
-  [[ $status -eq 1 ]] && says 'cases +2[0-9] s  STOPPED' "$work/late" && says 'Select B=1 96->64 +12.5' "$work/late"
+  [[ $status -eq 1 ]] && says 'cases.0 +[0-9]+ s  STOPPED' "$work/late" && says 'Select B=1 96->64 +12.5' "$work/late"
 }
 expect "a stage ends what takes too long and reports the rest" a_stage_ends_its_steps_in_time
 
@@ -90,9 +90,77 @@ a_failing_test_fails_the_stage() {
   stand_in kvkeep_cuda_model_tests 'printf "[ RUN      ] Select.One\nwanted 1, found 2\n[  FAILED  ] Select.One (1 ms)\n[ RUN      ] Select.Two\n[       OK ] Select.Two (1 ms)\n"; exit 1'
   local status=0
   stage test "$work/out" > "$work/failing" || status=$?
-  [[ $status -eq 1 && -s "$work/out/test.tar.gz" ]] && says 'tests: 1 passed, 1 failed' "$work/failing" && says 'FAILED Select.One' "$work/failing" && says 'wanted 1, found 2' "$work/failing"
+  [[ $status -eq 1 && -s "$work/out/test.tar.gz" ]] && says 'tests: [0-9]+ passed, [0-9]+ failed' "$work/failing" && says 'FAILED Select.One' "$work/failing" && says 'wanted 1, found 2' "$work/failing"
 }
 expect "a failing test fails its stage and says why" a_failing_test_fails_the_stage
+
+# ---- All in one command
+
+a_whole_run_prints_failures_last() {
+  rm -rf "$work/out"
+  stand_in kvkeep_cuda_model_bench "$out_of"'; echo "{\"case\": \"Select/toy/batch:1/96->64\", \"us\": 12.5, \"bytes\": 1000}" >> $out'
+  # One test of the last shard fails, with much to say; all names of the filters exist.
+  printf '#!/usr/bin/env bash\nif [[ $* == *list_tests* ]]; then exec "%s" --gtest_list_tests; fi\necho "[ RUN      ] Select.One"\nif [[ ${GTEST_SHARD_INDEX:-} == 7 ]]; then yes "wanted 1, found 2" | head -n 900; echo "[  FAILED  ] Select.One (1 ms)"; exit 1; fi\necho "[       OK ] Select.One (1 ms)"\n' "$tests" > "$work/build/bin/kvkeep_cuda_model_tests"
+  local status=0
+  KVKEEP_GPU_REHEARSAL=1 KVKEEP_GPU_BUILD="$work/build" bash "$here/gpu_first.sh" "$work/out" > "$work/first" || status=$?
+  [[ $status -eq 1 && $(wc -c < "$work/first") -lt 10000 ]] || return 1
+  says 'tests: 7 passed, 1 failed' "$work/first" && says 'Select B=1 96->64 +12.5' "$work/first" && says 'first: [0-9]+ s; failed: test tests.7' "$work/first" || return 1
+  tail -n 9 "$work/first" > "$work/last" && says 'FAILED Select.One' "$work/last" && says 'wanted 1, found 2' "$work/last" && cmp -s "$work/first" "$work/out/summary.txt"
+}
+expect "the whole run in one command prints every stage, and failures last" a_whole_run_prints_failures_last
+
+a_smoke_that_fails_ends_the_run() {
+  stand_in kvkeep_cuda_model_tests 'echo "[ RUN      ] Select.One"; echo "[  FAILED  ] Select.One (1 ms)"; exit 1'
+  local status=0
+  KVKEEP_GPU_REHEARSAL=1 KVKEEP_GPU_BUILD="$work/build" bash "$here/gpu_first.sh" "$work/out" > "$work/smoked" || status=$?
+  [[ $status -eq 1 ]] && says 'failed: smoke smoke' "$work/smoked" && ! grep -q '^bench:' "$work/smoked"
+}
+expect "a smoke test that fails ends the run: nothing after it would mean anything" a_smoke_that_fails_ends_the_run
+
+# ---- A kit, and a model that is a folder, on a machine that says it has a GPU
+
+# with_gpu COMMAND...: nvidia-smi is a stand-in, and so is what the kit holds.
+with_gpu() {
+  mkdir -p "$work/smi"
+  printf '#!/usr/bin/env bash\n[[ $* == *clocks* ]] && exec sleep 60\necho "A card, 1.0, 80 MiB"\n' > "$work/smi/nvidia-smi" && chmod +x "$work/smi/nvidia-smi"
+  PATH="$work/smi:$PATH" KVKEEP_GPU_KIT="$work/kit" KVKEEP_GPU_BUILD="$work/unpacked" "$@"
+}
+
+a_kit_is_unpacked_and_one_of_other_sources_is_told() {
+  mkdir -p "$work/kit" "$work/packing/bin" "$work/packing/lib"
+  cp "$work/build/bin/kvkeep_cuda_model_bench" "$work/packing/bin/kvkeep_gpu_bench"
+  printf '#!/usr/bin/env bash\necho "[ RUN      ] Select.One"; echo "[       OK ] Select.One (1 ms)"\n' > "$work/packing/bin/kvkeep_gpu_tests"
+  chmod +x "$work"/packing/bin/*
+  printf 'abc1234, sm_90-real\nother sources\n' > "$work/packing/COMMIT"
+  tar -cJf "$work/kit/kit.tar.xz" -C "$work/packing" .
+  with_gpu bash "$here/gpu.sh" smoke "$work/out" > "$work/kitted" && says 'WARNING: the kit is of other sources' "$work/kitted" && says 'kit: abc1234' "$work/kitted" && says 'smoke: 1 passed' "$work/kitted" || return 1
+  printf 'abc1234, sm_90-real\n%s\n' "$(bash "$here/gpu_kit.sh" --sources)" > "$work/packing/COMMIT"
+  sleep 1
+  tar -cJf "$work/kit/kit.tar.xz" -C "$work/packing" .
+  with_gpu bash "$here/gpu.sh" smoke "$work/out" > "$work/kitted" && ! grep -q WARNING "$work/kitted"
+}
+if python3 -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
+  expect "a kit is unpacked, and one that was made of other sources is told" a_kit_is_unpacked_and_one_of_other_sources_is_told
+fi
+
+a_model_may_be_a_folder() {
+  printf '#!/usr/bin/env bash\nexit 3\n' > "$work/build/bin/kvkeep" && chmod +x "$work/build/bin/kvkeep"
+  local status=0
+  KVKEEP_GPU_MODEL="$here/../examples/model" PATH="$work/smi:$PATH" KVKEEP_GPU_KIT="$work/none" KVKEEP_GPU_BUILD="$work/build" bash "$here/gpu.sh" model "$work/out" > "$work/modelled" 2>&1 || status=$?
+  [[ $status -eq 1 ]] && says 'model: tables .*FAILED' "$work/modelled" || return 1
+  KVKEEP_GPU_MODEL="$work/nothing" PATH="$work/smi:$PATH" KVKEEP_GPU_KIT="$work/none" KVKEEP_GPU_BUILD="$work/build" bash "$here/gpu.sh" model "$work/out" > "$work/modelled" 2>&1 || status=$?
+  [[ $status -eq 2 ]] && says 'there is no model; name a GGUF file or a folder' "$work/modelled"
+}
+expect "the stage model takes the folder of a model as well as a file" a_model_may_be_a_folder
+
+what_was_predicted_has_a_case() {
+  local form
+  for form in '' /pre-rope /log-sum-exps; do "$bench" --list | grep -qx "Event/ams-tova/toy/batch:2/96->64/dense$form" || { echo "no case of an event$form"; return 1; }; done
+  for form in '' PreRope GivenSums; do "$bench" --list | grep -q "^WindowAttention$form/toy" || { echo "no case of attention $form"; return 1; }; done
+}
+expect "events and attention have cases after RoPE, before it, and with log-sum-exps" what_was_predicted_has_a_case
+
+# ---- Benches
 
 a_case_that_fails_fails_the_program() {
   local status=0

@@ -366,6 +366,10 @@ std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const FactorO
   return options.raw ? std::min(factors, length * dim) : factors;
 }
 
+std::size_t factorise_shared_bytes(std::int32_t longest, std::int32_t dim) {
+  return FactorShared(std::min(longest, dim), dim).parts.bytes;
+}
+
 void launch_factorise(const FactoriseArguments& a, Stream stream) {
   check_dim("factorise", a.dim);
   const FactorOptions& o = a.options;
@@ -385,7 +389,7 @@ void launch_factorise(const FactoriseArguments& a, Stream stream) {
     launch("factorise", factorise_kernel<decltype(element)>,
            {.blocks = blocks_for(a.count),
             .threads = threads_of(width),
-            .shared_bytes = FactorShared(width, a.dim).parts.bytes},
+            .shared_bytes = factorise_shared_bytes(a.longest, a.dim)},
            stream, a, width);
   });
 }

@@ -45,6 +45,10 @@ struct FactoriseArguments {
 /// Most numbers that a matrix takes.
 [[nodiscard]] std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const FactorOptions& options);
 
+/// Shared memory of a block, in bytes, for matrices of up to `longest` rows: more than 99 KiB where both sides are
+/// above 104, and then more than some chips have (GeForce RTX 30 to 50).
+[[nodiscard]] std::size_t factorise_shared_bytes(std::int32_t longest, std::int32_t dim);
+
 /// One launch, one block per matrix: of a warp if no side is longer than 16, of 256 threads above 64. Lengths in one
 /// launch should be similar. Decomposes the Gram matrix of the shorter side, m = min(L, D) up to 128, by cyclic Jacobi
 /// rotations in shared memory; the other side of the factors, and the scale of a component, is the projection of the

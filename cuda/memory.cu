@@ -192,6 +192,12 @@ int current_device() {
 void make_current(int index) { expect("current device", cudaSetDevice(index)); }
 void give_back_current(int index) noexcept { static_cast<void>(cudaSetDevice(index)); }
 
+std::size_t most_shared_bytes(int index) {
+  int bytes = 0;
+  expect("shared memory", cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
+  return static_cast<std::size_t>(bytes);
+}
+
 void require_device(int index) {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);

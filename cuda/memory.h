@@ -83,6 +83,9 @@ void make_current(int index);
 /// The same where nothing may fail: a device that was current before.
 void give_back_current(int index) noexcept;
 
+/// Shared memory that a block of the device can ask for, in bytes.
+[[nodiscard]] std::size_t most_shared_bytes(int index);
+
 /// Throws DeviceError if there is no GPU with that number, or if it is too old for the kernels.
 void require_device(int index);
 

@@ -16,6 +16,7 @@
 #include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/torch.h"
+#include "page_counts.h"
 #include "query_ring.h"
 #include "query_statistics.h"
 

@@ -133,6 +133,13 @@ std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& sp
   if (spec.key_dim > kMostWidth && demand.rest->max_span > kMostWidth)
     found.push_back(text("memory.max_span: spans of ", demand.rest->max_span, " slots with keys of ", spec.key_dim,
                          " numbers; allowed up to ", kMostWidth, " of one of them on ", device.str()));
+  const std::int32_t dim = std::max(spec.key_dim, spec.value_dim);
+  if (std::min<std::int64_t>(demand.rest->max_span, dim) > kMostWidth) return found;
+  const std::size_t needed = factorise_shared_bytes(demand.rest->max_span, dim), most = most_shared_bytes(device.index);
+  if (needed > most)
+    found.push_back(text("memory.max_span: a span of ", demand.rest->max_span, " slots of ", dim, " numbers takes ",
+                         needed >> 10, " KiB of shared memory to decompose; given ", device.str(), " with ", most >> 10,
+                         "; allowed shorter spans, or the CPU"));
   return found;
 }
 

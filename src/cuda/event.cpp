@@ -104,17 +104,6 @@ void EventMemory::reserve(std::int64_t bytes, const RowTable& table) {
   blocks_.push_back({.memory = pool_.allocate(size), .bytes = size});
 }
 
-std::vector<std::int64_t> pages_of_sequences(const RowTable& table) {
-  std::vector<std::int64_t> pages;
-  if (table.page_size == 0) return pages;
-  for (const Row& row : table.rows) {
-    const auto sequence = static_cast<std::size_t>(row.sequence);
-    if (sequence >= pages.size()) pages.resize(sequence + 1);
-    pages[sequence] = std::max(pages[sequence], (std::int64_t{row.length} + table.page_size - 1) / table.page_size);
-  }
-  return pages;
-}
-
 std::byte* EventMemory::take(std::int64_t bytes) {
   constexpr std::int64_t kAlignment = 256;
   bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;

@@ -53,10 +53,6 @@ class EventMemory {
   bool counting_ = false;
 };
 
-/// Pages of the longest row of every sequence of a step, by its index: all of its rows share their pages. One pass over
-/// the rows. Empty for a dense cache.
-[[nodiscard]] std::vector<std::int64_t> pages_of_sequences(const RowTable& table);
-
 /// Arrays of an event side by side, to be copied to the device at once.
 class Table {
  public:

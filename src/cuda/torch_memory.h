@@ -1,5 +1,6 @@
 #pragma once
-/// Memory of a device from LibTorch's allocator: the one place that the execution model of the tests replaces by its own.
+/// Memory of a device from LibTorch's allocator: the one place that the execution model of the tests replaces by its
+/// own.
 
 #include <c10/core/Allocator.h>
 

@@ -137,6 +137,46 @@ TEST_F(CapturedEvents, TakeConstantsAlongWhereTheFirstIsCaptured) {
   expect_alike(twins.cpu, *twins.device);
 }
 
+TEST_F(CapturedEvents, MayBeTheSecondOfTheirSize) {
+  // The first event takes all of its workspace at once: several blocks would be merged, which allocates, when the next
+  // one begins.
+  const char* const policy =
+      "ams-rkv,budget=300,interval=12,recent=4,scorer.window=8,allocator.window=8,min_segment=2,max_segment=16";
+  DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
+  oracle::Random random(47);
+  const Ids ids{0, 1, 2, 3, 4, 5, 6, 7};
+  std::vector<std::pair<SequenceId, std::int32_t>> prompts, tokens;
+  for (const SequenceId id : ids) {
+    cpu.join(id), device.join(id);
+    prompts.emplace_back(id, 375), tokens.emplace_back(id, 12);
+  }
+  std::deque<Numbers> fed;
+  const auto feed = [&](const auto& work) {
+    const Numbers& numbers = fed.emplace_back(numbers_of(random, work));
+    cpu.feed(numbers), device.feed(numbers);
+  };
+  const auto cut = [&] {
+    EXPECT_EQ(cpu.cut(ids).cuts.size(), ids.size());
+    EXPECT_EQ(device.cut(ids).cuts.size(), ids.size());
+  };
+  feed(prompts);
+  static_cast<void>(cpu.cut(ids)), static_cast<void>(device.cut(ids));
+  feed(tokens);
+  EXPECT_GT(device.workspace_bytes(ids), std::int64_t{1} << 20) << "more than the least block";
+  cut();
+  for (int n = 0; n < 6; ++n) feed(tokens);  // as long as before the first event
+  EXPECT_EQ(cpu.cut(ids).cuts.size(), ids.size());
+#if defined(KVKEEP_CUDA_MODEL)
+  const std::int64_t before = model::counters().allocations;
+#endif
+  const CapturedGraph graph(stream(), [&] { EXPECT_EQ(device.cut(ids).cuts.size(), ids.size()); });
+#if defined(KVKEEP_CUDA_MODEL)
+  EXPECT_EQ(model::counters().allocations, before) << "the second event allocates";
+#endif
+  graph.replay();
+  expect_alike(cpu, device);
+}
+
 /// A decode step of up to `rows` tokens in a graph: queries lie where the engine always has them, padded.
 class DecodeGraph {
  public:

@@ -73,6 +73,15 @@ inline float store(float x, Element e, std::byte* to) {
   }
 }
 
+/// A stored query's component.
+inline double load(const std::byte* from, Element e) {
+  const auto get = [&](auto y) {
+    std::memcpy(&y, from, sizeof y);
+    return static_cast<double>(static_cast<float>(y));
+  };
+  return e == Element::f16 ? get(c10::Half()) : e == Element::bf16 ? get(c10::BFloat16()) : get(0.0F);
+}
+
 class EvidenceCase {
  public:
   EvidenceCase(std::uint64_t seed, EvidenceShape given) : shape(std::move(given)), random_(seed) {

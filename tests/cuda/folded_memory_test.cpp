@@ -11,6 +11,7 @@
 #include "folding_engine.h"
 #include "fresh_accelerator.h"
 #include "message_of.h"
+#include "other_chip.h"
 
 #if defined(KVKEEP_CUDA_MODEL)
 #include "accelerator.h"
@@ -244,6 +245,26 @@ TEST_F(DeviceFolds, AreNeitherMadeNorReadInACapture) {
   });
   EXPECT_NE(said.find("view: the stream is being captured"), std::string::npos) << said;
 }
+
+#if defined(KVKEEP_CUDA_MODEL)
+TEST_F(DeviceFolds, AreRefusedByNameWhereAChipHasTooLittleSharedMemory) {
+  ModelSpec spec = FoldingEngine::model();
+  spec.key_dim = spec.value_dim = 128;
+  const auto make = [&](const char* max_span) {
+    return Keeper(spec, make_policy(text("tova,budget=256,interval=8,rest=fold,memory.max_span=", max_span)),
+                  {.reads_folded = true, .accelerator = fresh_accelerator()});
+  };
+  EXPECT_NO_THROW(static_cast<void>(make("128")));
+  const OtherChip small({.shared_bytes = 99 << 10});
+  EXPECT_NO_THROW(static_cast<void>(make("96")));
+  const std::string said = message_of<InvalidArgument>([&] { static_cast<void>(make("128")); });
+  EXPECT_NE(
+      said.find("memory.max_span: a span of 128 slots of 128 numbers takes 132 KiB of shared memory to decompose; "
+                "given cpu with 99; allowed shorter spans, or the CPU"),
+      std::string::npos)
+      << said;
+}
+#endif
 
 TEST_F(DeviceFolds, CountRoomOfFactorsAndGiveItBack) {
   FoldingEngine engine(kTova, 2, 0, Dtype::f32, nullptr, fresh_accelerator());

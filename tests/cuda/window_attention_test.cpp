@@ -5,6 +5,7 @@
 #include "asked_queries.h"
 #include "kvkeep/score/window_attention.h"
 #include "kvkeep/torch.h"
+#include "other_chip.h"
 
 namespace kvkeep::cuda::window_attention_test {
 namespace {
@@ -44,7 +45,38 @@ Got on_device(const EvidenceCase& c, std::int32_t window, bool official, Wanted 
 }
 
 constexpr double kAbsolute = 1e-7, kRelative = 2e-5, kRelativeBf16 = 1e-4;
-double relative_of(const EvidenceCase& c) { return c.shape.keys == Element::bf16 ? kRelativeBf16 : kRelative; }
+
+/// No logit of the case is larger.
+double largest_logit(const EvidenceCase& c) {
+  double key = 0, query = 0;
+  for (std::size_t r = 0; r < c.plain.size(); ++r)
+    for (std::int32_t t = 0; t < c.table.rows[r].length; ++t) {
+      double square = 0;
+      for (std::int32_t d = 0; d < c.shape.dim; ++d) {
+        const double x = c.plain[r][static_cast<std::size_t>(t * c.shape.dim + d)];
+        square += x * x;
+      }
+      key = std::max(key, square);
+    }
+  for (const RowGroup& group : c.table.groups)
+    for (std::int32_t i = 0; i < group.queries.count; ++i)
+      for (std::int32_t h = 0; h < c.spec.query_heads; ++h) {
+        double square = 0;
+        for (std::int32_t d = 0; d < c.shape.dim; ++d) {
+          const double x = load(group.queries.at(i, h) + d * element_bytes(c.shape.query), c.shape.query);
+          square += x * x;
+        }
+        query = std::max(query, square);
+      }
+  return std::sqrt(key * query) * c.spec.scale() * c.spec.rope.attention_scaling;
+}
+
+/// Matrix units cut sums off, so a logit is off by about 2^-22 of the largest partial sums, and a share by as much of
+/// itself.
+double relative_of(const EvidenceCase& c) {
+  constexpr double kCutOff = 3e-7;
+  return (c.shape.keys == Element::bf16 ? kRelativeBf16 : kRelative) + kCutOff * largest_logit(c);
+}
 
 void expect_as_on_cpu(const EvidenceCase& c, std::int32_t window, bool official = false, DeviceLayout layout = {}) {
   const Evidence evidence = c.evidence();
@@ -155,18 +187,6 @@ TEST_F(WindowAttentionKernel, TakesMoreQueriesThanSharedMemoryHolds) {
 }
 
 #if defined(KVKEEP_CUDA_MODEL)
-/// A chip other than the model's own while it lives.
-class OtherChip {
- public:
-  explicit OtherChip(model::Chip chip) : before_(model::chip()) { model::chip() = chip; }
-  ~OtherChip() { model::chip() = before_; }
-  OtherChip(const OtherChip&) = delete;
-  OtherChip& operator=(const OtherChip&) = delete;
-
- private:
-  model::Chip before_;
-};
-
 /// Barriers and exchanges of a launch.
 std::pair<std::int64_t, std::int64_t> steps_of(const EvidenceCase& c, std::int32_t window) {
   const model::Counters before = model::counters();

@@ -341,6 +341,7 @@ int lane() { return running->fiber->number % 32; }
 void set_order(Order order) { machine().order = settings().seed != 0 ? Order::random : order; }
 const Counters& counters() { return machine().counters; }
 void waited() { ++machine().counters.waits; }
+void allocated() { ++machine().counters.allocations; }
 std::vector<std::array<void*, 2>>& copies_under_way() { return running->fiber->copies; }
 
 Chip& chip() {

@@ -58,8 +58,8 @@ struct Place {
 };
 [[nodiscard]] const Place& here();
 
-/// Harsher ways to run, from the variable KVKEEP_CUDA_MODEL: words of `truncate`, `exp2`, `guard`, `seed=N`, `shared=N`,
-/// with commas between them.
+/// Harsher ways to run, from the variable KVKEEP_CUDA_MODEL: words of `truncate`, `exp2`, `guard`, `seed=N`,
+/// `shared=N`, with commas between them.
 struct Settings {
   bool truncate = false;   ///< matrix units cut the addends of a sum off where the largest one ends, as hardware does
   bool exp2 = false;       ///< approximate functions are off by up to two units in the last place, either way
@@ -119,11 +119,13 @@ const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes);
 /// Blocks, barriers and exchanges since the program began: proof that kernels ran.
 struct Counters {
   std::int64_t launches = 0, blocks = 0, barriers = 0, exchanges = 0;
-  std::int64_t waits = 0;  ///< of the host for a stream
+  std::int64_t waits = 0;        ///< of the host for a stream
+  std::int64_t allocations = 0;  ///< of device memory by an accelerator
 };
 [[nodiscard]] const Counters& counters();
-/// Counts a wait.
+/// Counts a wait, or an allocation.
 void waited();
+void allocated();
 
 /// What an approximate function gives where `exact` would be right.
 [[nodiscard]] float approximate(float exact);

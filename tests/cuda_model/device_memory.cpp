@@ -24,13 +24,13 @@ struct Arena {
   std::byte* base = nullptr;
   std::size_t used = 0;
   int open = 0;
-  std::map<std::byte*, std::size_t> taken;                 ///< bytes, whole pages
+  std::map<std::byte*, std::size_t> taken;               ///< bytes, whole pages
   std::map<std::size_t, std::vector<std::byte*>> given;  ///< by bytes
 };
 
 Arena& arena();
 
-struct sigaction before {};
+struct sigaction before{};
 
 void tell(int signal, siginfo_t* what, void* context) {
   const auto* at = static_cast<const std::byte*>(what->si_addr);
@@ -53,9 +53,7 @@ Arena& arena() {
   return *only;
 }
 
-bool is_free_of_guard(const std::byte* memory) {
-  return memory < arena().base || memory >= arena().base + kReserved;
-}
+bool is_free_of_guard(const std::byte* memory) { return memory < arena().base || memory >= arena().base + kReserved; }
 
 void protect(const Arena& a) {
   if (a.used > 0 && mprotect(a.base, a.used, a.open > 0 ? PROT_READ | PROT_WRITE : PROT_NONE) != 0)
@@ -68,7 +66,7 @@ std::byte* take_device_memory(std::size_t bytes) {
   if (!settings().guard) return static_cast<std::byte*>(::operator new(bytes, kAligned));
   Arena& a = arena();
   static const bool watched = [] {
-    struct sigaction with {};
+    struct sigaction with{};
     with.sa_sigaction = tell;
     with.sa_flags = SA_SIGINFO;
     return sigaction(SIGSEGV, &with, &before) == 0;

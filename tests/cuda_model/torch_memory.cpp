@@ -6,6 +6,7 @@
 namespace kvkeep::cuda {
 
 c10::DataPtr memory_of_torch(Device, std::size_t bytes) {
+  model::allocated();
   if (!model::settings().guard) return c10::GetAllocator(c10::kCPU)->allocate(bytes);
   std::byte* const memory = model::take_device_memory(bytes);
   return {memory, memory, [](void* taken) { model::give_device_memory(static_cast<std::byte*>(taken)); }, c10::kCPU};
