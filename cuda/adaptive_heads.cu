@@ -38,8 +38,8 @@ struct AdaptiveHead {
 
 /// What every head keeps by itself.
 __global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_own_kernel(AdaptiveHeadsTask task) {
-  __shared__ unsigned long long scratch[kBlockScratch];
-  __shared__ std::int32_t histogram[kDigits];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
+  KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);
   const AdaptiveHeadsArguments& a = task.a;
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_own_kerne
 
 /// The best of all heads' other slots, until their budget is spent; and how many slots each head keeps with them.
 __global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_shared_kernel(AdaptiveHeadsTask task) {
-  __shared__ unsigned long long scratch[kBlockScratch];
-  __shared__ std::int32_t histogram[kDigits];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
+  KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);
   const AdaptiveHeadsArguments& a = task.a;
   for (std::int64_t g = blockIdx.x; g < a.count / a.heads; g += gridDim.x) {
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_shared_ke
 }
 
 __global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_slots_kernel(AdaptiveHeadsTask task) {
-  __shared__ unsigned long long scratch[kBlockScratch];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   const AdaptiveHeadsArguments& a = task.a;
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {

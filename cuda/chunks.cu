@@ -78,8 +78,8 @@ __device__ ChunksCut cut_of(const BlockTeam& team, std::int32_t* histogram, std:
 }
 
 __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(ChunksTask task) {
-  __shared__ unsigned long long scratch[kBlockScratch];
-  __shared__ std::int32_t histogram[kDigits];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
+  KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);
   const ChunksArguments& a = task.a;
   const std::int32_t chunk = a.options.chunk, together = a.options.heads == ChunksOptions::Heads::shared ? a.heads : 1;

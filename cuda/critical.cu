@@ -232,8 +232,8 @@ __global__ void __launch_bounds__(kCriticalThreads, 4) critical_matrix_kernel(Cr
 }
 
 __global__ void __launch_bounds__(tuning::kMostThreads) critical_kernel(CriticalTask task) {
-  __shared__ unsigned long long scratch[kBlockScratch];
-  __shared__ std::int32_t histogram[kDigits];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
+  KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);
   const CriticalArguments& a = task.a;
   for (std::int64_t r = blockIdx.x; r < a.evidence.count; r += gridDim.x) {

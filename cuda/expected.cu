@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) expected_matrix_kernel(Ex
 /// Turns the heads' shares into scores, eight lanes per slot, and finds the largest score of the chunk.
 template <class V>
 __global__ void __launch_bounds__(kKeyThreads, 4) expected_scores_kernel(ExpectedTask task) {
-  __shared__ unsigned long long scratch[kBlockScratch];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   auto* standard = reinterpret_cast<float2*>(
       dynamic_shared());  // [G] what is subtracted from a logit, and the factor of its exponential

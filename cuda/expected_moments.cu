@@ -494,8 +494,9 @@ class Moments {
 
 template <class Q>
 __global__ void __launch_bounds__(kMomentThreads, 2) expected_moments_kernel(ExpectedTask task) {
-  __shared__ unsigned long long scratch[kBlockScratch];
-  __shared__ double mean[256], sums[2 * kMomentThreads];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
+  KVKEEP_SHARED(double, mean, 256);
+  KVKEEP_SHARED(double, sums, 2 * kMomentThreads);
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
     const std::int64_t r = n / e.group;

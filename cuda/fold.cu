@@ -118,7 +118,7 @@ __device__ void draw_sketch(const RowMatrix& keys, double weight, std::int32_t d
 /// One block stores one span.
 template <class T>
 __global__ void __launch_bounds__(kFoldThreads, 3) fold_spans_kernel(FoldArguments a) {
-  __shared__ double mean[kMostDim];
+  KVKEEP_SHARED(double, mean, kMostDim);
   const auto s = static_cast<std::int32_t>(blockIdx.x);
   const FoldingSpan& piece = a.pieces[a.first + s];
   const FoldingRow& row = a.folding[piece.row];

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_direction_kernel(
 
 /// The mean direction of a row.
 __global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_anchor_kernel(KeyDiffTask task) {
-  __shared__ float anchor[256];
+  KVKEEP_SHARED(float, anchor, 256);
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim;
   for (std::int64_t r = blockIdx.x; r < task.e.count; r += gridDim.x) {
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_anchor_kernel(Key
 
 template <class T>
 __global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_cosine_kernel(KeyDiffTask task) {
-  __shared__ float anchor[256 + 16];
+  KVKEEP_SHARED(float, anchor, 256 + 16);
   const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes;
   const std::int32_t dim = task.e.dim;
   each_chunk(task.e, task.chunks, [&](const Chunk& chunk) {

@@ -27,8 +27,8 @@ __device__ void each_chunk_of_tokens(const EvidenceArguments& e, std::int32_t ch
 /// Products of one chunk of tokens, summed over the KV heads in ascending order.
 template <class T>
 __global__ void __launch_bounds__(kKeyThreads) last_query_product_kernel(LastQueryArguments a, std::int32_t chunks) {
-  __shared__ float query[kMostComponents];
-  __shared__ float sums[kKeyChunk];
+  KVKEEP_SHARED(float, query, kMostComponents);
+  KVKEEP_SHARED(float, sums, kKeyChunk);
   const EvidenceArguments& e = a.evidence;
   auto* products = static_cast<float*>(a.workspace);
   const auto own = static_cast<std::int32_t>(threadIdx.x / kLanes),

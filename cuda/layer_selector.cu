@@ -43,7 +43,7 @@ KVKEEP_HD inline std::int32_t parts_of(std::int32_t ranked) { return (ranked + k
 
 /// In x, one block per part of a prompt; in y, one per prompt.
 __global__ void __launch_bounds__(kVarianceThreads) layer_selector_variance_kernel(LayerSelectorTask task) {
-  __shared__ unsigned long long scratch[kBlockScratch];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   const RankedPrompt& prompt = task.prompts.of[blockIdx.y];
   if (!task.wants(prompt)) return;

@@ -112,7 +112,7 @@ struct RowNumbers {
 
 /// The pooled usage of every row, and its largest: runs first if heads look at each other.
 __global__ void __launch_bounds__(kMostThreads) mass_segmented_pool_kernel(MassSegmentedArguments a) {
-  __shared__ unsigned long long scratch[kBlockScratch];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   const Workspace work(a.options, a.count, a.longest, a.slots_in_all, a.workspace);
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
@@ -216,11 +216,19 @@ class Selection {
   Protected guarded_;
 };
 
+/// Room for one, which has a constructor.
+struct alignas(Share) ShareRoom {
+  std::byte bytes[sizeof(Share)];
+};
+
 __global__ void __launch_bounds__(kMostThreads, 1) mass_segmented_kernel(MassSegmentedArguments a) {
-  __shared__ unsigned long long scratch[kBlockScratch], words[PrefixTeam::kWords];
-  __shared__ std::int32_t histograms[kMostThreads / 32 * kDigits];
-  __shared__ std::int32_t cached[kCachedCuts], near_ends[kNearSegments], near_cuts[kNearSegments];
-  alignas(Share) __shared__ std::byte near_shares[kNearSegments * sizeof(Share)];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
+  KVKEEP_SHARED(unsigned long long, words, PrefixTeam::kWords);
+  KVKEEP_SHARED(std::int32_t, histograms, kMostThreads / 32 * kDigits);
+  KVKEEP_SHARED(std::int32_t, cached, kCachedCuts);
+  KVKEEP_SHARED(std::int32_t, near_ends, kNearSegments);
+  KVKEEP_SHARED(std::int32_t, near_cuts, kNearSegments);
+  KVKEEP_SHARED(ShareRoom, near_shares, kNearSegments);
   const BlockTeam team(scratch);
   const Workspace work(a.options, a.count, a.longest, a.slots_in_all, a.workspace);
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {

@@ -346,8 +346,8 @@ __device__ void open_within(const MemoryAttentionTask& task, const BlockTeam& te
 
 /// One block decides what one row and query opens.
 __global__ void __launch_bounds__(kMemoryThreads, 3) memory_attention_open_kernel(MemoryAttentionTask task) {
-  __shared__ unsigned long long scratch[kBlockScratch];
-  __shared__ std::uint32_t counters[sort_counters(kMemoryThreads)];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
+  KVKEEP_SHARED(std::uint32_t, counters, sort_counters(kMemoryThreads));
   const BlockTeam team(scratch);
   const Asked asked = asked_of(task, blockIdx.x, 1, task.a.group);
   const FoldedRow& row = *asked.row;
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(kMemoryThreads, 3) memory_attention_open_kerne
 /// One block lists the pieces of one row.
 __global__ void __launch_bounds__(kMemoryThreads)
     memory_attention_pieces_kernel(MemoryAttentionTask task, FarPiece* pieces, std::int32_t* counts) {
-  __shared__ unsigned long long scratch[kBlockScratch];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   const FoldedRow& row = task.a.rows[blockIdx.x];
   FarPiece* list = pieces + std::int64_t{blockIdx.x} * task.a.most_spans;
@@ -614,9 +614,12 @@ class OpenedSpan {
 /// opened span.
 template <class T>
 __global__ void __launch_bounds__(kMemoryThreads) memory_attention_merge_kernel(MemoryAttentionTask task) {
-  __shared__ float weights[kMemoryHeads * kMemoryTile];
-  __shared__ float tops[kMemoryHeads], sums[kMemoryHeads], shrink[kMemoryHeads], drawn_sum[kMemoryHeads],
-      offset[kMemoryHeads];
+  KVKEEP_SHARED(float, weights, kMemoryHeads* kMemoryTile);
+  KVKEEP_SHARED(float, tops, kMemoryHeads);
+  KVKEEP_SHARED(float, sums, kMemoryHeads);
+  KVKEEP_SHARED(float, shrink, kMemoryHeads);
+  KVKEEP_SHARED(float, drawn_sum, kMemoryHeads);
+  KVKEEP_SHARED(float, offset, kMemoryHeads);
   const auto parts = static_cast<unsigned>(task.parts);
   const Asked asked = asked_of(task, blockIdx.x / parts, task.slices, kMemoryHeads);
   if (!asked.there) return;

@@ -22,7 +22,7 @@ struct NarrowTask {
 };
 
 __global__ void __launch_bounds__(kMostThreads) narrow_kernel(NarrowTask task) {
-  __shared__ unsigned long long scratch[kBlockScratch];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   const RankedPrompt& prompt = task.prompts.of[blockIdx.x];
   if (task.states != nullptr && task.states[prompt.state].layer != task.layer) return;

@@ -16,6 +16,9 @@
 
 #include <type_traits>
 
+/// An array in the block's static shared memory. The execution model has one of exactly that size for every block.
+#define KVKEEP_SHARED(Type, name, count) __shared__ Type name[count]
+
 namespace kvkeep::cuda {
 namespace wmma = nvcuda::wmma;
 

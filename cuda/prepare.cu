@@ -69,7 +69,7 @@ __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::i
 template <class From>
 __global__ void __launch_bounds__(kTurnThreads)
     prepare_kernel(PrepareArguments a, std::int64_t rows, std::int64_t tokens) {
-  __shared__ RopeTurn turns[128];
+  KVKEEP_SHARED(RopeTurn, turns, 128);
   const EvidenceArguments& e = a.evidence;
   for (std::int64_t n = blockIdx.x; n < rows + tokens; n += gridDim.x) {
     if (n >= rows) {

@@ -222,7 +222,7 @@ class HeadQueries {
 /// One head of one sequence, whose arrivals follow each other.
 template <class Q>
 __global__ void __launch_bounds__(kMomentThreads) query_statistics_push_kernel(PushMomentsArguments a) {
-  __shared__ unsigned long long scratch[kBlockScratch];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const auto of_sequence = [&](std::int32_t n) { return a.arrivals[n].before.second; };
   auto n = static_cast<std::int32_t>(blockIdx.y);
   if (n > 0 && of_sequence(n - 1) == of_sequence(n)) return;  // the block of the first one takes it
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kMomentThreads) query_statistics_push_kernel(P
 
 /// One head of one group.
 __global__ void __launch_bounds__(kMomentThreads) query_statistics_sum_kernel(SumMomentsArguments a) {
-  __shared__ unsigned long long scratch[kBlockScratch];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const std::int64_t dim = a.dim, triangle = dim * (dim + 1) / 2;
   const JoiningMoments joining(a.dim, dynamic_shared(), scratch);
   for (std::int64_t n = blockIdx.x; n < std::int64_t{a.groups} * a.query_heads; n += gridDim.x) {

@@ -19,8 +19,8 @@ struct RanksTask {
 };
 
 __global__ void __launch_bounds__(kRankThreads) ranks_kernel(RanksTask task) {
-  __shared__ unsigned long long scratch[kBlockScratch];
-  __shared__ std::uint32_t counters[sort_counters(kRankThreads)];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
+  KVKEEP_SHARED(std::uint32_t, counters, sort_counters(kRankThreads));
   const BlockTeam team(scratch);
   const RankedPrompt& prompt = task.prompts.of[blockIdx.x];
   std::int64_t before = 0, tokens = 0;  // of the prompts before this one; of all

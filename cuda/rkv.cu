@@ -304,9 +304,11 @@ __device__ inline void hold(const RkvTask& task, const Row& row, bool aligned, c
 /// row.
 template <class T>
 __global__ void __launch_bounds__(kSimilarThreads, 2) rkv_search_kernel(RkvTask task, std::int32_t owners) {
-  __shared__ OpenKeys open;
-  __shared__ float direction[256 + 16], column_factors[kSimilarColumns];
-  __shared__ unsigned long long words[kBlockScratch];
+  KVKEEP_SHARED(OpenKeys, of_block, 1);
+  OpenKeys& open = of_block[0];
+  KVKEEP_SHARED(float, direction, 256 + 16);
+  KVKEEP_SHARED(float, column_factors, kSimilarColumns);
+  KVKEEP_SHARED(unsigned long long, words, kBlockScratch);
   auto* row_keys = reinterpret_cast<MatrixElement<T>*>(dynamic_shared());
   auto* column_keys = row_keys + kSimilarRows * kStride<T>;
   const BlockTeam team(words);
@@ -365,8 +367,8 @@ __global__ void __launch_bounds__(kSimilarThreads, 2) rkv_search_kernel(RkvTask 
 
 /// Softmax of the column means of a row, and the score. One block per row.
 __global__ void __launch_bounds__(kStandardThreads) rkv_kernel(RkvTask task) {
-  __shared__ double sums[kStandardThreads / 32];
-  __shared__ unsigned long long words[kBlockScratch];
+  KVKEEP_SHARED(double, sums, kStandardThreads / 32);
+  KVKEEP_SHARED(unsigned long long, words, kBlockScratch);
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   for (std::int64_t r = blockIdx.x; r < task.e.count; r += gridDim.x) {
     const Row& row = task.e.rows[r];

@@ -12,7 +12,7 @@ namespace kvkeep::cuda {
 
 template <class Body, class Key, class Value>
 __global__ void __launch_bounds__(tuning::kRowThreads) row_body_kernel(RowBodyArguments<Body> a) {
-  __shared__ unsigned long long scratch[kBlockScratch];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const EvidenceArguments& e = a.evidence;
   for (std::int64_t r = blockIdx.x; r < e.count; r += gridDim.x) {
     if (!e.due(r)) continue;

@@ -9,8 +9,8 @@ namespace kvkeep::cuda {
 namespace {
 
 __global__ void __launch_bounds__(tuning::kMostThreads) threshold_kernel(ThresholdArguments a) {
-  __shared__ unsigned long long scratch[kBlockScratch];
-  __shared__ std::int32_t histogram[kDigits];
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
+  KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
     const Row& row = a.rows[r];

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kTriThreads, std::is_same_v<T, Bits8> ? 5 : 0)
 
 /// Finds what makes a query head's raw scores comparable: one block per query head of a row.
 __global__ void __launch_bounds__(kStandardThreads) triattention_standard_kernel(TriAttentionTask task) {
-  __shared__ double shared[kStandardThreads / 32];
+  KVKEEP_SHARED(double, shared, kStandardThreads / 32);
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
     const std::int64_t r = n / e.group;

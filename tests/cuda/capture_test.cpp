@@ -1,7 +1,10 @@
 // Events in CUDA graphs and on several streams: a replay is the event that was captured, whatever ran between; memory
 // lives as long as graphs and streams need it.
 
+#include <ATen/ops/randn.h>
+
 #include <deque>
+#include <numeric>
 #include <optional>
 #include <set>
 
@@ -140,41 +143,44 @@ TEST_F(CapturedEvents, TakeConstantsAlongWhereTheFirstIsCaptured) {
 TEST_F(CapturedEvents, MayBeTheSecondOfTheirSize) {
   // The first event takes all of its workspace at once: several blocks would be merged, which allocates, when the next
   // one begins.
-  const char* const policy =
-      "ams-rkv,budget=300,interval=12,recent=4,scorer.window=8,allocator.window=8,min_segment=2,max_segment=16";
-  DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
-  oracle::Random random(47);
-  const Ids ids{0, 1, 2, 3, 4, 5, 6, 7};
-  std::vector<std::pair<SequenceId, std::int32_t>> prompts, tokens;
-  for (const SequenceId id : ids) {
-    cpu.join(id), device.join(id);
-    prompts.emplace_back(id, 375), tokens.emplace_back(id, 12);
-  }
-  std::deque<Numbers> fed;
-  const auto feed = [&](const auto& work) {
-    const Numbers& numbers = fed.emplace_back(numbers_of(random, work));
-    cpu.feed(numbers), device.feed(numbers);
+  constexpr std::int32_t kSequences = 8, kFull = 960, kBudget = 512;
+  ModelSpec spec;
+  spec.query_heads = 8, spec.kv_heads = 4, spec.key_dim = spec.value_dim = 32;
+  spec.layers.resize(2);
+  Keeper keeper(spec, make_policy(text("ams-tova,budget=", kBudget, ",interval=", kFull - kBudget)),
+                {.accelerator = fresh_accelerator()});
+  const auto there = at::TensorOptions().dtype(at::kFloat).device(torch_device(keeper.device()));
+  std::vector<LayerKv> layers;
+  for (int l = 0; l < 2; ++l)
+    layers.emplace_back(
+        DenseKv{at::randn({kSequences, 4, kFull, 32}, there), at::randn({kSequences, 4, kFull, 32}, there)});
+  std::vector<SequenceId> ids(kSequences);
+  std::iota(ids.begin(), ids.end(), 0);
+  Ints lengths;
+  for (const SequenceId id : ids) keeper.join(id, kBudget), lengths.push_back(kBudget);
+  const auto fill = [&] {
+    const std::int32_t tokens = kFull - kBudget;
+    const at::Tensor queries = at::randn({kSequences * tokens, 8, 32}, there);
+    Ints indptr{0};
+    for (std::int32_t& length : lengths) length += tokens, indptr.push_back(indptr.back() + tokens);
+    for (std::int32_t l = 0; l < 2; ++l)
+      keeper.observe({.layer = l, .sequences = ids, .indptr = indptr, .queries = queries});
   };
-  const auto cut = [&] {
-    EXPECT_EQ(cpu.cut(ids).cuts.size(), ids.size());
-    EXPECT_EQ(device.cut(ids).cuts.size(), ids.size());
-  };
-  feed(prompts);
-  static_cast<void>(cpu.cut(ids)), static_cast<void>(device.cut(ids));
-  feed(tokens);
-  EXPECT_GT(device.workspace_bytes(ids), std::int64_t{1} << 20) << "more than the least block";
-  cut();
-  for (int n = 0; n < 6; ++n) feed(tokens);  // as long as before the first event
-  EXPECT_EQ(cpu.cut(ids).cuts.size(), ids.size());
+  const auto view = [&] { return CacheView{.layers = layers, .sequences = ids, .lengths = {lengths}}; };
+  fill();
+  ASSERT_GT(keeper.workspace_bytes(view()), std::int64_t{1} << 20) << "more than the least block";
+  EXPECT_EQ(keeper.step(view()).cuts.size(), ids.size());
+  EXPECT_EQ(lengths, Ints(kSequences, kBudget));
+  fill();
 #if defined(KVKEEP_CUDA_MODEL)
   const std::int64_t before = model::counters().allocations;
 #endif
-  const CapturedGraph graph(stream(), [&] { EXPECT_EQ(device.cut(ids).cuts.size(), ids.size()); });
+  const CapturedGraph graph(stream(), [&] { EXPECT_EQ(keeper.step(view()).cuts.size(), ids.size()); });
 #if defined(KVKEEP_CUDA_MODEL)
   EXPECT_EQ(model::counters().allocations, before) << "the second event allocates";
 #endif
   graph.replay();
-  expect_alike(cpu, device);
+  EXPECT_EQ(keeper.positions(7, 1, 3).size(), static_cast<std::size_t>(kBudget));
 }
 
 /// A decode step of up to `rows` tokens in a graph: queries lie where the engine always has them, padded.

@@ -43,10 +43,10 @@ int seeds_that_show(const Run& run) {
 }
 
 void leave_behind(std::int32_t* found) {
-  __shared__ std::int32_t mine;
+  KVKEEP_SHARED(std::int32_t, mine, 1);
   if (threadIdx.x == 0) {
-    found[blockIdx.x] = mine;
-    mine = 7;
+    found[blockIdx.x] = mine[0];
+    mine[0] = 7;
   }
 }
 
@@ -78,10 +78,10 @@ TEST(ExecutionModel, ShowsARaceOfBlocksThatRunAtTheSameTime) {
 }
 
 void read_without_a_barrier(std::int32_t* found) {
-  __shared__ std::int32_t shared;
+  KVKEEP_SHARED(std::int32_t, shared, 1);
   const auto warp = threadIdx.x / 32;
-  if (warp != 1 && threadIdx.x % 32 == 0) shared = 7;  // by two warps, on either side of the one that reads
-  if (warp == 1 && threadIdx.x % 32 == 0) *found = shared;
+  if (warp != 1 && threadIdx.x % 32 == 0) shared[0] = 7;  // by two warps, on either side of the one that reads
+  if (warp == 1 && threadIdx.x % 32 == 0) *found = shared[0];
 }
 
 TEST(ExecutionModel, ShowsAMissingBarrierThatNeitherOfTwoOrdersShows) {
@@ -96,7 +96,7 @@ TEST(ExecutionModel, ShowsAMissingBarrierThatNeitherOfTwoOrdersShows) {
 }
 
 void sum_up(std::int64_t* sum, std::int32_t* last) {
-  __shared__ std::int32_t scratch[96];
+  KVKEEP_SHARED(std::int32_t, scratch, 96);
   scratch[threadIdx.x] = static_cast<std::int32_t>(threadIdx.x);
   __syncthreads();
   std::int32_t mine = scratch[95 - threadIdx.x];
@@ -134,16 +134,34 @@ TEST(ExecutionModel, NamesAKernelThatWaitsInVain) {
   }
 }
 
-void use_no_shared_memory() {}
+template <int kKiB>
+void use_static_memory() {
+  KVKEEP_SHARED(std::byte, memory, kKiB << 10);
+  memory[threadIdx.x] = std::byte{1};
+}
 
-TEST(ExecutionModel, RefusesDynamicSharedMemoryThatAKernelHasNotAskedFor) {
+TEST(ExecutionModel, RefusesMoreSharedMemoryThanAKernelHasAskedForWithWhatIsStatic) {
+  const auto without_asking = [](std::size_t dynamic, void (*kernel)()) {
+    const cudaLaunchConfig_t config{dim3(1), dim3(32), dynamic, nullptr, nullptr, 0};
+    return cudaLaunchKernelEx(&config, kernel);
+  };
   static_cast<void>(cudaGetLastError());
-  // With 28 KB of static shared memory an H100 refuses it too.
-  const cudaLaunchConfig_t config{dim3(1), dim3(32), 26112, nullptr, nullptr, 0};
-  EXPECT_EQ(cudaLaunchKernelEx(&config, use_no_shared_memory), cudaErrorInvalidValue);
+  EXPECT_EQ(without_asking(49153, use_static_memory<1>), cudaErrorInvalidValue);
   EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidValue);
-  EXPECT_NO_THROW(
-      launch("asks", use_no_shared_memory, {.blocks = dim3(1), .threads = 32, .shared_bytes = 26112}, nullptr));
+  EXPECT_EQ(without_asking(26112, use_static_memory<22>), cudaSuccess);
+  EXPECT_THROW(without_asking(26112, use_static_memory<23>), std::logic_error) << "the H100 refuses it as well";
+  const auto asking = [](std::size_t dynamic) {
+    launch("asks", use_static_memory<24>, {.blocks = dim3(1), .threads = 32, .shared_bytes = dynamic}, nullptr);
+  };
+  EXPECT_NO_THROW(asking(26112));
+  EXPECT_NO_THROW(asking((227 - 24) << 10));
+  try {
+    asking((227 - 23) << 10);
+    FAIL() << "it ran";
+  } catch (const std::logic_error& error) {
+    EXPECT_STREQ(error.what(), "asks: a block takes 233472 bytes of shared memory, static and dynamic; allowed 232448");
+  }
+  EXPECT_THROW(asking(228 << 10), DeviceError);
 }
 
 TEST(ExecutionModel, CutsSumsOffWhereTheirLargestAddendEnds) {

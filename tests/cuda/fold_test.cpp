@@ -179,8 +179,8 @@ class Both {
     Arrays(std::int64_t spans, std::int64_t entry, std::int64_t blocks, std::int64_t words, std::int64_t blob_bytes)
         : table(std::make_unique<DeviceArray<MemorySpan>>(
               std::vector<MemorySpan>(static_cast<std::size_t>(spans), MemorySpan{.length = -7}))),
-          keys(std::make_unique<DeviceArray<std::byte>>(static_cast<std::size_t>(spans * entry))),
-          values(std::make_unique<DeviceArray<std::byte>>(static_cast<std::size_t>(spans * entry))),
+          keys(poisoned(spans * entry)),
+          values(poisoned(spans * entry)),
           log_length(std::make_unique<DeviceArray<float>>(std::vector<float>(static_cast<std::size_t>(spans), -7))),
           far(std::make_unique<DeviceArray<const std::byte*>>(
               std::vector<const std::byte*>(static_cast<std::size_t>(spans), nullptr))),
@@ -188,7 +188,11 @@ class Both {
               std::vector<std::uint32_t>(static_cast<std::size_t>(blocks * words * KeySketch::kBlock), 0xABABABABU))),
           sizes(std::make_unique<DeviceArray<std::uint16_t>>(
               std::vector<std::uint16_t>(static_cast<std::size_t>(blocks * KeySketch::kBlock), 0xABAB))),
-          blobs(std::make_unique<DeviceArray<std::byte>>(static_cast<std::size_t>(blob_bytes))) {}
+          blobs(poisoned(blob_bytes)) {}
+    static std::unique_ptr<DeviceArray<std::byte>> poisoned(std::int64_t bytes) {
+      return std::make_unique<DeviceArray<std::byte>>(
+          std::vector<std::byte>(static_cast<std::size_t>(bytes), std::byte{0xAB}));
+    }
     std::unique_ptr<DeviceArray<MemorySpan>> table;
     std::unique_ptr<DeviceArray<std::byte>> keys, values;
     std::unique_ptr<DeviceArray<float>> log_length;

@@ -26,8 +26,8 @@
 namespace kvkeep::cuda::workspace_test {
 namespace {
 
-/// What a launcher says of a workspace that begins 8 bytes behind a multiple of 32. There is no row, so nothing of it is
-/// read.
+/// What a launcher says of a workspace that begins 8 bytes behind a multiple of 32. There is no row, so nothing of it
+/// is read.
 template <class Arguments>
 std::string said_of(void (*launcher)(const Arguments&, Stream)) {
   Arguments arguments;
@@ -37,15 +37,24 @@ std::string said_of(void (*launcher)(const Arguments&, Stream)) {
 
 TEST(Workspace, ThatIsNotAlignedIsRefusedByEveryLauncher) {
   const std::pair<const char*, std::string> all[] = {
-      {"adaptive_heads", said_of(launch_adaptive_heads)},     {"chunks", said_of(launch_chunks)},
-      {"critical", said_of(launch_critical)},                 {"expected", said_of(launch_expected)},
-      {"h2o", said_of(launch_h2o)},                           {"keydiff", said_of(launch_keydiff)},
-      {"last query", said_of(launch_last_query)},             {"layer selector", said_of(launch_layer_selector)},
-      {"mass_segmented", said_of(launch_mass_segmented)},     {"memory_attention", said_of(launch_memory_route)},
-      {"memory_attention", said_of(launch_memory_merge)},     {"prompt scores", said_of(launch_prompt_scores)},
-      {"ranks", said_of(launch_ranks)},                       {"rkv", said_of(launch_rkv)},
-      {"rpc", said_of(launch_rpc)},                           {"triattention", said_of(launch_triattention)},
-      {"window_attention", said_of(launch_window_attention)}, {"history_attention", said_of(launch_history_attention)},
+      {"adaptive_heads", said_of(launch_adaptive_heads)},
+      {"chunks", said_of(launch_chunks)},
+      {"critical", said_of(launch_critical)},
+      {"expected", said_of(launch_expected)},
+      {"h2o", said_of(launch_h2o)},
+      {"keydiff", said_of(launch_keydiff)},
+      {"last query", said_of(launch_last_query)},
+      {"layer selector", said_of(launch_layer_selector)},
+      {"mass_segmented", said_of(launch_mass_segmented)},
+      {"memory_attention", said_of(launch_memory_route)},
+      {"memory_attention", said_of(launch_memory_merge)},
+      {"prompt scores", said_of(launch_prompt_scores)},
+      {"ranks", said_of(launch_ranks)},
+      {"rkv", said_of(launch_rkv)},
+      {"rpc", said_of(launch_rpc)},
+      {"triattention", said_of(launch_triattention)},
+      {"window_attention", said_of(launch_window_attention)},
+      {"history_attention", said_of(launch_history_attention)},
   };
   for (const auto& [launcher, said] : all)
     EXPECT_EQ(said, std::string(launcher) + ": workspace: begins 8 bytes behind a multiple of 32; allowed at one");

@@ -2,7 +2,7 @@
 
 #include <exception>
 #include <memory>
-#include <span>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -78,6 +78,11 @@ struct Fiber {
 #endif
 };
 
+struct Aligned {
+  static constexpr std::align_val_t kTo{32};
+  void operator()(std::byte* memory) const { ::operator delete[](memory, kTo); }
+};
+
 /// A block in flight.
 struct Block {
   std::vector<Fiber> fibers;
@@ -85,7 +90,8 @@ struct Block {
   Barrier barrier;
   int living = 0;
   std::unique_ptr<std::byte[]> shared;  ///< dynamic
-  std::vector<std::byte> statics;       ///< its static shared memory while another block runs
+  std::size_t shared_bytes = 0;         ///< of that, and of all static ones that it has taken
+  std::vector<std::pair<const void*, std::unique_ptr<std::byte[], Aligned>>> statics;  ///< by declaration
 };
 
 struct Machine {
@@ -96,8 +102,10 @@ struct Machine {
   Fiber* fiber = nullptr;
   const std::function<void()>* body = nullptr;
   std::exception_ptr failure;
-  std::uint64_t progress = 0;  ///< barriers passed and fibers ended
-  std::uint64_t drawn = 0;     ///< of the random order
+  const char* name = "";        ///< of the kernel
+  std::size_t most_shared = 0;  ///< of a block
+  std::uint64_t progress = 0;   ///< barriers passed and fibers ended
+  std::uint64_t drawn = 0;      ///< of the random order
 #if defined(__x86_64__)
   void* host = nullptr;
 #else
@@ -235,38 +243,12 @@ bool run_threads(Block& block) {
   return running->progress != before;
 }
 
-// Static shared memory is what kernels declare as such: all of it lies in a section of the program.
-extern "C" {
-extern std::byte __start_kvkeep_shared[] __attribute__((weak));
-extern std::byte __stop_kvkeep_shared[] __attribute__((weak));
-}
-
-std::span<std::byte> statics() { return {__start_kvkeep_shared, __stop_kvkeep_shared}; }
-
-/// Copies between static shared memory and where it is kept, past the sanitizer, which has fields between variables.
-__attribute__((no_sanitize("address"))) void copy_words(std::byte* to, const std::byte* from, std::size_t bytes) {
-  for (std::size_t i = 0; i < bytes; ++i) {
-    to[i] = from[i];
-    asm volatile("" ::: "memory");
-  }
-}
-__attribute__((no_sanitize("address"))) void spoil_statics() {
-#ifdef KVKEEP_SANITIZED
-  std::span<std::byte> all = statics();
-  for (std::size_t i = 0; i + 8 <= all.size(); i += 8) {
-    constexpr std::uint64_t kGarbageWord = 0xCDCDCDCDCDCDCDCDU;
-    __builtin_memcpy(all.data() + i, &kGarbageWord, 8);
-    asm volatile("" ::: "memory");
-  }
-#else
-  std::memset(statics().data(), kGarbage, statics().size());
-#endif
-}
-
 void begin_block(Block& block, std::int64_t number, dim3 blocks, int threads, std::size_t shared_bytes) {
   block.shared = std::make_unique_for_overwrite<std::byte[]>(
       shared_bytes);  // of exactly that size: the address sanitizer watches its ends
   std::memset(block.shared.get(), kGarbage, shared_bytes);
+  block.shared_bytes = shared_bytes;
+  block.statics.clear();
   block.fibers.resize(static_cast<std::size_t>(threads));
   block.warps.assign(static_cast<std::size_t>(threads / 32), Warp{});
   block.barrier = {};
@@ -292,7 +274,6 @@ void run_in_turn(const char* name, std::int64_t count, dim3 blocks, int threads,
   Block& block = *running->blocks.front();
   running->block = &block;
   for (std::int64_t n = 0; n < count; ++n) {
-    spoil_statics();
     begin_block(block, running->order == Order::ascending ? n : count - 1 - n, blocks, threads, shared_bytes);
     while (block.living > 0)
       if (!run_threads(block)) throw wait_in_vain(name);
@@ -307,26 +288,20 @@ void run_interleaved(const char* name, std::int64_t count, dim3 blocks, int thre
   while (running->blocks.size() < at_once) running->blocks.push_back(std::make_unique<Block>());
   std::vector<Block*> flying;
   std::size_t next = 0, stuck = 0;
-  const bool shares_statics = at_once > 1;
-  const std::size_t statics_bytes = statics().size();
   while (next < numbers.size() || !flying.empty()) {
     if (next < numbers.size() && flying.size() < at_once) {
       for (const auto& block : running->blocks)
         if (std::ranges::find(flying, block.get()) == flying.end()) {
           begin_block(*block, static_cast<std::int64_t>(numbers[next++]), blocks, threads, shared_bytes);
-          block->statics.assign(statics_bytes, std::byte{kGarbage});
           flying.push_back(block.get());
           break;
         }
-      if (!shares_statics) spoil_statics();
       continue;
     }
     const std::size_t which = draw(flying.size());
     Block& block = *flying[which];
     running->block = &block;
-    if (shares_statics) copy_words(statics().data(), block.statics.data(), statics_bytes);
     const bool went_on = run_threads(block);
-    if (shares_statics) copy_words(block.statics.data(), statics().data(), statics_bytes);
     // A block that waits is not asked twice before another one went on, more often than chance would.
     stuck = went_on ? 0 : stuck + 1;
     if (stuck > 64 * flying.size()) throw wait_in_vain(name);
@@ -399,7 +374,23 @@ const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes) {
   return buffer;
 }
 
-void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& body) {
+std::byte* static_shared_memory(const void* site, std::size_t bytes) {
+  Block& block = *running->block;
+  for (const auto& [of, memory] : block.statics)
+    if (of == site) return memory.get();
+  block.shared_bytes += bytes;
+  if (block.shared_bytes > running->most_shared)
+    throw std::logic_error(std::string(running->name) + ": a block takes " + std::to_string(block.shared_bytes) +
+                           " bytes of shared memory, static and dynamic; allowed " +
+                           std::to_string(running->most_shared));
+  auto* const memory = static_cast<std::byte*>(::operator new[](bytes, Aligned::kTo));
+  block.statics.emplace_back(site, std::unique_ptr<std::byte[], Aligned>(memory));
+  std::memset(memory, kGarbage, bytes);
+  return memory;
+}
+
+void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, std::size_t most_shared,
+         const std::function<void()>& body) {
   Machine& machine = model::machine();
   ++machine.counters.launches;
   if (settings().seed != 0) {
@@ -408,6 +399,8 @@ void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, c
   }
   machine.body = &body;
   machine.failure = nullptr;
+  machine.name = name;
+  machine.most_shared = most_shared;
   if (machine.blocks.empty()) machine.blocks.push_back(std::make_unique<Block>());
   const std::int64_t count = std::int64_t{blocks.x} * blocks.y * blocks.z;
   const DeviceAccess access;

@@ -36,17 +36,16 @@
 #undef __global__
 #undef __device__
 #undef __host__
-#undef __shared__
 #undef __constant__
 #undef __forceinline__
 #undef __launch_bounds__
 #define __global__
 #define __device__
 #define __host__
-#define __shared__ static __attribute__((section("kvkeep_shared")))
 #define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define KVKEEP_SHARED(Type, name, count) auto& name = ::kvkeep::cuda::model::static_shared<Type, (count)>([] {})
 
 namespace kvkeep::cuda {
 namespace model {
@@ -78,14 +77,16 @@ enum class Order : std::uint8_t {
 void set_order(Order order);
 
 /// Runs `body` in every thread of the grid, which launch() has checked. Throws std::logic_error when threads wait for
-/// each other in vain. An exception of a body ends the run.
-void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, const std::function<void()>& body);
+/// each other in vain, or a block takes more than `most_shared` bytes of shared memory, static and dynamic together. An
+/// exception of a body ends the run.
+void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, std::size_t most_shared,
+         const std::function<void()>& body);
 
 /// The name of the kernel that is launched next, for what is said of it.
 void name_launch(const char* name);
 /// As cudaLaunchKernelExC(): `body` holds the arguments as they are now, and runs in the order of the stream. On a
-/// stream that is being captured it runs with every replay of the graph. A kernel that has not asked for its dynamic
-/// shared memory gets none: what it declares as static, which counts too, is not known here.
+/// stream that is being captured it runs with every replay of the graph. A kernel that has not asked for more has 48
+/// KiB of shared memory, static and dynamic together.
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> body);
 
 /// While true, what streams are given waits until somebody waits for it. Else it runs at once.
@@ -126,6 +127,17 @@ struct Counters {
 /// Counts a wait, or an allocation.
 void waited();
 void allocated();
+
+/// Static shared memory of the running block for the declaration `site`: the same for all its threads, garbage at
+/// first.
+[[nodiscard]] std::byte* static_shared_memory(const void* site, std::size_t bytes);
+/// An array of it. Site: a type of its own for every declaration.
+template <class T, std::size_t N, class Site>
+T (&static_shared(Site))
+[N] {
+  static const char site = 0;
+  return *reinterpret_cast<T(*)[N]>(static_shared_memory(&site, sizeof(T) * N));
+}
 
 /// What an approximate function gives where `exact` would be right.
 [[nodiscard]] float approximate(float exact);

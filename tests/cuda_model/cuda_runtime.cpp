@@ -129,14 +129,16 @@ void name_launch(const char* name) { runtime().launching = name; }
 
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> body) {
   const auto& [blocks, of_block, shared, stream, attributes, count] = config;
-  const auto asked = runtime().shared_bytes.find(kernel);
+  constexpr std::size_t kWithoutAsking = 48 << 10;
+  const bool asked = runtime().shared_bytes.contains(kernel);
+  const std::size_t most = asked ? static_cast<std::size_t>(chip().shared_bytes) : kWithoutAsking;
   if (of_block.x == 0 || of_block.x > 1024 || of_block.x % 32 != 0 || of_block.y != 1 || of_block.z != 1 ||
       blocks.y > 65535 || blocks.z > 65535 || count != 0 || attributes != nullptr)
     return told(cudaErrorInvalidConfiguration);
-  if (shared > (asked == runtime().shared_bytes.end() ? 0 : asked->second)) return told(cudaErrorInvalidValue);
+  if (shared > (asked ? runtime().shared_bytes.at(kernel) : kWithoutAsking)) return told(cudaErrorInvalidValue);
   add(stream, cudaGraphNodeTypeKernel,
-      [name = runtime().launching, blocks = dim3(blocks), threads = static_cast<int>(of_block.x), bytes = shared,
-       body = std::move(body)] { run(name, blocks, threads, bytes, body); });
+      [name = runtime().launching, blocks = dim3(blocks), threads = static_cast<int>(of_block.x), bytes = shared, most,
+       body = std::move(body)] { run(name, blocks, threads, bytes, most, body); });
   return cudaSuccess;
 }
 
