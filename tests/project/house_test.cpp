@@ -195,6 +195,18 @@ TEST(House, AKernelsNameTellsItsFile) {
   EXPECT_GT(launches, 50U);
 }
 
+// The execution model gives every block its own, of exactly its size, only where it is declared so.
+TEST(House, StaticSharedMemoryIsDeclaredByItsMacro) {
+  std::size_t declared = 0;
+  for (const fs::path& source : sources_in("cuda")) {
+    const std::string text = content_of(source);
+    declared += found_in(text, R"((KVKEEP_SHARED\())").size();
+    if (source.filename() != "platform.cuh")
+      EXPECT_EQ(text.find("__shared__"), std::string::npos) << source << ": allowed KVKEEP_SHARED(Type, name, count)";
+  }
+  EXPECT_GT(declared, 50U);
+}
+
 TEST(House, ATypeOfTheKernelsIsInOneFile) {
   std::map<std::string, std::string> files;
   for (const fs::path& source : sources_in("cuda"))
