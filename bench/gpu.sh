@@ -103,8 +103,15 @@ names=()
 end=0
 stage=""
 
-# say LINE...: to the terminal and to the summary.
-say() { printf '%s\n' "$@" | tee -a "$out/summary.txt"; }
+# say LINE...: to the terminal and to the summary, as long as failures, which come last, still fit 10,000 characters.
+readonly most_said=7200 most_failures=2500
+said_enough=0
+say() {
+  local text
+  text="$(printf '%s\n' "$@")"
+  if [[ $(($(wc -c < "$out/summary.txt") + ${#text})) -lt $most_said ]]; then printf '%s\n' "$text" | tee -a "$out/summary.txt"
+  elif [[ $said_enough == 0 ]]; then said_enough=1 && echo "... (the rest is in $out)" | tee -a "$out/summary.txt"; fi
+}
 
 # left: seconds that this stage has left, at least five.
 left() { echo $((end - SECONDS > 5 ? end - SECONDS : 5)); }
@@ -157,7 +164,7 @@ run_stage() {
 
 # However a stage ends, its results so far are reported and packed.
 end_stage() {
-  KVKEEP_GPU_REPORT="${room[$stage]:-9000}" "report_$stage" > "$out/$stage.txt" 2>&1 || true
+  KVKEEP_GPU_REPORT="${room[$stage]:-6500}" "report_$stage" > "$out/$stage.txt" 2>&1 || true
   if [[ -s "$out/$stage.txt" ]]; then say "$(< "$out/$stage.txt")"; fi
   if tar -czf "$out/$stage.tar.gz" -C "$out" "$stage"; then rm -rf -- "$folder" "$out/$stage.txt"; fi
   stage=""
@@ -171,8 +178,10 @@ finish() {
   for child in "${children[@]}"; do kill "$child" 2> /dev/null; done
   wait
   if [[ -n $stage ]]; then end_stage; fi
-  if [[ -s "$out/failures.txt" ]]; then say "" "$(head -c 3500 "$out/failures.txt")"; fi
-  say "$asked: $SECONDS s$([[ ${#failed[@]} -eq 0 ]] || printf '; failed: %s' "$(IFS=,; echo "${failed[*]}")")"
+  {
+    if [[ -s "$out/failures.txt" ]]; then printf '\n%s\n' "$(head -c $most_failures "$out/failures.txt")"; fi
+    echo "$asked: $SECONDS s$([[ ${#failed[@]} -eq 0 ]] || printf '; failed: %.200s' "$(IFS=,; echo "${failed[*]}")")"
+  } | tee -a "$out/summary.txt"
   [[ ${#failed[@]} -eq 0 ]] || exit 1
   exit "$status"
 }
@@ -333,7 +342,7 @@ stage_model() {
   step tables "$(left)" python3 bench/gpu_model.py "${words[@]}"
 }
 
-report_model() { head -c 9000 "$folder/tables.log"; }
+report_model() { head -c 6500 "$folder/tables.log"; }
 
 # names_one PATTERN NAME...
 names_one() {
@@ -453,7 +462,7 @@ share() { echo $(((seconds - SECONDS) * $1 / 100)); }
 
 # Characters that a stage's report may take where all of them are printed.
 declare -A room=()
-if [[ $asked == all || $asked == first ]]; then room=([build]=500 [smoke]=300 [test]=600 [bench]=3600 [sanitize]=900 [profile]=1800); fi
+if [[ $asked == all || $asked == first ]]; then room=([build]=300 [smoke]=200 [test]=300 [bench]=2900 [sanitize]=700 [profile]=1700); fi
 
 case "$asked" in
   all | first)

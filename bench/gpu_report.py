@@ -13,7 +13,7 @@ import pathlib
 import re
 import sys
 
-LIMIT = int(os.environ.get("KVKEEP_GPU_REPORT", "9000"))  # characters; what is printed beside it is short
+LIMIT = int(os.environ.get("KVKEEP_GPU_REPORT", "6500"))  # characters; what is printed beside it is short
 
 
 def read_lines(path):
@@ -139,8 +139,8 @@ def short(kernel):
 
 
 def profile(folder):
-    wanted = ["Duration", "Memory Throughput", "DRAM Throughput", "Compute (SM) Throughput", "L1/TEX Hit Rate", "L2 Hit Rate", "Registers Per Thread", "Achieved Occupancy", "Theoretical Occupancy"]
-    for path in sorted(folder.glob("*.log")):
+    wanted = ["Duration", "DRAM Throughput", "Compute (SM) Throughput", "Achieved Occupancy"]
+    for path in sorted(folder.glob("*.log"), key=lambda path: (path.name != "event.log", path.name)):
         rows = pages_of(path)
         if rows is None:
             text = path.read_text(errors="replace").splitlines()
@@ -162,7 +162,7 @@ def times(rows):
     found = {}
     for row in rows[1:]:  # the first has the units
         found.setdefault((short(row["Kernel Name"]), row["Grid Size"], row["launch__shared_mem_per_block"], row["launch__registers_per_thread"]), []).append(float(row["gpu__time_duration.sum"].replace(",", "")) / 1e3)
-    return [f"  {kernel:34} {grid:>18} blocks, {shared:>8} KB shared, {registers:>3} registers: " + " ".join(f"{us:.1f}" for us in of[:2]) + (f" ... ({len(of)})" if len(of) > 2 else "") for (kernel, grid, shared, registers), of in found.items()]
+    return [f"  {kernel:34} {grid:>18} blocks, {shared:>8} bytes shared, {registers:>3} registers: " + " ".join(f"{us:.1f}" for us in of[:2]) + (f" ... ({len(of)})" if len(of) > 2 else "") for (kernel, grid, shared, registers), of in found.items()]
 
 
 def tell(failures):
