@@ -244,7 +244,7 @@ TEST_F(WindowAttentionKernel, FindsTheLargestLogitsAnywhereInARow) {
 }
 
 TEST_F(WindowAttentionKernel, KeepsEveryQueryWhereverItsLogitsJump) {
-  // A warp compares logits with the largest of its first tile, one of the first 256 slots of a part. Those of six warps'
+  // A warp compares logits with the largest of its first tile, in the first 256 slots of a part. Those of six warps'
   // second tiles lie up to 100 nats above. Around 85 each warp's sum is a number, and what a block adds up is not.
   for (const std::int32_t length : {512, 4096})
     for (int gap = 70; gap <= 100; gap += length > 512 ? 5 : 1) {
