@@ -290,7 +290,7 @@ void add_events() {
               [=](Result& result) { event(result, shape, has_window ? policy + extra : policy, size, shown); });
         };
         add_shown("", Shown::post_rope);
-        if (policy != "ams-tova" || (!is_first && !options().toy)) continue;
+        if (policy != "ams-tova" || size.page != 0 || (!is_first && !options().toy)) continue;
         add_shown("/pre-rope", Shown::pre_rope);
         add_shown("/log-sum-exps", Shown::with_sums);
       }
