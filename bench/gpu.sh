@@ -94,7 +94,7 @@ readonly profiled=(
   'keydiff_cosine_kernel KeyDiff/llama8b/batch:32'
 )
 
-usage() { sed -n '2,40s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
 # ---- What every stage does ---------------------------------------------------------------------------------------------------------------------
 
