@@ -67,13 +67,15 @@ void EventMemory::retire_all() {
   blocks_.clear();
 }
 
+void EventMemory::replace_all(std::int64_t bytes) {
+  retire_all();
+  const std::int64_t size = std::max(bytes + bytes / 2, kLeastBlock);
+  blocks_.push_back({.memory = pool_.allocate(size), .bytes = size});
+}
+
 void EventMemory::begin() {
   counting_ = false;
-  if (blocks_.size() > 1) {
-    retire_all();
-    const std::int64_t size = most_ + most_ / 2;
-    blocks_.push_back({.memory = pool_.allocate(size), .bytes = size});
-  }
+  if (blocks_.size() > 1) replace_all(most_);
   for (Block& block : blocks_) block.used = 0;
 }
 
@@ -98,10 +100,7 @@ void EventMemory::reserve(std::int64_t bytes, const RowTable& table) {
   rows_ = std::max(rows_, rows);
   extent_ = std::max(extent_, extent);
   counting_ = false;
-  if (blocks_.size() == 1 && blocks_.front().bytes >= bytes) return;
-  retire_all();
-  const std::int64_t size = std::max(bytes + bytes / 2, std::int64_t{1} << 20);
-  blocks_.push_back({.memory = pool_.allocate(size), .bytes = size});
+  if (blocks_.size() != 1 || blocks_.front().bytes < bytes) replace_all(bytes);
 }
 
 std::byte* EventMemory::take(std::int64_t bytes) {
@@ -112,7 +111,7 @@ std::byte* EventMemory::take(std::int64_t bytes) {
     return nullptr;
   }
   if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().bytes) {
-    const std::int64_t size = std::max<std::int64_t>(bytes, std::int64_t{1} << 20);
+    const std::int64_t size = std::max(bytes, kLeastBlock);
     blocks_.push_back({.memory = pool_.allocate(size), .bytes = size});
   }
   Block& block = blocks_.back();

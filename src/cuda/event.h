@@ -45,6 +45,10 @@ class EventMemory {
     std::int64_t bytes = 0, used = 0;
   };
   void retire_all();
+  /// By one block that holds `bytes`, and half as many more.
+  void replace_all(std::int64_t bytes);
+
+  static constexpr std::int64_t kLeastBlock = std::int64_t{1} << 20;
 
   DevicePool& pool_;
   std::vector<Block> blocks_;

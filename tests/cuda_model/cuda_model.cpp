@@ -226,8 +226,7 @@ const std::vector<std::size_t>& in_order(std::size_t n, std::vector<std::size_t>
 bool run_threads(Block& block) {
   const std::uint64_t before = running->progress;
   thread_local std::vector<std::size_t> warps, lanes;
-  const std::size_t count = block.warps.size();
-  for (const std::size_t w : std::vector<std::size_t>(in_order(count, warps))) {
+  for (const std::size_t w : in_order(block.warps.size(), warps)) {
     std::uint64_t of_warp = 0;
     std::uint64_t rounds = running->order == Order::random ? 1 + draw(4) : ~std::uint64_t{0};
     do {
@@ -302,7 +301,7 @@ void run_interleaved(const char* name, std::int64_t count, dim3 blocks, int thre
     Block& block = *flying[which];
     running->block = &block;
     const bool went_on = run_threads(block);
-    // A block that waits is not asked twice before another one went on, more often than chance would.
+    // Blocks are picked at random, so some picks in a row that go nowhere mean nothing; as many as this, that none can.
     stuck = went_on ? 0 : stuck + 1;
     if (stuck > 64 * flying.size()) throw wait_in_vain(name);
     if (block.living == 0) flying.erase(flying.begin() + static_cast<std::ptrdiff_t>(which));
