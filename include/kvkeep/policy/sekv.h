@@ -38,6 +38,10 @@ class Sekv final : public KVPolicy {
   [[nodiscard]] std::string_view name() const override { return "sekv"; }
   [[nodiscard]] Needs needs() const override { return {.keys = true, .values = true, .surprisal = true}; }
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override;
+  /// Pieces follow from what every rank knows, so ranks need nothing of each other.
+  [[nodiscard]] std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const override {
+    return machine.is_host() ? std::vector<std::string>() : KVPolicy::problems_on(machine, spec);
+  }
   [[nodiscard]] Trigger trigger() const override {
     return {.budget = {},
             .interval = options_.interval,
