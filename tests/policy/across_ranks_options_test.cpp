@@ -4,10 +4,9 @@
 
 #include <gtest/gtest.h>
 
-#include <array>
-#include <charconv>
+#include <bit>
 #include <iostream>
-#include <sstream>
+#include <set>
 
 #include "rank_calibration.h"
 #include "rank_engine.h"
@@ -59,14 +58,16 @@ std::map<Row, Held> tallies_of(const RankEngine& engine, int step, const Plan& p
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const kvkeep::Row& row = plan.table.rows[r];
     const float* const tally = plan.decision.tally->data<float>() + row.first;
-    Held& held = found[{step, engine.ids[static_cast<std::size_t>(row.sequence)], row.layer, engine.first() + row.head}];
-    for (const std::int32_t slot : plan.decision.keep->row(r)) held.push_back(std::bit_cast<std::uint32_t>(tally[slot]));
+    Held& held =
+        found[{step, engine.ids[static_cast<std::size_t>(row.sequence)], row.layer, engine.first() + row.head}];
+    for (const std::int32_t slot : plan.decision.keep->row(r))
+      held.push_back(std::bit_cast<std::uint32_t>(tally[slot]));
   }
   return found;
 }
 
 Run run(RankEngine& engine) {
-  Run run;
+  Run done;
   try {
     engine.join(1);
     engine.join(2, 33);
@@ -88,15 +89,15 @@ Run run(RankEngine& engine) {
                      {2, static_cast<std::int32_t>(engine.keeper.prompt_report(2)->going_on.size())}});
         engine.settle();
       }
-      add_rows(engine, n, tallies, run);
+      add_rows(engine, n, tallies, done);
     }
   } catch (const RankError&) {
     throw;
   } catch (const Error& error) {
-    run.error = error.what();
+    done.error = error.what();
   }
-  run.events = engine.keeper.totals().events;
-  return run;
+  done.events = engine.keeper.totals().events;
+  return done;
 }
 
 // ---- Choices
@@ -116,10 +117,13 @@ std::vector<std::string> words_of(std::string_view allowed) {
 
 /// Values to try: every word, both truths, and a few numbers. A file has none.
 std::vector<std::string> values_of(const OptionInfo& option) {
-  static const std::map<std::string, std::vector<std::string>> special{
-      {"bytes", {"20000"}},           {"memory.near_bytes", {"0", "4000000"}}, {"memory.host_bytes", {"4000000"}},
-      {"memory.file_bytes", {"4000000"}}, {"memory.alpha", {"-1", "0"}},       {"allocator.threshold", {"-2", "0.03"}},
-      {"layers.threshold", {"0.9"}}};
+  static const std::map<std::string, std::vector<std::string>> special{{"bytes", {"20000"}},
+                                                                       {"memory.near_bytes", {"0", "4000000"}},
+                                                                       {"memory.host_bytes", {"4000000"}},
+                                                                       {"memory.file_bytes", {"4000000"}},
+                                                                       {"memory.alpha", {"-1", "0"}},
+                                                                       {"allocator.threshold", {"-2", "0.03"}},
+                                                                       {"layers.threshold", {"0.9"}}};
   if (const auto found = special.find(option.name); found != special.end()) return found->second;
   if (option.allowed.starts_with("a file")) return {};
   if (option.allowed.starts_with("an integer")) {
@@ -198,7 +202,8 @@ bool is_tried(const PolicyInfo& policy, const std::string& option) {
   return !option.starts_with("memory.") || policy.scorer == "keydiff" || policy.scorer.empty() || policy.name == "sekv";
 }
 
-/// Every policy text to compare: as it is, one option changed, two that decide changed, and over rows of unequal length.
+/// Every policy text to compare: as it is, one option changed, two that decide changed, and over rows of unequal
+/// length.
 std::set<std::string> choices_of(const PolicyInfo& policy, const std::string& calibration, bool all_pairs) {
   const Options usual = small(policy, calibration);
   std::set<std::string> texts{text_of(policy, usual)};
@@ -212,7 +217,8 @@ std::set<std::string> choices_of(const PolicyInfo& policy, const std::string& ca
       make_room(policy, one.name, value, changed);
       texts.insert(text_of(policy, changed));
       for (const OptionInfo& two : policy.options) {
-        if (&two <= &one || !(all_pairs ? is_tried(policy, two.name) : decides(one.name) && decides(two.name))) continue;
+        if (&two <= &one || !(all_pairs ? is_tried(policy, two.name) : decides(one.name) && decides(two.name)))
+          continue;
         for (const std::string& other : values_of(two)) {
           Options both = changed;
           both[two.name] = other;
@@ -279,7 +285,8 @@ void compare(const std::string& policy, std::string_view name, Count& count) {
         << policy << " on " << size << " ranks: " << (errors.empty() ? alone.error : *errors.begin());
     if (!errors.empty()) continue;
     EXPECT_EQ(together.size(), alone.rows.size()) << policy << " on " << size << " ranks";
-    const auto differ = std::ranges::count_if(alone.rows, [&](const auto& row) { return together[row.first] != row.second; });
+    const auto differ =
+        std::ranges::count_if(alone.rows, [&](const auto& row) { return together[row.first] != row.second; });
     EXPECT_EQ(differ, 0) << policy << " on " << size << " ranks, of " << alone.rows.size() << " rows";
   }
   if (refused) return static_cast<void>(++count.refused);
@@ -292,8 +299,6 @@ void compare(const std::string& policy, std::string_view name, Count& count) {
 /// Policies are tried by what spends their budget.
 class AcrossRanksOptions : public ::testing::TestWithParam<std::string> {
  protected:
-  static constexpr std::array kAllocators{"ams", "pyramidkv", "adakv", "chunkkv", "criticalkv", "threshold"};
-
   [[nodiscard]] static bool is_mine(const PolicyInfo& policy) {
     if (GetParam() == "flat") return policy.allocator.empty() && !policy.scorer.empty();
     if (GetParam() != "others") return policy.allocator == GetParam();
