@@ -180,10 +180,10 @@ class RanksEvent final : public LayerEvent {
   }
 
   [[nodiscard]] Scores share(const Scores& scores, Sharing share) override {
-    if (share == Sharing::per_head) return own_->share(scores, share);
+    if (share == Sharing::per_head && gathered_.empty()) return own_->share(scores, share);
     gather({scores.data});
     gathered_[0] = together().share({gathered_[0]}, share).data;
-    alike_ = true;
+    alike_ = true;  // under per_head they were averaged, and still are
     return {whole().own(gathered_[0])};
   }
 

@@ -40,7 +40,9 @@ class Sekv final : public KVPolicy {
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override;
   /// Pieces follow from what every rank knows, so ranks need nothing of each other.
   [[nodiscard]] std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const override {
-    return machine.is_host() ? std::vector<std::string>() : KVPolicy::problems_on(machine, spec);
+    ModelSpec whole = spec;
+    whole.first_head = whole.model_heads = 0;
+    return KVPolicy::problems_on(machine, whole);
   }
   [[nodiscard]] Trigger trigger() const override {
     return {.budget = {},
