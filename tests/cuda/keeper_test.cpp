@@ -10,6 +10,7 @@
 
 #include "device.h"
 #include "fresh_accelerator.h"
+#include "kvkeep/policy/across_ranks.h"
 #include "near_ties.h"
 #include "policy/strided.h"
 #include "policy/tapering.h"
@@ -384,6 +385,29 @@ TEST_F(DeviceLine, NamesWhatHasNoKernel) {
   } catch (const InvalidArgument& error) {
     EXPECT_NE(std::string(error.what()).find("scorer defensive has no kernel"), std::string::npos) << error.what();
   }
+}
+
+/// One of two ranks, before anything is gathered.
+class FirstOfTwo final : public Collective {
+ public:
+  [[nodiscard]] std::int32_t rank() const override { return 0; }
+  [[nodiscard]] std::int32_t size() const override { return 2; }
+  void all_gather(std::span<const std::byte>, std::span<std::byte>) override { refuse<RankError>("alone"); }
+};
+
+TEST_F(DeviceLine, NamesOnRanksWhatHeadsDecideTogether) {
+  const std::shared_ptr<Machine> machine = across_ranks(std::make_shared<FirstOfTwo>(), fresh_accelerator());
+  const auto named = [&](const std::string& policy) {
+    for (const std::string& problem :
+         make_policy(policy + ",budget=48,interval=12")->problems_on(*machine, machine->part(engines::model())))
+      if (problem.find("decides with the heads of other ranks") != std::string::npos) return true;
+    return false;
+  };
+  for (const char* policy : {"tova", "rpc,heads=all", "adakv-snapkv", "keydiff,share=union",
+                             "ams-keydiff,suffix_fill=max_global", "ams-keydiff,variant=official"})
+    EXPECT_TRUE(named(policy)) << policy;
+  for (const char* policy : {"tova,heads=group", "rpc", "ams-keydiff", "pyramidkv-snapkv"})
+    EXPECT_FALSE(named(policy)) << policy;
 }
 
 TEST_F(DeviceLine, NamesValuesThatAreTooLongForItsKernels) {
