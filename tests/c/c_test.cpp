@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <filesystem>
+#include <limits>
 
 #include "c_engine.h"
 
@@ -256,6 +257,17 @@ TEST(CInterface, SaysWhatIsWrong) {
   kvkeep_model wrong = model.of_c;
   wrong.size = 0;
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT, "size is 0");
+  wrong.size = std::size_t{1} << 20;  // behind the struct lies memory that is nobody's
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "size is 1048576");
+  wrong = model.of_c;
+  wrong.num_layers = std::numeric_limits<std::int32_t>::max();
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "num_layers is 2147483647");
+  wrong = model.of_c;
+  wrong.rope_attention_scaling = std::numeric_limits<double>::quiet_NaN();
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "rope.attention_scaling is nan");
   wrong = model.of_c;
   wrong.num_layers = 0;
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
@@ -316,6 +328,8 @@ TEST(CInterface, SaysWhatIsWrong) {
   seen.sequences = numbers.ids.data();
   seen.num_sequences = -1;
   observed(KVKEEP_INVALID_ARGUMENT, "has -1 entries");
+  seen.num_sequences = std::numeric_limits<std::int64_t>::max();
+  observed(KVKEEP_INVALID_ARGUMENT, "has 9223372036854775807 entries");
   seen.num_sequences = 1;
   seen.layer = 5;
   observed(KVKEEP_INVALID_ARGUMENT, "layer 5");
@@ -326,6 +340,7 @@ TEST(CInterface, SaysWhatIsWrong) {
   c.keys[0] = at::Tensor();
   expect_failed(c.call(kvkeep_step, {1}, report), KVKEEP_INVALID_ARGUMENT, "cache: keys is NULL");
   expect_failed(kvkeep_step(c.keeper.get(), nullptr, nullptr), KVKEEP_INVALID_ARGUMENT, "cache is NULL");
+  expect_failed(kvkeep_truncate(c.keeper.get(), 1, -1), KVKEEP_INVALID_ARGUMENT, "given -1; allowed 0 to that");
 }
 
 TEST(CInterface, ReadsStructsOfOtherVersions) {
