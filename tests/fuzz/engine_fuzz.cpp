@@ -70,9 +70,12 @@ bool side_of(Bytes& bytes, float* arena, const Shape& sizes, bool slot_first, Te
 class WildPages final : public PageAllocator {
  public:
   explicit WildPages(Bytes& bytes) : bytes_(&bytes) {}
-  [[nodiscard]] std::int32_t references(std::int32_t) const override {
+  [[nodiscard]] std::int32_t references(std::int32_t page) const override {
+    const auto [count, fresh] = counts_.emplace(page, 1);  // the same throughout an event
+    if (!fresh) return count->second;
     const std::uint8_t how = bytes_->next();
-    return how < 160 ? 1 : how < 240 ? 2 : static_cast<std::int8_t>(bytes_->next());
+    if (how >= 160) count->second = how < 240 ? 2 : static_cast<std::int8_t>(bytes_->next());
+    return count->second;
   }
   [[nodiscard]] std::int32_t take() override {
     const std::uint8_t how = bytes_->next();
@@ -85,6 +88,7 @@ class WildPages final : public PageAllocator {
 
  private:
   Bytes* bytes_;
+  mutable std::map<std::int32_t, std::int32_t> counts_;
 };
 
 /// The bytes of one slot, found without kvkeep's addresses.
@@ -185,8 +189,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                      .starts = starts,
                      .pages = bytes.next() % 2 == 0 ? &pages : nullptr,
                      .shared_pages = bytes.next() % 8 == 0 ? SharedPages::refuse : SharedPages::copy};
-      if (paged)
-        view.block_table = Tensor(table.data(), Dtype::i32, {static_cast<std::int64_t>(n), 24}, {bytes.bent(24), 1});
+      if (paged) {
+        std::int64_t apart = bytes.bent(24);
+        if (n > 1 && (apart < 0 || apart > 24)) apart = bytes.below(25);  // both rows are in the table
+        view.block_table = Tensor(table.data(), Dtype::i32, {static_cast<std::int64_t>(n), 24}, {apart, 1});
+      }
       const std::vector<float> arena_before = arena;
       const std::vector<std::int32_t> table_before = table, lengths_before = given;
       std::vector<std::map<std::int32_t, std::vector<float>>> kept(n * static_cast<std::size_t>(rows) * 2);

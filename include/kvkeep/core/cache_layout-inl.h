@@ -54,7 +54,9 @@ KVKEEP_INLINE bool lies_within(const Tensor& part, const Tensor& whole) {
   const bool vectors = part.dim() == 4;
   const std::int64_t bytes = part.element_size(), whole_bytes = whole.element_size();
   for (int d = 0; d < 3; ++d)
-    if (part.size(d) != whole.size(d) || (part.size(d) > 1 && part.stride(d) * bytes != whole.stride(d) * whole_bytes))
+    if (part.size(d) != whole.size(d) ||
+        (part.size(d) > 1 &&
+         cache_layout_detail::Wide{part.stride(d)} * bytes != cache_layout_detail::Wide{whole.stride(d)} * whole_bytes))
       return false;
   const std::int64_t from = part.bytes() - whole.bytes();
   return from >= 0 && from + (vectors ? part.size(3) : 1) * bytes <= (vectors ? whole.size(3) : 1) * whole_bytes;
@@ -78,13 +80,13 @@ KVKEEP_INLINE void CacheLayout::list(const ModelSpec& spec, const CacheView& vie
                          .base = reinterpret_cast<std::intptr_t>(t.bytes()),
                          .width = (t.dim() > 3 ? t.size(3) : 1) * bytes});
         for (int d = 0; d < 3; ++d) {
+          std::int64_t stride = 0;
+          KVKEEP_REQUIRE(!__builtin_mul_overflow(t.stride(d), bytes, &stride),
+                         "cache: ", cache_layout_detail::kSides[s], " of layer ", l, " have strides ", t.strides(),
+                         "; allowed strides within memory");
           sides.back().sizes[static_cast<std::size_t>(d)] = t.size(d);
-          sides.back().strides[static_cast<std::size_t>(d)] = t.size(d) > 1 ? t.stride(d) : 0;
+          sides.back().strides[static_cast<std::size_t>(d)] = t.size(d) > 1 ? stride : 0;
         }
-        for (std::int64_t& stride : sides.back().strides)
-          if (__builtin_mul_overflow(stride, bytes, &stride))
-            refuse("cache: ", cache_layout_detail::kSides[s], " of layer ", l, " have strides ", t.strides(),
-                   "; allowed strides within memory");
       }
     };
     if (spec.layers[static_cast<std::size_t>(l)].kind == LayerKind::shared) continue;
