@@ -1,7 +1,5 @@
 #include "files.h"
 
-#include <unistd.h>
-
 #include <CLI/Option.hpp>
 #include <algorithm>
 #include <functional>
@@ -72,21 +70,15 @@ void require_marked_files(const CLI::App& app) {
 
 void check_files(const CLI::App& command) {
   io::RunFiles& files = run_files();
-  std::vector<std::pair<std::string, PolicyFile>> of_policies;
   for (const char* kind : {kInput, kInputOrFolder})
     each_given(command, kind, [&](const std::string& option, const std::string& file) { files.reads(option, file); });
   each_given(command, kPolicy, [&](const std::string& option, const std::string& given) {
     const PolicyText policy(given);
     if (policy.is_file()) files.reads(option, given);
-    for (PolicyFile& file : policy.files()) of_policies.emplace_back(text(file.option, " of ", option), std::move(file));
+    files.declare(option, policy.files());
   });
-  for (const auto& [name, file] : of_policies)
-    if (!file.written) files.reads(name, file.path);
-  for (const auto& [name, file] : of_policies)
-    if (file.written) files.writes(name, file.path);
   each_given(command, kOutput, [&](const std::string& option, const std::string& file) { files.writes(option, file); });
-  files.writes("stdout", STDOUT_FILENO);
-  files.writes("stderr", STDERR_FILENO);
+  files.writes_streams();
 
   each_given(command, kOutput, require_writable);
   each_given(command, kInput, [](const std::string& option, const std::string& file) {

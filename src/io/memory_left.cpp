@@ -50,7 +50,8 @@ std::int64_t left_to_groups() {
                  used = number_in(folder / (second ? "memory.current" : "memory.usage_in_bytes"));
       const std::int64_t cached =
           number_in(folder / "memory.stat", second ? "inactive_file " : "total_inactive_file ").value_or(0);
-      if (most && used) left = std::min(left, std::max<std::int64_t>(0, *most - std::max<std::int64_t>(0, *used - cached)));
+      if (most && used)
+        left = std::min(left, std::max<std::int64_t>(0, *most - std::max<std::int64_t>(0, *used - cached)));
       if (!group.has_relative_path()) break;
       group = group.parent_path();
     }

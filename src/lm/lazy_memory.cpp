@@ -32,10 +32,9 @@ void require_room(std::string_view operation, std::string_view what, double byte
   const std::lock_guard lock(lazy().mutex);
   if (lazy().bytes == 0) lazy().left = io::memory_left();
   const auto living = static_cast<double>(lazy().bytes);
-  io::require_memory(operation, living > 0 ? text(what, ", with those that there are,") : std::string(what),
-                     bytes + living,
-                     "fewer tokens, fewer sequences at once, a cache of 16 bits, or a policy with a smaller budget",
-                     lazy().left);
+  io::require_memory(
+      operation, living > 0 ? text(what, ", with those that there are,") : std::string(what), bytes + living,
+      "fewer tokens, fewer sequences at once, a cache of 16 bits, or a policy with a smaller budget", lazy().left);
 }
 
 at::Tensor lazy_zeros(std::initializer_list<std::int64_t> sizes, Dtype dtype) {
@@ -44,8 +43,9 @@ at::Tensor lazy_zeros(std::initializer_list<std::int64_t> sizes, Dtype dtype) {
   if (bytes == 0) return at::zeros(sizes, at::TensorOptions(torch_dtype(dtype)));
   void* const memory =
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  KVKEEP_REQUIRE(memory != MAP_FAILED, "make cache: the machine does not give ", io::shown_bytes(static_cast<double>(bytes)),
-                 " (", std::system_category().message(errno), "); allowed fewer tokens or sequences at once");
+  KVKEEP_REQUIRE(memory != MAP_FAILED, "make cache: the machine does not give ",
+                 io::shown_bytes(static_cast<double>(bytes)), " (", std::system_category().message(errno),
+                 "); allowed fewer tokens or sequences at once");
   {
     const std::lock_guard lock(lazy().mutex);
     lazy().bytes += bytes;

@@ -3,8 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <initializer_list>
 #include <cstdint>
+#include <initializer_list>
 
 #include "kvkeep/core/dtype.h"
 

@@ -32,8 +32,8 @@ namespace kvkeep {
   return rows[one.size() % 3][other.size()];
 }
 
-/// For messages: the name of `known` that is nearest to `given`, as in ` (did you mean "budget"?)`; empty if more than a
-/// third of its letters differ. "memory.rest" is also called "rest". `known` is a range of strings.
+/// For messages: the name of `known` that is nearest to `given`, as in ` (did you mean "budget"?)`; empty if more than
+/// a third of its letters differ. "memory.rest" is also called "rest". `known` is a range of strings.
 template <class Names>
 [[nodiscard]] std::string did_you_mean(std::string_view given, const Names& known) {
   std::size_t least = std::max<std::size_t>(1, given.size() / 3) + 1;

@@ -2,6 +2,7 @@
 /// The files of one run of a program: nothing is written over what the run reads or writes besides.
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <string>
@@ -26,9 +27,17 @@ class RunFiles {
   /// another output.
   void writes(std::string_view name, const std::filesystem::path& path);
 
-  /// An open stream as an output, such as stdout; nothing unless it leads to a regular file. Streams may share one.
-  /// Throws: as above.
-  void writes(std::string_view name, int descriptor);
+  /// What a policy that `name` holds reads and writes (files_of_policy). Throws: as above.
+  template <class PolicyFiles>
+  void declare(std::string_view name, const PolicyFiles& files) {
+    for (const auto& file : files) {
+      const std::string option = text(file.option, " of ", name);
+      file.written ? writes(option, file.path) : reads(option, file.path);
+    }
+  }
+
+  /// stdout and stderr as outputs, where they lead to regular files; they may share one. Throws: as above.
+  void writes_streams();
 
  private:
   /// Of what exists its inode; else the folder's, and the name in it.
@@ -114,10 +123,12 @@ inline void RunFiles::writes(std::string_view name, const std::filesystem::path&
   if (!path.empty()) add_output({std::string(name), path, identity(path)});
 }
 
-inline void RunFiles::writes(std::string_view name, int descriptor) {
-  struct stat found{};
-  if (::fstat(descriptor, &found) == 0 && S_ISREG(found.st_mode))
-    add_output({std::string(name), {}, {found.st_dev, found.st_ino}});
+inline void RunFiles::writes_streams() {
+  for (const auto& [name, descriptor] : {std::pair("stdout", STDOUT_FILENO), std::pair("stderr", STDERR_FILENO)}) {
+    struct stat found{};
+    if (::fstat(descriptor, &found) == 0 && S_ISREG(found.st_mode))
+      add_output({name, {}, {found.st_dev, found.st_ino}});
+  }
 }
 
 }  // namespace kvkeep::io
