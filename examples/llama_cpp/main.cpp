@@ -1,6 +1,5 @@
 // kvkeep-llama: generates and chats with llama.cpp under any kvkeep policy (engine.h), and measures it (measure.h).
 
-#include <unistd.h>
 #include <CLI/CLI.hpp>
 
 #include <algorithm>

@@ -1,8 +1,6 @@
 /// kvkeep_train_router: trains a router and rank gates for folded spans on a frozen small model, or measures trained
 /// ones.
 
-#include <unistd.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -158,8 +156,7 @@ int run(int argc, char** argv) {
   if (!o.out.empty())
     for (const char* end : {"", ".checkpoint", ".checkpoint.part"})
       files.writes(kvkeep::text("--out", *end == 0 ? "" : " with ", end), o.out + end);
-  files.writes("stdout", STDOUT_FILENO);
-  files.writes("stderr", STDERR_FILENO);
+  files.writes_streams();
   o.training.schedule = train::parse_schedule(o.schedule);
   o.training.lesson.fold_all = o.fold == "all";
   kvkeep::require_no_problems("options", o.training.problems());
