@@ -103,8 +103,8 @@ int run(int argc, char** argv) {
   require_decimal_integers(app);
   require_marked_files(app);
   if (argc <= 1) {
-    print(app.help());
-    return 0;
+    std::fputs(app.help().c_str(), stderr);
+    return kRefused;
   }
   try {
     app.parse(argc, argv);

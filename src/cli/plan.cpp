@@ -292,7 +292,7 @@ Run add_plan(CLI::App& app) {
   CLI::Option_group* model = sub->add_option_group("model (one of)");
   as_input(model->add_option("--model", o->model, "folder with a config.json (weights are not needed), or a GGUF file"),
            io::Source::file_or_folder)
-      ->option_text("PATH");
+      ->option_text("FILE|DIR");
   model->add_option("--shape", o->shape, "qwen7b (28:28:4:128), llama8b (32:32:8:128), or your own")
       ->option_text("NAME|L:HQ:HKV:D");
   model->require_option(1);
