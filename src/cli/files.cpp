@@ -60,9 +60,9 @@ CLI::Option* as_policy(CLI::Option* option) { return option->type_name(kPolicy);
 void require_marked_files(const CLI::App& app) {
   each_option(app, [](const CLI::Option& option) {
     const std::string &shown = option.get_option_text(), kind = option.get_type_name();
-    const bool names_files = std::ranges::any_of(std::vector{"FILE", "DIR", "PATH", "TRACE", "POLICY"}, [&](const char* word) {
-      return shown.find(word) != std::string::npos;
-    });
+    const bool names_files =
+        std::ranges::any_of(std::vector{"FILE", "DIR", "PATH", "TRACE", "POLICY"},
+                            [&](const char* word) { return shown.find(word) != std::string::npos; });
     const bool marked = kind == kInput || kind == kInputOrFolder || kind == kOutput || kind == kPolicy;
     if (names_files != marked) throw std::logic_error(option.get_name() + " is not marked with what it does to files");
   });

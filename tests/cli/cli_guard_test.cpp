@@ -18,7 +18,8 @@ class CommandGuard : public Command {
     Command::SetUp();
     ::setenv("GOMP_SPINCOUNT", "1000", 1);  // else each run starts twice
     fs::copy(model(), place("model"), fs::copy_options::recursive);
-    for (const char* name : {"m.gguf", "prompt.txt", "ids.txt", "cal.st", "router.st", "trace.st", "hay.txt", "text.txt"})
+    for (const char* name :
+         {"m.gguf", "prompt.txt", "ids.txt", "cal.st", "router.st", "trace.st", "hay.txt", "text.txt"})
       write(name, std::string("1 2 3 ") + name);
     write("policy.json", R"({"policy": "tova", "budget": 64})");
     write("indirect.json", R"({"policy": "triattention", "budget": 64, "calibration": "cal.st"})");
@@ -29,7 +30,8 @@ class CommandGuard : public Command {
     const std::string other = place(text("alias", count_++));
     if (kind == 1) fs::create_symlink(fs::absolute(file), other);
     if (kind == 2) fs::create_hard_link(file, other);
-    if (kind == 3) return (fs::path(file).parent_path() / "." / ".." / folder_.filename() / fs::relative(file, folder_)).string();
+    if (kind == 3)
+      return (fs::path(file).parent_path() / "." / ".." / folder_.filename() / fs::relative(file, folder_)).string();
     return kind == 0 ? file : other;
   }
 
@@ -40,8 +42,8 @@ class CommandGuard : public Command {
 
 struct Io {
   std::string command;
-  Words needed;                                         // besides the options under test
-  std::vector<std::pair<std::string, Words>> inputs;    // the file that each reads
+  Words needed;                                       // besides the options under test
+  std::vector<std::pair<std::string, Words>> inputs;  // the file that each reads
   Words outputs;
 };
 
@@ -69,7 +71,9 @@ TEST_F(CommandGuard, NeverWritesOverWhatItReads) {
       {"record", {}, prompts, {"--out"}},
       {"calibrate", {"--ids", "1"}, models, {"--out"}},
       {"calibrate", {}, prompts, {"--out"}},
-      {"eval", {}, joined({models, policies("--policy"), policies("--against"), {{"hay.txt", {"--haystack", place("hay.txt")}}}}),
+      {"eval",
+       {},
+       joined({models, policies("--policy"), policies("--against"), {{"hay.txt", {"--haystack", place("hay.txt")}}}}),
        {"--samples-out"}},
       {"replay", {place("trace.st")}, joined({{{"trace.st", {}}}, policies("--policy")}), {"--out", "--ranks"}}};
   int kind = 0, tried = 0;
@@ -129,24 +133,29 @@ TEST_F(CommandGuard, ShowsNoControlCharacterOfACommandLine) {
   const auto clean = [](const std::string& shown) {
     for (const unsigned char c : shown) EXPECT_TRUE((c >= 0x20 && c != 0x7F) || c == '\n') << int{c} << " in " << shown;
     EXPECT_EQ(shown.find("\xC2\x9B"), std::string::npos) << shown;
-    EXPECT_TRUE(nlohmann::json::accept(nlohmann::json(shown).dump(-1, ' ', false, nlohmann::json::error_handler_t::strict)));
+    EXPECT_TRUE(
+        nlohmann::json::accept(nlohmann::json(shown).dump(-1, ' ', false, nlohmann::json::error_handler_t::strict)));
   };
-  for (const std::string evil : {"\x1b[2J", "\r\nkvkeep: all is fine", "\xC2\x9B" "31m", "\xFF\xFE", "\x7F"}) {
+  for (const std::string evil : {"\x1b[2J", "\r\nkvkeep: all is fine",
+                                 "\xC2\x9B"
+                                 "31m",
+                                 "\xFF\xFE", "\x7F"}) {
     const std::string name = place("x" + evil);
-    for (const Words& words : std::vector<Words>{{"x" + evil},
-                                                 {"plan", "--x" + evil},
-                                                 {"plan", "--shape", "q" + evil, "--policy", "full"},
-                                                 {"plan", "--shape", "qwen7b", "--policy", "t" + evil},
-                                                 {"plan", "--shape", "qwen7b", "--policy", "tova,b" + evil + "=1"},
-                                                 {"plan", "--shape", "qwen7b", "--policy", "tova,budget=" + evil},
-                                                 {"plan", "--shape", "qwen7b", "--policy", name + ".json"},
-                                                 {"plan", "--model", name, "--policy", "full"},
-                                                 {"plan", "--shape", "qwen7b", "--policy", "full", "-o", evil},
-                                                 {"policies", evil},
-                                                 {"replay", name, "--policy", "full", "--out", place("r")},
-                                                 {"eval", "--model", model(), "--task", "t" + evil},
-                                                 {"generate", "--model", model(), "--ids", evil},
-                                                 {"generate", "--model", model(), "--ids", "1", "--html", name + "/x"}}) {
+    for (const Words& words :
+         std::vector<Words>{{"x" + evil},
+                            {"plan", "--x" + evil},
+                            {"plan", "--shape", "q" + evil, "--policy", "full"},
+                            {"plan", "--shape", "qwen7b", "--policy", "t" + evil},
+                            {"plan", "--shape", "qwen7b", "--policy", "tova,b" + evil + "=1"},
+                            {"plan", "--shape", "qwen7b", "--policy", "tova,budget=" + evil},
+                            {"plan", "--shape", "qwen7b", "--policy", name + ".json"},
+                            {"plan", "--model", name, "--policy", "full"},
+                            {"plan", "--shape", "qwen7b", "--policy", "full", "-o", evil},
+                            {"policies", evil},
+                            {"replay", name, "--policy", "full", "--out", place("r")},
+                            {"eval", "--model", model(), "--task", "t" + evil},
+                            {"generate", "--model", model(), "--ids", evil},
+                            {"generate", "--model", model(), "--ids", "1", "--html", name + "/x"}}) {
       const Outcome outcome = run(words);
       EXPECT_EQ(outcome.code, 2) << outcome.err;
       EXPECT_EQ(std::ranges::count(outcome.err, '\n'), 1) << outcome.err;
@@ -198,7 +207,8 @@ TEST_F(CommandGuard, NamesWhatIsUnknownFirstAndOffersTheNearest) {
   expect_refused({"generate", "--model", model(), "--task", "nedle"}, "(did you mean \"needle\"?)");
   expect_refused({"eval", "--model", model(), "--task", "aks"}, "(did you mean \"ask\"?)");
   expect_refused({"eval", "--model", model(), "--policy", "oracle,budgt=9"}, "(did you mean \"budget\"?)");
-  expect_refused({"plan", "--shape", "qwen7b", "--policy", "full", "-o", "jsn"}, "'jsn' is not known (did you mean \"json\"?)");
+  expect_refused({"plan", "--shape", "qwen7b", "--policy", "full", "-o", "jsn"},
+                 "'jsn' is not known (did you mean \"json\"?)");
   expect_refused({"policies", "snapvk"}, "(did you mean \"snapkv\"?)");
   expect_refused({"record", "--model", model(), "--ids", "1", "--kind", "prefil", "--out", place("r")},
                  "'prefil' is not known (did you mean \"prefill\"?)");
@@ -207,7 +217,8 @@ TEST_F(CommandGuard, NamesWhatIsUnknownFirstAndOffersTheNearest) {
 TEST_F(CommandGuard, PrintsItsHelpWhenItIsAskedNothing) {
   const Outcome outcome = run({});
   EXPECT_EQ(outcome.code, 2);
-  EXPECT_TRUE(outcome.err.find("generate") != std::string::npos && outcome.err.find("policies") != std::string::npos) << outcome.err;
+  EXPECT_TRUE(outcome.err.find("generate") != std::string::npos && outcome.err.find("policies") != std::string::npos)
+      << outcome.err;
 }
 
 // ---- Inputs that are not there
@@ -245,15 +256,19 @@ TEST_F(CommandGuard, RefusesARunThatTheMachineHasNoRoomFor) {
     more.insert(more.begin(), generate.begin(), generate.end());
     return more;
   };
-  expect_refused(with({"--max-new-tokens", "16777216", "--copies", "4096"}), "of memory is left on this machine; allowed fewer tokens");
+  expect_refused(with({"--max-new-tokens", "16777216", "--copies", "4096"}),
+                 "of memory is left on this machine; allowed fewer tokens");
   expect_refused(with({"--max-new-tokens", "16777216", "--copies", "4096", "--page-size", "16"}), "of memory is left");
-  expect_refused({"eval", "--model", KVKEEP_TEST_MODEL_DIR, "--samples", "16777216", "--length", "65536"}, "a smaller --samples");
+  expect_refused({"eval", "--model", KVKEEP_TEST_MODEL_DIR, "--samples", "16777216", "--length", "65536"},
+                 "a smaller --samples");
 }
 
 TEST_F(CommandGuard, MakesAsManyThreadsAsTheMachineCanUse) {
-  const Outcome outcome = run({"generate", "--model", model(), "--ids", "1", "--max-new-tokens", "2", "--threads", "4096"});
+  const Outcome outcome =
+      run({"generate", "--model", model(), "--ids", "1", "--max-new-tokens", "2", "--threads", "4096"});
   EXPECT_EQ(outcome.code, 0);
-  EXPECT_TRUE(std::thread::hardware_concurrency() >= 256 || outcome.err.find("given 4096, ") != std::string::npos) << outcome.err;
+  EXPECT_TRUE(std::thread::hardware_concurrency() >= 256 || outcome.err.find("given 4096, ") != std::string::npos)
+      << outcome.err;
 }
 
 }  // namespace

@@ -14,12 +14,19 @@ TEST(Text, EscapesWhatATerminalWouldActUpon) {
   EXPECT_EQ(escaped("\x1b[2Jphi"), "\\x1b[2Jphi");
   EXPECT_EQ(escaped("one\r\ntwo\t"), "one\\r\\ntwo\\t");
   EXPECT_EQ(escaped(std::string_view("x\0y\x7F", 4)), "x\\x00y\\x7f");
-  EXPECT_EQ(escaped("\xC2\x9B" "31m"), "\\u009b31m") << "a control sequence of one character";
-  EXPECT_EQ(escaped("\x9B" "31m"), "\\x9b31m") << "no UTF-8";
-  for (const char* whole : {"", "tova,budget=64", "ä ß 中文 \xF0\x9F\x90\x88", "C:\\n"}) EXPECT_EQ(escaped(whole), whole);
-  for (const auto& [bytes, shown] :
-       {std::pair("\xC0\xAF", "\\xc0\\xaf"), std::pair("\xED\xA0\x80", "\\xed\\xa0\\x80"),
-        std::pair("\xF4\x90\x80\x80", "\\xf4\\x90\\x80\\x80"), std::pair("\xE4\xB8", "\\xe4\\xb8"), std::pair("\xFF", "\\xff")})
+  EXPECT_EQ(escaped("\xC2\x9B"
+                    "31m"),
+            "\\u009b31m")
+      << "a control sequence of one character";
+  EXPECT_EQ(escaped("\x9B"
+                    "31m"),
+            "\\x9b31m")
+      << "no UTF-8";
+  for (const char* whole : {"", "tova,budget=64", "ä ß 中文 \xF0\x9F\x90\x88", "C:\\n"})
+    EXPECT_EQ(escaped(whole), whole);
+  for (const auto& [bytes, shown] : {std::pair("\xC0\xAF", "\\xc0\\xaf"), std::pair("\xED\xA0\x80", "\\xed\\xa0\\x80"),
+                                     std::pair("\xF4\x90\x80\x80", "\\xf4\\x90\\x80\\x80"),
+                                     std::pair("\xE4\xB8", "\\xe4\\xb8"), std::pair("\xFF", "\\xff")})
     EXPECT_EQ(escaped(bytes), shown) << "longer than needed, a surrogate, above the last, cut, never a beginning";
   EXPECT_EQ(escaped("a\tb\nc\rd", "\n\t"), "a\tb\nc\\rd");
   EXPECT_EQ(escaped(escaped("\x1b\n\xFF")), escaped("\x1b\n\xFF"));

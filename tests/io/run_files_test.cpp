@@ -22,7 +22,8 @@ class RunFilesTest : public ::testing::Test {
     ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
     folder_ = pattern;
     fs::create_directories(folder_ / "model" / "sub");
-    for (const char* name : {"in", "other", "model/config.json", "model/sub/weights"}) std::ofstream(folder_ / name) << "x";
+    for (const char* name : {"in", "other", "model/config.json", "model/sub/weights"})
+      std::ofstream(folder_ / name) << "x";
     fs::create_symlink("in", folder_ / "link");
     fs::create_symlink("link", folder_ / "link_to_link");
     fs::create_hard_link(folder_ / "in", folder_ / "hard");
@@ -65,16 +66,17 @@ TEST_F(RunFilesTest, NothingIsWrittenOverWhatIsReadByWhateverName) {
 
 TEST_F(RunFilesTest, AFolderIsReadWithEveryFileInIt) {
   for (const char* model : {"model", "model/", "same_model", "model/sub/.."}) {
-    for (const char* output : {"model/config.json", "same_model/config.json", "config", "other", "model/blob", "model/sub/weights",
-                               "model"})
+    for (const char* output :
+         {"model/config.json", "same_model/config.json", "config", "other", "model/blob", "model/sub/weights", "model"})
       EXPECT_TRUE(refused(model, output)) << model << ' ' << output;
-    for (const char* output : {"model/new", "in", "new"}) EXPECT_FALSE(refused(model, output)) << model << ' ' << output;
+    for (const char* output : {"model/new", "in", "new"})
+      EXPECT_FALSE(refused(model, output)) << model << ' ' << output;
   }
 }
 
 TEST_F(RunFilesTest, TwoOutputsAreTwoFiles) {
-  for (const auto& [one, other] : {std::pair("new", "./new"), std::pair("new", "same_model/../new"), std::pair("in", "hard"),
-                                   std::pair("model/new", "same_model/new")}) {
+  for (const auto& [one, other] : {std::pair("new", "./new"), std::pair("new", "same_model/../new"),
+                                   std::pair("in", "hard"), std::pair("model/new", "same_model/new")}) {
     RunFiles files;
     files.writes("--out", folder_ / one);
     EXPECT_THROW(files.writes("--ranks", folder_ / other), InvalidArgument) << other;
