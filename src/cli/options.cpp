@@ -64,6 +64,13 @@ std::string without_budget(const std::string& text) {
   return kept;
 }
 
+// A policy file, which may be a pipe: read once, however often the run looks at it.
+const std::string& policy_file(const std::string& file) {
+  static std::map<std::string, std::string> known;
+  const auto found = known.find(file);
+  return found != known.end() ? found->second : known.emplace(file, io::read_file(file, "policy")).first->second;
+}
+
 std::string first_name(const std::string& text) {
   const std::string_view first = prefill_part(text);
   return std::string(first.substr(0, first.find(',')));
@@ -137,7 +144,7 @@ PolicyText::PolicyText(std::string text) : text_(std::move(text)) {
     label_ = without_budget(text_);
     return;
   }
-  json_ = io::read_file(text_, "policy");
+  json_ = policy_file(text_);
   KVKEEP_REQUIRE(!json_.empty(), "policy: '", text_, "' is empty; allowed a JSON object");
   label_ = fs::path(text_).filename().string();
 }

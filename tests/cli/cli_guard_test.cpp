@@ -248,6 +248,14 @@ TEST_F(CommandGuard, SaysThatAnInputIsNotThereAFolderOrEmpty) {
   each({"replay", "--policy", "full", "--out", place("r")}, "trace", false);
 }
 
+TEST_F(CommandGuard, ReadsAPolicyFromAPipe) {
+  const std::string words = " plan --shape qwen7b --policy /dev/stdin > " + place("out");
+  EXPECT_EQ(
+      std::system(("echo '{\"policy\": \"tova\", \"budget\": 64}' | " + std::string(KVKEEP_CLI_PATH) + words).c_str()),
+      0);
+  EXPECT_NE(content(place("out")).find("kept"), std::string::npos);
+}
+
 // ---- Memory and threads
 
 TEST_F(CommandGuard, RefusesARunThatTheMachineHasNoRoomFor) {

@@ -44,13 +44,13 @@ TEST(LazyCache, IsRefusedWhereAllThatLivesWouldNotFit) {
   const Decoder decoder = small();
   const std::int64_t most = io::memory_left() / slot_bytes(decoder.spec());
   const auto refusal = [&](std::int64_t sequences, std::int64_t capacity) {
-    return testing::message_of<InvalidArgument>(
-        [&] { static_cast<void>(decoder.make_cache(sequences, capacity)); });
+    return testing::message_of<InvalidArgument>([&] { static_cast<void>(decoder.make_cache(sequences, capacity)); });
   };
   EXPECT_NE(refusal(1, 2 * most).find("a cache for 1 sequence of "), std::string::npos);
   EXPECT_NE(refusal(INT32_MAX, INT64_MAX / 2).find("of memory is left on this machine"), std::string::npos);
-  EXPECT_NE(testing::message_of<InvalidArgument>([&] { static_cast<void>(decoder.make_pages(most, 16)); }).find("make pages"),
-            std::string::npos);
+  EXPECT_NE(
+      testing::message_of<InvalidArgument>([&] { static_cast<void>(decoder.make_pages(most, 16)); }).find("make pages"),
+      std::string::npos);
   {
     const std::vector<lm::LayerCache> first = decoder.make_cache(1, most / 2);
     EXPECT_NE(refusal(1, 3 * most / 4).find("with those that there are"), std::string::npos);
