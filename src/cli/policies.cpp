@@ -5,6 +5,7 @@
 
 #include "commands.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/nearest.h"
 #include "kvkeep/policy/registry.h"
 #include "options.h"
 #include "oracle.h"
@@ -135,7 +136,11 @@ void run(const PoliciesOptions& o) {
     names += (names.empty() ? "" : ", ") + policy.name;
     if (o.name.empty() || policy.name == o.name) shown.push_back(policy);
   }
-  KVKEEP_REQUIRE(!shown.empty(), "policies: there is no policy \"", o.name, "\"; allowed ", names);
+  if (shown.empty()) {
+    std::vector<std::string_view> all;
+    for (const PolicyInfo& policy : known) all.emplace_back(policy.name);
+    refuse("policies: there is no policy \"", shortened(o.name), "\"", did_you_mean(o.name, all), "; allowed ", names);
+  }
   if (o.output.format != Format::md)
     return print((o.name.empty() && !o.all ? overview(known) : options_of(shown)).text(o.output.format));
   if (o.name.empty() && !o.all) return print(survey(known));
