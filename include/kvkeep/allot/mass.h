@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "kvkeep/core/hd.h"
 #include "kvkeep/core/pool.h"
+#include "kvkeep/core/strict_math.h"
 #include "kvkeep/core/team.h"
 
 namespace kvkeep {
