@@ -28,7 +28,7 @@ KVKEEP_HD void update_credit(const float* mass, std::int32_t length, std::int32_
         static_cast<float>(product(options.decay, old) + product(1.0 - options.decay, static_cast<double>(mass[t])));
   }
   team.sync();
-  const double sum = total(credit, length, team) + length * epsilon;
+  const double sum = total(credit, length, team) + product<double>(length, epsilon);
   for (std::int32_t t = team.thread(); t < length; t += team.size()) {
     const double share =
         raw ? static_cast<double>(credit[t]) : (static_cast<double>(usable(credit[t])) + epsilon) / sum;

@@ -1,6 +1,7 @@
 #pragma once
 /// Included by headers whose bodies compute. Those of a Keeper, a view and policies by name (policy/keeper.h,
-/// core/cache_view.h, policy/policy.h, policy/registry.h, torch.h, llama.h) compute nothing where the library is linked.
+/// core/cache_view.h, policy/policy.h, policy/registry.h, torch.h, llama.h) compute nothing where the library is
+/// linked.
 
 #include "kvkeep/core/hd.h"
 
