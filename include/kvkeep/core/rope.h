@@ -53,7 +53,7 @@ KVKEEP_HD inline RopePair rope_pair(RopeStyle style, std::int64_t f, std::int64_
 KVKEEP_HD inline double rope_angle(std::int64_t position, double inv_freq) {
   constexpr double kTurn = 6.283185307179586476925286766559;
   const double angle = static_cast<double>(position) * inv_freq;
-  return angle - kTurn * floor(angle / kTurn + 0.5);
+  return angle - product(kTurn, floor(angle / kTurn + 0.5));
 }
 
 /// cos and sin of one pair at `position`, times the attention scaling.
@@ -106,8 +106,8 @@ inline void rope_rotate(RopeStyle style, std::int64_t pairs, const float* cosine
   for (std::int64_t f = 0; f < pairs; ++f) {
     const auto [i, j] = rope_pair(style, f, pairs);
     const float a = x[i], b = x[j];
-    x[i] = a * cosines[f] - b * sines[f];
-    x[j] = b * cosines[f] + a * sines[f];
+    x[i] = product(a, cosines[f]) - product(b, sines[f]);
+    x[j] = product(b, cosines[f]) + product(a, sines[f]);
   }
 }
 
