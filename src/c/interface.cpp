@@ -280,8 +280,8 @@ template <class Result>
 kvkeep_report report_of(kvkeep_keeper& k, const Result& result, std::vector<PageMove> pages) noexcept {
   k.cuts.clear(), k.unscored.clear();
   for (const Cut& cut : result.cuts)
-    k.cuts.push_back(
-        {cut.sequence, cut.logical_length, cut.length_before, cut.length_after, cut.slots_before, cut.slots_after});
+    k.cuts.push_back({cut.sequence, cut.logical_length, cut.length_before, cut.length_after, cut.slots_before,
+                      cut.slots_after, cut.slots_chosen});
   for (const Unscored& one : result.unscored) k.unscored.push_back({one.sequence, one.layer, one.position});
   list_pages(k, std::move(pages));
   kvkeep_report report{};
@@ -293,12 +293,18 @@ kvkeep_report report_of(kvkeep_keeper& k, const Result& result, std::vector<Page
   report.unscored = k.unscored.data();
   report.bytes_before = result.bytes_before;
   report.bytes_after = result.bytes_after;
-  for (const Cut& cut : result.cuts) report.slots_dropped += cut.slots_before - cut.slots_after;
+  for (const Cut& cut : result.cuts) {
+    report.slots_kept += cut.slots_after;
+    report.slots_chosen += cut.slots_chosen;
+    report.slots_dropped += cut.slots_before - cut.slots_after;
+  }
   return report;
 }
 
 kvkeep_report report_of_event(kvkeep_keeper& k, Report event) noexcept {
   kvkeep_report report = report_of(k, event, std::move(event.pages));
+  report.slots_kept = event.slots_kept;
+  report.slots_chosen = event.slots_chosen;
   report.slots_dropped = event.slots_dropped;
   report.slots_folded = event.slots_folded;
   report.far_bytes = event.far_bytes;
@@ -571,7 +577,9 @@ void kvkeep_totals_of(const kvkeep_keeper* keeper, kvkeep_totals* totals) {
              .slots_dropped = t.slots_dropped,
              .bytes_moved = t.bytes_moved,
              .pages_freed = t.pages_freed,
-             .slots_folded = t.slots_folded},
+             .slots_folded = t.slots_folded,
+             .slots_kept = t.slots_kept,
+             .slots_chosen = t.slots_chosen},
             totals);
 }
 

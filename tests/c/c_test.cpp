@@ -66,6 +66,9 @@ TEST(CInterface, KeepsWhatTheKeeperKeepsDenseAndInPages) {
       totals.size = sizeof totals;
       kvkeep_totals_of(c.keeper.get(), &totals);
       EXPECT_EQ(totals.sequences_cut, cuts);
+      EXPECT_EQ(totals.slots_kept, cpp.keeper.totals().slots_kept);
+      EXPECT_EQ(totals.slots_chosen, cpp.keeper.totals().slots_chosen);
+      EXPECT_GT(totals.slots_chosen, 0);
       EXPECT_EQ(totals.steps, 30);
       EXPECT_NE(std::string(kvkeep_policy_json(c.keeper.get())).find("\"budget\":48"), std::string::npos)
           << kvkeep_policy_json(c.keeper.get());
