@@ -256,7 +256,6 @@ typedef struct kvkeep_cut {
   int64_t logical_length;
   int32_t length_before, length_after;
   int64_t slots_before, slots_after;
-  int64_t slots_chosen;  ///< of slots_after, by the scorer
 } kvkeep_cut;
 
 /// The pages that a cut sequence now holds, in order, and those it gave back (kvkeep::PageMove).
@@ -283,7 +282,7 @@ typedef struct kvkeep_report {
   int64_t slots_dropped, slots_folded, far_bytes;
   int64_t bytes_before, bytes_after, bytes_moved, pages_freed;
   int64_t pending;  ///< 1: kvkeep_finish() completes the event, and until then bytes and cuts are upper bounds
-  int64_t slots_kept, slots_chosen;
+  int64_t slots_kept, slots_chosen;  ///< of the cut sequences, over all rows; of these, by the scorer
 } kvkeep_report;
 
 /// Decides and moves. report: NULL if nobody asks. On a GPU, where the scores decide how many slots stay, it waits for

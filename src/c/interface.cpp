@@ -280,8 +280,8 @@ template <class Result>
 kvkeep_report report_of(kvkeep_keeper& k, const Result& result, std::vector<PageMove> pages) noexcept {
   k.cuts.clear(), k.unscored.clear();
   for (const Cut& cut : result.cuts)
-    k.cuts.push_back({cut.sequence, cut.logical_length, cut.length_before, cut.length_after, cut.slots_before,
-                      cut.slots_after, cut.slots_chosen});
+    k.cuts.push_back(
+        {cut.sequence, cut.logical_length, cut.length_before, cut.length_after, cut.slots_before, cut.slots_after});
   for (const Unscored& one : result.unscored) k.unscored.push_back({one.sequence, one.layer, one.position});
   list_pages(k, std::move(pages));
   kvkeep_report report{};
@@ -483,8 +483,8 @@ kvkeep_status kvkeep_apply(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvk
 kvkeep_status kvkeep_launch(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
   return guarded([&] {
     kvkeep_keeper& k = required(keeper, "keeper");
-    KVKEEP_REQUIRE(required(report, "report").size >= sizeof(kvkeep_report), "report: size is ", report->size,
-                   ", without room for `pending`; allowed sizeof of the struct");
+    KVKEEP_REQUIRE(required(report, "report").size >= offsetof(kvkeep_report, slots_kept), "report: size is ",
+                   report->size, ", without room for `pending`; allowed sizeof of the struct");
     const View view(cache, k.keeper.spec());
     carry_out(k, k.keeper.plan(view.view), view.view, report, false);
   });

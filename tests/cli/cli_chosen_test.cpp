@@ -49,17 +49,16 @@ TEST_F(Chosen, ARunSaysHowManySlotsTheScorerChose) {
     EXPECT_EQ(event["slots_kept"].get<int>() * 18, event["slots_chosen"].get<int>() * 24);
     EXPECT_GT(event["slots_chosen"], 0);
   }
-  const json plan = json::parse(run({"plan", "--model", model(), "--policy", policy, "--prompt", "40", "--length", "70",
-                                     "-o", "json"})
-                                    .out);
+  const json plan = json::parse(
+      run({"plan", "--model", model(), "--policy", policy, "--prompt", "40", "--length", "70", "-o", "json"}).out);
   EXPECT_EQ(plan["kept_slots"], done["events"][0]["slots_kept"]);
   EXPECT_EQ(plan["chosen_slots"], done["events"][0]["slots_chosen"]);
 }
 
 TEST_F(Chosen, TablesShowTheShareOfEveryPolicy) {
-  const Outcome outcome = run({"eval", "--model", model(), "--task", "ask", "--length", "96", "--samples", "1",
-                               "--interval", "8", "--policy", "full", "--policy", "tova,budget=24", "--policy",
-                               "keydiff,budget=24,recent=2", "-o", "json"});
+  const Outcome outcome =
+      run({"eval", "--model", model(), "--task", "ask", "--length", "96", "--samples", "1", "--interval", "8",
+           "--policy", "full", "--policy", "tova,budget=24", "--policy", "keydiff,budget=24,recent=2", "-o", "json"});
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   const json rows = json::parse(outcome.out);
   ASSERT_EQ(rows.size(), 3U);

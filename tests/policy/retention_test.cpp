@@ -24,17 +24,16 @@ RowLimit limit_of(const std::string& policy, std::int32_t length, std::int32_t p
   RowTable table;
   table.groups.push_back(
       {.queries = {}, .next_position = length, .prompt_end = prompt, .seen = {length}, .prompt = {prompt}});
-  table.rows.push_back({.length = length,
-                        .keys = {.width = 16},
-                        .values = {.width = 16},
-                        .positions = positions.data()});
+  table.rows.push_back(
+      {.length = length, .keys = {.width = 16}, .values = {.width = 16}, .positions = positions.data()});
   table.slots = length;
   const std::unique_ptr<KVPolicy> made = make_policy(policy);
   return evicts(made).limits({.spec = spec, .table = table}).rows[0];
 }
 
 TEST(Retention, RecentThatIsNotStatedIsAtMostAQuarterOfTheBudget) {
-  for (const auto& [budget, recent] : std::map<int, int>{{5, 1}, {7, 1}, {8, 2}, {24, 6}, {127, 31}, {128, 32}, {4096, 32}}) {
+  for (const auto& [budget, recent] :
+       std::map<int, int>{{5, 1}, {7, 1}, {8, 2}, {24, 6}, {127, 31}, {128, 32}, {4096, 32}}) {
     const std::string policy = text("keydiff,budget=", budget);
     EXPECT_EQ(evicts(make_policy(policy)).guarded(budget).recents, recent) << budget;
     EXPECT_EQ(limit_of(policy, 5000).guarded.recents, recent) << budget;
