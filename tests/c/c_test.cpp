@@ -166,7 +166,8 @@ TEST(CInterface, HasNothingPendingAndNoWorkspaceOnTheCpu) {
   EXPECT_EQ(c.call(unlucky, {1}, report, false), KVKEEP_INVALID_ARGUMENT);
   EXPECT_NE(std::string(kvkeep_last_error()).find("without room for `pending`"), std::string::npos);
   const auto older = [&](const kvkeep_cache& cache) {
-    report = {.size = offsetof(kvkeep_report, slots_kept), .slots_kept = -1};
+    report.size = offsetof(kvkeep_report, slots_kept);
+    report.slots_kept = -1;
     return kvkeep_launch(c.keeper.get(), &cache, &report);
   };
   EXPECT_EQ(c.call(older, {1}, report, false), KVKEEP_OK) << "a program that was compiled before slots were counted";
