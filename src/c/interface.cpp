@@ -300,12 +300,18 @@ kvkeep_report report_of(kvkeep_keeper& k, const Result& result, std::vector<Page
   report.unscored = k.unscored.data();
   report.bytes_before = result.bytes_before;
   report.bytes_after = result.bytes_after;
-  for (const Cut& cut : result.cuts) report.slots_dropped += cut.slots_before - cut.slots_after;
+  for (const Cut& cut : result.cuts) {
+    report.slots_kept += cut.slots_after;
+    report.slots_chosen += cut.slots_chosen;
+    report.slots_dropped += cut.slots_before - cut.slots_after;
+  }
   return report;
 }
 
 kvkeep_report report_of_event(kvkeep_keeper& k, Report event) noexcept {
   kvkeep_report report = report_of(k, event, std::move(event.pages));
+  report.slots_kept = event.slots_kept;
+  report.slots_chosen = event.slots_chosen;
   report.slots_dropped = event.slots_dropped;
   report.slots_folded = event.slots_folded;
   report.far_bytes = event.far_bytes;
@@ -484,8 +490,8 @@ kvkeep_status kvkeep_apply(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvk
 kvkeep_status kvkeep_launch(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
   return guarded([&] {
     kvkeep_keeper& k = required(keeper, "keeper");
-    KVKEEP_REQUIRE(required(report, "report").size >= sizeof(kvkeep_report), "report: size is ", report->size,
-                   ", without room for `pending`; allowed sizeof of the struct");
+    KVKEEP_REQUIRE(required(report, "report").size >= offsetof(kvkeep_report, slots_kept), "report: size is ",
+                   report->size, ", without room for `pending`; allowed sizeof of the struct");
     const View view(cache, k.keeper.spec());
     carry_out(k, k.keeper.plan(view.view), view.view, report, false);
   });
@@ -578,7 +584,9 @@ void kvkeep_totals_of(const kvkeep_keeper* keeper, kvkeep_totals* totals) {
              .slots_dropped = t.slots_dropped,
              .bytes_moved = t.bytes_moved,
              .pages_freed = t.pages_freed,
-             .slots_folded = t.slots_folded},
+             .slots_folded = t.slots_folded,
+             .slots_kept = t.slots_kept,
+             .slots_chosen = t.slots_chosen},
             totals);
 }
 

@@ -10,7 +10,9 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/nearest.h"
+#include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/registry.h"
+#include "kvkeep/score/recency.h"
 #include "oracle.h"
 #include "read_file.h"
 #include "untrusted_json.h"
@@ -236,12 +238,16 @@ Cell budget_cell(const KVPolicy& policy) {
 }
 
 std::string warning_about(const KVPolicy& policy) {
-  const nlohmann::json options = nlohmann::json::parse(policy.to_json());
-  const std::int64_t sink = options.value("sink", 0), recent = options.value("recent", 0),
-                     budget = options.value("budget", 0);
-  if (budget == 0 || sink + recent <= budget / 2) return {};
-  return text("warning: sink + recent = ", sink + recent, " of ", policy.name(),
-              " protect more than half of the budget of ", budget, "; little is left to choose from");
+  const auto* evict = dynamic_cast<const Evict*>(&policy);
+  if (evict == nullptr || evict->scorer().name() == Recency::traits.name) return {};
+  const Budget& budget = evict->retention().trigger.budget;
+  const Protected guarded = evict->guarded(budget.slots);
+  const std::int32_t chosen = budget.slots - guarded.count();
+  if (budget.unit != Budget::Unit::slots || guarded.count() <= budget.slots / 2) return {};
+  const bool window = guarded.recents > evict->retention().newest(budget.slots);
+  return text("warning: ", policy.name(), " chooses ", chosen == 0 ? "none" : text(chosen), " of the ", budget.slots,
+              " slots: sink=", guarded.sinks, window ? " and the scorer's newest " : " and recent=", guarded.recents,
+              " take the ", chosen == 0 ? "whole budget" : "others");
 }
 
 }  // namespace kvkeep::cli

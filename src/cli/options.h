@@ -70,7 +70,7 @@ inline constexpr const char* kPolicyHelp = "a JSON file, or name,key=value,... (
 // What a policy may keep, for tables: slots, "ratio=0.5", "bytes=65536"; null if it never cuts.
 Cell budget_cell(const KVPolicy& policy);
 
-// Warns of settings that are allowed but probably not intended: protected slots that fill more than half of the budget.
+// Warns of settings that are allowed but probably not intended: a scorer that chooses less than half of its budget.
 // Empty if there is nothing to warn of.
 std::string warning_about(const KVPolicy& policy);
 

@@ -172,7 +172,8 @@ std::string markdown(const PlanOptions& o, const Planned& out) {
     head += text("No event within ", o.length, " tokens.\n");
   else
     head += text(s.events, s.events == 1 ? " event" : " events", ", the first at token ", s.first_event,
-                 ", the last at token ", s.last_event, ".\n");
+                 ", the last at token ", s.last_event, ". Of the slots that it keeps, the scorer chooses ",
+                 share_cell(static_cast<double>(s.chosen_slots) / static_cast<double>(s.kept_slots)).shown, ".\n");
   if (out.policy->trigger().thins)
     head += "Rows keep what passes, and may end up unequal: slots are the most that they may hold.\n";
   else if (out.policy->trigger().ragged)
@@ -203,6 +204,8 @@ std::string json(const PlanOptions& o, const Planned& out) {
            {"events", s.events},
            {"first_event", s.events > 0 ? Json(s.first_event) : Json(nullptr)},
            {"last_event", s.events > 0 ? Json(s.last_event) : Json(nullptr)},
+           {"kept_slots", s.kept_slots},
+           {"chosen_slots", s.chosen_slots},
            {"layers", Json::array()}};
   for (std::size_t l = 0; l < s.layers.size(); ++l)
     all["layers"].push_back({{"layer", l},

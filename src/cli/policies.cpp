@@ -118,6 +118,8 @@ Table options_of(const std::vector<PolicyInfo>& shown) {
 std::string page(const PolicyInfo& policy) {
   std::string out = text(policy.name, ": ", policy.what, "\nSource: ", policy.source,
                          "\nNeeds:  ", policy.needs.empty() ? "nothing" : policy.needs, "\n");
+  if (!policy.chooses.empty())
+    out += text("Chooses by score: ", policy.chooses, " slots; the others are sinks and recents\n");
   if (policy.options.empty()) return out + "No options.\n";
   Table table({{"option", "option", false},
                {"default", "default", false},

@@ -108,13 +108,16 @@ void run(const ReplayOptions& o) {
   Table table({{"kind", "kind", false},
                {"policy", "policy", false},
                {"tensors", "tensors"},
+               {"slots_chosen", "slots chosen"},
                {"slots_dropped", "slots dropped"},
                {"ms", "ms"},
                {"result", "result", false}});
-  const auto dropped = result.metadata.find("slots_dropped");
-  table.add({kind, name, static_cast<std::int64_t>(result.tensors.size()),
-             dropped == result.metadata.end() ? std::int64_t{0} : std::int64_t{std::stoll(dropped->second)},
-             real_cell(seconds * 1000, 2), o.out});
+  const auto slots = [&result](const char* what) {
+    const auto found = result.metadata.find(what);
+    return found == result.metadata.end() ? std::int64_t{0} : std::int64_t{std::stoll(found->second)};
+  };
+  table.add({kind, name, static_cast<std::int64_t>(result.tensors.size()), slots("slots_chosen"),
+             slots("slots_dropped"), real_cell(seconds * 1000, 2), o.out});
   if (o.output.format == Format::json)
     print(io::written(table.json().front()) + "\n");
   else

@@ -18,8 +18,9 @@ namespace kvkeep {
 
 struct KnownPolicy {
   PolicyEntry entry;
-  std::string scorer = {}, allocator = {};  ///< as PolicyInfo
-  std::function<std::string()> needs = {};  ///< in words, instead of entry.needs
+  std::string scorer = {}, allocator = {};    ///< as PolicyInfo
+  std::function<std::string()> needs = {};    ///< in words, instead of entry.needs
+  std::function<std::string()> chooses = {};  ///< as PolicyInfo
 };
 
 /// Policies are never removed, so pointers to them stay valid. Thread-safe.

@@ -33,8 +33,9 @@ static_assert(offsetof(kvkeep_step_tokens, log_sum_exp) == 52 && sizeof(kvkeep_s
 static_assert(sizeof(kvkeep_layer_cache) == 40 && sizeof(kvkeep_page_allocator) == 32);
 static_assert(offsetof(kvkeep_cache, pages) == 72 && sizeof(kvkeep_cache) == 80);
 static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 32 && sizeof(kvkeep_unscored) == 16);
-static_assert(offsetof(kvkeep_report, pending) == 112 && sizeof(kvkeep_report) == 120);
-static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 64);
+static_assert(offsetof(kvkeep_report, pending) == 112 && offsetof(kvkeep_report, slots_chosen) == 128);
+static_assert(sizeof(kvkeep_report) == 136 && offsetof(kvkeep_totals, slots_chosen) == 72);
+static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 80);
 
 constexpr const char* kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
 
@@ -67,6 +68,9 @@ TEST(CInterface, KeepsWhatTheKeeperKeepsDenseAndInPages) {
       totals.size = sizeof totals;
       kvkeep_totals_of(c.keeper.get(), &totals);
       EXPECT_EQ(totals.sequences_cut, cuts);
+      EXPECT_EQ(totals.slots_kept, cpp.keeper.totals().slots_kept);
+      EXPECT_EQ(totals.slots_chosen, cpp.keeper.totals().slots_chosen);
+      EXPECT_GT(totals.slots_chosen, 0);
       EXPECT_EQ(totals.steps, 30);
       EXPECT_NE(std::string(kvkeep_policy_json(c.keeper.get())).find("\"budget\":48"), std::string::npos)
           << kvkeep_policy_json(c.keeper.get());
@@ -162,6 +166,13 @@ TEST(CInterface, HasNothingPendingAndNoWorkspaceOnTheCpu) {
   };
   EXPECT_EQ(c.call(unlucky, {1}, report, false), KVKEEP_INVALID_ARGUMENT);
   EXPECT_NE(std::string(kvkeep_last_error()).find("without room for `pending`"), std::string::npos);
+  const auto older = [&](const kvkeep_cache& cache) {
+    report.size = offsetof(kvkeep_report, slots_kept);
+    report.slots_kept = -1;
+    return kvkeep_launch(c.keeper.get(), &cache, &report);
+  };
+  EXPECT_EQ(c.call(older, {1}, report, false), KVKEEP_OK) << "a program that was compiled before slots were counted";
+  EXPECT_EQ(report.slots_kept, -1);
   kvkeep_accelerator_free(nullptr);
 }
 

@@ -69,7 +69,7 @@ INSTANTIATE_TEST_SUITE_P(
         PolicyCase{"keydiff", "keydiff,budget=48,interval=12", false},
         PolicyCase{"expected", "ams-expected,budget=48,interval=12", false},
         PolicyCase{"rkv", "rkv,budget=48,interval=12", false},
-        PolicyCase{"snapkv", "snapkv,budget=48,interval=12", false},
+        PolicyCase{"snapkv", "snapkv,budget=48,interval=12,window=8", false},
         PolicyCase{"h2o", "h2o,budget=48,interval=12", false},
         PolicyCase{"given", "given,budget=48,interval=12", false},
         PolicyCase{"threshold", "threshold-given,budget=48,interval=12,recent=4,threshold=-0.5", true},

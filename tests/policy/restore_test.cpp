@@ -351,7 +351,7 @@ TEST(Restore, RefusesPoliciesThatAreNoObjectOfOptions) {
 
 TEST(Restore, RefusesMoreQueriesThanItHasSeenTokens) {
   const File whole("few"), forged("many");
-  const std::string snapkv = "snapkv,budget=64,recent=8,interval=8";
+  const std::string snapkv = "snapkv,budget=128,recent=8,interval=8";
   engines::DenseEngine here(snapkv, true, Dtype::f32), there(snapkv, true, Dtype::f32);
   oracle::Random random(2);
   here.join(1);

@@ -88,7 +88,14 @@ class Engine {
                 .given_scores = true,
                 .accelerator = accelerator}),
         ragged_(ragged) {}
-  virtual ~Engine() = default;
+  /// Events that no scorer had a say in test nothing of it (B35).
+  virtual ~Engine() {
+    const Totals& totals = keeper.totals();
+    if (totals.slots_kept == 0 || totals.slots_chosen > 0 || no_say || keeper.policy().name() == "streaming") return;
+    ADD_FAILURE() << keeper.policy().to_json()
+                  << " chose none of the slots that its events kept; set no_say if a test "
+                     "means that";
+  }
 
   void join(SequenceId id) {
     keeper.join(id);
@@ -209,6 +216,7 @@ class Engine {
   /// Instead of observe(), in every layer of a step that begin_step() has counted.
   std::function<void(std::int32_t layer, const at::Tensor& queries, const at::Tensor& log_sum_exp)> record;
   bool gives_log_sum_exp = false;
+  bool no_say = false;  ///< the test means a policy whose scorer chooses nothing
   /// Between step() and finish().
   std::function<void(const CacheView& view, const Report& report)> while_pending;
   std::map<SequenceId, Ints> lengths;

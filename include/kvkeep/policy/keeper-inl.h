@@ -470,6 +470,7 @@ KVKEEP_INLINE void Keeper::measure(Plan& plan) const {
     cut.length_after = std::max(cut.length_after, static_cast<std::int32_t>(keep.count(r)));
     cut.slots_before += row.length;
     cut.slots_after += keep.count(r);
+    cut.slots_chosen += plan.decision.chosen(r);
   }
 }
 
@@ -510,13 +511,8 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
   Report report{.cuts = plan.cuts,
                 .pages = plan.pages,
                 .unscored = plan.unscored,
-                .slots_dropped = 0,
-                .slots_folded = 0,
-                .far_bytes = 0,
                 .bytes_before = plan.bytes_before,
-                .bytes_after = plan.bytes_after,
-                .bytes_moved = 0,
-                .pages_freed = 0};
+                .bytes_after = plan.bytes_after};
   std::unique_ptr<Folding> folding;
   std::optional<Pending> pending;
   if (plan.decision.tables.counts != nullptr) pending.emplace(Pending{.plan = plan, .pages = {}});
@@ -586,6 +582,10 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Foldi
     view.lengths.at(i, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     report.slots_dropped += row.length - keep.count(r);
   }
+  for (const Cut& cut : report.cuts) {
+    report.slots_kept += cut.slots_after;
+    report.slots_chosen += cut.slots_chosen;
+  }
   settle_folded(plan, view, folding, report);
   const std::int32_t room = policy_->trigger().interval;
   for (std::size_t g = 0; g < plan.table.groups.size(); ++g) {
@@ -601,6 +601,8 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Foldi
   ++version_;
   ++totals_.events;
   totals_.sequences_cut += static_cast<std::int64_t>(report.cuts.size());
+  totals_.slots_kept += report.slots_kept;
+  totals_.slots_chosen += report.slots_chosen;
   totals_.slots_dropped += report.slots_dropped;
   totals_.slots_folded += report.slots_folded;
   totals_.bytes_moved += report.bytes_moved;

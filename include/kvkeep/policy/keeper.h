@@ -35,6 +35,9 @@ struct Cut {
   std::int32_t length_after = 0;
   std::int64_t slots_before = 0;  ///< over all its rows
   std::int64_t slots_after = 0;
+  std::int64_t slots_chosen = 0;  ///< of slots_after: those that stay because of their scores, being neither sinks, nor
+                                  ///< recents, nor pinned, nor of a protected prompt, nor in a row that was not cut. A
+                                  ///< lower bound on a device if some are pinned
 };
 
 /// A sequence that was due but was not cut: the policy reads a query of it that is NaN or infinite, so what that
@@ -67,6 +70,8 @@ struct Report {
   std::vector<PageMove> pages;  ///< paged caches: the pages that each cut sequence now holds, as its row of the block
                                 ///< table says, and those it gave back
   std::vector<Unscored> unscored;  ///< sequences that were due and were not cut
+  std::int64_t slots_kept = 0;     ///< of the cut sequences, over all rows
+  std::int64_t slots_chosen = 0;   ///< of these, by the scorer (Cut)
   std::int64_t slots_dropped = 0;  ///< over all rows
   std::int64_t slots_folded = 0;   ///< of these, folded into spans
   std::int64_t far_bytes = 0;      ///< of the factors stored for them; an upper bound on a device (FoldedState)
@@ -113,6 +118,8 @@ struct Totals {
   std::int64_t steps = 0;
   std::int64_t events = 0;  ///< steps in which something was cut
   std::int64_t sequences_cut = 0;
+  std::int64_t slots_kept = 0;    ///< at events, as in Report
+  std::int64_t slots_chosen = 0;  ///< of these; 0 after events: the scorer had no say
   std::int64_t slots_dropped = 0;
   std::int64_t bytes_moved = 0;
   std::int64_t pages_freed = 0;

@@ -34,6 +34,8 @@ struct PolicyInfo {
   std::string allocator = {};  ///< "ams" and similar; empty: top-k
   std::string needs = {};      ///< what the engine must supply besides keys and values, with default options
   bool narrows = false;        ///< acts on prompts while they run
+  std::string chooses = {};    ///< how many slots of some budgets the scorer chooses, with default options; empty if
+                               ///< the policy has no scorer
 };
 
 /// Every policy that this build knows, with all its options.

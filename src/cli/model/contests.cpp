@@ -10,6 +10,7 @@
 
 #include "files.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/score/recency.h"
 #include "progress.h"
 
 namespace kvkeep::cli {
@@ -160,9 +161,27 @@ void warn(const std::vector<Contest>& contests, bool quiet) {
     if (!quiet && !contest.warning.empty()) note(contest.warning);
 }
 
-void note_idle(const Contest& contest, std::int64_t events, const char* what, bool quiet) {
-  if (events == 0 && !contest.never && !quiet)
+void EventCounts::add(const lm::Completion& done) {
+  for (const lm::SequenceEvent& event : done.events) {
+    ++events;
+    slots_kept += event.slots_kept;
+    slots_chosen += event.slots_chosen;
+  }
+}
+
+std::string EventCounts::warning(const std::string& shown) const {
+  if (slots_kept == 0 || slots_chosen > 0 || shown.starts_with(Recency::traits.name)) return {};
+  return text("warning: ", shown,
+              " chose none of the slots that its events kept: sinks, recents and, if it is "
+              "protected, the prompt took the whole budget");
+}
+
+void note_events(const Contest& contest, const EventCounts& counts, const char* what, bool quiet) {
+  if (contest.never || quiet) return;
+  if (counts.events == 0)
     note(text("note: ", contest.shown(), " never reached an event; its ", what, " stay below budget + interval"));
+  else if (const std::string warning = counts.warning(contest.shown()); contest.warning.empty() && !warning.empty())
+    note(warning);
 }
 
 std::vector<Column> contest_columns(const ContestOptions& options, const std::vector<Column>& others) {

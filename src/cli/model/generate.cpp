@@ -11,6 +11,7 @@
 
 #include "commands.h"
 #include "files.h"
+#include "contests.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/generation.h"
@@ -159,7 +160,11 @@ std::string markdown(const Outcome& outcome) {
   }
   if (outcome.done.prompt) out << "\n\n" << prompt_line(*outcome.done.prompt);
   out << "\n\nCache: peak " << bytes_cell(outcome.done.peak_bytes).shown << ", kept "
-      << bytes_cell(outcome.done.kept_bytes).shown << ", " << events << (events == 1 ? " event\n" : " events\n");
+      << bytes_cell(outcome.done.kept_bytes).shown << ", " << events << (events == 1 ? " event" : " events");
+  EventCounts counts;
+  counts.add(outcome.done);
+  if (events > 0) out << "; the scorer chose " << counts.chosen().shown << " of the slots that stayed";
+  out << "\n";
   if (outcome.done.folded) out << folded_line(outcome) << "\n";
   if (events > 0) out << "\n" << (outcome.text.empty() ? event_table(outcome) : short_event_table(outcome)).markdown();
   return out.str();
@@ -178,6 +183,8 @@ Json json(const Outcome& outcome) {
                       {"length_after", event.length_after},
                       {"bytes_before", event.bytes_before},
                       {"bytes_after", event.bytes_after},
+                      {"slots_kept", event.slots_kept},
+                      {"slots_chosen", event.slots_chosen},
                       {"kept", kept}});
   }
   Json all{{"policy", Json::parse(outcome.policy_json)}, {"tokens", outcome.done.tokens},
@@ -253,7 +260,8 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
   std::unique_ptr<KVPolicy> policy = policy_text.make();
   lm::Request request = request_of(o, prompt);
   lm::Decoder decoder = o.model.open();
-  if (const std::string warning = warning_about(*policy); !o.output.quiet && !warning.empty()) note(warning);
+  const std::string warning = warning_about(*policy);
+  if (!o.output.quiet && !warning.empty()) note(warning);
   const bool streams = prompt.text.has_value() && o.output.format == Format::md;
   Progress progress(streams ? 0 : std::int64_t{o.copies} * request.new_tokens, o.output.quiet);
   lm::GeneratorOptions options{.places = o.copies,
@@ -278,6 +286,7 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
     for (std::int32_t i = 0; i < o.copies; ++i) oracle->tell(i, *prompt.sample);
     options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
   }
+  const std::string name(policy->name());
   Outcome outcome{policy->to_json(), {}, decoder.spec(), {}, {}, {}, {}};
   const Trigger trigger = policy->trigger();
   lm::GenerationRun run = lm::generate(decoder, std::move(policy),
@@ -291,6 +300,9 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
   outcome.near = run.near;
   if (outcome.done.events.empty() && !trigger.never && !o.output.quiet)
     note("note: there was no event; the policy is due at budget + interval slots, and the run did not reach that");
+  EventCounts counts;
+  counts.add(outcome.done);
+  if (const std::string none = counts.warning(name); !o.output.quiet && warning.empty() && !none.empty()) note(none);
   return outcome;
 }
 
