@@ -15,8 +15,7 @@ Breaks are in tests/breaks/ROOM.txt, apart from each other by an empty line:
   - spans_.pop_back();                                    the code: the first after @, or once in the file
   + spans_.clear();                                       what stands there instead; left out: nothing
 
-White space does not count. Code that ends with ; or } is statements, other code is an expression. Neither may be
-constexpr.
+White space does not count. Code that ends with ; is statements, other code is an expression. Neither may be constexpr.
 
 All breaks are compiled together, into a copy of the sources, each behind a condition that a number in the environment
 turns on: one build serves them all. Without a break every test that is tried first must pass. Then each break runs
@@ -38,6 +37,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAMS = {"cuda": "kvkeep_cuda_model_tests", "llama": "kvkeep_llama_tests"}  # other rooms: kvkeep_tests
 ALL_PROGRAMS = ["kvkeep_tests", "kvkeep_llama_tests", "kvkeep_cuda_model_tests"]
+WAYS = {"kvkeep_cuda_model_tests": ["", "seed=1", "guard"]}  # to run the execution model (docs/cuda.md)
 OF_THE_SOURCES = "House.*:Docs.*"  # they read the sources, which are not themselves in the copy
 SECONDS = 600  # that a part of the tests may take; without a break it takes a tenth
 
@@ -76,7 +76,7 @@ class Break:
 
     def compiled(self, code):
         on = f"kvkeep_breaks::on({self.number})"
-        if code[-1] in ";}":
+        if code[-1] == ";":
             return f"{{ if ({on}) {{ {self.broken} }} else {{ {code} }} }}"
         return f"({on} ? ({self.broken}) : ({code}))"
 
@@ -152,17 +152,19 @@ def build(folder, texts, jobs):
     targets = subprocess.run(["cmake", "-G", "Ninja", "-S", copy, "-B", tree, *options], check=False,
                              stdout=subprocess.DEVNULL).returncode
     made = 1 if targets else subprocess.run(
-        ["cmake", "--build", tree, "--parallel", str(jobs), "--target", *ALL_PROGRAMS], check=False).returncode
+        ["cmake", "--build", tree, "--parallel", str(jobs), "--target", *ALL_PROGRAMS, "--", "-k", "0"],
+        check=False).returncode
     if made:
         sys.exit(2)
     return tree / "bin"
 
 
-def noticed(program, tests, number):
+def noticed(program, tests, number, way=""):
     """The first test of `tests` that fails with break `number`; None: all pass."""
     with tempfile.TemporaryDirectory(prefix="kvkeep_breaks_") as scratch:
-        environment = os.environ | {"KVKEEP_BREAK": str(number), "GTEST_FAIL_FAST": "1", "TMPDIR": scratch,
-                                    "TEST_TMPDIR": scratch, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+        environment = os.environ | {"KVKEEP_BREAK": str(number), "KVKEEP_CUDA_MODEL": way, "GTEST_FAIL_FAST": "1",
+                                    "TMPDIR": scratch, "TEST_TMPDIR": scratch,
+                                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
                                     "GTEST_FILTER": tests + ("" if "-" in tests else "-") + ":" + OF_THE_SOURCES}
         with open(os.path.join(scratch, "log"), "w+b") as log:
             try:
@@ -185,7 +187,8 @@ def try_break(programs, b):
     own = programs / b.program
     found = noticed(own, b.tests, b.number)
     for name in [b.program, *(n for n in ALL_PROGRAMS if n != b.program)]:
-        found = found or noticed(programs / name, "*", b.number)
+        for way in WAYS.get(name, [""]):
+            found = found or noticed(programs / name, "*", b.number, way)
     return found
 
 
