@@ -142,6 +142,27 @@ TEST(CInterface, RecordsAStepThatBeganAndTakesTokensBack) {
   EXPECT_GE(cpp.keeper.totals().events, 2);
 }
 
+TEST(CInterface, TakesTokensWhoseQueriesNobodyReads) {
+  CEngine c(kPolicy);
+  c.join(1);
+  const std::int64_t id = 1;
+  const std::int32_t indptr[] = {0, 5};
+  for (std::int32_t l = 0; l < kLayers; ++l) {
+    kvkeep_observation seen{};
+    seen.size = sizeof seen;
+    seen.layer = l;
+    seen.num_sequences = 1;
+    seen.sequences = &id;
+    seen.indptr = indptr;
+    EXPECT_EQ(kvkeep_observe(c.keeper.get(), &seen), KVKEEP_INVALID_ARGUMENT) << "it has no queries";
+    seen.unread = 1;
+    EXPECT_EQ(kvkeep_observe(c.keeper.get(), &seen), KVKEEP_OK) << kvkeep_last_error();
+  }
+  std::int64_t length = 0;
+  ASSERT_EQ(kvkeep_logical_length(c.keeper.get(), 1, &length), KVKEEP_OK);
+  EXPECT_EQ(length, 5);
+}
+
 TEST(CInterface, HasNothingPendingAndNoWorkspaceOnTheCpu) {
   CEngine c(kPolicy);
   oracle::Random random(10);

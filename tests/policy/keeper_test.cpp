@@ -533,6 +533,12 @@ TEST(Trigger, SaysHowManyTokensAnEventIsAway) {
   EXPECT_GT(exact, 5000);
 }
 
+TEST(Trigger, CountsTheIntervalsThatAStepJumpsOver) {
+  const Trigger counter{.budget = {.slots = 4}, .interval = 4, .kind = Trigger::Kind::counter};
+  EXPECT_TRUE(counter.due({.slots = 15, .seen = 15, .prompt = 10, .step = 2})) << "from 3 decoded tokens to 5";
+  EXPECT_FALSE(counter.due({.slots = 15, .seen = 15, .prompt = 10, .step = 1}));
+}
+
 TEST(Keeper, PlanSaysWhatApplyDoes) {
   Engine engine(kAms, 1, 64);
   engine.join(1);
