@@ -10,8 +10,8 @@
 #include <sstream>
 
 #include "commands.h"
-#include "files.h"
 #include "contests.h"
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/generation.h"
