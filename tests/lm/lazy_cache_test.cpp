@@ -32,7 +32,7 @@ TEST(LazyCache, TakesMemoryAsItIsWritten) {
   if (io::memory_left() < 2 * kGiB) GTEST_SKIP() << "less than 2 GiB are left";
   const std::int64_t before = resident_bytes();
   const std::vector<lm::LayerCache> dense = decoder.make_cache(2, kGiB / 2 / slot_bytes(decoder.spec()));
-  const std::vector<lm::LayerKv> pages = decoder.make_pages(kGiB / 16 / slot_bytes(decoder.spec()), 16);
+  const std::vector<LayerKv> pages = decoder.make_pages(kGiB / 16 / slot_bytes(decoder.spec()), 16);
   EXPECT_LT(resident_bytes() - before, kGiB / 16);
   const kvkeep::Tensor keys = dense.back().keys;
   EXPECT_EQ(keys.data<float>()[keys.numel() - 1], 0.0F);
