@@ -1,5 +1,5 @@
 #pragma once
-/// Scorers rank the slots of a row. A scorer is a header, its device functions, a test, and a line in a table
+/// Scorers rank the slots of a row. A scorer is a header, a line in a table, and a test
 /// (CONTRIBUTING.md, "Adding a scorer").
 
 #include <string>
