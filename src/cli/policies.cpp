@@ -5,6 +5,7 @@
 
 #include "commands.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/nearest.h"
 #include "kvkeep/policy/registry.h"
 #include "options.h"
 #include "oracle.h"
@@ -117,6 +118,8 @@ Table options_of(const std::vector<PolicyInfo>& shown) {
 std::string page(const PolicyInfo& policy) {
   std::string out = text(policy.name, ": ", policy.what, "\nSource: ", policy.source,
                          "\nNeeds:  ", policy.needs.empty() ? "nothing" : policy.needs, "\n");
+  if (!policy.chooses.empty())
+    out += text("Chooses by score: ", policy.chooses, " slots; the others are sinks and recents\n");
   if (policy.options.empty()) return out + "No options.\n";
   Table table({{"option", "option", false},
                {"default", "default", false},
@@ -135,7 +138,11 @@ void run(const PoliciesOptions& o) {
     names += (names.empty() ? "" : ", ") + policy.name;
     if (o.name.empty() || policy.name == o.name) shown.push_back(policy);
   }
-  KVKEEP_REQUIRE(!shown.empty(), "policies: there is no policy \"", o.name, "\"; allowed ", names);
+  if (shown.empty()) {
+    std::vector<std::string_view> all;
+    for (const PolicyInfo& policy : known) all.emplace_back(policy.name);
+    refuse("policies: there is no policy \"", shortened(o.name), "\"", did_you_mean(o.name, all), "; allowed ", names);
+  }
   if (o.output.format != Format::md)
     return print((o.name.empty() && !o.all ? overview(known) : options_of(shown)).text(o.output.format));
   if (o.name.empty() && !o.all) return print(survey(known));

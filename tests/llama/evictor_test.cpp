@@ -320,9 +320,9 @@ TEST_P(LlamaEvictor, SaysWhatIsInTheWay) {
             std::string::npos);
   EXPECT_NE(sentence("adakv-tova,budget=32", {}).find("unequal"), std::string::npos);
   EXPECT_NE(sentence("sekv,budget=32", {}).find("sekv"), std::string::npos);
-  EXPECT_NE(
-      sentence("vase,budget=48,share=union,prefill=cut", {.flash = LLAMA_FLASH_ATTN_TYPE_DISABLED}).find("transposed"),
-      std::string::npos);
+  EXPECT_NE(sentence("vase,budget=48,window=16,share=union,prefill=cut", {.flash = LLAMA_FLASH_ATTN_TYPE_DISABLED})
+                .find("transposed"),
+            std::string::npos);
   EXPECT_EQ(sentence("tova,budget=32,share=union,prefill=cut", {.flash = LLAMA_FLASH_ATTN_TYPE_DISABLED}), "");
   EXPECT_EQ(sentence("tova,budget=32,share=union,prefill=cut", {.type = GGML_TYPE_Q8_0}), "");
   EXPECT_NE(sentence("expected,budget=32,share=union,prefill=cut", {.type = GGML_TYPE_Q8_0}).find("Hadamard"),
