@@ -1,12 +1,17 @@
-# kvkeep_same_kernels(COMMAND TARGET...): compiles kernel.cpp without kvkeep, and linked to each of the targets; COMMAND
-# becomes what checks that all are the same instructions, fused multiply-adds among them. That is this file:
+# kvkeep_same_kernels(TARGET...): compiles kernel.cpp without kvkeep, and linked to each of the targets that are there.
+# `same_kernels`, a target and a variable with its command, checks that all are the same instructions, fused multiply-adds
+# among them, with this file:
 #
-#   cmake -DOBJDUMP=PROGRAM "-DOBJECTS=FILE;FILE..." -P kernels.cmake
+#   cmake -DOBJDUMP=PROGRAM -DOBJECTS=FILE,FILE... -P kernels.cmake
 
 if(NOT CMAKE_SCRIPT_MODE_FILE)
-  function(kvkeep_same_kernels command)
+  function(kvkeep_same_kernels)
     set(objects "")
+    set(names "")
     foreach(target IN ITEMS alone ${ARGN})
+      if(NOT target STREQUAL "alone" AND NOT TARGET ${target})
+        continue()
+      endif()
       string(MAKE_C_IDENTIFIER "kernel_${target}" name)
       add_library(${name} OBJECT "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/kernel.cpp")
       target_compile_options(${name} PRIVATE -O3 $<$<STREQUAL:${CMAKE_SYSTEM_PROCESSOR},x86_64>:-march=haswell>)
@@ -14,12 +19,18 @@ if(NOT CMAKE_SCRIPT_MODE_FILE)
         target_link_libraries(${name} PRIVATE ${target})
       endif()
       list(APPEND objects $<TARGET_OBJECTS:${name}>)
+      list(APPEND names ${name})
     endforeach()
-    set(${command} "${CMAKE_COMMAND}" "-DOBJDUMP=${CMAKE_OBJDUMP}" "-DOBJECTS=${objects}" -P "${CMAKE_CURRENT_FUNCTION_LIST_FILE}" PARENT_SCOPE)
+    list(JOIN objects "," objects)
+    set(command "${CMAKE_COMMAND}" "-DOBJDUMP=${CMAKE_OBJDUMP}" "-DOBJECTS=${objects}" -P "${CMAKE_CURRENT_FUNCTION_LIST_FILE}")
+    set(same_kernels ${command} PARENT_SCOPE)
+    add_custom_target(same_kernels COMMAND ${command} VERBATIM)
+    add_dependencies(same_kernels ${names})
   endfunction()
   return()
 endif()
 
+string(REPLACE "," ";" OBJECTS "${OBJECTS}")
 foreach(object IN LISTS OBJECTS)
   execute_process(COMMAND "${OBJDUMP}" -d "${object}" OUTPUT_VARIABLE listed COMMAND_ERROR_IS_FATAL ANY)
   string(REGEX REPLACE "^.*Disassembly" "" code "${listed}")
