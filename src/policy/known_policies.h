@@ -60,4 +60,7 @@ class KnownPolicies {
 [[nodiscard]] std::unique_ptr<KVPolicy> policy_of(const nlohmann::json& object,
                                                   const std::filesystem::path& folder = {}, bool uneven_heads = false);
 
+/// The files that it names.
+[[nodiscard]] std::vector<PolicyFile> files_of(const nlohmann::json& object, const std::filesystem::path& folder);
+
 }  // namespace kvkeep

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <filesystem>
+#include <limits>
 
 #include "c_engine.h"
 
@@ -141,6 +142,27 @@ TEST(CInterface, RecordsAStepThatBeganAndTakesTokensBack) {
   EXPECT_GE(cpp.keeper.totals().events, 2);
 }
 
+TEST(CInterface, TakesTokensWhoseQueriesNobodyReads) {
+  CEngine c(kPolicy);
+  c.join(1);
+  const std::int64_t id = 1;
+  const std::int32_t indptr[] = {0, 5};
+  for (std::int32_t l = 0; l < kLayers; ++l) {
+    kvkeep_observation seen{};
+    seen.size = sizeof seen;
+    seen.layer = l;
+    seen.num_sequences = 1;
+    seen.sequences = &id;
+    seen.indptr = indptr;
+    EXPECT_EQ(kvkeep_observe(c.keeper.get(), &seen), KVKEEP_INVALID_ARGUMENT) << "it has no queries";
+    seen.unread = 1;
+    EXPECT_EQ(kvkeep_observe(c.keeper.get(), &seen), KVKEEP_OK) << kvkeep_last_error();
+  }
+  std::int64_t length = 0;
+  ASSERT_EQ(kvkeep_logical_length(c.keeper.get(), 1, &length), KVKEEP_OK);
+  EXPECT_EQ(length, 5);
+}
+
 TEST(CInterface, HasNothingPendingAndNoWorkspaceOnTheCpu) {
   CEngine c(kPolicy);
   oracle::Random random(10);
@@ -267,6 +289,17 @@ TEST(CInterface, SaysWhatIsWrong) {
   kvkeep_model wrong = model.of_c;
   wrong.size = 0;
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT, "size is 0");
+  wrong.size = std::size_t{1} << 20;  // behind the struct lies memory that is nobody's
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "size is 1048576");
+  wrong = model.of_c;
+  wrong.num_layers = std::numeric_limits<std::int32_t>::max();
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "num_layers is 2147483647");
+  wrong = model.of_c;
+  wrong.rope_attention_scaling = std::numeric_limits<double>::quiet_NaN();
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "rope.attention_scaling is nan");
   wrong = model.of_c;
   wrong.num_layers = 0;
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
@@ -327,6 +360,8 @@ TEST(CInterface, SaysWhatIsWrong) {
   seen.sequences = numbers.ids.data();
   seen.num_sequences = -1;
   observed(KVKEEP_INVALID_ARGUMENT, "has -1 entries");
+  seen.num_sequences = std::numeric_limits<std::int64_t>::max();
+  observed(KVKEEP_INVALID_ARGUMENT, "has 9223372036854775807 entries");
   seen.num_sequences = 1;
   seen.layer = 5;
   observed(KVKEEP_INVALID_ARGUMENT, "layer 5");
@@ -337,6 +372,7 @@ TEST(CInterface, SaysWhatIsWrong) {
   c.keys[0] = at::Tensor();
   expect_failed(c.call(kvkeep_step, {1}, report), KVKEEP_INVALID_ARGUMENT, "cache: keys is NULL");
   expect_failed(kvkeep_step(c.keeper.get(), nullptr, nullptr), KVKEEP_INVALID_ARGUMENT, "cache is NULL");
+  expect_failed(kvkeep_truncate(c.keeper.get(), 1, -1), KVKEEP_INVALID_ARGUMENT, "given -1; allowed 0 to that");
 }
 
 TEST(CInterface, ReadsStructsOfOtherVersions) {

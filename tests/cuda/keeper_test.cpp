@@ -192,18 +192,25 @@ TEST_P(DeviceKeeper, KeepsInADenseCacheWhatTheCpuKeeps) {
     static_cast<void>(run_both(dense(policy, ragged, dtype), 11));
     if (HasFailure()) return;
   }
+  static_cast<void>(run_both(
+      [&, policy = policy, ragged = ragged] {
+        return Both{std::make_unique<DenseEngine>(policy, ragged, Dtype::f32, nullptr, Form::latent),
+                    std::make_unique<DenseEngine>(policy, ragged, Dtype::f32, fresh_accelerator(), Form::latent)};
+      },
+      11));
 }
 
 TEST_P(DeviceKeeper, KeepsInPagesWhatTheCpuKeepsInADenseCache) {  // B21, B23, B24
   const auto [name, policy, ragged] = GetParam();
   int which = 0;
-  for (const std::int32_t page_size : {1, 16, 64}) {
+  for (const std::int32_t page_size : {1, 16, 64, 32}) {
     const PageLayout layout = which % 2 == 0 ? PageLayout::slot_head : PageLayout::head_slot;
-    const Form form = static_cast<Form>(which++ % 3);
+    const Form form = static_cast<Form>(which++ % kForms);
     SCOPED_TRACE(text(name, ", pages of ", page_size));
     const Both both = run_both(
         [&, policy = policy, ragged = ragged] {
-          return Both{std::make_unique<DenseEngine>(policy, ragged, Dtype::f32),
+          return Both{std::make_unique<DenseEngine>(policy, ragged, Dtype::f32, nullptr,
+                                                    form == Form::latent ? form : Form::apart),
                       std::make_unique<PagedEngine>(policy, ragged, Dtype::f32, page_size, layout, form, 1600,
                                                     fresh_accelerator())};
         },

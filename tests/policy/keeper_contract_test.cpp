@@ -338,7 +338,7 @@ TEST(KeeperContract, TakesTokensBackToThePositionAfterTheLastThatIsLeft) {
   line.observe(2, {10, 11});
   line.keeper.truncate(1, 5);
   line.lengths = {5};
-  line.observe(1, {11});
+  line.observe(1);
   EXPECT_EQ(line.positions(1), (Ints{0, 1, 2, 3, 10, 11}));
   line.keeper.truncate(1, 4);
   line.lengths = {4};
@@ -367,6 +367,15 @@ TEST(KeeperContract, TakesTokensBackToWhatTheLastEventLeft) {
   line.observe(1);
   EXPECT_EQ(line.positions(2).back(), 41) << "also after a restore";
   std::filesystem::remove(file);
+}
+
+TEST(KeeperContract, TakesBackNoMoreTokensThanTheRingCanLose) {
+  Line line("tova,budget=64,interval=8");  // it holds the newest query and the 32 before it
+  line.join(1);
+  line.observe(60);
+  EXPECT_THROW(line.keeper.truncate(1, 27), StateError);
+  line.keeper.truncate(1, 28);
+  EXPECT_EQ(line.keeper.logical_length(1), 28);
 }
 
 TEST(KeeperContract, EndsAPromptThatLosesTokensWhereItsLastOneStands) {

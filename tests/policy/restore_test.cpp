@@ -418,7 +418,7 @@ TEST(Restore, RefusesToSaveInTheMiddleOfAStepAndAnUnknownSequence) {
   engine.keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = queries});
   EXPECT_NE(message_of<StateError>([&] {
               engine.keeper.save(1, file.path);
-            }).find("layer 1 has shown 0 tokens of sequence 1, other layers 3"),
+            }).find("layer 1 has shown 0 of the 3 tokens of sequence 1"),
             std::string::npos);
   EXPECT_NE(message_of<StateError>([&] { engine.keeper.save(2, file.path); }).find("sequence 2 is not known"),
             std::string::npos);

@@ -369,6 +369,23 @@ TEST(QueryStatistics, TakeTheNewestTokensBackExactly) {
   EXPECT_FALSE(added(q, 200, 4).can_forget(100));
 }
 
+TEST(QueryStatistics, TakeBackNoMoreTokensThanTheyLeftOut) {
+  QueryStatistics statistics = added(at::randn({5, 2, 6}), 5, 10);
+  statistics.forget(3);
+  EXPECT_TRUE(statistics.can_forget(2));
+  EXPECT_FALSE(statistics.can_forget(3));
+}
+
+TEST(QueryStatistics, HoldQueriesWhoseSquaresDoNotFitF32) {
+  const at::Tensor q = at::randn({100, 1, 4});
+  const QueryMoments plain = added(q, 10, 0).moments(0);
+  for (const double by : {0x1p-80, 0x1p80}) {
+    const QueryMoments scaled = added(q.mul(by), 10, 0).moments(0);
+    for (std::size_t i = 0; i < plain.second.size(); ++i)
+      EXPECT_NEAR(scaled.second[i] / (by * by), plain.second[i], 1e-3) << by;
+  }
+}
+
 TEST(QueryStatistics, TurnQueriesBackThatComeAfterRope) {
   RopeSpec rope{.style = RopeStyle::interleaved, .inv_freq = {1.0, 0.3}, .attention_scaling = 1.3};
   const at::Tensor before = at::randn({150, 2, 6});

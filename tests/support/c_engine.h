@@ -22,7 +22,8 @@ class Arrays {
     if (!t.defined()) return nullptr;
     kept_.push_back(t);
     kvkeep_tensor& made = made_.emplace_back();
-    made.data = t.mutable_data_ptr();
+    made.data = t.storage().mutable_data();
+    made.byte_offset = static_cast<std::uint64_t>(t.storage_offset()) * t.element_size();
     made.device = {t.is_cuda() ? KVKEEP_CUDA : KVKEEP_CPU, t.is_cuda() ? t.device().index() : 0};
     made.ndim = static_cast<std::int32_t>(t.dim());
     made.dtype = {static_cast<std::uint8_t>(t.scalar_type() == at::kInt        ? KVKEEP_INT
@@ -74,7 +75,8 @@ inline Kept make(const char* policy, const kvkeep_provided* provided = nullptr) 
   return Kept(keeper);
 }
 
-/// An engine that knows kvkeep by its C interface alone.
+/// An engine that knows kvkeep by its C interface alone. Its caches are views that do not begin where their memory
+/// does, and in dense ones sequence i begins at slot 3 i.
 class CEngine {
  public:
   /// `provided` is of the device `there`. `ragged`: every row has a length of its own.
@@ -90,8 +92,13 @@ class CEngine {
         return page_size > 0 ? std::vector<std::int64_t>{pool.capacity(), kHeads, page_size, dim}
                              : std::vector<std::int64_t>{8, kHeads, 400, dim};
       };
-      keys.push_back(at::full(sizes(kKeyDim), 9, f32));
-      values.push_back(at::full(sizes(kValueDim), 9, f32));
+      const auto side = [&](std::int64_t dim) {
+        std::vector<std::int64_t> all = sizes(dim);
+        ++all[0];
+        return at::full(all, 9, f32).narrow(0, 1, all[0] - 1);
+      };
+      keys.push_back(side(kKeyDim));
+      values.push_back(side(kValueDim));
     }
     paged = page_size > 0;
     allocator = {&pool, [](void* of, std::int32_t page) { return static_cast<PagePool*>(of)->references(page); },
@@ -108,9 +115,10 @@ class CEngine {
                                    bool value) const {
     return slot_in((value ? values : keys)[static_cast<std::size_t>(layer)], id, head, slot);
   }
+  [[nodiscard]] static std::int32_t start_of(std::int64_t id) { return static_cast<std::int32_t>(3 * id); }
   /// The same in a layer's side, or a copy of it.
   [[nodiscard]] at::Tensor slot_in(const at::Tensor& all, std::int64_t id, std::int32_t head, std::int32_t slot) const {
-    if (!paged) return all[id][head][slot];
+    if (!paged) return all[id][head][start_of(id) + slot];
     return all[pages.at(id)[static_cast<std::size_t>(slot / pool.page_size())]][head][slot % pool.page_size()];
   }
 
@@ -176,11 +184,12 @@ class CEngine {
     for (std::size_t l = 0; l < kLayers; ++l)
       layers.push_back(
           {paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, arrays.of(keys[l]), arrays.of(values[l]), nullptr, nullptr});
-    Ints flat, places;
+    Ints flat, places, starts;
     at::Tensor table = at::full({std::ssize(ids), 400}, -1, at::TensorOptions(at::kInt));
     for (std::size_t i = 0; i < ids.size(); ++i) {
       flat.insert(flat.end(), lengths.at(ids[i]).begin(), lengths.at(ids[i]).begin() + rows);
       places.push_back(static_cast<std::int32_t>(ids[i]));
+      starts.push_back(start_of(ids[i]));
       std::copy(pages[ids[i]].begin(), pages[ids[i]].end(), table.mutable_data_ptr<std::int32_t>() + 400 * i);
     }
     kvkeep_cache cache{};
@@ -191,6 +200,7 @@ class CEngine {
     cache.lengths = flat.data();
     cache.rows_per_sequence = rows;
     cache.places = paged ? nullptr : places.data();
+    cache.starts = paged ? nullptr : starts.data();
     cache.block_table = paged ? arrays.of(table) : nullptr;
     cache.pages = paged ? &allocator : nullptr;
     report.size = sizeof report;

@@ -8,6 +8,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/score/recency.h"
 #include "progress.h"
@@ -101,7 +102,8 @@ void compare_against(const ContestOptions& o, const std::vector<std::int32_t>& b
 }  // namespace
 
 void ContestOptions::add(CLI::App& app, const std::string& without, const std::string& budgets_without) {
-  app.add_option("--policy", policies, std::string("repeatable: ") + kPolicyHelp + "; without it: " + without)
+  as_policy(
+      app.add_option("--policy", policies, std::string("repeatable: ") + kPolicyHelp + "; without it: " + without))
       ->take_all()
       ->option_text("POLICY");
   app.add_option_function<std::vector<std::string>>(
@@ -116,8 +118,8 @@ void ContestOptions::add(CLI::App& app, const std::string& without, const std::s
                  "newest slots that always stay, for every policy under --budgets; without it: the policy's own")
       ->check(CLI::Range(0, 1 << 30))
       ->option_text("N");
-  app.add_option("--against", against,
-                 "policy that every row is compared to; it runs too if it is not among the others")
+  as_policy(app.add_option("--against", against,
+                           "policy that every row is compared to; it runs too if it is not among the others"))
       ->option_text("POLICY");
   app.add_flag("--protect-prompt", protect_prompt,
                "also run every policy with protect_prompt=true, in a row of its own; sekv and policies that narrow "

@@ -134,6 +134,7 @@ std::vector<std::string> tasks_of(const std::vector<std::string>& lists) {
 using Samples = std::map<std::string, std::vector<lm::TaskSample>>;
 
 Samples draw_samples(const EvalOptions& o) {
+  require_memory_of_samples(o.tasks.size(), o.samples, o.shape.length);
   Samples samples;
   lm::TaskOptions shape = o.shape;
   if (o.retrieval > 0) shape.prompt_length = o.shape.length * 7 / 8;
@@ -451,8 +452,8 @@ Run add_eval(CLI::App& app) {
       ->option_text("N [0]");
   sub->add_option("--seed", o->seed, "seed of the first sample; the others follow")->option_text("N [1000000]");
   sub->add_option("--intervals", o->wilson, "intervals in the table: over whole samples, or Wilson's over look-ups")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"samples", false}, {"wilson", true}})
-                      .description("samples|wilson"))
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"samples", false}, {"wilson", true}}))
+      ->transform(one_of({"samples", "wilson"}))
       ->option_text("samples|wilson [samples]");
   o->text.add(*sub);
   sub->add_flag("--diagnostics", o->diagnostics, "show how kept sets change over time, and what attention loses");

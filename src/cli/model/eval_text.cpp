@@ -7,6 +7,7 @@
 #include <cmath>
 #include <map>
 
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/generation.h"
@@ -334,26 +335,27 @@ bool is_text_task(const std::string& name) { return name.find('/') != std::strin
 void TextOptions::add(CLI::App& app) {
   app.add_option("--question", question_after,
                  "tasks over text: whether the question comes before or after the prompt is cut")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"before", false}, {"after", true}})
-                      .description("before|after"))
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"before", false}, {"after", true}}))
+      ->transform(one_of({"before", "after"}))
       ->option_text("before|after [before]");
   app.add_option("--score", score_tokens,
                  "tasks over text: text: references found in the answer (RULER's score); tokens: the reference is fed, "
                  "and those of its tokens count that the model would have written")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"text", false}, {"tokens", true}})
-                      .description("text|tokens"))
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"text", false}, {"tokens", true}}))
+      ->transform(one_of({"text", "tokens"}))
       ->option_text("text|tokens [text]");
-  app.add_option("--haystack", haystack, "tasks over text: prose that hides the answer, for tasks that need an essay")
+  as_input(app.add_option("--haystack", haystack,
+                          "tasks over text: prose that hides the answer, for tasks that need an essay"))
       ->option_text("FILE");
   app.add_flag("--raw", raw, "tasks over text: do not use the model's chat template");
-  app.add_option("--samples-out", samples_out,
-                 "tasks over text: write each sample as a line of JSON: its token ids, its references, and every "
-                 "policy's answer")
+  as_output(
+      app.add_option("--samples-out", samples_out,
+                     "tasks over text: write each sample as a line of JSON: its token ids, its references, and every "
+                     "policy's answer"))
       ->option_text("FILE");
 }
 
 void evaluate_text(const TextEvaluation& e) {
-  if (!e.text.samples_out.empty()) require_folder_of(e.text.samples_out, "--samples-out");
   const std::vector<Contest> all = contests(e.contests, {"full", "streaming", "tova", "ams-tova", "snapkv"},
                                             {static_cast<std::int32_t>(e.length / 4)});
   for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());  // before samples are drawn
@@ -362,6 +364,7 @@ void evaluate_text(const TextEvaluation& e) {
   const Layout layout(model, e.text.raw);
   const lm::TokenCounter count = [&](std::string_view said) { return layout.count(said); };
   const std::span<const lm::TextTaskInfo> known = lm::text_tasks();
+  require_memory_of_samples(e.tasks.size(), e.samples, e.length);
   std::map<std::string, std::vector<Asked>> asked;
   for (const std::string& task : e.tasks) {
     const auto info = std::ranges::find(known, task, &lm::TextTaskInfo::name);

@@ -11,6 +11,7 @@
 
 #include "commands.h"
 #include "contests.h"
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/generation.h"
@@ -321,10 +322,6 @@ std::vector<std::string> pieces(const GenerateOptions& o, const PromptOptions::P
 }
 
 void run(const GenerateOptions& o) {
-  if (!o.retention.empty()) require_folder_of(o.retention, "--retention");
-  if (!o.html.empty()) require_folder_of(o.html, "--html");
-  KVKEEP_REQUIRE(o.html.empty() || !is_same_file(o.html, o.retention),
-                 "generate: --html and --retention name the same file; allowed two files");
   const PolicyText policy(o.policy);
   const PromptOptions::Prompt prompt = o.prompt.read(o.model.folder);
   const Outcome outcome = decode(o, policy, prompt);
@@ -358,7 +355,7 @@ Run add_generate(CLI::App& app) {
   o->model.add(*sub);
   o->model.device.add(*sub);
   o->prompt.add(*sub);
-  sub->add_option("--policy", o->policy, kPolicyHelp)->option_text("POLICY [full]");
+  as_policy(sub->add_option("--policy", o->policy, kPolicyHelp))->option_text("POLICY [full]");
   sub->add_option("--pin", o->pin, "positions that stay through every event, such as 0-31,40")->option_text("SPANS");
   sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")
       ->check(CLI::Range(1, 1 << 24))
@@ -370,11 +367,12 @@ Run add_generate(CLI::App& app) {
   sub->add_option("--copies", o->copies, "decode N copies of the prompt at once, to measure; shows the first")
       ->check(CLI::Range(1, 4096))
       ->option_text("N [1]");
-  sub->add_option("--html", o->html,
-                  "write a page: the text, each token shaded by how many heads still hold it, at every event")
+  as_output(
+      sub->add_option("--html", o->html,
+                      "write a page: the text, each token shaded by how many heads still hold it, at every event"))
       ->option_text("FILE.html");
   sub->add_flag("--stop", o->stop_at_end, "stop after an end token of the model");
-  sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py")
+  as_output(sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py"))
       ->option_text("FILE.json");
   o->output.add(*sub);
   sub->footer(kGenerateExamples);
