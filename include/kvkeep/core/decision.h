@@ -108,10 +108,11 @@ struct Decision {
   std::optional<Allotment> allotment;
   EventTables tables = {};  ///< on a device
   std::vector<std::int32_t> of_all_heads =
-      {};                                  ///< [groups, whole_heads] slots that the row of each KV head of the
-                                           ///< model keeps, where ranks hold a part each; empty: as many as rows here
-  std::vector<std::int32_t> guarded = {};  ///< [rows] slots that stay whatever they score; empty: none. An upper bound
-                                           ///< for pinned rows on a device
+      {};  ///< [groups, whole_heads] slots that the row of each KV head of the
+           ///< model keeps, where ranks hold a part each; empty: as many as rows here
+
+  /// [rows] Slots that stay whatever they score; empty: none. An upper bound on a device where some are pinned.
+  std::vector<std::int32_t> guarded = {};
 
   /// Slots of a row that stay because of their scores.
   [[nodiscard]] std::int64_t chosen(std::size_t row) const {
