@@ -304,11 +304,23 @@ TEST(RankKey, OrdersScoresThenNewerSlotsWithNaNLowest) {
   const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
   EXPECT_GT(rank_key(1, 0), rank_key(0.5F, 9));
   EXPECT_GT(rank_key(1, 4), rank_key(1, 3));
+  EXPECT_GT(rank_key(std::nextafter(1.0F, 2.0F), 3), rank_key(1, 4)) << "the last bit counts";
   EXPECT_GT(rank_key(-1, 0), rank_key(-2, 5));
   EXPECT_EQ(rank_key(-0.0F, 3), rank_key(0.0F, 3));
   EXPECT_EQ(rank_key(nan, 3), rank_key(-inf, 3));
   EXPECT_EQ(rank_key(-nan, 3), rank_key(-inf, 3));
   EXPECT_GT(rank_key(inf, 0), rank_key(3e38F, 9));
+}
+
+TEST(SharedRows, RankByTheirLargestOrByTheirMeanScore) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const SharedRows largest{.share = Sharing::all, .layers = 1, .sequences = 1, .heads = 2};
+  EXPECT_EQ(largest.settle(largest.join(2, 1)), 2);
+  EXPECT_EQ(largest.settle(largest.join(1, 2)), 2);
+  EXPECT_EQ(largest.settle(largest.join(1, nan)), 1);
+  EXPECT_EQ(largest.settle(largest.join(nan, 1)), 1);
+  const SharedRows mean{.share = Sharing::all_mean, .layers = 1, .sequences = 1, .heads = 2};
+  EXPECT_EQ(mean.settle(mean.join(2, 1)), 1.5F);
 }
 
 }  // namespace

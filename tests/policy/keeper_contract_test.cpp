@@ -378,6 +378,51 @@ TEST(KeeperContract, TakesBackNoMoreTokensThanTheRingCanLose) {
   EXPECT_EQ(line.keeper.logical_length(1), 28);
 }
 
+TEST(KeeperContract, AppliesNoPlanThatWasMadeBeforeAPinOrUnpin) {
+  Line line(kStreaming);
+  line.join(1);
+  line.observe(12);
+  const CacheView view = line.view();
+  const Plan unpinned = line.keeper.plan(view);
+  line.keeper.pin(1, 4, 6);
+  EXPECT_THROW(line.keeper.apply(unpinned, view), StateError);
+  const Plan pinned = line.keeper.plan(view);
+  line.keeper.unpin(1, 4, 6);
+  EXPECT_THROW(line.keeper.apply(pinned, view), StateError);
+}
+
+TEST(KeeperContract, CountsScalesInBytes) {
+  Line line("streaming,bytes=150,interval=2,sink=1,recent=1,prefill=cut");
+  const auto rows = [] { return at::full({4, 1, 256, 8}, 1, at::TensorOptions(at::kChar)); };
+  const auto scales = [] { return at::full({4, 1, 256}, 1.0F, at::TensorOptions(at::kFloat)); };
+  line.layers = {DenseKv{rows(), rows(), scales(), scales()}};
+  line.join(1);
+  line.observe(12);
+  const Report report = line.step();
+  constexpr std::int64_t kSlot = 8 + 8 + 4 + 4;
+  EXPECT_EQ(report.bytes_before, 12 * kSlot);
+  EXPECT_EQ(report.bytes_after, 6 * kSlot);
+  EXPECT_EQ(line.lengths, (Ints{6}));
+}
+
+TEST(KeeperContract, KeepsOneSlotMoreThanItsSinksHoweverSmallTheBudget) {
+  Line line("streaming,ratio=0.9,interval=2,sink=4,recent=0,prefill=cut");
+  line.join(1);
+  line.observe(12);
+  line.step();
+  EXPECT_EQ(line.positions(1), (Ints{0, 1, 2, 3, 11}));
+}
+
+TEST(KeeperContract, ProtectsAPromptThatEndsWithinAStep) {
+  Line line("streaming,budget=8,interval=2,sink=0,recent=1,protect_prompt=true");
+  line.join(1, 0, 5);
+  line.observe(8);
+  line.step();
+  for (int n = 0; n < 4; ++n) line.observe(1), line.step();
+  ASSERT_LT(line.lengths[0], 12) << "an event";
+  EXPECT_EQ(line.positions(1), (Ints{0, 1, 2, 3, 4, 9, 10, 11}));
+}
+
 TEST(KeeperContract, EndsAPromptThatLosesTokensWhereItsLastOneStands) {
   Line line("streaming,budget=6,interval=4,sink=2,recent=1");
   line.join(1);
@@ -475,7 +520,8 @@ TEST(Columns, GiveBackTheMemoryOfALongPrompt) {
   for (int r = 1; r <= 4; ++r) indptr.push_back(r * kKept);
   KeepSet keep{.slots = at::zeros({4 * kKept}, at::TensorOptions().dtype(at::kInt)), .indptr = indptr};
   for (std::int32_t j = 0; j < 4 * kKept; ++j) keep.slots.data<std::int32_t>()[j] = j % kKept * 2;
-  const std::vector<float> credit(kLong, 0.5F);
+  std::vector<float> credit(kLong);
+  std::iota(credit.begin(), credit.end(), 0.0F);
   for (std::int32_t r = 0; r < 4; ++r) {
     columns.reserve_settled(r, kKept, true, false);
     columns.settle(r, keep, static_cast<std::size_t>(r), credit.data(), nullptr);
@@ -484,11 +530,26 @@ TEST(Columns, GiveBackTheMemoryOfALongPrompt) {
   EXPECT_LE(columns.bytes(), 4 * 4 * 2 * 2 * (kKept + kInterval));
   ASSERT_EQ(columns.length(3), kKept);
   EXPECT_EQ(columns.positions(3)[7], 14);
-  EXPECT_EQ(columns.credit(3)[7], 0.5F);
+  EXPECT_EQ(columns.credit(3)[7], 14) << "it moves with its slot";
   const std::int64_t held = columns.bytes();
   columns.reserve(kInterval);
   columns.append(from(kLong, kInterval));
   EXPECT_EQ(columns.bytes(), held) << "room until the next event";
+}
+
+TEST(Columns, TakeGivenScoresAlongWithTheTokensThatContinue) {
+  HostColumns columns(2);
+  columns.append(from(0, 6));
+  for (std::int32_t r = 0; r < 2; ++r) {
+    float* const given = columns.give(r, 5);
+    std::iota(given, given + 5, 10.0F * static_cast<float>(r));
+  }
+  columns.narrow(1, Ints{1, 3, 5}, Ints{1, 3, 5});
+  Row row;
+  columns.describe(1, row);
+  EXPECT_EQ(std::vector<float>(row.given, row.given + row.given_length), (std::vector<float>{11, 13}));
+  columns.describe(0, row);
+  EXPECT_EQ(row.given_length, 5) << "an earlier layer";
 }
 
 TEST(Columns, HoldNoMoreThanARowWhereRowsAreGiven) {

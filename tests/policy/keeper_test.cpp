@@ -292,6 +292,12 @@ TEST(Budget, IsExactForEveryRatioAndNeverNothing) {  // B11
     }
 }
 
+TEST(Budget, InBytesIsRoundedDown) {
+  const Budget budget{.unit = Budget::Unit::bytes, .bytes = 100};
+  EXPECT_EQ(budget.resolve({50}, {0}, 25), 4);
+  EXPECT_EQ(budget.resolve({50}, {0}, 26), 3);
+}
+
 TEST(Keeper, RefusesAPolicyThatTheEngineCannotFeedWithEveryReason) {
   ModelSpec spec{.query_heads = 0,
                  .kv_heads = 2,

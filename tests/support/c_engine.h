@@ -75,8 +75,8 @@ inline Kept make(const char* policy, const kvkeep_provided* provided = nullptr) 
   return Kept(keeper);
 }
 
-/// An engine that knows kvkeep by its C interface alone. Its caches are views that do not begin where their memory does,
-/// and in dense ones sequence i begins at slot 3 i.
+/// An engine that knows kvkeep by its C interface alone. Its caches are views that do not begin where their memory
+/// does, and in dense ones sequence i begins at slot 3 i.
 class CEngine {
  public:
   /// `provided` is of the device `there`. `ragged`: every row has a length of its own.
