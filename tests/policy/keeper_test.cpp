@@ -492,6 +492,14 @@ TEST(Trigger, CountsTheIntervalsThatAStepJumpsOver) {
   EXPECT_FALSE(counter.due({.slots = 15, .seen = 15, .prompt = 10, .step = 1}));
 }
 
+TEST(Trigger, LetsAnythingBeyondTheWindowLeaveAtTheEndOfAPromptAndWholeIntervalsAfterIt) {
+  const Trigger window{.interval = 8, .kind = Trigger::Kind::window, .recent = 12};
+  EXPECT_FALSE(window.due({.seen = 12, .prompt = 12, .step = 12, .unsettled = 12}));
+  EXPECT_TRUE(window.due({.seen = 13, .prompt = 13, .step = 13, .unsettled = 13}));
+  EXPECT_FALSE(window.due({.seen = 20, .prompt = 13, .step = 1, .unsettled = 19}));
+  EXPECT_TRUE(window.due({.seen = 21, .prompt = 13, .step = 1, .unsettled = 20}));
+}
+
 TEST(Keeper, PlanSaysWhatApplyDoes) {
   Engine engine(kAms, 1, 64);
   engine.join(1);
