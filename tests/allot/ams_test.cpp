@@ -242,6 +242,14 @@ TEST(Selection, OfTheWorkedExample) {
   EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 1, 2, 3, 4, 11, 12, 19, 20, 21, 22, 23}));
 }
 
+TEST(Selection, AsPublishedRanksPaddingBeforeEveryScore) {
+  const std::vector<float> scores{0, 1, 5, 4, 3, 2};
+  std::vector<std::uint64_t> keys;
+  std::vector<std::int32_t> slots(3);
+  select_official(scores, std::vector<std::int32_t>{6}, std::vector<std::int32_t>{3}, {}, Padding{1, 1}, keys, slots);
+  EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 2, 5}));
+}
+
 TEST(Coverage, AutoOfTheWorkedExampleGivesUpOneOfTheBestForARegionThatWouldKeepTooFew) {
   const auto mass = mass_of(kHistory, 4);
   const auto ends = segments(mass, Variant::strict);

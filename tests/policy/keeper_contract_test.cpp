@@ -391,6 +391,64 @@ TEST(KeeperContract, AppliesNoPlanThatWasMadeBeforeAPinOrUnpin) {
   EXPECT_THROW(line.keeper.apply(pinned, view), StateError);
 }
 
+TEST(KeeperContract, AsksAgainAboutTokensThatGotNoAnswer) {
+  const std::filesystem::path file = std::filesystem::path(::testing::TempDir()) / "kvkeep_asked.state";
+  for (const bool restored : {false, true}) {
+    Line line("tova,budget=6,interval=4,sink=1,recent=1,trigger=counter");
+    line.join(1);
+    line.observe(8);
+    line.step();
+    for (int n = 0; n < 3; ++n) {
+      line.observe(1);
+      EXPECT_TRUE(line.step().cuts.empty());
+    }
+    // The fourth token ends the interval, and nobody is asked or nothing can be scored.
+    if (restored) {
+      line.observe(1);
+      line.keeper.save(1, file);
+      line.keeper.restore(2, file);
+      line.ids = {2};
+    } else {
+      line.observe(1, {},
+                   [](std::int32_t, at::Tensor& queries) { queries.fill_(std::numeric_limits<float>::quiet_NaN()); });
+      EXPECT_EQ(line.step().unscored.size(), 1U);
+    }
+    line.observe(1);
+    EXPECT_EQ(line.step().cuts.size(), 1U) << restored;
+  }
+  std::filesystem::remove(file);
+}
+
+TEST(KeeperContract, RestoresHowQueriesAreTaken) {
+  const std::filesystem::path file = std::filesystem::path(::testing::TempDir()) / "kvkeep_basis.state";
+  Line here("tova,budget=64,interval=8"), there("tova,budget=64,interval=8");
+  const SequenceId id = 1;
+  const std::int32_t indptr[] = {0, 5};
+  here.join(id);
+  here.keeper.observe({.layer = 0,
+                       .sequences = {&id, 1},
+                       .indptr = indptr,
+                       .queries = at::randn({5, 1, 8}),
+                       .basis = QueryBasis::post_rope});
+  here.keeper.save(id, file);
+  there.keeper.restore(id, file);
+  there.ids = {id}, there.lengths = {5};
+  EXPECT_NE(message_of<InvalidArgument>([&] { there.observe(1); }).find("unlike earlier ones"), std::string::npos);
+  std::filesystem::remove(file);
+}
+
+TEST(KeeperContract, RefusesUnequalRowsUnderOneLength) {
+  Line line("threshold-knorm,threshold=-1,budget=10,interval=2,sink=1,recent=1,prefill=cut", model(1, 2));
+  at::Tensor keys = torch_tensor(std::get<DenseKv>(line.layers[0]).keys);
+  keys.fill_(0.1F);
+  keys.select(1, 1).fill_(10.0F);  // none of the second head's passes
+  line.join(1);
+  line.observe(12);
+  EXPECT_NE(message_of<InvalidArgument>([&] { line.step(); }).find("the view has one length per sequence"),
+            std::string::npos);
+  EXPECT_EQ(line.lengths, (Ints{12}));
+}
+
 TEST(KeeperContract, CountsScalesInBytes) {
   Line line("streaming,bytes=150,interval=2,sink=1,recent=1,prefill=cut");
   const auto rows = [] { return at::full({4, 1, 256, 8}, 1, at::TensorOptions(at::kChar)); };
