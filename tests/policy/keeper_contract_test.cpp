@@ -242,6 +242,32 @@ TEST(KeeperContract, LosesNoPageWhereTakingOneFails) {
   EXPECT_EQ(paged.line.keeper.step(view).cuts.size(), 1U);
 }
 
+/// Keeps slots in an order that compaction refuses.
+struct Unordered final : KVPolicy {
+  [[nodiscard]] std::string_view name() const override { return "unordered"; }
+  [[nodiscard]] Needs needs() const override { return {}; }
+  [[nodiscard]] Trigger trigger() const override {
+    return {.budget = {.slots = 6}, .interval = 2, .prefill = Trigger::Prefill::cut};
+  }
+  [[nodiscard]] Decision decide(Machine&, const Evidence&) const override {
+    Decision decision;
+    decision.keep.emplace(KeepSet{.slots = zeros({6}, Dtype::i32), .indptr = {0, 6}});
+    std::ranges::copy(Ints{1, 0, 2, 3, 4, 5}, decision.keep->slots.data<std::int32_t>());
+    return decision;
+  }
+  [[nodiscard]] std::string to_json() const override { return "{}"; }
+};
+
+TEST(KeeperContract, LosesNoPageWhereTheMoveFails) {
+  PagedLine paged(2);  // the first page is shared, and would be copied
+  paged.line.keeper = Keeper(model(), std::make_unique<Unordered>());
+  paged.line.keeper.join(1, 16);
+  const std::int32_t free = paged.pages.pool.free_pages();
+  EXPECT_THROW(paged.line.keeper.step(paged.view()), InvalidArgument);
+  EXPECT_EQ(paged.pages.pool.free_pages(), free);
+  EXPECT_EQ(paged.line.lengths[0], 16);
+}
+
 TEST(KeeperContract, RefusesASlidingLayerInThePagesOfTheTable) {
   ModelSpec spec = model(2);
   spec.layers[1] = {LayerKind::sliding, 8, -1};
