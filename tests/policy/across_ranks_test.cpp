@@ -258,7 +258,7 @@ TEST(AcrossRanks, InDifferentEventsRefuseOnAllOfThem) {
 TEST(AcrossRanks, UnderDifferentPoliciesRefuseOnAllOfThem) {
   ThreadRanks ranks(2);
   ranks.run([&](const std::shared_ptr<Collective>& own) {
-    const std::string scorer = own->rank() == 0 ? "knorm" : "keydiff";
+    const std::string scorer = own->rank() == 0 ? "tova" : "h2o";
     RankEngine engine("adakv-" + scorer + ",budget=24,interval=6,sink=2,recent=4,prefill=cut", own);
     engine.join(1);
     engine.observe({{1, 40}});
