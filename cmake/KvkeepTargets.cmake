@@ -29,8 +29,10 @@ function(kvkeep_glob result)
   set(${result} "${sources}" PARENT_SCOPE)
 endfunction()
 
-# Language, warnings and sanitizers for a target of ours.
+# Language, rounding, warnings and sanitizers for a target of ours.
 function(kvkeep_own_code target)
+  # No multiplication is fused with an addition unless the code says so: core/hd.h. Whoever links us compiles as he likes.
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>:-ffp-contract=off -DKVKEEP_FP_CONTRACT_OFF>)
   target_compile_features(${target} PRIVATE cxx_std_20)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wno-unknown-pragmas
@@ -94,6 +96,10 @@ function(kvkeep_add_library name)
       target_link_libraries(${name} PRIVATE kvkeep_torch::openmp)  # loops of at::parallel_for
     endif()
     kvkeep_unite(${name} ${arg_UNITS})
+    if(BUILD_SHARED_LIBS AND CMAKE_EXECUTABLE_FORMAT STREQUAL "ELF")
+      # The library runs its own copies of inline functions, not those that a program compiled with flags of its own.
+      target_link_options(${name} PRIVATE -Wl,-Bsymbolic-functions)
+    endif()
     set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
     # Highway compiles a file once per instruction set by including it again under its own name.
     list(TRANSFORM arg_STEMS PREPEND "${PROJECT_SOURCE_DIR}/" OUTPUT_VARIABLE folders)

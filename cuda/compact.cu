@@ -52,22 +52,19 @@ __device__ SlotAddress column(const void* base) {
   return {reinterpret_cast<std::byte*>(const_cast<void*>(base)), 4, 4};
 }
 
-constexpr unsigned kSides = 8;  ///< keys, values, their scales, positions, credit, tally, given scores
+constexpr unsigned kSides = Row::kSides + 4;  ///< keys, values, their scales, positions, credit, tally, given scores
 
 __global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(CompactArguments a) {
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
     const std::int64_t begin = a.indptr[r], count = a.counts != nullptr ? a.counts[r] : a.indptr[r + 1] - begin;
     const std::int32_t* kept = a.slots + begin;
     const Row& row = a.rows[r];
-    if (blockIdx.y < 4) {
-      const SlotAddress& side = blockIdx.y == 0   ? row.keys
-                                : blockIdx.y == 1 ? row.values
-                                : blockIdx.y == 2 ? row.key_scales
-                                                  : row.value_scales;
-      if (side.width == 0) continue;
-      SlotAddress to = side;
+    if (blockIdx.y < Row::kSides) {
+      const SlotAddress* const side = row.side(static_cast<int>(blockIdx.y));
+      if (side == nullptr) continue;
+      SlotAddress to = *side;
       if (to.pages != nullptr && a.pages_after != nullptr) to.pages = a.pages_after + row.sequence * a.pages_stride;
-      with_word(alignment_of(side, to), [&](auto word) { move_side<decltype(word)>(side, to, kept, count); });
+      with_word(alignment_of(*side, to), [&](auto word) { move_side<decltype(word)>(*side, to, kept, count); });
     } else if (a.columns != nullptr) {
       const ColumnMove& move = a.columns[r];
       const void* from = blockIdx.y == 4   ? static_cast<const void*>(move.positions)

@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "kvkeep/io/run_files.h"
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/lm/generation.h"
 #include "kvkeep/lm/text_model.h"
@@ -697,6 +698,13 @@ std::ofstream opened(const std::string& file, const char* header) {
 }
 
 int run(const Options& o) {
+  kvkeep::io::RunFiles files;
+  files.reads("--model", o.model);
+  files.reads("--haystack", o.haystack);
+  for (const std::string& policy : o.policies) files.declare("--policy", kvkeep::files_of_policy(policy));
+  files.writes("--csv", o.csv);
+  files.writes("--steps", o.steps);
+  files.writes_streams();
   kvkeep::lm::Decoder decoder = kvkeep::lm::Decoder::open(
       o.model,
       o.weights.empty() ? std::nullopt : std::optional(o.weights == "f32" ? kvkeep::Dtype::f32 : kvkeep::Dtype::bf16));
@@ -781,11 +789,8 @@ int main(int argc, char** argv) {
   const Options options = parse(argc, argv);
   try {
     return run(options);
-  } catch (const kvkeep::InvalidArgument& error) {
-    std::cerr << "example_serving: " << error.what() << "\n";
-    return 2;
   } catch (const kvkeep::Error& error) {
     std::cerr << "example_serving: " << error.what() << "\n";
-    return 1;
+    return dynamic_cast<const kvkeep::InvalidArgument*>(&error) != nullptr ? 2 : 1;
   }
 }

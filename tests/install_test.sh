@@ -49,6 +49,7 @@ env -u LD_LIBRARY_PATH cmake -G Ninja -S "$scratch/consumer" -B "$scratch/consum
   fail "the consumer does not configure"
 cmake --build "$scratch/consumer/build" || fail "the consumer does not build"
 env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer" || fail "the consumer does not run"
+env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer_fast" || fail "the consumer under -Ofast does not run"
 env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer_header_only" || fail "the consumer of kvkeep::header_only does not run"
 if [[ -x "$scratch/consumer/build/consumer_cuda" ]]; then
   env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer_cuda" || fail "the consumer of kvkeep::cuda does not run"

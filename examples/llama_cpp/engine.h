@@ -14,6 +14,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kvkeep/llama.h"
@@ -190,21 +191,37 @@ class Engine {
     return sum / static_cast<double>(last);
   }
 
-  /// Streams an answer of at most `most` tokens; what it decoded.
+  /// Streams an answer of at most `most` tokens; what it decoded. A character may be spread over tokens: what is shown
+  /// ends with a whole one, and control characters are escaped but for line ends and tabs.
   std::string answer(int most, bool print) {
     std::string text;
+    std::size_t shown = 0;
+    const auto show = [&](std::size_t end) {
+      if (print) std::cout << kvkeep::escaped(std::string_view(text).substr(shown, end - shown), "\n\t") << std::flush;
+      shown = end;
+    };
     for (int i = 0; i < most && interrupted == 0; ++i) {
       llama_token id = sample();
       if (ends(id)) break;
-      const std::string shown = piece(id);
-      text += shown;
-      if (print) std::cout << shown << std::flush;
+      text += piece(id);
+      show(std::max(shown, whole(text)));
       if (i + 1 < most || print) decode(&id, 1);
     }
+    show(text.size());
     return text;
   }
 
  private:
+  /// Bytes of `text` without a character at its end of which bytes are still to come.
+  static std::size_t whole(std::string_view text) {
+    for (std::size_t back = 1; back <= std::min<std::size_t>(3, text.size()); ++back) {
+      const auto byte = static_cast<unsigned char>(text[text.size() - back]);
+      if (byte < 0x80) break;
+      if (byte >= 0xC0) return back < (byte >= 0xF0 ? 4U : byte >= 0xE0 ? 3U : 2U) ? text.size() - back : text.size();
+    }
+    return text.size();
+  }
+
   /// llama.cpp's own way: the oldest half goes, but for those that are held, and the others move up.
   void make_room(int count) {
     const llama_memory_t memory = llama_get_memory(context_.get());

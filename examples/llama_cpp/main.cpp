@@ -1,9 +1,16 @@
 // kvkeep-llama: generates and chats with llama.cpp under any kvkeep policy (engine.h), and measures it (measure.h).
 
 #include <CLI/CLI.hpp>
-#include <cstdio>
-#include <utility>
 
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "kvkeep/io/ending_signals.h"
+#include "kvkeep/io/run_files.h"
 #include "measure.h"
 
 namespace {
@@ -59,6 +66,19 @@ void chat(const Options& o) {
   if (o.stats) print_stats(engine);
 }
 
+/// Nothing is written over what is read: a policy may name a file of its own, and stdout may lead to one.
+void check_files(const Options& o) {
+  kvkeep::io::RunFiles files;
+  files.reads("--model", o.model);
+  files.reads("--prompt-file", o.prompt_file);
+  files.reads("--text", o.text);
+  files.reads("--samples", o.samples);
+  std::vector<std::string> policies = o.policies;
+  policies.push_back(o.policy);
+  for (const std::string& policy : policies) files.declare("--policy", kvkeep::files_of_policy(policy));
+  files.writes_streams();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -72,7 +92,8 @@ int main(int argc, char** argv) {
     sub->add_option("-c,--context", o.context,
                     "cells of the cache; default: the length that the model was trained for");
     sub->add_option("-n,--tokens", o.tokens, "tokens to decode")->check(CLI::Range(1, 1 << 30))->capture_default_str();
-    sub->add_option("-t,--threads", o.threads, "threads of llama.cpp; default: its own choice");
+    sub->add_option("-t,--threads", o.threads, "threads of llama.cpp; default: its own choice")
+        ->check(CLI::Range(0, static_cast<int>(16 * std::max(1U, std::thread::hardware_concurrency()))));
     sub->add_option("-b,--batch", o.batch, "tokens of a prompt that run at once")
         ->check(CLI::Range(1, 1 << 20))
         ->capture_default_str();
@@ -123,13 +144,15 @@ int main(int argc, char** argv) {
         ->required();
   CLI11_PARSE(app, argc, argv);
   if (o.policies.empty()) o.policies = {"full", "tova,budget=1024"};
+  kvkeep::io::leave_no_unfinished_files();
   std::signal(SIGINT, [](int) { interrupted = 1; });
   llama_log_set(
       [](ggml_log_level level, const char* text, void*) {
-        if (level == GGML_LOG_LEVEL_ERROR) std::fputs(text, stderr);
+        if (level == GGML_LOG_LEVEL_ERROR) std::fputs(kvkeep::escaped(text, "\n").c_str(), stderr);
       },
       nullptr);
   try {
+    check_files(o);
     if (*one) generate(o);
     if (*talk) chat(o);
     if (*rate) bench(o);
@@ -139,7 +162,7 @@ int main(int argc, char** argv) {
     if (*asked) answer(o);
   } catch (const std::exception& error) {
     std::cout << std::flush;
-    std::cerr << "kvkeep-llama: " << error.what() << '\n';
+    std::cerr << "kvkeep-llama: " << kvkeep::escaped(error.what()) << '\n';
     return 2;
   }
   return interrupted != 0 ? 130 : 0;

@@ -150,9 +150,9 @@ void endless(llama_model* model, const Options& o, const std::string& policy) {
     if (decoded % o.every != 0) return;
     const double wall = part.wall(), busy = part.cpu();
     cpu.push_back(1000 * busy / static_cast<double>(decoded - last));
-    std::printf("| %s | %lld | %.2f | %.2f | %ld | %d | %d | %d |\n", policy.c_str(), static_cast<long long>(decoded),
-                static_cast<double>(decoded - last) / wall, cpu.back(), resident_mb(), engine.cells_held(),
-                engine.highest_cell(), engine.next_position());
+    std::printf("| %s | %lld | %.2f | %.2f | %ld | %d | %d | %d |\n", kvkeep::escaped(policy).c_str(),
+                static_cast<long long>(decoded), static_cast<double>(decoded - last) / wall, cpu.back(), resident_mb(),
+                engine.cells_held(), engine.highest_cell(), engine.next_position());
     std::fflush(stdout);
     last = decoded;
     part = {};
@@ -184,9 +184,10 @@ void endless(llama_model* model, const Options& o, const std::string& policy) {
       "over earlier half: %+.1f %%\n"
       "%s: the last %zu tokens: perplexity under the full model with %zu tokens in sight %.2f, fresh runs of four %.1f "
       "%%; asked at the end: told %d tokens before %s, told first %s\n\n",
-      policy.c_str(), static_cast<long long>(text.size()), all.wall(), static_cast<long long>(seen), most_held,
-      edge.c_str(), 100 * (median({cpu.begin() + half, cpu.end()}) / median({cpu.begin(), cpu.begin() + half}) - 1),
-      policy.c_str(), judged, sight.size(), perplexity, fresh(std::span(text).last(judged)), o.late,
+      kvkeep::escaped(policy).c_str(), static_cast<long long>(text.size()), all.wall(), static_cast<long long>(seen),
+      most_held, edge.c_str(),
+      100 * (median({cpu.begin() + half, cpu.end()}) / median({cpu.begin(), cpu.begin() + half}) - 1),
+      kvkeep::escaped(policy).c_str(), judged, sight.size(), perplexity, fresh(std::span(text).last(judged)), o.late,
       late        ? "yes"
       : told_late ? "no"
                   : "not told",
@@ -217,8 +218,8 @@ void bench(const Options& o) {
     for (std::size_t i = 0; i < all.size(); ++i) {
       all[i].rates.push_back(rate(*all[i].engine, o.tokens));
       if (interrupted != 0) return;
-      std::fprintf(stderr, "round %d, %s: %.2f tok/s, %.2f ms of CPU\n", round + 1, o.policies[i].c_str(),
-                   all[i].rates.back().decode, all[i].rates.back().cpu_ms);
+      std::fprintf(stderr, "round %d, %s: %.2f tok/s, %.2f ms of CPU\n", round + 1,
+                   kvkeep::escaped(o.policies[i]).c_str(), all[i].rates.back().decode, all[i].rates.back().cpu_ms);
     }
   std::printf(
       "%d prompt tokens, %d decoded, medians of %d rounds in turns\n\n| policy | prefill tok/s | decode tok/s | CPU ms "
@@ -232,10 +233,10 @@ void bench(const Options& o) {
       for (const Rate& one : all[i].rates) values.push_back(one.*number);
       return median(std::move(values));
     };
-    std::printf("| %s | %.1f | %.2f | %.2f | %d | %lld | %.2f %% | %.2f %% | %.2f %% |\n", o.policies[i].c_str(),
-                all[i].prefill, mid(&Rate::decode), mid(&Rate::cpu_ms), all[i].engine->highest_cell(),
-                static_cast<long long>(spent_by(*all[i].engine).cut), mid(&Rate::reading), mid(&Rate::observing),
-                mid(&Rate::events));
+    std::printf("| %s | %.1f | %.2f | %.2f | %d | %lld | %.2f %% | %.2f %% | %.2f %% |\n",
+                kvkeep::escaped(o.policies[i]).c_str(), all[i].prefill, mid(&Rate::decode), mid(&Rate::cpu_ms),
+                all[i].engine->highest_cell(), static_cast<long long>(spent_by(*all[i].engine).cut),
+                mid(&Rate::reading), mid(&Rate::observing), mid(&Rate::events));
   }
 }
 
@@ -264,7 +265,7 @@ void perplexity(const Options& o) {
       if (i > 0) sum += engine.surprisal(id);
       engine.decode(&id, 1);
       if ((i + 1) % part != 0) continue;
-      std::printf("| %s | %zu | %.3f | %.1f | %d | %d |\n", policy.c_str(), i + 1,
+      std::printf("| %s | %zu | %.3f | %.1f | %d | %d |\n", kvkeep::escaped(policy).c_str(), i + 1,
                   std::exp(sum / static_cast<double>(i + 1 == part ? part - 1 : part)),
                   static_cast<double>(part) / part_time.wall(), engine.cells_held(), engine.next_position());
       std::fflush(stdout);
@@ -318,8 +319,8 @@ void answer(const Options& o) {
         ++count;
       }
       for (const auto& [task, scores] : by_task)
-        std::printf("| %s | 1/%d | %s | %d | %.1f %% |\n", policy.c_str(), part, task.c_str(), scores.second,
-                    100 * scores.first / scores.second);
+        std::printf("| %s | 1/%d | %s | %d | %.1f %% |\n", kvkeep::escaped(policy).c_str(), part,
+                    kvkeep::escaped(task).c_str(), scores.second, 100 * scores.first / scores.second);
       std::fflush(stdout);
     }
 }

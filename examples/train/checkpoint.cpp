@@ -3,6 +3,7 @@
 #include <filesystem>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/atomic_file.h"
 
 namespace train {
 
@@ -17,6 +18,7 @@ void save_checkpoint(const std::string& path, const torch::nn::Module& model, co
   archive.write("step", c10::IValue(progress.step));
   archive.write("seconds", c10::IValue(progress.seconds));
   archive.write("settings", c10::IValue(progress.settings));
+  const kvkeep::io::RemovedOnSignal unfinished(path + ".part");
   archive.save_to(path + ".part");
   std::filesystem::rename(path + ".part", path);
 }

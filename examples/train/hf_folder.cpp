@@ -8,22 +8,13 @@
 #include <sstream>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/tasks.h"
 
 namespace train {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-void write_file(const std::string& path, const std::string& bytes) {
-  const std::string part = path + ".part";
-  std::ofstream out(part, std::ios::binary);
-  out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-  out.close();
-  KVKEEP_REQUIRE(out.good(), "write: the file cannot be written; given ", part,
-                 "; allowed a writable folder with room");
-  std::filesystem::rename(part, path);
-}
 
 std::string read_file(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
@@ -92,9 +83,9 @@ void write_hf_folder(const std::string& folder, const Llama& model, int32_t trai
                            {"eos_token_id", static_cast<int>(kvkeep::lm::kEnd)},
                            {"pad_token_id", static_cast<int>(kvkeep::lm::kPad)},
                            {"do_sample", false}};
-  write_file(folder + "/model.safetensors", safetensors_of(model));
-  write_file(folder + "/config.json", config_of(model.shape(), trained_length).dump(2) + "\n");
-  write_file(folder + "/generation_config.json", generation.dump(2) + "\n");
+  kvkeep::io::write_text_atomically(folder + "/model.safetensors", safetensors_of(model));
+  kvkeep::io::write_text_atomically(folder + "/config.json", config_of(model.shape(), trained_length).dump(2) + "\n");
+  kvkeep::io::write_text_atomically(folder + "/generation_config.json", generation.dump(2) + "\n");
 }
 
 void read_hf_weights(const std::string& folder, Llama& model) {

@@ -6,16 +6,25 @@ namespace train {
 namespace {
 
 volatile std::sig_atomic_t stop_requested = 0;
+void (*before_interrupt)(int) = SIG_DFL;
+void (*before_termination)(int) = SIG_DFL;
+
+void restore(int signal_number) {
+  std::signal(signal_number, signal_number == SIGINT ? before_interrupt : before_termination);
+}
 
 void request(int signal_number) {
   stop_requested = 1;
-  std::signal(signal_number, SIG_DFL);
+  restore(signal_number);
 }
 
 }  // namespace
 
-StopOnInterrupt::StopOnInterrupt() { std::signal(SIGINT, request), std::signal(SIGTERM, request); }
-StopOnInterrupt::~StopOnInterrupt() { std::signal(SIGINT, SIG_DFL), std::signal(SIGTERM, SIG_DFL); }
+StopOnInterrupt::StopOnInterrupt() {
+  before_interrupt = std::signal(SIGINT, request);
+  before_termination = std::signal(SIGTERM, request);
+}
+StopOnInterrupt::~StopOnInterrupt() { restore(SIGINT), restore(SIGTERM); }
 bool StopOnInterrupt::requested() const { return stop_requested != 0; }
 
 }  // namespace train

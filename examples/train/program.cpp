@@ -6,17 +6,22 @@
 #include <exception>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/ending_signals.h"
 
 namespace train {
 
 int run_program(const char* name, int (*run)(int argc, char** argv), int argc, char** argv) {
+  kvkeep::io::leave_no_unfinished_files();
+  const auto say = [name](const std::exception& error) {
+    std::fprintf(stderr, "%s: %s\n", name, kvkeep::escaped(error.what()).c_str());
+  };
   try {
     return run(argc, argv);
   } catch (const kvkeep::Error& error) {
-    std::fprintf(stderr, "%s: %s\n", name, error.what());
+    say(error);
     return 2;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s: %s\n", name, error.what());
+    say(error);
     return 1;
   }
 }

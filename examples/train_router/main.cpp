@@ -10,6 +10,7 @@
 #include "hf_folder.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/problems.h"
+#include "kvkeep/io/run_files.h"
 #include "kvkeep/memory/routing_file.h"
 #include "llama.h"
 #include "program.h"
@@ -148,6 +149,14 @@ int run(int argc, char** argv) {
   }
   KVKEEP_REQUIRE(!o.out.empty() || !o.compare.empty(),
                  "nothing to do; given neither --out nor --compare; allowed one of them");
+  o.training.checkpoint = o.out + ".checkpoint";
+  kvkeep::io::RunFiles files;
+  files.reads("--model", o.model);
+  files.reads("--compare", o.compare);
+  if (!o.out.empty())
+    for (const char* end : {"", ".checkpoint", ".checkpoint.part"})
+      files.writes(kvkeep::text("--out", *end == 0 ? "" : " with ", end), o.out + end);
+  files.writes_streams();
   o.training.schedule = train::parse_schedule(o.schedule);
   o.training.lesson.fold_all = o.fold == "all";
   kvkeep::require_no_problems("options", o.training.problems());
@@ -167,7 +176,6 @@ int run(int argc, char** argv) {
   const fs::path folder = fs::absolute(o.out).parent_path();
   KVKEEP_REQUIRE(fs::is_directory(folder), "--out: there is no folder '", folder.string(), "' for '", o.out,
                  "'; allowed a file in an existing folder");
-  o.training.checkpoint = o.out + ".checkpoint";
   train::RouterParameters parameters(model.shape(), o.inner, o.training.lesson.max_rank, o.training.seed);
   if (!train::train_router(model, parameters, o.training)) {
     std::fprintf(stderr, "stopped; continue with --resume\n");

@@ -282,6 +282,7 @@ typedef struct kvkeep_report {
   int64_t slots_dropped, slots_folded, far_bytes;
   int64_t bytes_before, bytes_after, bytes_moved, pages_freed;
   int64_t pending;  ///< 1: kvkeep_finish() completes the event, and until then bytes and cuts are upper bounds
+  int64_t slots_kept, slots_chosen;  ///< of the cut sequences, over all rows; of these, by the scorer
 } kvkeep_report;
 
 /// Decides and moves. report: NULL if nobody asks. On a GPU, where the scores decide how many slots stay, it waits for
@@ -345,7 +346,7 @@ KVKEEP_C_API int64_t kvkeep_queries_read(const kvkeep_keeper* keeper);
 /// Counters since the keeper was made (kvkeep::Totals).
 typedef struct kvkeep_totals {
   size_t size;  ///< sizeof(kvkeep_totals); fields beyond it are not written
-  int64_t steps, events, sequences_cut, slots_dropped, bytes_moved, pages_freed, slots_folded;
+  int64_t steps, events, sequences_cut, slots_dropped, bytes_moved, pages_freed, slots_folded, slots_kept, slots_chosen;
 } kvkeep_totals;
 KVKEEP_C_API void kvkeep_totals_of(const kvkeep_keeper* keeper, kvkeep_totals* totals);
 

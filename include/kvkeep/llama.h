@@ -1,6 +1,6 @@
 #pragma once
-/// kvkeep inside llama.cpp, unmodified: any policy over the KV cache of a `llama_context`. Needs llama.cpp's public
-/// headers and kvkeep::kvkeep or kvkeep::header_only, and links to whatever llama.cpp the program links to.
+/// kvkeep inside llama.cpp, unmodified: policies that drop, over the KV cache of a `llama_context`. Needs llama.cpp's
+/// public headers and kvkeep::kvkeep or kvkeep::header_only, and links to whatever llama.cpp the program links to.
 ///
 ///     auto params = llama_context_default_params();
 ///     kvkeep::llama::Evictor evictor(model, params, kvkeep::make_policy("ams-tova,budget=1024"));

@@ -51,8 +51,8 @@ kvkeep_status failed(kvkeep_status status, const char* what) noexcept {
 template <class T>
 T given(const T* from, const char* what) {
   const std::size_t size = required(from, what).size;
-  constexpr std::size_t kLeast = sizeof(std::size_t) + sizeof(std::int64_t);
-  KVKEEP_REQUIRE(size >= kLeast, what, ": size is ", size, "; allowed sizeof of the struct");
+  constexpr std::size_t kLeast = sizeof(std::size_t) + sizeof(std::int64_t), kMost = 4096;
+  KVKEEP_REQUIRE(size >= kLeast && size <= kMost, what, ": size is ", size, "; allowed sizeof of the struct");
   T known{};
   std::memcpy(&known, from, std::min(size, sizeof(T)));
   const auto* bytes = reinterpret_cast<const unsigned char*>(from);
@@ -81,6 +81,12 @@ std::span<T> array(T* data, std::int64_t count, const char* what) {
   KVKEEP_REQUIRE(count >= 0, what, " has ", count, " entries; allowed 0 or more");
   KVKEEP_REQUIRE(data != nullptr || count == 0, what, " is NULL; allowed an address of ", count, " entries");
   return {data, static_cast<std::size_t>(count)};
+}
+
+/// The ids of the sequences of a call.
+std::span<const std::int64_t> ids(const std::int64_t* sequences, std::int64_t count, const char* what) {
+  KVKEEP_REQUIRE(count <= INT32_MAX, what, " has ", count, " entries; allowed up to ", INT32_MAX);
+  return array(sequences, count, what);
 }
 
 /// An array that may be absent.
@@ -141,7 +147,8 @@ E one_of(std::int32_t value, E most, const char* what) {
 
 ModelSpec spec_of(const kvkeep_model* model) {
   const kvkeep_model m = given(model, "model");
-  KVKEEP_REQUIRE(m.num_layers >= 1, "model: num_layers is ", m.num_layers, "; allowed 1 or more");
+  KVKEEP_REQUIRE(m.num_layers >= 1 && m.num_layers <= ModelSpec::kMostRows, "model: num_layers is ", m.num_layers,
+                 "; allowed 1 to ", ModelSpec::kMostRows);
   ModelSpec spec;
   spec.query_heads = m.query_heads;
   spec.kv_heads = m.kv_heads;
@@ -187,7 +194,7 @@ std::int64_t tokens_of(std::span<const std::int32_t> indptr) { return indptr.emp
 Observation observation_of(const kvkeep_observation* observation) {
   const kvkeep_observation o = given(observation, "observation");
   Observation made{.layer = o.layer,
-                   .sequences = array(o.sequences, o.num_sequences, "observation: sequences"),
+                   .sequences = ids(o.sequences, o.num_sequences, "observation: sequences"),
                    .indptr = array(o.indptr, o.num_sequences + 1, "observation: indptr"),
                    .queries = view_if(o.queries, "observation: queries"),
                    .basis = one_of(o.basis, QueryBasis::post_rope, "observation: basis"),
@@ -238,7 +245,7 @@ CacheView view_of(const kvkeep_cache& c, Pages& pages, const ModelSpec& spec) {
   CacheView view;
   for (const kvkeep_layer_cache& layer : array(c.layers, spec.num_layers(), "cache: layers"))
     view.layers.push_back(layer_of(layer));
-  view.sequences = array(c.sequences, c.num_sequences, "cache: sequences");
+  view.sequences = ids(c.sequences, c.num_sequences, "cache: sequences");
   view.lengths = {array(c.lengths, c.num_sequences * c.rows_per_sequence, "cache: lengths"), c.rows_per_sequence};
   view.places = array_if(c.places, c.num_sequences);
   view.starts = array_if(c.starts, c.num_sequences);
@@ -293,12 +300,18 @@ kvkeep_report report_of(kvkeep_keeper& k, const Result& result, std::vector<Page
   report.unscored = k.unscored.data();
   report.bytes_before = result.bytes_before;
   report.bytes_after = result.bytes_after;
-  for (const Cut& cut : result.cuts) report.slots_dropped += cut.slots_before - cut.slots_after;
+  for (const Cut& cut : result.cuts) {
+    report.slots_kept += cut.slots_after;
+    report.slots_chosen += cut.slots_chosen;
+    report.slots_dropped += cut.slots_before - cut.slots_after;
+  }
   return report;
 }
 
 kvkeep_report report_of_event(kvkeep_keeper& k, Report event) noexcept {
   kvkeep_report report = report_of(k, event, std::move(event.pages));
+  report.slots_kept = event.slots_kept;
+  report.slots_chosen = event.slots_chosen;
   report.slots_dropped = event.slots_dropped;
   report.slots_folded = event.slots_folded;
   report.far_bytes = event.far_bytes;
@@ -398,7 +411,7 @@ kvkeep_status kvkeep_observe(kvkeep_keeper* keeper, const kvkeep_observation* ob
 kvkeep_status kvkeep_begin_step(kvkeep_keeper* keeper, const kvkeep_step_tokens* tokens) {
   return guarded([&] {
     const kvkeep_step_tokens t = given(tokens, "tokens");
-    StepTokens step{.sequences = array(t.sequences, t.num_sequences, "tokens: sequences"),
+    StepTokens step{.sequences = ids(t.sequences, t.num_sequences, "tokens: sequences"),
                     .indptr = array(t.indptr, t.num_sequences + 1, "tokens: indptr"),
                     .query_dtype = dtype_of(t.query_code, t.query_bits, 1, "tokens"),
                     .basis = one_of(t.basis, QueryBasis::post_rope, "tokens: basis"),
@@ -420,7 +433,7 @@ kvkeep_status kvkeep_give(kvkeep_keeper* keeper, int32_t layer, int64_t num_sequ
   return guarded([&] {
     required(keeper, "keeper")
         .keeper.give({.layer = layer,
-                      .sequences = array(sequences, num_sequences, "sequences"),
+                      .sequences = ids(sequences, num_sequences, "sequences"),
                       .indptr = array(indptr, num_sequences + 1, "indptr"),
                       .scores = view_if(scores, "scores")});
   });
@@ -477,8 +490,8 @@ kvkeep_status kvkeep_apply(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvk
 kvkeep_status kvkeep_launch(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
   return guarded([&] {
     kvkeep_keeper& k = required(keeper, "keeper");
-    KVKEEP_REQUIRE(required(report, "report").size >= sizeof(kvkeep_report), "report: size is ", report->size,
-                   ", without room for `pending`; allowed sizeof of the struct");
+    KVKEEP_REQUIRE(required(report, "report").size >= offsetof(kvkeep_report, slots_kept), "report: size is ",
+                   report->size, ", without room for `pending`; allowed sizeof of the struct");
     const View view(cache, k.keeper.spec());
     carry_out(k, k.keeper.plan(view.view), view.view, report, false);
   });
@@ -571,7 +584,9 @@ void kvkeep_totals_of(const kvkeep_keeper* keeper, kvkeep_totals* totals) {
              .slots_dropped = t.slots_dropped,
              .bytes_moved = t.bytes_moved,
              .pages_freed = t.pages_freed,
-             .slots_folded = t.slots_folded},
+             .slots_folded = t.slots_folded,
+             .slots_kept = t.slots_kept,
+             .slots_chosen = t.slots_chosen},
             totals);
 }
 

@@ -26,7 +26,9 @@ const char* main_examples();
 // Called once the command is known, before it runs. May restart the program.
 void prepare(const CLI::App& command, char** argv);
 
-// Threads of the CPU kernels; 0 leaves the choice. Throws Unsupported for more than this build can run on.
+// Threads of the CPU kernels; 0 leaves the choice. More than 16 for each processor are not made: a note says so. Throws
+// Unsupported for more than this build can run on.
+inline constexpr int kMostThreads = 4096;
 void set_threads(int threads);
 
 // The kinds of traces that run or train a model: decoder, generate, span_train. Throws Unsupported in a build without.

@@ -49,12 +49,19 @@ class Rows {
       table.slots += lengths_[r];
     }
     const Limits limits = policy.limits({.spec = spec_, .table = table});
-    for (std::size_t r = 0; r < lengths_.size(); ++r)
-      if (limits.rows[r].due) lengths_[r] = std::min(lengths_[r], limits.rows[r].budget);
+    chosen_ = 0;
+    for (std::size_t r = 0; r < lengths_.size(); ++r) {
+      if (!limits.rows[r].due) continue;
+      const std::int32_t kept = std::min(lengths_[r], limits.rows[r].budget);
+      chosen_ += kept - std::min(kept, stays(limits, r, lengths_[r]).count());
+      lengths_[r] = kept;
+    }
     slots_ = std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0});
   }
 
   [[nodiscard]] std::int64_t slots() const { return slots_; }
+  // Of these, those that the scorer chose at the last cut.
+  [[nodiscard]] std::int64_t chosen() const { return chosen_; }
   [[nodiscard]] std::int64_t rows() const { return static_cast<std::int64_t>(lengths_.size()); }
 
   // Slots of one layer of the model after `seen` tokens.
@@ -79,7 +86,7 @@ class Rows {
   const SequencePlan& plan_;
   std::vector<std::int32_t> layers_, positions_;
   std::vector<std::int32_t> lengths_;  // [full layers * Hkv]
-  std::int64_t slots_ = 0;
+  std::int64_t slots_ = 0, chosen_ = 0;
 };
 
 // Fills in one moment of every layer; returns the sum of their bytes.
@@ -136,6 +143,8 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
     see_peak(seen);
     rows.cut(*evict, seen);
     result.kept_bytes = look(rows, seen, &LayerForecast::kept, result.layers);
+    result.kept_slots = rows.slots();
+    result.chosen_slots = rows.chosen();
     ++result.events;
     if (result.first_event < 0) result.first_event = seen;
     result.last_event = seen;

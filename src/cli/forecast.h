@@ -34,6 +34,7 @@ struct Forecast {
   std::int64_t full_bytes = 0, peak_bytes = 0, kept_bytes = 0;
   std::int64_t peak_slots = 0;  // at once, over all rows that a policy cuts
   std::int64_t events = 0;
+  std::int64_t kept_slots = 0, chosen_slots = 0;   // of the last event, over those rows; by the scorer
   std::int32_t first_event = -1, last_event = -1;  // tokens seen
   std::int64_t slot_bytes = 0;                     // K and V of one token in every full layer
 };

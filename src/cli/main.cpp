@@ -6,6 +6,7 @@
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <exception>
@@ -16,8 +17,10 @@
 #include <vector>
 
 #include "build.h"
+#include "files.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/atomic_file.h"
+#include "kvkeep/core/nearest.h"
+#include "kvkeep/io/ending_signals.h"
 #include "kvkeep/version.h"
 #include "options.h"
 #include "progress.h"
@@ -34,15 +37,10 @@ Exit status: 0 done; 2 the input was refused; 1 any other failure; 130 Ctrl-C.
 )";
 
 extern "C" void stop(int signal) {
-  io::remove_unfinished_files();
+  if (io::leaves_core(signal)) return;
   constexpr char kLine[] = "\nkvkeep: stopped; no half-written file is left\n";
   static_cast<void>(!::write(STDERR_FILENO, kLine, sizeof kLine - 1));
   ::_exit(kSignalled + signal);
-}
-
-// A signal that the parent has set to be ignored, as nohup and shells with background jobs do, stays ignored.
-void stop_at(int signal) {
-  if (std::signal(signal, stop) == SIG_IGN) std::signal(signal, SIG_IGN);
 }
 
 // If a standard stream is closed, the next file that is opened would get its number and receive what is printed.
@@ -54,25 +52,44 @@ void occupy_closed_streams() {
           ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY));  // gets the lowest free number
 }
 
-// The sub-commands of this build, as a list in a sentence.
-std::string subcommands_of(const CLI::App& app) {
-  std::string names;
+std::vector<std::string> subcommands_of(const CLI::App& app) {
+  std::vector<std::string> names;
   for (const CLI::App* command : app.get_subcommands([](const CLI::App* c) { return !c->get_group().empty(); }))
-    names += (names.empty() ? "" : ", ") + command->get_name();
+    names.push_back(command->get_name());
   return names;
 }
 
+// Of the options of `app` and its groups.
+void append_options(const CLI::App& app, std::vector<std::string>& names) {
+  for (const CLI::Option* option : app.get_options())
+    if (!option->get_positional()) names.push_back(option->get_name());
+  for (const CLI::App* group : app.get_subcommands([](const CLI::App* c) { return c->get_name().empty(); }))
+    append_options(*group, names);
+}
+
+// What is unknown is named before what may be missing because of it.
 int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   const CLI::App* where = &app;
   while (!where->get_subcommands().empty()) where = where->get_subcommands().front();
   std::string full = where->get_name();
   for (const CLI::App* parent = where->get_parent(); parent != nullptr; parent = parent->get_parent())
     full = parent->get_name() + " " + full;
-  const std::vector<std::string> rest = app.remaining();
-  if (where == &app && !rest.empty() && !rest.front().starts_with("-"))
-    note(text("there is no sub-command '", rest.front(), "'; allowed ", subcommands_of(app)));
-  else
+  const std::vector<std::string> rest = app.remaining(true);
+  const auto unknown = std::ranges::find_if(rest, [](const std::string& word) { return word.starts_with("-"); });
+  if (where == &app && !rest.empty() && unknown != rest.begin()) {
+    const std::vector<std::string> names = subcommands_of(app);
+    std::string all;
+    for (const std::string& name : names) all += (all.empty() ? "" : ", ") + name;
+    note(text("there is no sub-command '", shortened(rest.front()), "'", did_you_mean(rest.front(), names),
+              "; allowed ", all));
+  } else if (unknown != rest.end()) {
+    const std::string option = unknown->substr(0, unknown->find('='));
+    std::vector<std::string> names;
+    append_options(*where, names);
+    note(text("there is no option '", shortened(option), "'", did_you_mean(option, names), "; see ", full, " --help"));
+  } else {
     note(text(error.what(), "; see ", full, " --help"));
+  }
   return kRefused;
 }
 
@@ -84,6 +101,11 @@ int run(int argc, char** argv) {
   app.get_formatter()->column_width(42);
   const std::vector<Run> runs = add_commands(app);
   require_decimal_integers(app);
+  require_marked_files(app);
+  if (argc <= 1) {
+    std::fputs(app.help().c_str(), stderr);
+    return kRefused;
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& help) {
@@ -98,7 +120,8 @@ int run(int argc, char** argv) {
   for (std::size_t i = 0; i < runs.size(); ++i)
     if (commands[i]->parsed()) {
       prepare(*commands[i], argv);
-      for (const int signal : {SIGINT, SIGTERM, SIGHUP}) stop_at(signal);  // only now: a restart would lose them
+      io::leave_no_unfinished_files(stop);  // only now: a restart would lose it
+      check_files(*commands[i]);
       runs[i]();
     }
   return 0;

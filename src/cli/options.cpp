@@ -9,8 +9,10 @@
 #include <nlohmann/json.hpp>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/atomic_file.h"
+#include "kvkeep/core/nearest.h"
+#include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/registry.h"
+#include "kvkeep/score/recency.h"
 #include "oracle.h"
 #include "read_file.h"
 #include "untrusted_json.h"
@@ -64,6 +66,13 @@ std::string without_budget(const std::string& text) {
   return kept;
 }
 
+// A policy file, which may be a pipe: read once, however often the run looks at it.
+const std::string& policy_file(const std::string& file) {
+  static std::map<std::string, std::string> known;
+  const auto found = known.find(file);
+  return found != known.end() ? found->second : known.emplace(file, io::read_file(file, "policy")).first->second;
+}
+
 std::string first_name(const std::string& text) {
   const std::string_view first = prefill_part(text);
   return std::string(first.substr(0, first.find(',')));
@@ -98,6 +107,18 @@ void require_decimal_integers(CLI::App& app) {
   for (CLI::App* below : app.get_subcommands([](const CLI::App*) { return true; })) require_decimal_integers(*below);
 }
 
+CLI::Validator one_of(std::vector<std::string> words) {
+  std::string all;
+  for (const std::string& word : words) all += (all.empty() ? "" : ", ") + word;
+  return CLI::Validator(
+      [words = std::move(words), all](const std::string& given) {
+        return std::ranges::find(words, given) != words.end()
+                   ? std::string()
+                   : text("'", shortened(given), "' is not known", did_you_mean(given, words), "; allowed ", all);
+      },
+      "");
+}
+
 std::vector<std::string> items_of(const std::vector<std::string>& lists, const char* option) {
   std::vector<std::string> all;
   for (const std::string& list : lists)
@@ -112,7 +133,8 @@ std::vector<std::string> items_of(const std::vector<std::string>& lists, const c
 void OutputOptions::add(CLI::App& app) {
   static const std::map<std::string, Format> kFormats{{"md", Format::md}, {"csv", Format::csv}, {"json", Format::json}};
   app.add_option("-o,--output", format, "format of the results on stdout")
-      ->transform(CLI::CheckedTransformer(kFormats).description("md|csv|json"))
+      ->transform(CLI::CheckedTransformer(kFormats))
+      ->transform(one_of({"md", "csv", "json"}))
       ->option_text("md|csv|json [md]");
   app.add_flag("--quiet", quiet, "no progress, no warnings");
 }
@@ -124,7 +146,8 @@ PolicyText::PolicyText(std::string text) : text_(std::move(text)) {
     label_ = without_budget(text_);
     return;
   }
-  json_ = io::read_file(text_, "policy");
+  json_ = policy_file(text_);
+  KVKEEP_REQUIRE(!json_.empty(), "policy: '", text_, "' is empty; allowed a JSON object");
   label_ = fs::path(text_).filename().string();
 }
 
@@ -199,6 +222,10 @@ bool PolicyText::takes(const std::string& option) const {
          std::any_of(own->options.begin(), own->options.end(), [&](const OptionInfo& o) { return o.name == option; });
 }
 
+std::vector<PolicyFile> PolicyText::files() const {
+  return json_.empty() ? files_of_policy(text_) : files_of_policy_json(json_, fs::path(text_).parent_path());
+}
+
 std::string PolicyText::label() const { return label_; }
 
 Cell budget_cell(const KVPolicy& policy) {
@@ -211,30 +238,16 @@ Cell budget_cell(const KVPolicy& policy) {
 }
 
 std::string warning_about(const KVPolicy& policy) {
-  const nlohmann::json options = nlohmann::json::parse(policy.to_json());
-  const std::int64_t sink = options.value("sink", 0), recent = options.value("recent", 0),
-                     budget = options.value("budget", 0);
-  if (budget == 0 || sink + recent <= budget / 2) return {};
-  return text("warning: sink + recent = ", sink + recent, " of ", policy.name(),
-              " protect more than half of the budget of ", budget, "; little is left to choose from");
-}
-
-bool is_same_file(const std::string& one, const std::string& other) {
-  std::error_code error;  // names that cannot be looked up are compared as written
-  const auto place = [&error](const std::string& name) {
-    const fs::path found = fs::weakly_canonical(fs::absolute(io::through_links(name), error), error);
-    return error ? fs::path(name).lexically_normal() : found;
-  };
-  return fs::equivalent(one, other, error) || place(one) == place(other);
-}
-
-void require_folder_of(const std::string& file, const char* option) {
-  const fs::path folder = fs::path(file).parent_path();
-  std::error_code none;
-  KVKEEP_REQUIRE(folder.empty() || fs::is_directory(folder, none), option, ": the folder of '", file,
-                 "' does not exist; allowed a file in an existing folder");
-  KVKEEP_REQUIRE(!fs::is_directory(file, none), option, ": '", file, "' is a folder; allowed a file");
-  const io::AtomicFile tried(file);  // removed again: whatever would prevent the result shows up now
+  const auto* evict = dynamic_cast<const Evict*>(&policy);
+  if (evict == nullptr || evict->scorer().name() == Recency::traits.name) return {};
+  const Budget& budget = evict->retention().trigger.budget;
+  const Protected guarded = evict->guarded(budget.slots);
+  const std::int32_t chosen = budget.slots - guarded.count();
+  if (budget.unit != Budget::Unit::slots || guarded.count() <= budget.slots / 2) return {};
+  const bool window = guarded.recents > evict->retention().newest(budget.slots);
+  return text("warning: ", policy.name(), " chooses ", chosen == 0 ? "none" : text(chosen), " of the ", budget.slots,
+              " slots: sink=", guarded.sinks, window ? " and the scorer's newest " : " and recent=", guarded.recents,
+              " take the ", chosen == 0 ? "whole budget" : "others");
 }
 
 }  // namespace kvkeep::cli

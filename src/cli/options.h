@@ -2,6 +2,7 @@
 // Options that several sub-commands share, and their values.
 
 #include <CLI/App.hpp>
+#include <CLI/Validators.hpp>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "kvkeep/policy/policy.h"
+#include "kvkeep/policy/registry.h"
 #include "table.h"
 
 namespace kvkeep::cli {
@@ -20,6 +22,9 @@ void require_decimal_integers(CLI::App& app);
 // The items of a comma-separated list that may be given more than once. Throws InvalidArgument for an empty item;
 // `option` names the list.
 std::vector<std::string> items_of(const std::vector<std::string>& lists, const char* option);
+
+// Takes these words only, and offers the nearest of them.
+CLI::Validator one_of(std::vector<std::string> words);
 
 // -o, --quiet
 struct OutputOptions {
@@ -49,6 +54,9 @@ class PolicyText {
   // For tables: as written, without the limit (budget, ratio, bytes) and the interval.
   [[nodiscard]] std::string label() const;
   [[nodiscard]] const std::string& text() const { return text_; }
+  // The files that it names, and whether it is one.
+  [[nodiscard]] std::vector<PolicyFile> files() const;
+  [[nodiscard]] bool is_file() const { return !json_.empty(); }
 
  private:
   std::string text_;
@@ -62,14 +70,8 @@ inline constexpr const char* kPolicyHelp = "a JSON file, or name,key=value,... (
 // What a policy may keep, for tables: slots, "ratio=0.5", "bytes=65536"; null if it never cuts.
 Cell budget_cell(const KVPolicy& policy);
 
-// Warns of settings that are allowed but probably not intended: protected slots that fill more than half of the budget.
+// Warns of settings that are allowed but probably not intended: a scorer that chooses less than half of its budget.
 // Empty if there is nothing to warn of.
 std::string warning_about(const KVPolicy& policy);
-
-// Whether two names refer to the same file, which need not exist yet.
-bool is_same_file(const std::string& one, const std::string& other);
-
-// Throws unless a file can be written in the folder of `file`; `option` names the option for the message.
-void require_folder_of(const std::string& file, const char* option);
 
 }  // namespace kvkeep::cli

@@ -1,10 +1,12 @@
 #include "oracle.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <nlohmann/json.hpp>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/nearest.h"
 #include "untrusted_json.h"
 
 namespace kvkeep::cli {
@@ -72,7 +74,8 @@ std::unique_ptr<Oracle> make_oracle(std::string_view text) {
     const std::size_t equals = std::min(item.find('='), item.size());
     const auto found = options.find(std::string(item.substr(0, equals)));
     KVKEEP_REQUIRE(found != options.end() && equals < item.size(), "policy: oracle has no option \"", shortened(item),
-                   "\"; allowed budget=, interval=, sink=");
+                   "\"", did_you_mean(item.substr(0, equals), std::array{"budget", "interval", "sink"}),
+                   "; allowed budget=, interval=, sink=");
     const std::string_view value = item.substr(equals + 1);
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), found->second);
     KVKEEP_REQUIRE(error == std::errc() && end == value.data() + value.size() && found->second >= 0,

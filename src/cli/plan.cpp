@@ -7,6 +7,7 @@
 #include <map>
 
 #include "commands.h"
+#include "files.h"
 #include "forecast.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/config.h"
@@ -171,7 +172,8 @@ std::string markdown(const PlanOptions& o, const Planned& out) {
     head += text("No event within ", o.length, " tokens.\n");
   else
     head += text(s.events, s.events == 1 ? " event" : " events", ", the first at token ", s.first_event,
-                 ", the last at token ", s.last_event, ".\n");
+                 ", the last at token ", s.last_event, ". Of the slots that it keeps, the scorer chooses ",
+                 share_cell(static_cast<double>(s.chosen_slots) / static_cast<double>(s.kept_slots)).shown, ".\n");
   if (out.policy->trigger().thins)
     head += "Rows keep what passes, and may end up unequal: slots are the most that they may hold.\n";
   else if (out.policy->trigger().ragged)
@@ -202,6 +204,8 @@ std::string json(const PlanOptions& o, const Planned& out) {
            {"events", s.events},
            {"first_event", s.events > 0 ? Json(s.first_event) : Json(nullptr)},
            {"last_event", s.events > 0 ? Json(s.last_event) : Json(nullptr)},
+           {"kept_slots", s.kept_slots},
+           {"chosen_slots", s.chosen_slots},
            {"layers", Json::array()}};
   for (std::size_t l = 0; l < s.layers.size(); ++l)
     all["layers"].push_back({{"layer", l},
@@ -289,12 +293,13 @@ Run add_plan(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("plan", "memory under a policy, by layer and batch, from shapes alone");
   auto o = std::make_shared<PlanOptions>();
   CLI::Option_group* model = sub->add_option_group("model (one of)");
-  model->add_option("--model", o->model, "folder with a config.json (weights are not needed), or a GGUF file")
-      ->option_text("PATH");
+  as_input(model->add_option("--model", o->model, "folder with a config.json (weights are not needed), or a GGUF file"),
+           io::Source::file_or_folder)
+      ->option_text("FILE|DIR");
   model->add_option("--shape", o->shape, "qwen7b (28:28:4:128), llama8b (32:32:8:128), or your own")
       ->option_text("NAME|L:HQ:HKV:D");
   model->require_option(1);
-  sub->add_option("--policy", o->policy, kPolicyHelp)->required()->option_text("POLICY");
+  as_policy(sub->add_option("--policy", o->policy, kPolicyHelp))->required()->option_text("POLICY");
   sub->add_option("--length", o->length, "tokens of a sequence, prompt and answer")
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("N [32768]");
@@ -303,7 +308,7 @@ Run add_plan(CLI::App& app) {
       ->option_text("N [0]");
   sub->add_option("--batch", o->batch, "sequences")->check(CLI::Range(1, 1 << 20))->option_text("N [1]");
   sub->add_option("--dtype", o->dtype, "data type of K and V")
-      ->check(CLI::IsMember({"f32", "f16", "bf16", "8bit"}))
+      ->check(one_of({"f32", "f16", "bf16", "8bit"}))
       ->option_text("f32|f16|bf16|8bit [bf16]");
   sub->add_option("--page-size", o->page_size, "slots per page; 1 for a dense cache")
       ->check(CLI::Range(1, 1 << 20))

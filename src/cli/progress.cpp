@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "kvkeep/core/text.h"
+
 namespace kvkeep::cli {
 
 Progress::Progress(std::int64_t total, bool quiet)
@@ -27,7 +29,7 @@ void Progress::draw() {
       std::string(static_cast<std::size_t>(full), '#') + std::string(static_cast<std::size_t>(kWidth - full), '.');
   const int left = share > 0 ? static_cast<int>(elapsed / share - elapsed + 0.5) : 0;
   std::fprintf(stderr, "\r\033[K[%s] %3.0f %%  %d:%02d left  %s", bar.c_str(), 100 * share, left / 60, left % 60,
-               label_.c_str());
+               escaped(label_).c_str());
   std::fflush(stderr);
   drawn_ = true;
 }
@@ -39,6 +41,10 @@ void Progress::clear() {
   drawn_ = false;
 }
 
-void note(const std::string& text) { std::fprintf(stderr, "kvkeep: %s\n", text.c_str()); }
+void note(const std::string& said) {
+  const std::string line = text("kvkeep: ", escaped(said), "\n");
+  static_cast<void>(
+      !::write(STDERR_FILENO, line.data(), line.size()));  // at once: a signal's line comes before or after
+}
 
 }  // namespace kvkeep::cli

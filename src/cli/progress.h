@@ -29,7 +29,7 @@ class Progress {
   Clock::time_point start_ = Clock::now(), last_ = {};
 };
 
-// One line on stderr that begins with "kvkeep: ".
-void note(const std::string& text);
+// One line on stderr that begins with "kvkeep: ", escaped.
+void note(const std::string& said);
 
 }  // namespace kvkeep::cli

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "build.h"
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/safetensors.h"
@@ -85,22 +86,19 @@ std::string ranks_json(const io::SafetensorsFile& file, const KVPolicy& policy, 
 }
 
 void run(const ReplayOptions& o) {
-  require_folder_of(o.out, "--out");
-  if (!o.ranks.empty()) {
-    require_folder_of(o.ranks, "--ranks");
-    KVKEEP_REQUIRE(!is_same_file(o.out, o.ranks), "replay: --out and --ranks both name '", o.ranks,
-                   "'; allowed two files");
-  }
   const io::SafetensorsFile file = io::SafetensorsFile::open(o.trace);
   const std::string kind = known_kind(file);
   KVKEEP_REQUIRE(o.ranks.empty() || kind == "prefill", "replay: --ranks of a trace of kind \"", kind,
                  "\"; allowed with a prefill trace");
+  const std::filesystem::path folder = std::filesystem::path(o.trace).parent_path();
+  if (const auto model = file.metadata().find("model"); model != file.metadata().end())
+    run_files().reads("the trace", folder / model->second);
   set_threads(o.threads);
   std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make_untold();
   const std::string name(policy->name()), warning = o.output.quiet ? "" : warning_about(*policy);
   const auto start = std::chrono::steady_clock::now();
   const std::unique_ptr<KVPolicy> drawn = o.ranks.empty() ? nullptr : PolicyText(o.policy).make();
-  const trace::Result result = replay(kind, file, std::filesystem::path(o.trace).parent_path(), std::move(policy));
+  const trace::Result result = replay(kind, file, folder, std::move(policy));
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   const std::string ranks = drawn == nullptr ? std::string() : ranks_json(file, *drawn, result);
   io::write_safetensors(o.out, result.tensors, result.metadata);
@@ -110,13 +108,16 @@ void run(const ReplayOptions& o) {
   Table table({{"kind", "kind", false},
                {"policy", "policy", false},
                {"tensors", "tensors"},
+               {"slots_chosen", "slots chosen"},
                {"slots_dropped", "slots dropped"},
                {"ms", "ms"},
                {"result", "result", false}});
-  const auto dropped = result.metadata.find("slots_dropped");
-  table.add({kind, name, static_cast<std::int64_t>(result.tensors.size()),
-             dropped == result.metadata.end() ? std::int64_t{0} : std::int64_t{std::stoll(dropped->second)},
-             real_cell(seconds * 1000, 2), o.out});
+  const auto slots = [&result](const char* what) {
+    const auto found = result.metadata.find(what);
+    return found == result.metadata.end() ? std::int64_t{0} : std::int64_t{std::stoll(found->second)};
+  };
+  table.add({kind, name, static_cast<std::int64_t>(result.tensors.size()), slots("slots_chosen"),
+             slots("slots_dropped"), real_cell(seconds * 1000, 2), o.out});
   if (o.output.format == Format::json)
     print(io::written(table.json().front()) + "\n");
   else
@@ -128,13 +129,13 @@ void run(const ReplayOptions& o) {
 Run add_replay(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("replay", "run a policy on a recorded trace");
   auto o = std::make_shared<ReplayOptions>();
-  sub->add_option("trace", o->trace, "a trace file (docs/trace-format.md)")->required()->option_text("TRACE");
-  sub->add_option("--policy", o->policy, kPolicyHelp)->required()->option_text("POLICY");
-  sub->add_option("--out", o->out, "result file to write (safetensors)")->required()->option_text("FILE");
-  sub->add_option("--ranks", o->ranks, "prefill: write the ranks of every layer, for examples/plot_ranks.py")
+  as_input(sub->add_option("trace", o->trace, "a trace file (docs/trace-format.md)"))->required()->option_text("TRACE");
+  as_policy(sub->add_option("--policy", o->policy, kPolicyHelp))->required()->option_text("POLICY");
+  as_output(sub->add_option("--out", o->out, "result file to write (safetensors)"))->required()->option_text("FILE");
+  as_output(sub->add_option("--ranks", o->ranks, "prefill: write the ranks of every layer, for examples/plot_ranks.py"))
       ->option_text("FILE.json");
   sub->add_option("--threads", o->threads, "CPU threads; 0: LibTorch's default")
-      ->check(CLI::Range(0, 4096))
+      ->check(CLI::Range(0, kMostThreads))
       ->option_text("N [0]");
   o->output.add(*sub);
   sub->footer(kReplayExamples);

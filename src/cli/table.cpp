@@ -21,21 +21,22 @@ std::string formatted(const char* format, double number) {
 }
 
 std::string csv_cell(const Json& value) {
-  const std::string text = value.is_null() ? "" : value.is_string() ? value.get<std::string>() : value.dump();
-  if (text.find_first_of(",\"\n") == std::string::npos) return text;
+  const std::string text = escaped(value.is_null() ? "" : value.is_string() ? value.get<std::string>() : value.dump());
+  if (text.find_first_of(",\"") == std::string::npos) return text;
   std::string quoted = "\"";
   for (const char c : text) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
   return quoted + "\"";
 }
 
-// Characters, not bytes, so that columns line up.
-std::size_t width(const std::string& text) {
+// Characters that are shown, not bytes, so that columns line up.
+std::size_t width(const std::string& given) {
+  const std::string text = escaped(given);
   return static_cast<std::size_t>(
       std::count_if(text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xC0U) != 0x80U; }));
 }
 
-std::string padded(const std::string& text, std::size_t to, bool right) {
-  const std::string space(to - std::min(to, width(text)), ' ');
+std::string padded(const std::string& given, std::size_t to, bool right) {
+  const std::string text = escaped(given), space(to - std::min(to, width(text)), ' ');
   return right ? space + text : text + space;
 }
 
@@ -118,7 +119,8 @@ std::string Table::text(Format format) const {
 }
 
 void print(const std::string& text) {
-  const bool whole = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
+  const std::string shown = escaped(text, "\n\t");
+  const bool whole = std::fwrite(shown.data(), 1, shown.size(), stdout) == shown.size() && std::fflush(stdout) == 0;
   KVKEEP_REQUIRE_AS(Error, whole, "stdout: the result could not be written; is the disk full or the pipe closed?");
 }
 

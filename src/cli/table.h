@@ -55,7 +55,8 @@ class Table {
   std::vector<std::vector<Cell>> rows_;
 };
 
-// Writes to stdout, and throws when it cannot be written (a full disk, a closed pipe).
+// Writes to stdout, escaped but for line ends and tabs, and throws when it cannot be written (a full disk, a closed
+// pipe).
 void print(const std::string& text);
 
 // 0-3,17,21-40 of ascending numbers.

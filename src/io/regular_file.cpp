@@ -12,6 +12,7 @@
 #include <system_error>
 
 #include "kvkeep/core/error.h"
+#include "read_file.h"
 
 namespace kvkeep::io {
 namespace {
@@ -20,7 +21,7 @@ namespace {
 struct Opened {
   /// Non-blocking: opening a pipe without a writer would wait, and it is refused anyway.
   Opened(const std::filesystem::path& path, std::string_view operation)
-      : descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
+      : descriptor((require_readable(path, operation), ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK))) {
     KVKEEP_REQUIRE(descriptor >= 0, operation, ": cannot open ", path.string(), " (",
                    std::system_category().message(errno), "); allowed a file that can be read");
     struct stat status{};

@@ -92,6 +92,20 @@ std::optional<std::int64_t> whole_number(const Json& value, std::int64_t least, 
   return number >= least && number <= most ? std::optional(number) : std::nullopt;
 }
 
+std::string without_controls(std::string json) {
+  const auto is_c1 = [&](std::size_t i) {
+    return json[i] == '\xC2' && i + 1 < json.size() && static_cast<unsigned char>(json[i + 1]) < 0xA0;
+  };
+  for (std::size_t i = 0; i < json.size(); ++i)
+    if (json[i] == '\x7F' || is_c1(i)) {
+      constexpr const char* kDigits = "0123456789abcdef";
+      const std::size_t bytes = json[i] == '\x7F' ? 1 : 2;
+      const auto code = static_cast<unsigned char>(json[i + bytes - 1]);
+      json.replace(i, bytes, {'\\', 'u', '0', '0', kDigits[code >> 4U], kDigits[code & 15U]});
+    }
+  return json;
+}
+
 std::string in_utf8(const std::string& bytes) { return Json::parse(written(Json(bytes))).get<std::string>(); }
 
 }  // namespace kvkeep::io

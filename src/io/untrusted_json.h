@@ -36,10 +36,14 @@ struct ParsedJson {
 [[nodiscard]] std::optional<std::int64_t> whole_number(const nlohmann::json& value, std::int64_t least,
                                                        std::int64_t most);
 
-/// JSON text of a value whose strings may be file names, which need not be UTF-8: U+FFFD replaces the rest.
+/// JSON text with DEL and C1 written as \u007f and the like, as C0 is: only strings hold them.
+[[nodiscard]] std::string without_controls(std::string json);
+
+/// JSON text of a value whose strings may be file names, which need not be UTF-8: U+FFFD replaces the rest. No terminal
+/// acts upon it.
 template <class Json>
 [[nodiscard]] std::string written(const Json& value, int indent = -1) {
-  return value.dump(indent, ' ', false, Json::error_handler_t::replace);
+  return without_controls(value.dump(indent, ' ', false, Json::error_handler_t::replace));
 }
 
 /// The text as JSON and safetensors can store it, and whether that changes nothing.

@@ -30,6 +30,9 @@ class Checkpoint {
   /// The tensor, contiguous, as `dtype`; without one as it is stored, or as f32 if it is quantised. A view of the file
   /// if nothing changes and the file allows it. Throws: as check().
   [[nodiscard]] virtual Tensor tensor(const TensorSpec& wanted, std::optional<Dtype> dtype = {}) const = 0;
+
+  /// Bytes of memory that tensor() of a checked tensor takes; 0 for a view.
+  [[nodiscard]] virtual double copied_bytes(const TensorSpec& wanted, std::optional<Dtype> dtype) const = 0;
 };
 
 [[nodiscard]] std::unique_ptr<const Checkpoint> open_folder_checkpoint(const std::filesystem::path& folder);

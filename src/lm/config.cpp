@@ -204,6 +204,7 @@ void LmConfig::check() const {
 }
 
 LmConfig LmConfig::read(const std::filesystem::path& path) {
+  io::require_readable(path, "read config", io::Source::file_or_folder);
   std::error_code none;
   if (std::filesystem::is_regular_file(path, none)) return detail::read_gguf_config(io::GgufFile::open(path));
   const std::filesystem::path config = path / "config.json", generation = path / "generation_config.json";

@@ -16,6 +16,7 @@
 #include "kernels.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/row.h"
+#include "lazy_memory.h"
 #include "narrowing.h"
 #include "op_pass.h"
 #include "step_check.h"
@@ -119,16 +120,41 @@ void Decoder::use(Path path) {
   path_ = path;
 }
 
+namespace {
+
+/// Zeros on the weights' device, for `slots` slots of every KV head: checked whole, then made side by side.
+class CacheMaker {
+ public:
+  CacheMaker(std::string_view operation, const ModelSpec& spec, at::Device device, std::string_view what, double slots,
+             Dtype dtype)
+      : device_(device), dtype_(dtype) {
+    const double bytes = slots * spec.num_layers() * spec.kv_heads *
+                         static_cast<double>((spec.key_dim + spec.value_dim) * element_size(dtype));
+    if (device.is_cpu()) detail::require_room(operation, what, bytes);
+  }
+  [[nodiscard]] Tensor side(std::initializer_list<std::int64_t> sizes) const {
+    return device_.is_cpu() ? detail::lazy_zeros(sizes, dtype_)
+                            : at::zeros(sizes, at::TensorOptions(torch_dtype(dtype_)).device(device_));
+  }
+
+ private:
+  at::Device device_;
+  Dtype dtype_;
+};
+
+}  // namespace
+
 std::vector<LayerCache> Decoder::make_cache(std::int64_t sequences, std::int64_t capacity, Dtype dtype) const {
   KVKEEP_REQUIRE(sequences >= 1 && capacity >= 1, "make cache: sequences and capacity must be positive; given ",
                  sequences, " and ", capacity);
   KVKEEP_REQUIRE(is_scorable(dtype), "make cache: dtype is ", dtype, "; allowed f32, f16, bf16");
-  std::vector<LayerCache> cache;
   const ModelSpec& model = spec();
-  const auto side = [&](std::int64_t dim) {
-    return at::zeros({sequences, model.kv_heads, capacity, dim},
-                     at::TensorOptions(torch_dtype(dtype)).device(weights_.embedding.device()));
-  };
+  const CacheMaker make(
+      "make cache", model, weights_.embedding.device(),
+      text("a cache for ", sequences, sequences == 1 ? " sequence" : " sequences", " of ", capacity, " slots"),
+      static_cast<double>(sequences) * static_cast<double>(capacity), dtype);
+  const auto side = [&](std::int64_t dim) { return make.side({sequences, model.kv_heads, capacity, dim}); };
+  std::vector<LayerCache> cache;
   for (std::int32_t l = 0; l < model.num_layers(); ++l) cache.push_back({side(model.key_dim), side(model.value_dim)});
   return cache;
 }
@@ -139,10 +165,12 @@ std::vector<LayerKv> Decoder::make_pages(std::int64_t pages, std::int64_t page_s
                  " and ", page_size);
   KVKEEP_REQUIRE(is_scorable(dtype), "make pages: dtype is ", dtype, "; allowed f32, f16, bf16");
   const ModelSpec& model = spec();
-  const auto options = at::TensorOptions(torch_dtype(dtype)).device(weights_.embedding.device());
+  const CacheMaker make("make pages", model, weights_.embedding.device(),
+                        text("a cache of ", pages, " pages of ", page_size, " slots"),
+                        static_cast<double>(pages) * static_cast<double>(page_size), dtype);
   const auto side = [&](std::int64_t dim) {
-    return layout == PageLayout::slot_head ? at::zeros({pages, page_size, model.kv_heads, dim}, options)
-                                           : at::zeros({pages, model.kv_heads, page_size, dim}, options);
+    return layout == PageLayout::slot_head ? make.side({pages, page_size, model.kv_heads, dim})
+                                           : make.side({pages, model.kv_heads, page_size, dim});
   };
   std::vector<LayerKv> cache;
   for (std::int32_t l = 0; l < model.num_layers(); ++l)
@@ -189,6 +217,7 @@ class Decoder::Pass {
         work_(*decoder.workspace_) {}
 
   Tensor run() {
+    require_memory();
     embed();
     turn_tables();
     for (std::int32_t layer = 0; layer < spec_.num_layers(); ++layer) {
@@ -207,6 +236,18 @@ class Decoder::Pass {
   }
 
  private:
+  // What a long prompt takes beside its cache, before the first buffer grows.
+  void require_memory() const {
+    constexpr std::int64_t kFew = 1 << 12;  // tokens: not worth a look at what the machine has
+    const auto held = static_cast<std::int64_t>(work_.hidden.size()) / config_.hidden;
+    if (tokens() <= std::max(held, kFew)) return;
+    const std::int64_t floats = 3 * config_.hidden + spec_.query_heads * (spec_.key_dim + spec_.value_dim) +
+                                spec_.kv_heads * (spec_.key_dim + spec_.value_dim) +
+                                (options_.logits == Logits::all ? config_.vocab : 0);
+    detail::require_room("decode", text("a step of ", tokens(), " tokens"),
+                         static_cast<double>(tokens() - held) * static_cast<double>(floats) * sizeof(float));
+  }
+
   void embed() {
     float* hidden = sized(work_.hidden, tokens() * config_.hidden);
     sized(work_.normed, tokens() * config_.hidden);

@@ -151,6 +151,7 @@ Result replay_generate(const io::SafetensorsFile& file, const std::filesystem::p
   }
   result.metadata["tokens"] = std::to_string(tokens);
   result.metadata["events"] = std::to_string(events);
+  result.metadata["slots_chosen"] = std::to_string(run.totals.slots_chosen);
   result.metadata["slots_dropped"] = std::to_string(run.totals.slots_dropped);
   return result;
 }

@@ -40,6 +40,13 @@ class FolderCheckpoint final : public Checkpoint {
     return dtype ? tensor.to(torch_dtype(*dtype)) : tensor;
   }
 
+  [[nodiscard]] double copied_bytes(const TensorSpec& wanted, std::optional<Dtype> dtype) const override {
+    const Tensor tensor = stored(wanted);
+    return dtype && torch_dtype(*dtype) != tensor.scalar_type()
+               ? static_cast<double>(tensor.numel()) * static_cast<double>(element_size(*dtype))
+               : 0;
+  }
+
  private:
   // Checks dtype and shape; the returned view costs nothing yet.
   [[nodiscard]] Tensor stored(const TensorSpec& wanted) const {

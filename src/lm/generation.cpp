@@ -487,7 +487,9 @@ void Generator::record(SequenceId id, const Cut& cut, std::int64_t bytes_before)
                       .length_before = cut.length_before,
                       .length_after = cut.length_after,
                       .bytes_before = bytes_before,
-                      .bytes_after = near_bytes(id)};
+                      .bytes_after = near_bytes(id),
+                      .slots_kept = cut.slots_after,
+                      .slots_chosen = cut.slots_chosen};
   if (sequence.request.keep_positions) event.positions = positions(id);
   sequence.result.kept_bytes = event.bytes_after;
   sequence.result.events.push_back(std::move(event));

@@ -73,7 +73,7 @@ class GgufCheckpoint final : public Checkpoint {
   [[nodiscard]] Tensor tensor(const TensorSpec& wanted, std::optional<Dtype> dtype) const override {
     check(wanted);
     const std::string name = gguf_name(wanted.name);
-    const Tensor stored = file_.tensor(name, dtype.value_or(file_.described(name).dtype.value_or(Dtype::f32)));
+    const Tensor stored = file_.tensor(name, stored_as(name, dtype));
     if (config_.architecture != Architecture::llama || !wanted.name.starts_with(kLayers)) return stored;
     const std::string_view map = map_in_layer(wanted.name);
     return map == kQuery ? halves(stored, config_.spec.query_heads)
@@ -81,7 +81,17 @@ class GgufCheckpoint final : public Checkpoint {
                          : stored;
   }
 
+  [[nodiscard]] double copied_bytes(const TensorSpec& wanted, std::optional<Dtype> dtype) const override {
+    double bytes = static_cast<double>(element_size(stored_as(gguf_name(wanted.name), dtype)));
+    for (const std::int64_t size : wanted.shape) bytes *= static_cast<double>(size);
+    return bytes;
+  }
+
  private:
+  [[nodiscard]] Dtype stored_as(const std::string& name, std::optional<Dtype> dtype) const {
+    return dtype.value_or(file_.described(name).dtype.value_or(Dtype::f32));
+  }
+
   // In a Llama's head, llama.cpp rotates neighbours by RoPE, transformers element i of one half with element i of the
   // other. So GGUF files have the rows of queries and keys interleaved, and this separates them again. Qwen's rows are
   // as in transformers.

@@ -8,6 +8,7 @@
 
 #include "dice.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/nearest.h"
 
 namespace kvkeep::lm {
 namespace {
@@ -393,7 +394,10 @@ TaskSample make_task(std::string_view name, uint64_t seed, const TaskOptions& op
     TokenDice dice(name, seed);
     return task.make(dice, shape);
   }
-  refuse("make_task: unknown task; given \"", name, "\"; allowed ", names_of_tasks());
+  std::vector<std::string_view> names;
+  for (const Task& task : kTasks) names.emplace_back(task.info.name);
+  refuse("make_task: unknown task; given \"", shortened(name), "\"", did_you_mean(name, names), "; allowed ",
+         names_of_tasks());
 }
 
 std::string token_name(int32_t id) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/nearest.h"
 #include "text_recipe.h"
 #include "untrusted_json.h"
 
@@ -108,9 +109,14 @@ TextSample make_text_task(std::string_view name, std::uint64_t seed, const Token
   const auto task =
       std::find_if(kTextTasks.begin(), kTextTasks.end(), [&](const TextTaskInfo& one) { return one.name == name; });
   if (task == kTextTasks.end()) {
-    std::string names;
-    for (const TextTaskInfo& one : kTextTasks) names += text(names.empty() ? "" : ", ", one.name);
-    refuse("make_text_task: no task has this name; given \"", shortened(name), "\"; allowed ", names);
+    std::string all;
+    std::vector<std::string_view> names;
+    for (const TextTaskInfo& one : kTextTasks) {
+      all += text(all.empty() ? "" : ", ", one.name);
+      names.emplace_back(one.name);
+    }
+    refuse("make_text_task: no task has this name; given \"", shortened(name), "\"", did_you_mean(name, names),
+           "; allowed ", all);
   }
   check(*task, count_tokens, options);
   const Essay essay(task->needs_haystack ? options.haystack : std::string_view{}, options.length);

@@ -12,6 +12,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/safetensors.h"
+#include "memory_left.h"
 
 namespace kvkeep::lm {
 namespace {
@@ -127,6 +128,10 @@ Weights Weights::read(const fs::path& path, const LmConfig& config, std::optiona
   KVKEEP_REQUIRE(!dtype || is_scorable(*dtype), "read weights: dtype is ", *dtype, "; allowed f32, f16, bf16");
   const std::unique_ptr<const Checkpoint> checkpoint = Checkpoint::open(path, config);
   for (const TensorSpec& tensor : checkpoint_tensors(config)) checkpoint->check(tensor);  // all checks before any work
+  double bytes = 0;
+  for (const TensorSpec& tensor : checkpoint_tensors(config)) bytes += checkpoint->copied_bytes(tensor, dtype);
+  io::require_memory("read weights", text("what is widened or rounded of ", path.string()), bytes,
+                     "a smaller model, or weights of 16 bits");
   Weights weights;
   weights.embedding = checkpoint->tensor({"model.embed_tokens.weight", {config.vocab, config.hidden}}, dtype);
   for (std::int32_t layer = 0; layer < config.num_layers(); ++layer)

@@ -47,8 +47,11 @@ void describe_common(Fields& f, Retention& r) {
   f.integer("growth", r.trigger.budget.growth, 0, INT32_MAX,
             "slots by which the budget grows per further `interval` of decoded tokens");
   f.integer("sink", r.sink, 0, INT32_MAX, "oldest slots that always stay", {"n_sink", "start_size", "sink_tokens"});
-  f.integer("recent", r.recent, 0, INT32_MAX,
-            "newest slots that always stay; they shrink first when the budget is small", {"n_last", "recent_size"});
+  std::int32_t recent = r.recent.value_or(0);
+  const bool stated = f.integer("recent", recent, 0, INT32_MAX,
+                                "newest slots that always stay; they shrink first when the budget is small",
+                                {"n_last", "recent_size"}, r.recent ? nullptr : "a quarter of the budget, 1 to 32");
+  if (stated) r.recent = recent;
   f.flag("protect_prompt", r.protect_prompt,
          "the prompt always stays, inside the budget; a prompt that does not fit raises the budget to prompt + recent");
   std::int32_t counts = r.trigger.budget.decoded_only ? 1 : 0;
@@ -158,6 +161,13 @@ std::string in_words(const Needs& needs) {
   return words.empty() ? "nothing" : words;
 }
 
+std::string choices_of(const Evict& policy) {
+  std::string words;
+  for (const std::int32_t slots : {24, 128, 1024})
+    words += text(words.empty() ? "" : ", ", slots - policy.guarded(slots).count(), " of ", slots);
+  return words;
+}
+
 }  // namespace
 
 KnownPolicy evicting(std::string name, const ScorerEntry& scorer, const AllocatorEntry& allocator) {
@@ -182,6 +192,11 @@ KnownPolicy evicting(std::string name, const ScorerEntry& scorer, const Allocato
     JsonFields lister = JsonFields::lister();
     const EvictParts parts = read_parts(lister, scorer, allocator);
     return in_words(needs_of(parts.retention, *parts.scorer, *parts.allocator));
+  };
+  known.chooses = [name, scorer, allocator] {
+    JsonFields lister = JsonFields::lister();
+    EvictParts parts = read_parts(lister, scorer, allocator);
+    return choices_of(Evict(name, std::move(parts.scorer), std::move(parts.allocator), parts.retention));
   };
   return known;
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/nearest.h"
 #include "untrusted_json.h"
 
 namespace kvkeep {
@@ -58,7 +59,7 @@ bool JsonFields::integer(const char* name, std::int64_t& value, std::int64_t lea
   const std::string allowed = bound(most).empty() ? "an integer, " + std::to_string(least) + " or more"
                                                   : "an integer from " + std::to_string(least) + " to " + bound(most);
   if (listing()) {
-    listed_.push_back({full_name(name), fallback != nullptr ? fallback : std::to_string(value), allowed, what});
+    list(name, aliases, {{}, fallback != nullptr ? fallback : std::to_string(value), allowed, what});
     return false;
   }
   const nlohmann::json* given = find(name, aliases);
@@ -91,7 +92,7 @@ JsonFields::Given JsonFields::number(const char* name, double& value, Range rang
                              range.high_open ? ")" : "]");
   if (word != nullptr) allowed += text(" or ", word);
   if (listing()) {
-    listed_.push_back({full_name(name), fallback != nullptr ? fallback : shown(value), allowed, what});
+    list(name, aliases, {{}, fallback != nullptr ? fallback : shown(value), allowed, what});
     return Given::nothing;
   }
   const nlohmann::json* given = find(name, aliases);
@@ -127,10 +128,7 @@ void JsonFields::exactly_one(std::initializer_list<std::pair<const char*, bool>>
 }
 
 std::filesystem::path JsonFields::file(const char* name, const char* what) {
-  if (listing()) {
-    listed_.push_back({full_name(name), "required", "a file, relative to the policy file", what});
-    return {};
-  }
+  if (listing()) return listed_file(name, "required", what, OptionFile::read);
   const std::filesystem::path path = named_file(name);
   KVKEEP_REQUIRE(!path.empty(), "policy: ", full_name(name),
                  " is missing; allowed the name of a file, relative to the policy file");
@@ -138,11 +136,17 @@ std::filesystem::path JsonFields::file(const char* name, const char* what) {
 }
 
 std::filesystem::path JsonFields::optional_file(const char* name, const char* what) {
-  if (listing()) {
-    listed_.push_back({full_name(name), "-", "a file, relative to the policy file", what});
-    return {};
-  }
-  return named_file(name);
+  return listing() ? listed_file(name, "-", what, OptionFile::read) : named_file(name);
+}
+
+std::filesystem::path JsonFields::new_file(const char* name, const char* what) {
+  return listing() ? listed_file(name, "-", what, OptionFile::written) : named_file(name);
+}
+
+std::filesystem::path JsonFields::listed_file(const char* name, const char* fallback, const char* what,
+                                              OptionFile kind) {
+  list(name, {}, {{}, fallback, "a file, relative to the policy file", what, kind});
+  return {};
 }
 
 std::filesystem::path JsonFields::named_file(const char* name) {
@@ -165,7 +169,7 @@ bool JsonFields::says(const char* scope, const char* name, const char* word) con
 }
 
 void JsonFields::flag(const char* name, bool& value, const char* what) {
-  if (listing()) return listed_.push_back({full_name(name), value ? "true" : "false", "true, false", what});
+  if (listing()) return list(name, {}, {{}, value ? "true" : "false", "true, false", what});
   const nlohmann::json* given = find(name, {});
   if (given == nullptr) return put(name, value);
   if (!given->is_boolean()) bad_json(name, *given, "true, false");
@@ -176,7 +180,7 @@ void JsonFields::flag(const char* name, bool& value, const char* what) {
 std::string JsonFields::word(const char* name, const std::string& fallback, const std::string& allowed,
                              const char* what, Aliases aliases) {
   if (listing()) {
-    listed_.push_back({full_name(name), fallback, allowed, what});
+    list(name, aliases, {{}, fallback, allowed, what});
     return fallback;
   }
   const nlohmann::json* given = find(name, aliases);
@@ -188,25 +192,36 @@ std::string JsonFields::word(const char* name, const std::string& fallback, cons
 
 void JsonFields::enter(const char* scope) {
   scope_ = scope;
+  taken_.emplace_back(scope);
   if (listing()) return;
   resolved_[scope] = nlohmann::ordered_json::object();
-  taken_.emplace_back(scope);
   if (from_->contains(scope))
     KVKEEP_REQUIRE((*from_)[scope].is_object(), "policy: ", scope, " holds ", io::shown((*from_)[scope]),
                    "; allowed an object");
 }
 
-void JsonFields::finish(const std::string& policy) const {
-  const auto unknown = [&](const std::string& name) {
+void JsonFields::list(const char* name, Aliases aliases, OptionInfo info) {
+  info.name = full_name(name);
+  offered_.push_back(info.name);
+  taken_.push_back(info.name);
+  for (const char* alias : aliases) taken_.push_back(full_name(alias));
+  listed_.push_back(std::move(info));
+}
+
+void JsonFields::finish(const std::string& policy) const { require_known(*from_, policy); }
+
+void JsonFields::require_known(const nlohmann::json& object, const std::string& policy) const {
+  const auto check = [&](const std::string& name) {
+    if (std::ranges::find(taken_, name) != taken_.end()) return;
     std::string all;
     for (const std::string& o : offered_) all += (all.empty() ? "" : ", ") + o;
-    refuse("policy: ", policy, " has no option \"", shortened(name), "\"; allowed ", all);
+    refuse("policy: ", policy, " has no option \"", shortened(name), "\"", did_you_mean(name, taken_), "; allowed ",
+           all);
   };
-  for (const auto& [key, value] : from_->items()) {
-    if (std::find(taken_.begin(), taken_.end(), key) == taken_.end()) unknown(key);
+  for (const auto& [key, value] : object.items()) {
+    check(key);
     if (!value.is_object()) continue;
-    for (const auto& [inner, ignored] : value.items())
-      if (std::find(taken_.begin(), taken_.end(), key + "." + inner) == taken_.end()) unknown(key + "." + inner);
+    for (const auto& [inner, ignored] : value.items()) check(key + "." + inner);
   }
 }
 

@@ -32,6 +32,7 @@ class JsonFields final : public Fields {
                    Aliases aliases = {}) override;
   std::filesystem::path file(const char* name, const char* what) override;
   std::filesystem::path optional_file(const char* name, const char* what) override;
+  std::filesystem::path new_file(const char* name, const char* what) override;
   void exactly_one(std::initializer_list<std::pair<const char*, bool>> given) const override;
   [[nodiscard]] bool has(const char* name) const override { return !listing() && from_->contains(name); }
   [[nodiscard]] bool gives(const char* scope, const char* name) const override;
@@ -42,6 +43,9 @@ class JsonFields final : public Fields {
 
   /// Reading only: throws for keys that no option used.
   void finish(const std::string& policy) const;
+
+  /// Throws for keys of `object` that no option of the list has, under whatever name.
+  void require_known(const nlohmann::json& object, const std::string& policy) const;
 
   /// Every option with its value, defaults included.
   [[nodiscard]] const nlohmann::ordered_json& resolved() const { return resolved_; }
@@ -60,13 +64,15 @@ class JsonFields final : public Fields {
   [[noreturn]] void bad_json(const char* name, const nlohmann::json& given, const std::string& allowed) const;
   [[nodiscard]] std::string full_name(const char* name) const { return scope_.empty() ? name : scope_ + "." + name; }
   const nlohmann::json* find(const char* name, Aliases aliases);
+  std::filesystem::path listed_file(const char* name, const char* fallback, const char* what, OptionFile kind);
   std::filesystem::path named_file(const char* name);
+  void list(const char* name, Aliases aliases, OptionInfo info);
   void put(const char* name, const nlohmann::ordered_json& value);
 
   const nlohmann::json* from_;  ///< null while listing
   std::filesystem::path folder_;
   std::string scope_;
-  std::vector<std::string> taken_;    ///< full names that were requested
+  std::vector<std::string> taken_;    ///< full names that were requested or listed, aliases included
   std::vector<std::string> offered_;  ///< canonical full names, for messages
   nlohmann::ordered_json resolved_ = nlohmann::ordered_json::object();
   std::vector<OptionInfo> listed_;

@@ -18,8 +18,9 @@ namespace kvkeep {
 
 struct KnownPolicy {
   PolicyEntry entry;
-  std::string scorer = {}, allocator = {};  ///< as PolicyInfo
-  std::function<std::string()> needs = {};  ///< in words, instead of entry.needs
+  std::string scorer = {}, allocator = {};    ///< as PolicyInfo
+  std::function<std::string()> needs = {};    ///< in words, instead of entry.needs
+  std::function<std::string()> chooses = {};  ///< as PolicyInfo
 };
 
 /// Policies are never removed, so pointers to them stay valid. Thread-safe.
@@ -58,5 +59,8 @@ class KnownPolicies {
 /// The policy that a JSON object describes. `uneven_heads`: rows of a layer differ in length before it first decides.
 [[nodiscard]] std::unique_ptr<KVPolicy> policy_of(const nlohmann::json& object,
                                                   const std::filesystem::path& folder = {}, bool uneven_heads = false);
+
+/// The files that it names.
+[[nodiscard]] std::vector<PolicyFile> files_of(const nlohmann::json& object, const std::filesystem::path& folder);
 
 }  // namespace kvkeep

@@ -37,7 +37,8 @@ namespace {
 /// further 1024 tokens.
 void rpc_defaults(const Fields& f, Retention& r) {
   if (!f.says("scorer", "style", "official")) return;
-  r.sink = r.recent = 0;
+  r.sink = 0;
+  r.recent = 0;
   r.protect_prompt = true;
   r.trigger.kind = Trigger::Kind::counter;
   r.trigger.interval = 1024;

@@ -78,4 +78,12 @@ std::string_view prefill_part(std::string_view text) {
 
 std::unique_ptr<KVPolicy> make_policy(std::string_view text) { return policy_of(object_of(text)); }
 
+std::vector<PolicyFile> files_of_policy(std::string_view text) {
+  try {
+    return files_of(object_of(text), {});
+  } catch (const InvalidArgument&) {  // make_policy() says why
+    return {};
+  }
+}
+
 }  // namespace kvkeep

@@ -5,6 +5,7 @@
 
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/nearest.h"
 #include "untrusted_json.h"
 
 namespace kvkeep {
@@ -111,7 +112,9 @@ std::string KnownPolicies::names() const {
 
 const KnownPolicy& KnownPolicies::named(std::string_view name) const {
   if (const KnownPolicy* known = find(name)) return *known;
-  refuse("policy: there is no policy \"", shortened(name), "\"; allowed ", names());
+  std::vector<std::string_view> known;
+  for (const KnownPolicy* p : all()) known.emplace_back(p->entry.name);
+  refuse("policy: there is no policy \"", shortened(name), "\"", did_you_mean(name, known), "; allowed ", names());
 }
 
 KnownPolicies& known_policies() {

@@ -27,6 +27,20 @@ std::unique_ptr<KVPolicy> decoding_of(const std::string& name, const nlohmann::j
   return decoding;
 }
 
+/// Reads the options. If one that is unknown is among them, this is said rather than what is missing without it.
+MakePolicy described(const KnownPolicy& known, const nlohmann::json& options, JsonFields& reader) {
+  try {
+    MakePolicy make = known.entry.describe(reader);
+    reader.finish(known.entry.name);
+    return make;
+  } catch (const InvalidArgument&) {
+    JsonFields lister = JsonFields::lister();
+    static_cast<void>(known.entry.describe(lister));
+    lister.require_known(options, known.entry.name);
+    throw;
+  }
+}
+
 }  // namespace
 
 PolicyInfo info_of(const KnownPolicy& known) {
@@ -40,7 +54,8 @@ PolicyInfo info_of(const KnownPolicy& known) {
                   known.scorer,
                   known.allocator,
                   known.needs ? known.needs() : entry.needs,
-                  entry.narrows};
+                  entry.narrows,
+                  known.chooses ? known.chooses() : std::string()};
   if (entry.narrows)
     info.options.push_back({"decode", "full", "a policy object",
                             "the policy that decides once the prompt has ended; in text, the part after a +"});
@@ -53,14 +68,14 @@ std::unique_ptr<KVPolicy> policy_of(const nlohmann::json& object, const std::fil
   KVKEEP_REQUIRE(object.contains("policy") && object["policy"].is_string(),
                  "policy: \"policy\" is missing or not a string; allowed one of ", known_policies().names());
   const auto name = object["policy"].get<std::string>();
-  const PolicyEntry& entry = known_policies().named(name).entry;
+  const KnownPolicy& known = known_policies().named(name);
+  const PolicyEntry& entry = known.entry;
   nlohmann::json options = object;
   options.erase("policy");
   if (entry.narrows) options.erase("decode");
   JsonFields reader = JsonFields::reader(options, folder);
   reader.uneven_heads = uneven_heads;
-  const MakePolicy make = entry.describe(reader);
-  reader.finish(name);
+  const MakePolicy make = described(known, options, reader);
   nlohmann::ordered_json resolved = {{"policy", name}};
   resolved.update(reader.resolved());
   std::unique_ptr<KVPolicy> decoding;
@@ -82,6 +97,32 @@ std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view text, const std
   KVKEEP_REQUIRE(parsed.problem.empty(), "policy: this ", parsed.problem,
                  ", an object such as {\"policy\": \"ams-tova\", \"budget\": 1024}");
   return policy_of(parsed.value, folder);
+}
+
+std::vector<PolicyFile> files_of(const nlohmann::json& object, const std::filesystem::path& folder) {
+  std::vector<PolicyFile> files;
+  const auto text_at = [](const nlohmann::json& in, const std::string& key) {
+    const auto found = in.is_object() ? in.find(key) : in.end();
+    return found != in.end() && found->is_string() ? found->get<std::string>() : std::string();
+  };
+  const KnownPolicy* known = known_policies().find(text_at(object, "policy"));
+  if (known == nullptr) return files;
+  for (const OptionInfo& option : info_of(*known).options) {
+    if (option.file == OptionFile::none) continue;
+    const std::size_t dot = option.name.find('.');
+    const auto scope = dot == std::string::npos ? object.end() : object.find(option.name.substr(0, dot));
+    const std::string named = dot == std::string::npos ? text_at(object, option.name)
+                              : scope != object.end()  ? text_at(*scope, option.name.substr(dot + 1))
+                                                       : std::string();
+    if (!named.empty()) files.push_back({option.name, folder / named, option.file == OptionFile::written});
+  }
+  if (object.contains("decode"))
+    for (PolicyFile& file : files_of(object["decode"], folder)) files.push_back(std::move(file));
+  return files;
+}
+
+std::vector<PolicyFile> files_of_policy_json(std::string_view text, const std::filesystem::path& folder) {
+  return files_of(io::parse_json(text, io::RepeatedNames::refused).value, folder);
 }
 
 std::unique_ptr<KVPolicy> load_policy(const std::filesystem::path& file) {

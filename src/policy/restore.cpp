@@ -287,12 +287,9 @@ void Keeper::require_saveable(SequenceId sequence, const Sequence& s) const {
   KVKEEP_REQUIRE_AS(Unsupported, s.folded == nullptr || !s.folded->host_rows().empty(),
                     "save: folded spans of sequence ", sequence, " are on ", device().str(),
                     " and are not read back; allowed only on the CPU");
-  for (const std::int32_t l : full_layers_) {
-    const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
-    KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "save: layer ", l, " has shown ", seen,
-                      " tokens of sequence ", sequence, ", other layers ", s.logical,
-                      "; allowed once every full layer has been observed");
-  }
+  for (const std::int32_t l : full_layers_)
+    require_shown("save", sequence, s, l, s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]));
+  require_recorded("save", sequence, s);
 }
 
 void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const {

@@ -185,7 +185,8 @@ void bind_results(nb::module_& m) {
       .def_ro("length_before", &Cut::length_before)
       .def_ro("length_after", &Cut::length_after)
       .def_ro("slots_before", &Cut::slots_before, "over all its rows")
-      .def_ro("slots_after", &Cut::slots_after);
+      .def_ro("slots_after", &Cut::slots_after)
+      .def_ro("slots_chosen", &Cut::slots_chosen, "of slots_after, by the scorer");
   nb::class_<PageMove>(m, "PageMove", "The pages that a cut sequence now holds, and those it gave back.")
       .def_ro("index", &PageMove::sequence, "of the sequence in the step")
       .def_ro("held", &PageMove::after)
@@ -198,6 +199,8 @@ void bind_results(nb::module_& m) {
       .def_ro("cuts", &Report::cuts)
       .def_ro("pages", &Report::pages)
       .def_ro("unscored", &Report::unscored)
+      .def_ro("slots_kept", &Report::slots_kept, "at events")
+      .def_ro("slots_chosen", &Report::slots_chosen, "of slots_kept, by the scorer")
       .def_ro("slots_dropped", &Report::slots_dropped)
       .def_ro("slots_folded", &Report::slots_folded)
       .def_ro("far_bytes", &Report::far_bytes)
@@ -217,6 +220,8 @@ void bind_results(nb::module_& m) {
       .def_ro("steps", &Totals::steps)
       .def_ro("events", &Totals::events)
       .def_ro("sequences_cut", &Totals::sequences_cut)
+      .def_ro("slots_kept", &Totals::slots_kept, "at events")
+      .def_ro("slots_chosen", &Totals::slots_chosen, "of slots_kept, by the scorer")
       .def_ro("slots_dropped", &Totals::slots_dropped)
       .def_ro("bytes_moved", &Totals::bytes_moved)
       .def_ro("pages_freed", &Totals::pages_freed)

@@ -423,13 +423,17 @@ Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
 
   Result result;
   for (std::size_t l = 0; l < e.prefixes.size(); ++l) add_layer(e, table, decision, keep, l, result);
-  std::int64_t dropped = 0;
-  for (std::size_t r = 0; r < table.rows.size(); ++r) dropped += table.rows[r].length - keep.count(r);
+  std::int64_t dropped = 0, chosen = 0;
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    dropped += table.rows[r].length - keep.count(r);
+    if (decision.keep) chosen += decision.chosen(r);
+  }
   result.metadata = {{"kvkeep_result", "1"},
                      {"policy", policy.to_json()},
                      {"kvkeep_version", kVersion},
                      {"rows", std::to_string(table.rows.size())},
                      {"slots_kept", std::to_string(keep.indptr.back())},
+                     {"slots_chosen", std::to_string(chosen)},
                      {"slots_dropped", std::to_string(dropped)}};
   return result;
 }

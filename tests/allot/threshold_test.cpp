@@ -151,7 +151,7 @@ TEST(Threshold, IsRefusedWithASentenceWhereItDoesNotFit) {
             std::string::npos);
   EXPECT_NE(refusal("threshold,budget=9,threshold=-4").find("no policy \"threshold\""), std::string::npos);
   EXPECT_NE(refusal("threshold-streaming,budget=9,threshold=-4").find("no policy"), std::string::npos);
-  const std::string json = make_policy("threshold-snapkv,budget=9,threshold=0.001")->to_json();
+  const std::string json = make_policy("threshold-snapkv,budget=9,threshold=0.001,window=2")->to_json();
   EXPECT_EQ(make_policy_from_json(json)->to_json(), json);
 }
 

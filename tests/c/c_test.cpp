@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <filesystem>
+#include <limits>
 
 #include "c_engine.h"
 
@@ -32,8 +33,9 @@ static_assert(offsetof(kvkeep_step_tokens, log_sum_exp) == 52 && sizeof(kvkeep_s
 static_assert(sizeof(kvkeep_layer_cache) == 40 && sizeof(kvkeep_page_allocator) == 32);
 static_assert(offsetof(kvkeep_cache, pages) == 72 && sizeof(kvkeep_cache) == 80);
 static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 32 && sizeof(kvkeep_unscored) == 16);
-static_assert(offsetof(kvkeep_report, pending) == 112 && sizeof(kvkeep_report) == 120);
-static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 64);
+static_assert(offsetof(kvkeep_report, pending) == 112 && offsetof(kvkeep_report, slots_chosen) == 128);
+static_assert(sizeof(kvkeep_report) == 136 && offsetof(kvkeep_totals, slots_chosen) == 72);
+static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 80);
 
 constexpr const char* kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
 
@@ -66,6 +68,9 @@ TEST(CInterface, KeepsWhatTheKeeperKeepsDenseAndInPages) {
       totals.size = sizeof totals;
       kvkeep_totals_of(c.keeper.get(), &totals);
       EXPECT_EQ(totals.sequences_cut, cuts);
+      EXPECT_EQ(totals.slots_kept, cpp.keeper.totals().slots_kept);
+      EXPECT_EQ(totals.slots_chosen, cpp.keeper.totals().slots_chosen);
+      EXPECT_GT(totals.slots_chosen, 0);
       EXPECT_EQ(totals.steps, 30);
       EXPECT_NE(std::string(kvkeep_policy_json(c.keeper.get())).find("\"budget\":48"), std::string::npos)
           << kvkeep_policy_json(c.keeper.get());
@@ -182,6 +187,13 @@ TEST(CInterface, HasNothingPendingAndNoWorkspaceOnTheCpu) {
   };
   EXPECT_EQ(c.call(unlucky, {1}, report, false), KVKEEP_INVALID_ARGUMENT);
   EXPECT_NE(std::string(kvkeep_last_error()).find("without room for `pending`"), std::string::npos);
+  const auto older = [&](const kvkeep_cache& cache) {
+    report.size = offsetof(kvkeep_report, slots_kept);
+    report.slots_kept = -1;
+    return kvkeep_launch(c.keeper.get(), &cache, &report);
+  };
+  EXPECT_EQ(c.call(older, {1}, report, false), KVKEEP_OK) << "a program that was compiled before slots were counted";
+  EXPECT_EQ(report.slots_kept, -1);
   kvkeep_accelerator_free(nullptr);
 }
 
@@ -277,6 +289,17 @@ TEST(CInterface, SaysWhatIsWrong) {
   kvkeep_model wrong = model.of_c;
   wrong.size = 0;
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT, "size is 0");
+  wrong.size = std::size_t{1} << 20;  // behind the struct lies memory that is nobody's
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "size is 1048576");
+  wrong = model.of_c;
+  wrong.num_layers = std::numeric_limits<std::int32_t>::max();
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "num_layers is 2147483647");
+  wrong = model.of_c;
+  wrong.rope_attention_scaling = std::numeric_limits<double>::quiet_NaN();
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "rope.attention_scaling is nan");
   wrong = model.of_c;
   wrong.num_layers = 0;
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
@@ -337,6 +360,8 @@ TEST(CInterface, SaysWhatIsWrong) {
   seen.sequences = numbers.ids.data();
   seen.num_sequences = -1;
   observed(KVKEEP_INVALID_ARGUMENT, "has -1 entries");
+  seen.num_sequences = std::numeric_limits<std::int64_t>::max();
+  observed(KVKEEP_INVALID_ARGUMENT, "has 9223372036854775807 entries");
   seen.num_sequences = 1;
   seen.layer = 5;
   observed(KVKEEP_INVALID_ARGUMENT, "layer 5");
@@ -347,6 +372,7 @@ TEST(CInterface, SaysWhatIsWrong) {
   c.keys[0] = at::Tensor();
   expect_failed(c.call(kvkeep_step, {1}, report), KVKEEP_INVALID_ARGUMENT, "cache: keys is NULL");
   expect_failed(kvkeep_step(c.keeper.get(), nullptr, nullptr), KVKEEP_INVALID_ARGUMENT, "cache is NULL");
+  expect_failed(kvkeep_truncate(c.keeper.get(), 1, -1), KVKEEP_INVALID_ARGUMENT, "given -1; allowed 0 to that");
 }
 
 TEST(CInterface, ReadsStructsOfOtherVersions) {

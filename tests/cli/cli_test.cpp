@@ -97,7 +97,6 @@ TEST_F(Command, LetsThreadsSpinBrieflyUnlessItIsToldHowTheyWait) {
 // ---- Refusals -------------------------------------------------------------------------------------------------------
 
 TEST_F(Command, RefusesWrongUsageWithTheHelpToRead) {
-  expect_refused({}, "kvkeep --help");
   expect_refused({"frobnicate"}, "frobnicate");
   expect_refused({"generate", "--ids", "1", "--max-new-tokens", "3"}, "--model");
   expect_refused({"generate", "--model", model(), "--max-new-tokens", "3"}, "ids");

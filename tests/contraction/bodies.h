@@ -1,5 +1,5 @@
 #pragma once
-// The arithmetic of AMS that CPU, CUDA and a consumer's own translation units share, over one row.
+// The arithmetic that CPU, CUDA and a consumer's own translation units share.
 
 #include <cstdint>
 #include <vector>
@@ -18,6 +18,13 @@ struct Divided {
   std::vector<float> credit, used;
   std::vector<std::int32_t> ends, quotas;
   bool operator==(const Divided&) const = default;
+};
+
+/// What is made of numbers x: their turns by RoPE, mixtures, moments, shares.
+struct Mixed {
+  std::vector<float> single;
+  std::vector<double> wide;
+  bool operator==(const Mixed&) const = default;
 };
 
 }  // namespace contraction

@@ -10,10 +10,12 @@
 
 namespace kvkeep {
 contraction::Divided divide(const contraction::Row& row);
-}
+contraction::Mixed mix(const std::vector<float>& x);
+}  // namespace kvkeep
 namespace kvkeep_native {
 contraction::Divided divide(const contraction::Row& row);
-}
+contraction::Mixed mix(const std::vector<float>& x);
+}  // namespace kvkeep_native
 
 namespace {
 
@@ -72,6 +74,17 @@ TEST(Contraction, ChangesNoBitOfWhatConsumersCompileFromTheHeaders) {
     ASSERT_EQ(plain.used, native.used) << "seed " << seed;
     ASSERT_EQ(plain.ends, native.ends) << "seed " << seed;
     ASSERT_EQ(plain.quotas, native.quotas) << "seed " << seed;
+  }
+}
+
+TEST(Contraction, ChangesNoBitOfTurnsMomentsAndShares) {
+  if (!has_fma()) GTEST_SKIP() << "this CPU has no fused multiply-add";
+  for (std::uint64_t seed = 1; seed <= 200; ++seed) {
+    std::mt19937_64 random(seed);
+    std::uniform_real_distribution<float> numbers(-1, 1);
+    std::vector<float> x(4 * (1 + seed % 67));
+    for (float& one : x) one = numbers(random);
+    ASSERT_EQ(kvkeep::mix(x), kvkeep_native::mix(x)) << "seed " << seed;
   }
 }
 

@@ -126,8 +126,8 @@ TEST_F(DeviceDecoder, GeneratesUnderAPolicyWhatTheCpuGenerates) {
                         .keep_positions = true});
   }
   for (const char* policy :
-       {"full", "ams-tova,budget=64,interval=16", "snapkv,budget=64,interval=16", "tova,budget=64,interval=16",
-        "adakv-tova,budget=64,interval=16",
+       {"full", "ams-tova,budget=64,interval=16", "snapkv,budget=64,interval=16,window=16",
+        "tova,budget=64,interval=16", "adakv-tova,budget=64,interval=16",
         "fastkv,budget=128,window=16,layer=1,cache=96+ams-tova,budget=64,interval=16",
         "asl,budget=128,window=16,min_layer=1,observed_layers=2,threshold=2+tova,budget=64,interval=16",
         "gemfilter,budget=128,layer=1+tova,budget=64,interval=16", "tova,budget=32,interval=16,recent=16,rest=fold"})

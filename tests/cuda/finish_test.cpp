@@ -85,11 +85,14 @@ TEST_F(PendingEvents, LeaveLengthsAndPagesAsTheyWereUntilTheyAreFinished) {
     for (std::size_t i = 0; i < 2; ++i) {
       EXPECT_EQ(a.cuts[i].length_after, b.cuts[i].length_after);
       EXPECT_EQ(a.cuts[i].slots_after, b.cuts[i].slots_after);
+      EXPECT_EQ(a.cuts[i].slots_chosen, b.cuts[i].slots_chosen);
       EXPECT_EQ(bounds[i].length_before, b.cuts[i].length_before);
       EXPECT_GE(bounds[i].length_after, b.cuts[i].length_after);
       EXPECT_GT(bounds[i].slots_after, b.cuts[i].slots_after) << "four rows that might each keep more than their share";
     }
     EXPECT_EQ(a.slots_dropped, b.slots_dropped);
+    EXPECT_EQ(a.slots_chosen, b.slots_chosen);
+    EXPECT_EQ(device.keeper.totals().slots_chosen, b.slots_chosen);
     EXPECT_EQ(a.bytes_after, b.bytes_after);
     EXPECT_GT(b.pages_freed, 0);
     EXPECT_EQ(device.pool.free_pages(), free + b.pages_freed);

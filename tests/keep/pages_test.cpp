@@ -195,12 +195,12 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
     for (const PageMove& move : moves) wanted += move.taken;
     for (const std::int32_t n : c.holders) free += n == 0 ? 1 : 0;
     if (wanted > free) {
-      EXPECT_THROW(take_pages(moves, &pages), StateError);
+      EXPECT_THROW(take_pages(moves, &pages, c.holders), StateError);
       for (std::int32_t p = 0; p < c.pool; ++p)
         ASSERT_EQ(pages.references(p), c.holders[static_cast<std::size_t>(p)]) << "nothing is taken then";
       continue;
     }
-    take_pages(moves, &pages);
+    take_pages(moves, &pages, c.holders);
     std::vector<std::vector<at::Tensor>> before;
     for (std::int32_t l = 0; l < Case::kLayers; ++l) {
       before.emplace_back();

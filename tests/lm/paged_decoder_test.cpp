@@ -96,7 +96,7 @@ TEST_P(PagedDecoder, GivesTheSameBitsOnPagesOfAnySizeAsOnADenseCache) {
 TEST_P(PagedDecoder, GeneratesTheSameTokensLogitsAndEventsUnderAPolicy) {
   Decoder& decoder = decoder_of(GetParam(), false);
   for (const char* policy : {"ams-tova,budget=24,interval=8,recent=4,window=4,min_segment=2,max_segment=8",
-                             "adakv-snapkv,budget=24,interval=8"}) {
+                             "adakv-snapkv,budget=24,interval=8,window=8"}) {
     const auto run = [&](std::int32_t page_size) {
       std::vector<Request> requests;
       for (std::int32_t r = 0; r < 3; ++r) {

@@ -461,12 +461,12 @@ MustKeep must_keep(const Options& options, int T, const std::vector<bool>& pinne
   const bool tova = options.policy == "tova" || options.policy == "ams-tova";
   MustKeep must;
   if (allots_officially(options)) {  // sinks shrink first
-    must.recents = std::min({options.recent, options.budget, T});
+    must.recents = std::min({newest(options), options.budget, T});
     must.sinks = std::min({options.sink, options.budget - must.recents, T - must.recents});
     return must;
   }
   // TOVA's own query scores itself: its slot is protected even where no recent slot is asked for.
-  const int recent = tova ? std::max(options.recent, 1) : options.recent;
+  const int recent = tova ? std::max(newest(options), 1) : newest(options);
   must.sinks = std::min({options.sink, options.budget, T});
   must.recents = std::min({recent, options.budget - must.sinks, T - must.sinks});
   must.pinned = pinned;

@@ -22,7 +22,7 @@ struct Options {
   std::string suffix_fill = "max_head";  ///< max_head, max_global, causal_mean, exclude
   int budget = 1;
   int sink = 0;
-  int recent = 0;
+  int recent = 0;  ///< below 0: not stated
   int window = 32;
   int min_segment = 32;
   int max_segment = 1024;
@@ -38,6 +38,12 @@ struct Options {
   bool credit = true;
   bool tova_heads_all = true;  ///< TOVA averages over all query heads, or over the heads of the group
 };
+
+/// A quarter of the budget where nobody states it, but 1 to 32.
+inline int newest(const Options& options) {
+  if (options.recent >= 0) return options.recent;
+  return options.budget >= 128 ? 32 : options.budget < 4 ? 1 : options.budget / 4;
+}
 
 struct Sequence {
   int T = 0;    ///< slots

@@ -63,7 +63,7 @@ Options options_from(const Json& policy) {
   o.variant = policy.value("variant", o.variant);
   o.budget = policy.at("budget").get<int>();
   o.sink = policy.value("sink", 4);
-  o.recent = policy.value("recent", 32);
+  o.recent = policy.at("recent").get<int>();
   o.tova_heads_all = policy.value("scorer", Json::object()).value("heads", "all") == "all";
   const Json a = policy.value("allocator", Json::object());
   o.window = a.value("window", o.window);

@@ -44,7 +44,7 @@ Violations check_slots(const Options& options, int T, const std::vector<int>& sl
   for (int t = 0; t < T; ++t) {
     if (must.holds(t, T) && !contains(slots, t)) say(out, "must-keep slot ", t, " of ", T, " is dropped");
   }
-  const bool keeps_newest = options.recent >= 1 && options.budget > options.sink;
+  const bool keeps_newest = newest(options) >= 1 && options.budget > options.sink;
   if (keeps_newest && !contains(slots, T - 1)) say(out, "the newest slot ", T - 1, " is dropped");
   return out;
 }

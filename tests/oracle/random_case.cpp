@@ -77,7 +77,7 @@ Options random_options(Random& random, int T) {
   o.variant = random.one_of({"strict", "strict", "official"});
   o.budget = random.chance(0.9) ? random.between(1, T) : random.between(1, T + 3);
   o.sink = std::min(random.one_of({0, 1, 4}), o.budget - 1);
-  o.recent = random.one_of({0, 1, 2, 32});
+  o.recent = random.one_of({0, 1, 2, -1});
   o.tova_heads_all = random.chance(0.8);
   if (o.policy == "ams-tova") choose_allocator(random, o, T);
   return o;

@@ -115,6 +115,22 @@ TEST(KeeperStep, RefusesWhatItCannotFile) {
             std::string::npos);
   EXPECT_NE(testing::message_of<InvalidArgument>([&] { keeper.record(0, {}); }).find("layer 0 has no queries"),
             std::string::npos);
+  EXPECT_NE(testing::message_of<StateError>([&] {
+              keeper.begin_step(tokens);
+            }).find("begin_step: layer 0 has shown 0 of the 2 tokens"),
+            std::string::npos);
+  keeper.record(0, queries(2));
+  for (const char* operation : {"observe", "begin_step", "save"})
+    EXPECT_NE(testing::message_of<StateError>([&] {
+                if (operation[0] == 'o')
+                  keeper.observe({.layer = 0, .sequences = tokens.sequences, .indptr = two, .queries = queries(2)});
+                else if (operation[0] == 'b')
+                  keeper.begin_step(tokens);
+                else
+                  keeper.save(id, "never written");
+              }).find(std::string(operation) + ": layer 1 has shown 0 of the 2 tokens"),
+              std::string::npos);
+  keeper.record(1, queries(2));  // late is not too late
   StepTokens half = tokens;
   half.query_dtype = Dtype::f16;
   EXPECT_NE(testing::message_of<InvalidArgument>([&] { keeper.begin_step(half); }).find("earlier ones were f32"),
@@ -140,7 +156,7 @@ TEST(KeeperStep, RefusesWhatItCannotFile) {
 
   keeper.observe({.layer = 0, .sequences = tokens.sequences, .indptr = two, .queries = queries(2)});
   EXPECT_NE(
-      testing::message_of<StateError>([&] { keeper.begin_step(tokens); }).find("layer 1 has seen 2 of the 4 tokens"),
+      testing::message_of<StateError>([&] { keeper.begin_step(tokens); }).find("layer 1 has shown 2 of the 4 tokens"),
       std::string::npos);
 
   Keeper stream(model(), make_policy("expected,budget=24,statistics=stream"));

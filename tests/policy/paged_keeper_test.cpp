@@ -2,6 +2,7 @@
 // dense cache. What is refused changes nothing.
 
 #include "engines.h"
+#include "message_of.h"
 
 namespace kvkeep::paged_keeper_test {
 namespace {
@@ -22,7 +23,7 @@ TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B
   int which = 0;
   for (const std::int32_t page_size : {1, 16, 32, 64, 128})
     for (const PageLayout layout : {PageLayout::slot_head, PageLayout::head_slot}) {
-      const Form form = static_cast<Form>(which % 3);
+      const Form form = static_cast<Form>(which % kForms);
       const Dtype dtype = which % 2 == 0 ? Dtype::bf16 : Dtype::f32;
       ++which;
       SCOPED_TRACE(
@@ -32,12 +33,14 @@ TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B
       PagedEngine paged(policy, ragged, dtype, page_size, layout, form);
       std::int64_t events = 0, freed = 0;
       const auto step = [&](const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
-        const Numbers numbers = numbers_of(random, work);
+        const Numbers drawn = numbers_of(random, work), numbers = form == Form::latent ? latent(drawn) : drawn;
         const Report a = dense.step(numbers), b = paged.step(numbers);
         events += static_cast<std::int64_t>(b.cuts.size());
         freed += b.pages_freed;
         EXPECT_EQ(a.slots_dropped, b.slots_dropped);
-        EXPECT_EQ(a.bytes_after, b.bytes_after);
+        const std::int64_t of_key = form == Form::latent ? kKeyDim : 1,
+                           of_slot = form == Form::latent ? kKeyDim + kValueDim : 1;
+        EXPECT_EQ(a.bytes_after * of_key, b.bytes_after * of_slot);
       };
       for (Engine* engine : {static_cast<Engine*>(&dense), static_cast<Engine*>(&paged)}) {
         engine->join(1);
@@ -66,13 +69,29 @@ INSTANTIATE_TEST_SUITE_P(
         PolicyCase{"keydiff", "keydiff,budget=48,interval=12", false},
         PolicyCase{"expected", "ams-expected,budget=48,interval=12", false},
         PolicyCase{"rkv", "rkv,budget=48,interval=12", false},
-        PolicyCase{"snapkv", "snapkv,budget=48,interval=12", false},
+        PolicyCase{"snapkv", "snapkv,budget=48,interval=12,window=8", false},
         PolicyCase{"h2o", "h2o,budget=48,interval=12", false},
         PolicyCase{"given", "given,budget=48,interval=12", false},
         PolicyCase{"threshold", "threshold-given,budget=48,interval=12,recent=4,threshold=-0.5", true},
         PolicyCase{"adakv", "adakv-tova,budget=48,interval=12,recent=4", true},
         PolicyCase{"pyramidkv", "pyramidkv-knorm,budget=48,interval=12,recent=4", true}),
     [](const auto& p) { return std::string(p.param.name); });
+
+TEST_P(PagedKeeper, MovesValuesThatLieWithinKeysOnce) {
+  const auto [name, policy, ragged] = GetParam();
+  oracle::Random random(11);
+  DenseEngine apart(policy, ragged, Dtype::f32), within(policy, ragged, Dtype::f32, nullptr, Form::latent);
+  std::int64_t moved = 0;
+  for (DenseEngine* engine : {&apart, &within}) engine->join(1);
+  for (int n = 0; n < 40; ++n) {
+    const Numbers numbers = latent(numbers_of(random, {{1, n == 0 ? 90 : 2}}));
+    const Report a = apart.step(numbers), b = within.step(numbers);
+    EXPECT_EQ(a.bytes_moved * kKeyDim, b.bytes_moved * (kKeyDim + kValueDim));
+    moved += b.bytes_moved;
+    ASSERT_NO_FATAL_FAILURE(expect_alike(apart, within));
+  }
+  EXPECT_GT(moved, 0);
+}
 
 /// Everything an event may write, before and after.
 struct Sight {
@@ -141,6 +160,59 @@ TEST(PagedEvents, WithoutFreePagesForCopiesThrowBeforeAnythingIsWritten) {
   EXPECT_TRUE(before.same_as(Sight(engine, ids))) << "a refused event changes nothing";
   engine.pool.give_back(kept_away);
   EXPECT_EQ(engine.cut(ids).cuts.size(), 1U);
+}
+
+/// An engine's block manager that has gone wrong.
+class GivesThatPage final : public PageAllocator {
+ public:
+  GivesThatPage(PagePool& pool, std::int32_t first, std::int32_t then) : pool_(&pool), answers_{first, then} {}
+  [[nodiscard]] std::int32_t references(std::int32_t page) const override { return pool_->references(page); }
+  [[nodiscard]] std::int32_t take() override { return answers_[std::min<std::size_t>(taken++, 1)]; }
+  void give_back(std::int32_t page) override { given_back.push_back(page); }
+  std::size_t taken = 0;
+  Ints given_back;
+
+ private:
+  PagePool* pool_;
+  Ints answers_;
+};
+
+TEST(PagedEvents, RefuseAPageThatIsNotFreeBeforeAnythingIsWritten) {
+  oracle::Random random(4);
+  const auto shared = [&] {
+    auto engine = std::make_unique<PagedEngine>("knorm,budget=24,interval=8,recent=2", false, Dtype::f32, 8,
+                                                PageLayout::head_slot, Form::pages_first, 16 * 8);
+    engine->join(1);
+    static_cast<void>(engine->step(numbers_of(random, {{1, 30}})));
+    engine->fork(2, 1, 30);
+    static_cast<void>(engine->step(numbers_of(random, {{2, 1}})));
+    return engine;
+  };
+  const std::vector<SequenceId> ids{2};
+  std::int32_t free = 0;
+  while (shared()->pool.references(free) > 0) ++free;
+  const std::int32_t held = shared()->sequences.pages(2).front();
+  for (const auto& [first, then, says] : {std::tuple{16, 0, "take() gave page 16; the layers allow 0 to 15"},
+                                          {4'000'000, 0, "take() gave page 4000000"},
+                                          {free, 1'000'000'000, "take() gave page 1000000000"},
+                                          {held, 0, "which a sequence of the step holds"},
+                                          {free, free, " twice; allowed a free page"},
+                                          {free, -1, "there are 1"}}) {
+    const auto engine = shared();
+    GivesThatPage wrong(engine->pool, first, then);
+    engine->allocator = &wrong;
+    EXPECT_THROW(static_cast<void>(engine->step(numbers_of(random, {{2, 1}}))), StateError);
+    const Sight before(*engine, ids);
+    const std::size_t taken = std::exchange(wrong.taken, 0);
+    wrong.given_back.clear();
+    EXPECT_NE(testing::message_of<StateError>([&] { static_cast<void>(engine->cut(ids)); }).find(says),
+              std::string::npos);
+    EXPECT_TRUE(before.same_as(Sight(*engine, ids))) << "a refused event changes nothing";
+    EXPECT_EQ(wrong.taken, taken);
+    EXPECT_EQ(wrong.given_back.size(), then == -1 ? taken - 1 : taken) << "what was taken has been given back";
+    engine->allocator = &engine->pool;
+    EXPECT_EQ(engine->cut(ids).cuts.size(), 1U);
+  }
 }
 
 TEST(PagedRows, LieWhereTheirOffsetsSayBeyondTwoToThe31Elements) {  // B22: addresses only, the memory is not there

@@ -340,6 +340,7 @@ TEST(KeeperPins, AreRefusedByNameWhereNothingIsProtected) {
 class Newest final : public Allocator {
  public:
   [[nodiscard]] std::string_view name() const override { return "newest"; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   void allot(const Evidence& evidence, const Limits& limits, const Scores&, WindowAttention,
              Decision& decision) const override {
     decision.keep = empty_keep_set(evidence.table, limits);

@@ -36,6 +36,7 @@ class Reversed final : public Allocator {
   explicit Reversed(ReversedOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, true); }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
              Decision& decision) const override {
     const Scores reversed{clone(scores.data)};

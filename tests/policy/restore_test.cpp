@@ -377,7 +377,7 @@ TEST(Restore, RefusesPoliciesThatAreNoObjectOfOptions) {
 
 TEST(Restore, RefusesMoreQueriesThanItHasSeenTokens) {
   const File whole("few"), forged("many");
-  const std::string snapkv = "snapkv,budget=64,recent=8,interval=8";
+  const std::string snapkv = "snapkv,budget=128,recent=8,interval=8";
   engines::DenseEngine here(snapkv, true, Dtype::f32), there(snapkv, true, Dtype::f32);
   oracle::Random random(2);
   here.join(1);
@@ -444,7 +444,7 @@ TEST(Restore, RefusesToSaveInTheMiddleOfAStepAndAnUnknownSequence) {
   engine.keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = queries});
   EXPECT_NE(message_of<StateError>([&] {
               engine.keeper.save(1, file.path);
-            }).find("layer 1 has shown 0 tokens of sequence 1, other layers 3"),
+            }).find("layer 1 has shown 0 of the 3 tokens of sequence 1"),
             std::string::npos);
   EXPECT_NE(message_of<StateError>([&] { engine.keeper.save(2, file.path); }).find("sequence 2 is not known"),
             std::string::npos);

@@ -25,6 +25,7 @@ class Strided final : public Allocator {
   explicit Strided(StridedOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, true); }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
 
   /// Cost: one copy of the scores, then as Flat.
   void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <regex>
 #include <sstream>
 #include <string>
@@ -47,12 +49,16 @@ bool tells(const std::string& row, const OptionInfo& option) {
   return true;
 }
 
+/// True of policies that other tests of this program added.
+bool added_by_a_test(const PolicyInfo& policy) {
+  return std::ranges::any_of(std::array{"vnorm", "strided", "tapering", "outside"},
+                             [&](const char* added) { return policy.name.find(added) != std::string::npos; });
+}
+
 TEST(Docs, ThePageOfPoliciesNamesEveryPolicyAndEveryOptionWithItsDefaultAndChoices) {
   const std::string page = read(root() / "docs" / "policies.md");
   for (const PolicyInfo& policy : policies()) {
-    if (std::ranges::any_of(std::array{"vnorm", "strided", "tapering", "outside"},
-                            [&](const char* added) { return policy.name.find(added) != std::string::npos; }))
-      continue;  // other tests of this program added it
+    if (added_by_a_test(policy)) continue;
     const std::string allocator =
         policy.name.substr(0, policy.name.find('-'));  // "ams-tova" stands on the page as `ams-<scorer>`
     EXPECT_TRUE(!table_rows(page, policy.name).empty() || !table_rows(page, allocator + "-<scorer>").empty())
@@ -64,6 +70,25 @@ TEST(Docs, ThePageOfPoliciesNamesEveryPolicyAndEveryOptionWithItsDefaultAndChoic
           << option.allowed << "; the page says otherwise, or nothing";
     }
   }
+}
+
+TEST(Docs, TheReadmeCountsTheScorersOfEachAllocator) {
+  const std::string readme = read(root() / "README.md");
+  const std::size_t begin = readme.find("\n| policies |");
+  ASSERT_NE(begin, std::string::npos);
+  const std::string row = readme.substr(begin, readme.find(';', readme.find("`criticalkv-`", begin)) - begin);
+  std::map<std::string, std::int64_t> said, known;
+  std::int64_t number = 0;
+  const std::regex word(R"((\d+) (scorers|of them)|and (\d+) under|`(\w+)-`)");
+  for (std::sregex_iterator at(row.begin(), row.end(), word), last; at != last; ++at)
+    if ((*at)[4].matched)
+      said[(*at)[4]] = number;
+    else
+      number = std::stoll((*at)[(*at)[1].matched ? 1 : 3]);
+  for (const PolicyInfo& policy : policies())
+    if (!policy.allocator.empty() && !added_by_a_test(policy) && policy.name != policy.allocator)
+      ++known[policy.allocator];
+  EXPECT_EQ(said, known) << row;
 }
 
 /// The lines of a source from `begins` up to `ends`, as a page shows them.

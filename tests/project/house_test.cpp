@@ -7,11 +7,15 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <regex>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "kvkeep/policy/evict.h"
+#include "kvkeep/policy/registry.h"
 
 namespace kvkeep::house_test {
 namespace {
@@ -216,6 +220,35 @@ TEST(House, ATypeOfTheKernelsIsInOneFile) {
       EXPECT_TRUE(is_new) << name << " is in " << other->second << " and in " << source.generic_string();
     }
   EXPECT_GT(files.size(), 80U);
+}
+
+// Policies in tests whose sinks and recents fill the budget are StreamingLLM, whatever their names (B35).
+TEST(House, APolicyOfATestLeavesItsScorerASay) {
+  const std::set<std::string> meant{"tova,budget=24,interval=8,recent=20", "snapkv,budget=24,interval=8",
+                                    "tova,budget=24,interval=8,recent=32", "tova,budget=24,recent=32"};
+  const std::regex policy("[a-z0-9]+(-[a-z0-9]+)*(,[a-z_.]+=[^,\"'` )]+)*,budget=[0-9]+(,[a-z_.]+=[^,\"'` )]+)*");
+  std::size_t looked_at = 0;
+  for (const char* folder : {"tests", "bench", "examples"})
+    for (const auto& entry : fs::recursive_directory_iterator(root() / folder)) {
+      const fs::path file = fs::relative(entry.path(), root());
+      if (!std::set<std::string>{".h", ".cpp", ".py", ".sh"}.contains(file.extension().string())) continue;
+      const std::string text = content_of(file);
+      for (std::sregex_iterator one(text.begin(), text.end(), policy), end; one != end; ++one) {
+        std::unique_ptr<KVPolicy> made;
+        try {
+          made = make_policy(one->str());
+        } catch (const std::exception&) {
+          continue;  // a test of a refusal, or a text that goes on elsewhere
+        }
+        const auto* evict = dynamic_cast<const Evict*>(made.get());
+        if (evict == nullptr || evict->scorer().name() == "streaming") continue;
+        const std::int32_t slots = evict->retention().trigger.budget.slots;
+        EXPECT_TRUE(evict->guarded(slots).count() < slots || meant.contains(one->str()))
+            << file << ": " << one->str() << " leaves its scorer no slot";
+        ++looked_at;
+      }
+    }
+  EXPECT_GT(looked_at, 500U);
 }
 
 TEST(House, LinesAndFilesAreShort) {

@@ -93,7 +93,7 @@ def test_attention_over_the_rows_is_attention_over_the_tokens_that_are_kept():
     assert torch.allclose(torch.cat(cut, 1), whole[:, 100:], atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("policy", ["tova,budget=512", "tova,budget=24,interval=8,prefill=cut", "adakv-snapkv,budget=24,interval=8,prefill=cut"])
+@pytest.mark.parametrize("policy", ["tova,budget=512", "tova,budget=24,interval=8,prefill=cut", "adakv-snapkv,budget=24,interval=8,window=8,prefill=cut"])
 def test_a_padded_batch_gives_what_each_sequence_gives_alone(policy):
     model = model_of()
     texts = [tokens_of(60, 2), tokens_of(33, 3), tokens_of(48, 4)]

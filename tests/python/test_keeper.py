@@ -73,6 +73,8 @@ def test_rows_hold_what_the_keeper_says(array, page_size):
         assert engine.length <= 56
     assert cuts >= 5 and engine.keeper.totals.events == cuts
     assert report.slots_dropped == sum(c.slots_before - c.slots_after for c in report.cuts)
+    totals = engine.keeper.totals  # of 40 slots, 4 are sinks and 10 recents
+    assert totals.slots_kept * 26 == totals.slots_chosen * 40 > 0
     assert engine.keeper.logical_length(7) == 160
 
 

@@ -28,6 +28,9 @@ namespace {
 using testing::RankEngine;
 namespace fs = std::filesystem;
 
+/// Budget and events of these runs, with few protected slots, so that scores decide.
+constexpr const char* kSmall = "budget=24,interval=6,sink=2,recent=4";
+
 /// Kills its process, or stops it for a while, in the middle of gather number `at`.
 class Mortal final : public Collective {
  public:
@@ -157,8 +160,10 @@ std::vector<std::string> alone(const std::string& policy) {
 
 TEST(RankProcesses, KeepWhatOneMachineKeeps) {
   for (const std::string policy :
-       {"tova,budget=24,interval=6", "keydiff,budget=24,interval=6,share=union", "adakv-tova,budget=24,interval=6",
-        "threshold-knorm,budget=24,interval=6,threshold=-2", "ams-tova,budget=24,interval=6,allocator.window=6"})
+       {text("tova,", kSmall), text("keydiff,share=union,", kSmall), text("adakv-tova,", kSmall),
+        text("threshold-knorm,threshold=-2,", kSmall), text("ams-tova,allocator.window=6,", kSmall),
+        text("rpc,heads=all,window=6,", kSmall),
+        text("ams-keydiff,variant=official,allocator.window=6,min_segment=2,max_segment=12,", kSmall)})
     for (const int size : {2, 4}) {
       Ranks ranks(size);
       ranks.run(policy);
@@ -174,7 +179,7 @@ TEST(RankProcesses, KeepWhatOneMachineKeeps) {
 
 TEST(RankProcesses, OneThatIsKilledInAnEventIsAnErrorOnTheOthersAndNothingMoved) {
   for (const int size : {2, 4})
-    for (const char* policy : {"tova,budget=24,interval=6", "adakv-tova,budget=24,interval=6"}) {
+    for (const std::string& policy : {text("tova,", kSmall), text("adakv-tova,", kSmall)}) {
       Ranks ranks(size);
       ranks.run(policy, {"3", std::to_string(SIGKILL)});
       EXPECT_TRUE(ranks.lines(size - 1).empty());
@@ -190,7 +195,7 @@ TEST(RankProcesses, OneThatIsKilledInAnEventIsAnErrorOnTheOthersAndNothingMoved)
 
 TEST(RankProcesses, OneThatLagsIsAnErrorOnTheOthersOnceTheirTimeIsOver) {
   Ranks ranks(2);
-  ranks.run("tova,budget=24,interval=6", {"2", std::to_string(SIGSTOP)});
+  ranks.run(text("tova,", kSmall), {"2", std::to_string(SIGSTOP)});
   const auto lines = ranks.lines(0);
   ASSERT_EQ(lines.size(), 2U);
   EXPECT_NE(lines[0].find("gathered nothing"), std::string::npos) << lines[0];

@@ -57,7 +57,7 @@ TEST(Defensive, ObeysTheLawsOfScorersOnEveryInstructionSet) {
 }
 
 TEST(Defensive, GoesWithCriticalKVAndAdaptiveHeads) {
-  const auto policy = make_policy("criticalkv-defensive,budget=8,allocator.heads=adaptive");
+  const auto policy = make_policy("criticalkv-defensive,budget=64,allocator.heads=adaptive");
   EXPECT_EQ(policy->name(), "criticalkv-defensive");
   EXPECT_EQ(policy->needs().queries, 32);
 }

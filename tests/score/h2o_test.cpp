@@ -122,7 +122,8 @@ int run_beside_simulation(const std::string& policy, std::int32_t tokens, bool o
           rows[static_cast<std::size_t>(l * kHeads + h)].attend(l, h, position + i, spec.scale());
         }
       }
-      keeper.observe({.layer = l, .sequences = {&id, 1}, .indptr = indptr, .queries = queries});
+      keeper.observe(
+          {.layer = l, .sequences = {&id, 1}, .indptr = indptr, .queries = queries, .basis = QueryBasis::post_rope});
     }
     length += count;
     position += count;

@@ -79,7 +79,8 @@ TEST(Rpc, OfficialBringsThePublishedScheduleAndFixedDoesNot) {
   EXPECT_TRUE(r.trigger.budget.decoded_only);
   EXPECT_TRUE(r.protect_prompt);
   EXPECT_EQ(r.sink, 0);
-  EXPECT_EQ(r.recent, 32);
+  EXPECT_EQ(r.recent, 0);
+  EXPECT_EQ(dynamic_cast<const Evict&>(*official).guarded(288).recents, 32) << "its window";
   const Retention& f = dynamic_cast<const Evict&>(*fixed).retention();
   EXPECT_EQ(f.trigger.interval, 512);
   EXPECT_EQ(f.trigger.budget.growth, 0);

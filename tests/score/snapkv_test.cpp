@@ -76,7 +76,7 @@ TEST(SnapKV, TakesTheWindowAttentionThatIsThereAndLeavesItAsItWas) {
 TEST(SnapKV, ProtectsItsWindow) {
   EXPECT_EQ(SnapKV({.window = 48}).keeps_newest(), 48);
   const auto policy = make_policy("snapkv,budget=60,window=48,recent=4,sink=2");
-  EXPECT_EQ(dynamic_cast<const Evict&>(*policy).retention().recent, 48);
+  EXPECT_EQ(dynamic_cast<const Evict&>(*policy).guarded(60).recents, 48);
   EXPECT_EQ(policy->needs().queries, 48);
   EXPECT_THROW(static_cast<void>(make_policy("snapkv,budget=60,pool=4")), InvalidArgument);
 }

@@ -277,6 +277,8 @@ void expect_same_steps(DenseEngine& cpp, CEngine& c, int steps, const Inspect& i
     kvkeep_report report{};
     ASSERT_EQ(c.call(kvkeep_step, numbers.ids, report), KVKEEP_OK) << kvkeep_last_error();
     EXPECT_EQ(report.slots_dropped, expected.slots_dropped);
+    EXPECT_EQ(report.slots_kept, expected.slots_kept);
+    EXPECT_EQ(report.slots_chosen, expected.slots_chosen);
     EXPECT_EQ(report.bytes_after, expected.bytes_after);
     inspect(expected, report);
     if (::testing::Test::HasFatalFailure()) return;

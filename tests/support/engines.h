@@ -34,7 +34,8 @@ inline ModelSpec model() {
 }
 
 /// How K and V lie in memory.
-enum class Form { apart, sides_first, pages_first };
+enum class Form { apart, sides_first, pages_first, latent };
+inline constexpr int kForms = 4;
 
 /// The numbers of one step: [tokens, heads, dim] a layer.
 struct Numbers {
@@ -63,6 +64,13 @@ inline Numbers numbers_of(oracle::Random& random, const std::vector<std::pair<Se
   return step;
 }
 
+/// Keys whose first numbers are the values, as Form::latent holds them.
+inline Numbers latent(Numbers numbers) {
+  for (std::size_t l = 0; l < numbers.keys.size(); ++l)
+    numbers.keys[l].narrow(2, 0, kValueDim).copy_(numbers.values[l]);
+  return numbers;
+}
+
 inline std::vector<Tensor> output_projections(Device device) {
   oracle::Random random(99);
   std::vector<Tensor> all;
@@ -80,7 +88,14 @@ class Engine {
                 .given_scores = true,
                 .accelerator = accelerator}),
         ragged_(ragged) {}
-  virtual ~Engine() = default;
+  /// Events that no scorer had a say in test nothing of it (B35).
+  virtual ~Engine() {
+    const Totals& totals = keeper.totals();
+    if (totals.slots_kept == 0 || totals.slots_chosen > 0 || no_say || keeper.policy().name() == "streaming") return;
+    ADD_FAILURE() << keeper.policy().to_json()
+                  << " chose none of the slots that its events kept; set no_say if a test "
+                     "means that";
+  }
 
   void join(SequenceId id) {
     keeper.join(id);
@@ -201,6 +216,7 @@ class Engine {
   /// Instead of observe(), in every layer of a step that begin_step() has counted.
   std::function<void(std::int32_t layer, const at::Tensor& queries, const at::Tensor& log_sum_exp)> record;
   bool gives_log_sum_exp = false;
+  bool no_say = false;  ///< the test means a policy whose scorer chooses nothing
   /// Between step() and finish().
   std::function<void(const CacheView& view, const Report& report)> while_pending;
   std::map<SequenceId, Ints> lengths;
@@ -262,15 +278,18 @@ class Engine {
 
 class DenseEngine final : public Engine {
  public:
-  DenseEngine(const std::string& policy, bool ragged, Dtype dtype, std::shared_ptr<Machine> accelerator = nullptr)
-      : DenseEngine(make_policy(policy), ragged, dtype, std::move(accelerator)) {}
+  DenseEngine(const std::string& policy, bool ragged, Dtype dtype, std::shared_ptr<Machine> accelerator = nullptr,
+              Form form = Form::apart)
+      : DenseEngine(make_policy(policy), ragged, dtype, std::move(accelerator), form) {}
   DenseEngine(std::unique_ptr<KVPolicy> policy, bool ragged, Dtype dtype,
-              std::shared_ptr<Machine> accelerator = nullptr)
+              std::shared_ptr<Machine> accelerator = nullptr, Form form = Form::apart)
       : Engine(std::move(policy), ragged, std::move(accelerator)) {
     const auto there = at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(keeper.device()));
-    for (std::int32_t l = 0; l < kLayers; ++l)
-      layers.emplace_back(
-          DenseKv{at::full({8, kHeads, 400, kKeyDim}, 9, there), at::full({8, kHeads, 400, kValueDim}, 9, there)});
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      const at::Tensor keys = at::full({8, kHeads, 400, kKeyDim}, 9, there);
+      layers.emplace_back(DenseKv{
+          keys, form == Form::latent ? keys.narrow(3, 0, kValueDim) : at::full({8, kHeads, 400, kValueDim}, 9, there)});
+    }
   }
   [[nodiscard]] at::Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
                                    bool value) const override {
@@ -309,9 +328,10 @@ class PagedEngine final : public Engine {
                                                  : std::vector<std::int64_t>{kHeads, page_size};
     for (std::int32_t l = 0; l < kLayers; ++l) {
       at::Tensor keys, values;
-      if (form == Form::apart) {
+      if (form == Form::apart || form == Form::latent) {
         keys = at::full({pages, middle[0], middle[1], kKeyDim}, 9, there);
-        values = at::full({pages, middle[0], middle[1], kValueDim}, 9, there);
+        values = form == Form::latent ? keys.narrow(3, 0, kValueDim)
+                                      : at::full({pages, middle[0], middle[1], kValueDim}, 9, there);
       } else {
         const bool sides_first = form == Form::sides_first;
         const at::Tensor both =
@@ -340,6 +360,7 @@ class PagedEngine final : public Engine {
  public:
   PagePool pool;
   PagedSequences sequences;
+  PageAllocator* allocator = &pool;  ///< whom events ask
   at::Tensor block_table;
   SharedPages shared_pages = SharedPages::copy;
 
@@ -359,7 +380,7 @@ class PagedEngine final : public Engine {
             .sequences = ids,
             .lengths = {},
             .block_table = block_table,
-            .pages = &pool,
+            .pages = allocator,
             .shared_pages = shared_pages};
   }
   void settle(const CacheView& view, const Report& report) override { sequences.settle(view, report.pages); }

@@ -11,8 +11,8 @@
 namespace kvkeep::testing {
 
 std::string policy_json(const oracle::Options& o) {
-  nlohmann::json policy = {
-      {"policy", o.policy}, {"budget", o.budget}, {"sink", o.sink}, {"recent", o.recent}, {"variant", o.variant}};
+  nlohmann::json policy = {{"policy", o.policy}, {"budget", o.budget}, {"sink", o.sink}, {"variant", o.variant}};
+  if (o.recent >= 0) policy["recent"] = o.recent;
   if (o.policy != "streaming") policy["scorer"] = {{"heads", o.tova_heads_all ? "all" : "group"}};
   if (o.policy.starts_with("ams-"))
     policy["allocator"] = {{"window", o.window},

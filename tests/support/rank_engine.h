@@ -2,6 +2,7 @@
 /// One rank of a model whose heads are divided: an engine around a keeper that runs every kind of policy, with numbers
 /// that follow from (sequence, layer, KV or query head of the model, position) alone.
 
+#include <bit>
 #include <map>
 #include <memory>
 #include <string>
@@ -13,6 +14,7 @@ namespace kvkeep::testing {
 
 class RankEngine {
  public:
+  using Work = std::vector<std::pair<SequenceId, std::int32_t>>;  ///< new tokens of sequences
   static constexpr std::int32_t kLayers = 3, kHeads = 4, kGroup = 2, kDim = 8, kCapacity = 128;
 
   /// A model of `heads` KV heads, and what it supplies.
@@ -44,13 +46,13 @@ class RankEngine {
   }
 
   /// `tokens` new ones of each sequence, through all layers.
-  Report step(const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
+  Report step(const Work& work) {
     observe(work);
     return keeper.step(view());
   }
 
   /// Without the event.
-  void observe(const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
+  void observe(const Work& work) {
     ids.clear(), flat.clear(), places.clear();
     std::map<SequenceId, std::vector<std::int32_t>> present;
     for (const auto& [id, tokens] : work) {
@@ -84,6 +86,11 @@ class RankEngine {
     const auto own = keeper.positions(id, layer, head - first_);
     return {own.begin(), own.end()};
   }
+  [[nodiscard]] std::span<const float> credit(SequenceId id, std::int32_t layer, std::int32_t head) const {
+    return keeper.credit(id, layer, head - first_);
+  }
+  /// KV heads of the model before those of this rank.
+  [[nodiscard]] std::int32_t first() const { return first_; }
   [[nodiscard]] bool has(std::int32_t head) const { return head >= first_ && head < first_ + heads_; }
   /// Every slot holds the key of its position.
   [[nodiscard]] bool holds(SequenceId id, std::int32_t layer, std::int32_t head) const {
@@ -105,6 +112,9 @@ class RankEngine {
   std::map<SequenceId, std::int32_t> fed;
   std::vector<SequenceId> ids;
   std::vector<std::int32_t> flat, places;
+  /// Of every (sequence, layer, KV head of the model): what attention read of folded spans so far, mixed into one
+  /// number.
+  std::map<std::tuple<SequenceId, std::int32_t, std::int32_t>, std::uint64_t> read;
 
   static float noise(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t position, std::int32_t d,
                      std::int32_t side) {
@@ -169,6 +179,14 @@ class RankEngine {
       const Tensor out = zeros({tokens, heads_ * kGroup, kDim}, Dtype::f32),
                    sums = zeros({tokens, heads_ * kGroup}, Dtype::f32);
       static_cast<void>(keeper.view(o, {.out = out, .log_sum_exp = sums}));
+      const float* number = out.data<float>();
+      for (std::size_t s = 0; s < active.size(); ++s)
+        for (std::int32_t t = indptr[s]; t < indptr[s + 1]; ++t)
+          for (std::int32_t h = 0; h < heads_; ++h) {
+            std::uint64_t& all = read[{active[s], l, first_ + h}];
+            for (std::int32_t i = 0; i < kGroup * kDim; ++i)
+              all = mixed_bits(all ^ std::bit_cast<std::uint32_t>(*number++));
+          }
     }
     if (!keeper.policy().narrows()) return;
     for (const Narrowing& n : keeper.narrow(o, view()).prompts) {

@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "kvkeep/allot/share.h"
-#include "kvkeep/core/hd.h"
 #include "kvkeep/core/rank_key.h"
 #include "kvkeep/core/row_limit.h"
+#include "kvkeep/core/strict_math.h"
 
 namespace kvkeep {
 

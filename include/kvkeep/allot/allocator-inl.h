@@ -47,12 +47,9 @@ KVKEEP_INLINE void Flat::allot(const Evidence& evidence, const Limits& limits, c
   const float* g = scores.data.data<float>();
   const auto make = [] { return std::vector<std::uint64_t>(); };
   each_row(table, make, [&](std::size_t r, const Row& row, std::vector<std::uint64_t>& keys) {
-    const RowLimit& limit = limits.rows[r];
     const std::span<std::int32_t> kept = decision.keep->room(r);
-    if (!limit.due) return std::iota(kept.begin(), kept.end(), 0);
-    const Protected guarded =
-        limits.variant == Variant::official ? with_padding(limit, limits.padding, row.length) : limit.guarded;
-    select({g + row.first, static_cast<std::size_t>(row.length)}, guarded, keys, kept);
+    if (!limits.rows[r].due) return std::iota(kept.begin(), kept.end(), 0);
+    select({g + row.first, static_cast<std::size_t>(row.length)}, stays(limits, r, row.length), keys, kept);
   });
 }
 

@@ -9,6 +9,7 @@
 
 #include "kvkeep/core/budget.h"
 #include "kvkeep/core/decision.h"
+#include "kvkeep/core/error.h"
 #include "kvkeep/core/evidence.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/limits.h"
@@ -46,7 +47,8 @@ void require_own_form(std::string_view allocator, const AllocatorContext& policy
 enum class AcrossHeads : std::uint8_t {
   nothing,  ///< each row is allotted by itself, and all heads of a layer keep as many slots
   counts,   ///< each row is allotted by itself; how many slots it keeps follows from its scores
-  scores,   ///< the rows of a layer are allotted together
+  tops,  ///< each row is allotted by itself, once it knows the largest of Allocator::tops() over the heads of its layer
+  scores,  ///< the rows of a layer are allotted together
 };
 
 /// A class that policies name has `static constexpr AllocatorTraits traits`. Its options, if it has any, are the struct
@@ -75,9 +77,15 @@ class Allocator {
   /// True if rows of one sequence may end up with different lengths.
   [[nodiscard]] virtual bool ragged() const { return false; }
 
-  /// Rows of which some are Row::elsewhere() may reach allot() of one that says `scores`, and no other.
-  [[nodiscard]] virtual AcrossHeads across_heads() const {
-    return ragged() ? AcrossHeads::counts : AcrossHeads::nothing;
+  /// What a row's kept slots follow from besides that row, in spread() and allot(). Rows of which some are
+  /// Row::elsewhere() may reach allot() of one that says `scores`, and no other. It has no default: an answer that is
+  /// missing would be wrong in silence where ranks hold a part of the heads.
+  [[nodiscard]] virtual AcrossHeads across_heads() const = 0;
+
+  /// One that says AcrossHeads::tops: a number of every row, [rows]. Where ranks hold a part of the heads, allot()
+  /// finds the largest of them over all heads of the row's layer in WindowAttention::tops; else it takes that itself.
+  [[nodiscard]] virtual std::vector<float> tops(const Evidence&, const Limits&, const WindowAttention&) const {
+    refuse<Unsupported>("ranks: ", name(), " says AcrossHeads::tops, but has none; allowed with tops()");
   }
 
   /// True if it also drops slots of rows that are within their budget: the policy then has its events as Trigger::thins
@@ -109,6 +117,7 @@ class Flat final : public Allocator {
   void check(AllocatorContext& policy) const override {
     if (!policy.reads_keys) policy.variant = Variant::strict;
   }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
              Decision& decision) const override;
 };

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "kvkeep/core/hd.h"
 #include "kvkeep/core/protect.h"
 #include "kvkeep/core/rank_key.h"
+#include "kvkeep/core/strict_math.h"
 
 namespace kvkeep {
 

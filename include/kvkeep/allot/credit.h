@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "kvkeep/allot/mass.h"
-#include "kvkeep/core/hd.h"
+#include "kvkeep/core/strict_math.h"
 
 namespace kvkeep {
 
@@ -24,14 +24,16 @@ KVKEEP_HD void update_credit(const float* mass, std::int32_t length, std::int32_
   if (known > length) known = 0;
   for (std::int32_t t = team.thread(); t < length; t += team.size()) {
     const double old = t < known ? static_cast<double>(credit[t]) : 0.0;
-    credit[t] = static_cast<float>(options.decay * old + (1.0 - options.decay) * static_cast<double>(mass[t]));
+    credit[t] =
+        static_cast<float>(product(options.decay, old) + product(1.0 - options.decay, static_cast<double>(mass[t])));
   }
   team.sync();
-  const double sum = total(credit, length, team) + length * epsilon;
+  const double sum = total(credit, length, team) + product<double>(length, epsilon);
   for (std::int32_t t = team.thread(); t < length; t += team.size()) {
     const double share =
         raw ? static_cast<double>(credit[t]) : (static_cast<double>(usable(credit[t])) + epsilon) / sum;
-    used[t] = static_cast<float>(options.mix * static_cast<double>(mass[t]) + (1.0 - options.mix) * share);
+    used[t] =
+        static_cast<float>(product(options.mix, static_cast<double>(mass[t])) + product(1.0 - options.mix, share));
   }
   team.sync();
   normalise_mass(used, length, epsilon, team);

@@ -9,6 +9,7 @@
 #include "kvkeep/allot/mass.h"
 #include "kvkeep/allot/quotas.h"
 #include "kvkeep/allot/segments.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/pool.h"
 #include "kvkeep/core/protect.h"
 #include "kvkeep/core/team.h"
@@ -145,7 +146,8 @@ KVKEEP_HD inline Share segment_share(QuotaWeight quotas, const std::uint64_t* pr
 KVKEEP_HD inline std::int32_t covered(const MassSegmentedOptions& options, const Share* shares, std::int32_t count,
                                       std::int32_t budget, const Protected& guarded) {
   if (!options.coverage_auto)
-    return guarded.count() + static_cast<std::int32_t>(std::floor(options.coverage * (budget - guarded.count()) + 0.5));
+    return guarded.count() +
+           static_cast<std::int32_t>(std::floor(product<double>(options.coverage, budget - guarded.count()) + 0.5));
   std::int64_t floors = 0;
   for (std::int32_t i = 0; i < count; ++i) floors += detail::floor_of(shares[i], options.min_quota);
   return floors < budget ? static_cast<std::int32_t>(floors) : budget;

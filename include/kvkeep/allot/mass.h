@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "kvkeep/core/hd.h"
 #include "kvkeep/core/pool.h"
+#include "kvkeep/core/strict_math.h"
 #include "kvkeep/core/team.h"
 
 namespace kvkeep {
@@ -68,7 +68,7 @@ KVKEEP_HD double total(const float* x, std::int32_t n, Team team = {}) {
 /// Turns usage into mass in place: m = (max(u, 0) + eps) / sum. NaN counts as 0.
 template <class Team = OneThread>
 KVKEEP_HD void normalise_mass(float* u, std::int32_t length, double epsilon, Team team = {}) {
-  const double sum = total(u, length, team) + length * epsilon;
+  const double sum = total(u, length, team) + product<double>(length, epsilon);
   for (std::int32_t t = team.thread(); t < length; t += team.size())
     u[t] = static_cast<float>((static_cast<double>(usable(u[t])) + epsilon) / sum);
   team.sync();

@@ -52,7 +52,27 @@ inline std::int32_t divide(const MassSegmentedOptions& options, Variant variant,
   return through;
 }
 
+/// Pools the history of every due row of `usage` in place. Returns [rows] the largest that each then holds.
+inline std::vector<float> pool_rows(const MassSegmentedOptions& options, const RowTable& table, const Limits& limits,
+                                    std::span<const RowWindow> windows, float* usage) {
+  std::vector<float> tops(table.rows.size());
+  const auto make = [] { return std::vector<float>(); };
+  each_due_row(table, limits, make, [&](std::size_t r, const Row& row, std::vector<float>& scratch) {
+    scratch.resize(static_cast<std::size_t>(row.length));
+    pool_history(options, usage + row.first, windows[r].history, scratch.data(), OneThread{});
+    tops[r] = largest(usage + row.first, windows[r].history);
+  });
+  return tops;
+}
+
 }  // namespace mass_segmented_detail
+
+KVKEEP_INLINE std::vector<float> MassSegmented::tops(const Evidence& evidence, const Limits& limits,
+                                                     const WindowAttention& seen) const {
+  require_host("mass_segmented", evidence.table.device);
+  const Tensor usage = clone(seen.usage);
+  return mass_segmented_detail::pool_rows(options_, evidence.table, limits, seen.windows, usage.data<float>());
+}
 
 KVKEEP_INLINE void MassSegmented::allot(const Evidence& evidence, const Limits& limits, const Scores& scores,
                                         WindowAttention seen, Decision& decision) const {
@@ -75,15 +95,10 @@ KVKEEP_INLINE void MassSegmented::allot(const Evidence& evidence, const Limits& 
   const float* g = scores.data.data<float>();
   float* credit = options_.credit ? decision.credit->data<float>() : nullptr;
 
-  std::vector<float> tops(table.rows.size());
-  const auto make = [] { return std::vector<float>(); };
-  each_due_row(table, limits, make, [&](std::size_t r, const Row& row, std::vector<float>& scratch) {
-    scratch.resize(static_cast<std::size_t>(row.length));
-    const std::int32_t history = seen.windows[r].history;
-    pool_history(options_, mass + row.first, history, scratch.data(), OneThread{});
-    tops[r] = largest(mass + row.first, history);
-  });
-  if (options_.suffix_fill == SuffixFill::max_global)
+  std::vector<float> tops = mass_segmented_detail::pool_rows(options_, table, limits, seen.windows, mass);
+  if (!seen.tops.empty())
+    tops = std::move(seen.tops);
+  else if (options_.suffix_fill == SuffixFill::max_global)
     for (const RowGroup& group : table.groups) {
       const auto first = tops.begin() + group.first_row;
       std::fill_n(first, heads, *std::max_element(first, first + heads));

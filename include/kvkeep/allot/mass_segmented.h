@@ -23,6 +23,12 @@ class MassSegmented final : public Allocator {
   [[nodiscard]] std::string_view name() const override { return "mass_segmented"; }
   void check(AllocatorContext& policy) const override;
   [[nodiscard]] std::int32_t window() const override { return options_.window; }
+  [[nodiscard]] AcrossHeads across_heads() const override {
+    return options_.suffix_fill == SuffixFill::max_global ? AcrossHeads::tops : AcrossHeads::nothing;
+  }
+  /// The largest pooled usage in the history of every row. Workspace: 4 bytes per slot of the event.
+  [[nodiscard]] std::vector<float> tops(const Evidence& evidence, const Limits& limits,
+                                        const WindowAttention& seen) const override;
 
   /// Cost: O(length) per row beyond the window attention, no sort. Workspace per thread: about 40 bytes per slot of its
   /// longest row. Between window attention and compaction an event holds scores, mass and credit: 12 bytes per slot and

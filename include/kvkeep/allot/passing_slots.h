@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "kvkeep/core/hd.h"
 #include "kvkeep/core/row_limit.h"
+#include "kvkeep/core/strict_math.h"
 #include "kvkeep/core/team.h"
 
 namespace kvkeep {

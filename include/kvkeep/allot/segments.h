@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "kvkeep/allot/mass.h"
-#include "kvkeep/core/hd.h"
 #include "kvkeep/core/partition_point.h"
 #include "kvkeep/core/protect.h"
+#include "kvkeep/core/strict_math.h"
 #include "kvkeep/core/variant.h"
 
 namespace kvkeep {

@@ -45,6 +45,7 @@ class Threshold final : public Allocator {
   [[nodiscard]] std::string_view name() const override { return "threshold"; }
   void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, true); }
   [[nodiscard]] bool ragged() const override { return true; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::counts; }
   [[nodiscard]] bool thins() const override { return true; }
 
   void spread(const Evidence& evidence, std::span<const std::int32_t>, std::vector<RowLimit>& rows) const override {

@@ -1,6 +1,7 @@
 #pragma once
 /// What a policy decided: which slots stay, and what happens to the rest.
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -107,8 +108,15 @@ struct Decision {
   std::optional<Allotment> allotment;
   EventTables tables = {};  ///< on a device
   std::vector<std::int32_t> of_all_heads =
-      {};  ///< [groups, whole_heads] slots that the row of each KV head of the
-           ///< model keeps, where ranks hold a part each; empty: as many as rows here
+      {};                                  ///< [groups, whole_heads] slots that the row of each KV head of the
+                                           ///< model keeps, where ranks hold a part each; empty: as many as rows here
+  std::vector<std::int32_t> guarded = {};  ///< [rows] slots that stay whatever they score; empty: none. An upper bound
+                                           ///< for pinned rows on a device
+
+  /// Slots of a row that stay because of their scores.
+  [[nodiscard]] std::int64_t chosen(std::size_t row) const {
+    return std::max<std::int64_t>(0, keep->count(row) - (guarded.empty() ? 0 : guarded[row]));
+  }
 };
 
 }  // namespace kvkeep

@@ -43,10 +43,10 @@ class RankError : public Error {
   using Error::Error;
 };
 
-/// Throws `E` with the joined parts.
+/// Throws `E` with the joined parts, escaped: a sentence is one line, whatever a file or a command line put into it.
 template <class E = InvalidArgument, class... Parts>
 [[noreturn, gnu::cold, gnu::noinline]] void refuse(const Parts&... parts) {
-  throw E(text(parts...));
+  throw E(escaped(text(parts...)));
 }
 
 }  // namespace kvkeep

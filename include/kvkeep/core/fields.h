@@ -6,8 +6,12 @@
 #include <filesystem>
 #include <initializer_list>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
+#include <vector>
+
+#include "kvkeep/core/nearest.h"
 
 namespace kvkeep {
 
@@ -84,7 +88,11 @@ class Fields {
     for (const auto& c : choices) allowed += (allowed.empty() ? "" : ", ") + std::string(c.first);
     const std::string given = word(name, word_of(value), allowed, what, aliases);
     const auto chosen = std::find_if(choices.begin(), choices.end(), [&](const auto& c) { return given == c.first; });
-    if (chosen == choices.end()) bad(name, given, "one of " + allowed);
+    if (chosen == choices.end()) {
+      std::vector<std::string_view> words;
+      for (const auto& c : choices) words.emplace_back(c.first);
+      bad(name, given, text("one of ", allowed, did_you_mean(given, words)));
+    }
     value = chosen->second;
     if (word_of(value) != given) respell(name, word_of(value));
   }
@@ -98,6 +106,9 @@ class Fields {
 
   /// The same for a file that may be left out; then empty.
   virtual std::filesystem::path optional_file(const char* name, const char* what) = 0;
+
+  /// The same for a file that is written.
+  virtual std::filesystem::path new_file(const char* name, const char* what) = 0;
 
   /// Reading only: throws unless exactly one of these options was given.
   virtual void exactly_one(std::initializer_list<std::pair<const char*, bool>> given) const = 0;

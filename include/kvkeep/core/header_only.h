@@ -3,6 +3,7 @@
 /// then include their bodies (x-inl.h), which src/ compiles otherwise.
 
 #ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/core/strict_math.h"
 #define KVKEEP_INLINE inline
 #else
 #define KVKEEP_INLINE

@@ -17,6 +17,12 @@ struct Limits {
   std::shared_ptr<const SlotRange[]> pins = nullptr;  ///< of all rows; null: nothing is pinned
 };
 
+/// What stays of row r, of `length` slots, whatever it scores.
+[[nodiscard]] inline Protected stays(const Limits& limits, std::size_t r, std::int32_t length) {
+  const RowLimit& limit = limits.rows[r];
+  return limits.variant == Variant::official ? with_padding(limit, limits.padding, length) : limit.guarded;
+}
+
 /// The same budget for every row, for scorers and allocators that are used without a policy.
 [[nodiscard]] inline Limits even_limits(const RowTable& table, std::int32_t budget, std::int32_t sink = 0,
                                         std::int32_t recent = 0, Variant variant = Variant::strict) {

@@ -38,6 +38,9 @@ struct ModelSpec {
   std::int32_t first_head = 0;   ///< KV heads of the model before these, where ranks hold a part each (across_ranks())
   std::int32_t model_heads = 0;  ///< KV heads of the whole model then; 0: kv_heads
 
+  static constexpr std::int32_t kMost = 1 << 16;      ///< heads, and numbers of a head
+  static constexpr std::int32_t kMostRows = 1 << 24;  ///< layers times KV heads
+
   [[nodiscard]] std::int32_t num_layers() const { return static_cast<std::int32_t>(layers.size()); }
   /// KV heads of the whole model.
   [[nodiscard]] std::int32_t whole_heads() const { return model_heads > 0 ? model_heads : kv_heads; }
@@ -56,21 +59,26 @@ struct ModelSpec {
 
   /// Throws InvalidArgument with the first field that is out of range.
   void check() const {
-    KVKEEP_REQUIRE(kv_heads >= 1, "ModelSpec: kv_heads must be positive; given ", kv_heads);
+    KVKEEP_REQUIRE(kv_heads >= 1 && kv_heads <= kMost, "ModelSpec: kv_heads is ", kv_heads, "; allowed 1 to ", kMost);
+    KVKEEP_REQUIRE(query_heads <= kMost, "ModelSpec: query_heads is ", query_heads, "; allowed up to ", kMost);
     KVKEEP_REQUIRE(query_heads == 0 || (query_heads >= kv_heads && query_heads % kv_heads == 0),
                    "ModelSpec: query_heads must be a multiple of kv_heads; given ", query_heads, " query heads and ",
                    kv_heads, " KV heads");
     KVKEEP_REQUIRE(first_head >= 0 && whole_heads() - first_head >= kv_heads, "ModelSpec: KV heads ", first_head,
                    " to ", std::int64_t{first_head} + kv_heads - 1, " of ", whole_heads(),
                    "; allowed heads that the model has");
-    KVKEEP_REQUIRE(key_dim >= 1 && value_dim >= 1, "ModelSpec: head sizes must be positive; given key_dim ", key_dim,
-                   " and value_dim ", value_dim);
+    KVKEEP_REQUIRE(whole_heads() <= kMost, "ModelSpec: model_heads is ", model_heads, "; allowed up to ", kMost);
+    KVKEEP_REQUIRE(key_dim >= 1 && value_dim >= 1 && key_dim <= kMost && value_dim <= kMost, "ModelSpec: key_dim is ",
+                   key_dim, " and value_dim ", value_dim, "; allowed 1 to ", kMost);
     KVKEEP_REQUIRE(std::isfinite(softmax_scale) && softmax_scale >= 0,
                    "ModelSpec: softmax_scale must be finite and not negative (0 means 1/sqrt(key_dim)); given ",
                    softmax_scale);
     KVKEEP_REQUIRE(rope.rotary_dim() <= key_dim, "ModelSpec: rope.inv_freq has ", rope.inv_freq.size(),
                    " pairs; allowed at most key_dim/2 = ", key_dim / 2);
-    KVKEEP_REQUIRE(!layers.empty(), "ModelSpec: layers is empty; a model has at least one layer");
+    rope.check("ModelSpec");
+    const std::size_t most_layers = static_cast<std::size_t>(kMostRows / whole_heads());
+    KVKEEP_REQUIRE(!layers.empty() && layers.size() <= most_layers, "ModelSpec: there are ", layers.size(),
+                   " layers; allowed 1 to ", most_layers, ", so that rows of all heads are at most ", kMostRows);
     for (std::int32_t l = 0; l < num_layers(); ++l) {
       const LayerSpec& layer = layers[static_cast<std::size_t>(l)];
       KVKEEP_REQUIRE(layer.kind != LayerKind::sliding || layer.window >= 1, "ModelSpec: layer ", l,

@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
-#include "kvkeep/core/hd.h"
 #include "kvkeep/core/pins.h"
 #include "kvkeep/core/protect.h"
 #include "kvkeep/core/slot.h"
+#include "kvkeep/core/strict_math.h"
 
 namespace kvkeep {
 

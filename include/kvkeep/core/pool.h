@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kvkeep/core/hd.h"
+#include "kvkeep/core/strict_math.h"
 
 namespace kvkeep {
 

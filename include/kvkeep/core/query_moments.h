@@ -31,7 +31,7 @@ KVKEEP_HD inline MomentWeights moment_weights(std::int64_t mine, std::int64_t th
 /// The second moment of components i and j of both, from those of either and the distances of their means.
 KVKEEP_HD inline double joined_moment(double mine, double theirs, double apart_i, double apart_j,
                                       const MomentWeights& weights) {
-  return mine + (theirs + apart_i * weights.spread * apart_j);
+  return mine + (theirs + product(apart_i * weights.spread, apart_j));
 }
 
 /// Centred queries are divided by 2^n before they are multiplied, so that their squares stay inside fp32. `largest`: of

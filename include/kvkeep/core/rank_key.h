@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "kvkeep/core/hd.h"
+#include "kvkeep/core/strict_math.h"
 
 namespace kvkeep {
 

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/error.h"
 #include "kvkeep/core/hd.h"
 
 namespace kvkeep {
@@ -24,6 +25,18 @@ struct RopeSpec {
   double attention_scaling = 1.0;  ///< 1 except for YaRN and similar
 
   [[nodiscard]] std::int64_t rotary_dim() const { return 2 * static_cast<std::int64_t>(inv_freq.size()); }
+
+  /// With a faster one the phase at the last position is lost in double. A frequency of 0 is a pair that is not
+  /// rotated.
+  static constexpr double kFastest = 65536, kMostScaling = 65536;
+  /// Throws InvalidArgument, which begins with `where`, with the first number that no model has.
+  void check(const char* where) const {
+    for (std::size_t f = 0; f < inv_freq.size(); ++f)
+      KVKEEP_REQUIRE(inv_freq[f] >= 0 && inv_freq[f] <= kFastest, where, ": rope.inv_freq[", f, "] is ", inv_freq[f],
+                     "; allowed 0 to ", kFastest, " radians per position");
+    KVKEEP_REQUIRE(attention_scaling > 0 && attention_scaling <= kMostScaling, where, ": rope.attention_scaling is ",
+                   attention_scaling, "; allowed above 0, up to ", kMostScaling);
+  }
 };
 
 /// Component indices of pair `f` among `pairs`.
@@ -40,7 +53,7 @@ KVKEEP_HD inline RopePair rope_pair(RopeStyle style, std::int64_t f, std::int64_
 KVKEEP_HD inline double rope_angle(std::int64_t position, double inv_freq) {
   constexpr double kTurn = 6.283185307179586476925286766559;
   const double angle = static_cast<double>(position) * inv_freq;
-  return angle - kTurn * floor(angle / kTurn + 0.5);
+  return angle - product(kTurn, floor(angle / kTurn + 0.5));
 }
 
 /// cos and sin of one pair at `position`, times the attention scaling.
@@ -93,8 +106,8 @@ inline void rope_rotate(RopeStyle style, std::int64_t pairs, const float* cosine
   for (std::int64_t f = 0; f < pairs; ++f) {
     const auto [i, j] = rope_pair(style, f, pairs);
     const float a = x[i], b = x[j];
-    x[i] = a * cosines[f] - b * sines[f];
-    x[j] = b * cosines[f] + a * sines[f];
+    x[i] = product(a, cosines[f]) - product(b, sines[f]);
+    x[j] = product(b, cosines[f]) + product(a, sines[f]);
   }
 }
 

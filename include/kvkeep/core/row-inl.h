@@ -3,6 +3,7 @@
 
 #include <bit>
 
+#include "kvkeep/core/cache_layout.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/core/row.h"
@@ -66,10 +67,16 @@ inline void check_table(const CacheView& view) {
   KVKEEP_REQUIRE(table.defined() && table.dim() == 2 && table.dtype() == Dtype::i32 &&
                      table.size(0) == static_cast<std::int64_t>(view.sequences.size()) &&
                      (table.size(1) <= 1 || table.stride(1) == 1),
-                 "cache: a paged layer needs a block table; allowed i32 [", view.sequences.size(),
+                 "cache: the block table is ", table.defined() ? text(table.dtype(), " ", table.sizes()) : "missing",
+                 "; a paged layer needs one, allowed i32 [", view.sequences.size(),
                  ", max_pages] with its last dimension contiguous");
   KVKEEP_REQUIRE(table.device().is_cpu(), "cache: the block table is on ", table.device().str(),
                  "; allowed the CPU: page numbers are host integers, like lengths");
+  KVKEEP_REQUIRE(table.size(1) <= std::numeric_limits<std::int32_t>::max(), "cache: the block table names ",
+                 table.size(1), " pages per sequence; allowed up to ", std::numeric_limits<std::int32_t>::max());
+  KVKEEP_REQUIRE(table.size(0) <= 1 || table.stride(0) >= table.size(1) || table.stride(0) <= -table.size(1),
+                 "cache: rows of the block table, ", table.size(1), " entries long, are ", table.stride(0),
+                 " apart; allowed a row of its own for each sequence");
   for (const std::int32_t start : view.starts)
     KVKEEP_REQUIRE(start == 0, "cache: a sequence starts at slot ", start, "; allowed 0 in pages");
 }
@@ -162,6 +169,7 @@ KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, const CacheView& view, s
                    table.value_dtype, " as in the first layer");
     KVKEEP_REQUIRE(keys.device() == table.device, "cache: layer ", l, " is on ", keys.device().str(), "; allowed ",
                    table.device.str(), " like the first layer");
+    const bool values_in_keys = lies_within(values, keys), scales_alike = lies_within(value_scales, key_scales);
     for (const std::int32_t i : due) {
       const auto s = static_cast<std::size_t>(i);
       const std::int64_t place = view.places.empty() ? i : view.places[s];
@@ -187,7 +195,9 @@ KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, const CacheView& view, s
                               .keys = row_detail::address(kv, keys, place, h, start, pages),
                               .values = row_detail::address(kv, values, place, h, start, pages),
                               .key_scales = row_detail::address(kv, key_scales, place, h, start, pages),
-                              .value_scales = row_detail::address(kv, value_scales, place, h, start, pages)});
+                              .value_scales = row_detail::address(kv, value_scales, place, h, start, pages),
+                              .values_in_keys = values_in_keys,
+                              .value_scales_in_key_scales = scales_alike});
         table.slots += length;
       }
       if (!paged) continue;

@@ -41,10 +41,23 @@ struct Row {
   SlotAddress values = {};
   SlotAddress key_scales = {};  ///< if rows are quantised and the cache has their scales
   SlotAddress value_scales = {};
+  bool values_in_keys = false;  ///< values are a part of the keys (latent rows): they move, and count, with them
+  bool value_scales_in_key_scales = false;
+
+  static constexpr int kSides = 4;
+  /// The sides that move with a slot, each once: keys, values, key scales, value scales; null: absent, or a part of
+  /// another one.
+  [[nodiscard]] KVKEEP_HD const SlotAddress* side(int s) const {
+    const SlotAddress* const one = s == 0 ? &keys : s == 1 ? &values : s == 2 ? &key_scales : &value_scales;
+    const bool moves = one->width > 0 && !(s == 1 && values_in_keys) && !(s == 3 && value_scales_in_key_scales);
+    return moves ? one : nullptr;
+  }
 
   /// K and V bytes of one slot, including scales.
   [[nodiscard]] std::int64_t slot_bytes() const {
-    return keys.width + values.width + key_scales.width + value_scales.width;
+    std::int64_t bytes = 0;
+    for (int s = 0; s < kSides; ++s) bytes += side(s) == nullptr ? 0 : side(s)->width;
+    return bytes;
   }
   /// Another rank holds it (across_ranks()): nothing but its length is known here.
   [[nodiscard]] bool elsewhere() const { return keys.width == 0 && values.width == 0; }

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "kvkeep/core/hd.h"
+#include "kvkeep/core/strict_math.h"
 
 namespace kvkeep {
 

@@ -124,7 +124,8 @@ concept BackendTensor = requires { sizeof(TensorBackend<T>); };
 class Tensor {
  public:
   Tensor() = default;
-  /// A view of `data`, which `owner` keeps alive (without one, the caller does). Strides are in elements.
+  /// A view of `data`, which `owner` keeps alive (without one, the caller does). Strides are in elements. Throws
+  /// InvalidArgument for numbers without an address.
   Tensor(void* data, Dtype dtype, const Shape& sizes, const Shape& strides, Device device = {}, Owner owner = {})
       : data_(static_cast<std::byte*>(data)),
         sizes_(sizes),
@@ -132,7 +133,11 @@ class Tensor {
         dtype_(dtype),
         device_(device),
         defined_(true),
-        owner_(std::move(owner)) {}
+        owner_(std::move(owner)) {
+    const bool reachable = device.kind != Device::Kind::other;  // a backend's tensor without memory may be elsewhere
+    KVKEEP_REQUIRE(data != nullptr || !reachable || std::ranges::find(sizes_, 0) != sizes_.end(), "tensor: ", sizes,
+                   " ", dtype, " has no address (null); allowed an address, or a size of 0");
+  }
   /// A contiguous view.
   Tensor(void* data, Dtype dtype, const Shape& sizes, Device device = {}, Owner owner = {})
       : Tensor(data, dtype, sizes, contiguous_strides(sizes), device, std::move(owner)) {}

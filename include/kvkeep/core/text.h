@@ -49,14 +49,59 @@ template <class... Parts>
   return out;
 }
 
-/// For messages: the first 80 bytes.
-[[nodiscard]] inline std::string shortened(std::string_view text) {
+namespace detail {
+
+/// Bytes of the character of UTF-8 that `text` begins with; 0 if it begins with none.
+[[nodiscard]] inline std::size_t whole_character(std::string_view text) {
+  const auto byte = [&](std::size_t i) -> unsigned {
+    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0;
+  };
+  const unsigned first = byte(0);
+  if (first < 0x80) return 1;
+  if (first < 0xC2 || first > 0xF4) return 0;
+  const std::size_t bytes = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
+  const unsigned least = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;  // no longer form than needed
+  const unsigned most = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;   // no surrogates, nothing above U+10FFFF
+  if (byte(1) < least || byte(1) > most) return 0;
+  for (std::size_t i = 2; i < bytes; ++i)
+    if ((byte(i) & 0xC0U) != 0x80U) return 0;
+  return bytes;
+}
+
+}  // namespace detail
+
+/// For people and their terminals: control characters (C0, DEL, C1) and bytes that are no UTF-8 as \n, \x1b or \u009b,
+/// but those of `kept`, which are in ASCII. Twice is the same as once. Cost: one pass.
+[[nodiscard]] inline std::string escaped(std::string_view text, std::string_view kept = {}) {
+  constexpr const char* kDigits = "0123456789abcdef";
+  std::string out;
+  out.reserve(text.size());
+  while (!text.empty()) {
+    const std::size_t bytes = detail::whole_character(text);
+    const auto last = static_cast<unsigned char>(text[bytes == 2 ? 1 : 0]);
+    const bool control = bytes == 1   ? (last < 0x20 || last == 0x7F) && kept.find(text[0]) == std::string_view::npos
+                         : bytes == 2 ? static_cast<unsigned char>(text[0]) == 0xC2 && last < 0xA0
+                                      : bytes == 0;
+    if (!control)
+      out += text.substr(0, bytes);
+    else if (bytes == 1 && (last == '\n' || last == '\r' || last == '\t'))
+      out += last == '\n' ? "\\n" : last == '\r' ? "\\r" : "\\t";
+    else
+      ((out += bytes == 2 ? "\\u00" : "\\x") += kDigits[last >> 4U]) += kDigits[last & 15U];
+    text.remove_prefix(bytes == 0 ? 1 : bytes);
+  }
+  return out;
+}
+
+/// For messages: the first 80 bytes, escaped.
+[[nodiscard]] inline std::string shortened(std::string_view given) {
   constexpr std::size_t kLongest = 80;
-  if (text.size() <= kLongest) return std::string(text);
+  const std::string text = escaped(given.substr(0, 2 * kLongest));
+  if (text.size() <= kLongest) return text;
   std::size_t end = kLongest;
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0U) == 0x80U)
     --end;  // not in the middle of a character
-  return std::string(text.substr(0, end)) + "...";
+  return text.substr(0, end) + "...";
 }
 
 }  // namespace kvkeep

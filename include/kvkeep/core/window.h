@@ -16,6 +16,8 @@ struct WindowAttention {
                   ///< strictly later queries, 0 if there are none. Absent unless requested
   Tensor newest;  ///< f32 [slots] the newest query's probabilities, mean over the heads of the group. Absent unless
                   ///< requested
+  std::vector<float> tops = {};  ///< [rows] where ranks hold a part of the heads, what an allocator that says
+                                 ///< AcrossHeads::tops must know of all of them; else empty
 };
 
 struct WindowNeeds {

@@ -59,8 +59,8 @@ class Destinations {
 
 template <class Body>
 void each_side(const Row& row, const Body& body) {
-  for (const SlotAddress& side : {row.keys, row.values, row.key_scales, row.value_scales})
-    if (side.width > 0) body(side);
+  for (int s = 0; s < Row::kSides; ++s)
+    if (const SlotAddress* const side = row.side(s)) body(*side);
 }
 
 inline std::int64_t bytes_of(const Row& row, const KeepSet& keep, std::size_t r, const Destinations& destinations) {

@@ -136,7 +136,14 @@ KVKEEP_INLINE void give_back_pages(std::span<const PageMove> moves, PageAllocato
   if (thrown) std::rethrow_exception(thrown);
 }
 
-KVKEEP_INLINE void take_pages(std::span<PageMove> moves, PageAllocator* pages) {
+KVKEEP_INLINE void give_back_taken(std::span<const std::int32_t> taken, PageAllocator& pages) noexcept {
+  for (const std::int32_t page : taken) try {
+      pages.give_back(page);
+    } catch (...) {
+    }
+}
+
+KVKEEP_INLINE void take_pages(std::span<PageMove> moves, PageAllocator* pages, std::span<const std::int32_t> holders) {
   std::int64_t wanted = 0;
   for (const PageMove& move : moves) wanted += move.taken;
   std::vector<std::int32_t> taken;
@@ -146,10 +153,15 @@ KVKEEP_INLINE void take_pages(std::span<PageMove> moves, PageAllocator* pages) {
       const std::int32_t page = pages->take();
       KVKEEP_REQUIRE_AS(StateError, page >= 0, "apply: ", wanted,
                         " free pages are needed for copies of shared ones; there are ", taken.size());
+      const bool twice = std::ranges::find(taken, page) != taken.end();
       taken.push_back(page);
+      KVKEEP_REQUIRE_AS(StateError, page < std::ssize(holders), "apply: take() gave page ", page,
+                        "; the layers allow 0 to ", std::ssize(holders) - 1);
+      KVKEEP_REQUIRE_AS(StateError, !twice && holders[static_cast<std::size_t>(page)] == 0, "apply: take() gave page ",
+                        page, twice ? " twice" : ", which a sequence of the step holds", "; allowed a free page");
     }
   } catch (...) {
-    for (const std::int32_t back : taken) pages->give_back(back);
+    give_back_taken(taken, *pages);
     throw;
   }
   std::size_t next = 0;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <span>
 
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/rope.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/core/tensor.h"
@@ -36,8 +37,8 @@ inline void rerotate(const SlotAddress& keys, Dtype dtype, std::int64_t dim, con
         const auto [i, j] = rope_pair(rope.style, f, pairs);
         const auto a = static_cast<double>(static_cast<float>(key[i])),
                    b = static_cast<double>(static_cast<float>(key[j]));
-        key[i] = static_cast<Element>(static_cast<float>(a * cosine - b * sine));
-        key[j] = static_cast<Element>(static_cast<float>(b * cosine + a * sine));
+        key[i] = static_cast<Element>(static_cast<float>(product(a, cosine) - product(b, sine)));
+        key[j] = static_cast<Element>(static_cast<float>(product(b, cosine) + product(a, sine)));
       }
     }
   });

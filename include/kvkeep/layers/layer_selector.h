@@ -85,7 +85,7 @@ class LayerSelector {
   /// layers^2 times each variance.
   [[nodiscard]] KVKEEP_HD static double mean_variance(double high, double low, std::int32_t layers, double counted) {
     const auto wide = static_cast<double>(layers);
-    return (high * 4294967296.0 + low) / (wide * wide) / counted;
+    return (product(high, 4294967296.0) + low) / (wide * wide) / counted;
   }
   /// A layer's variance as a share of `first`, that at min_layer; `is_first`: it is that.
   [[nodiscard]] KVKEEP_HD static double share_of_first(double variance, double first, bool is_first) {

@@ -2,6 +2,7 @@
 // Bodies of prompt_scores.h: compiled by src/layers, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include "kvkeep/core/each_row.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/pool.h"
 #include "kvkeep/layers/prompt_scores.h"
@@ -104,7 +105,7 @@ KVKEEP_INLINE PromptScores prompt_scores(const Evidence& evidence, PromptScoreOp
         pool_average(u, before, options.pool, pooled.data());
       else
         pool_max(u, before, options.pool, pooled.data());
-      for (std::int32_t t = 0; t < before; ++t) head[t] += weight * pooled[static_cast<std::size_t>(t)];
+      for (std::int32_t t = 0; t < before; ++t) head[t] += product(weight, pooled[static_cast<std::size_t>(t)]);
     }
   });
   scores.tokens = sum_over_heads(evidence, scores.heads, options.window);
@@ -144,7 +145,7 @@ KVKEEP_INLINE Tensor token_mass(const Evidence& evidence, const Tensor& sums, st
     const std::int32_t before = table.rows[static_cast<std::size_t>(group.first_row)].length - window;
     for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
       const float* u = sums.data<float>() + row.first;
-      for (std::int32_t t = 0; t < before; ++t) out[t] += each * u[t];
+      for (std::int32_t t = 0; t < before; ++t) out[t] += product(each, u[t]);
     }
     out += before;
   }

@@ -7,6 +7,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/layers/last_query.h"
 #include "kvkeep/layers/shrinking_context.h"
@@ -51,7 +52,7 @@ KVKEEP_INLINE ShrinkingContext::ShrinkingContext(ShrinkingContextOptions options
 
 KVKEEP_INLINE double ShrinkingContext::share(std::int32_t layer) const {
   if (options_.schedule == ShrinkingContextOptions::Schedule::constant) return options_.keep;
-  return (1 - options_.keep) * (std::cos(std::numbers::pi * layer / layers_) + 1) / 2 + options_.keep;
+  return product(1 - options_.keep, (std::cos(std::numbers::pi * layer / layers_) + 1) / 2) + options_.keep;
 }
 
 KVKEEP_INLINE std::int32_t ShrinkingContext::going_on(std::int32_t layer, std::int32_t present) const {

@@ -165,11 +165,14 @@ class Decoder {
   /// memory.
   [[nodiscard]] std::vector<kvkeep::Tensor> output_projections() const;
 
-  /// A zeroed cache for `sequences` sequences of up to `capacity` slots, on the weights' device.
+  /// A zeroed cache for `sequences` sequences of up to `capacity` slots, on the weights' device. On the CPU its memory
+  /// comes as slots are written. Throws: InvalidArgument, before anything is allocated, if all of it with the caches
+  /// that live would not fit into what the machine had left before the first of them.
   [[nodiscard]] std::vector<LayerCache> make_cache(std::int64_t sequences, std::int64_t capacity,
                                                    Dtype dtype = Dtype::f32) const;
 
   /// A zeroed cache of `pages` pages of `page_size` slots, for a PagePool of the same sizes, on the weights' device.
+  /// Memory and exceptions as above.
   [[nodiscard]] std::vector<LayerKv> make_pages(std::int64_t pages, std::int64_t page_size, Dtype dtype = Dtype::f32,
                                                 PageLayout layout = PageLayout::head_slot) const;
 

@@ -45,6 +45,8 @@ struct SequenceEvent {
   std::int64_t bytes_before =
       0;  ///< K and V bytes of the sequence's live slots in full layers, and of coarse entries of folded spans
   std::int64_t bytes_after = 0;
+  std::int64_t slots_kept = 0;    ///< over all rows
+  std::int64_t slots_chosen = 0;  ///< of these, by the scorer (Cut)
   std::vector<std::vector<std::int32_t>> positions =
       {};  ///< [full layers * Hkv] logical positions kept, ascending; empty unless asked for
 };

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/memory/factorise.h"
@@ -225,20 +226,21 @@ KVKEEP_INLINE void Factorisation::take_gram(std::int64_t n, std::int64_t lane, S
     }
     for (std::int64_t i = 1; i < s.m; ++i)
       std::copy_n(s.gram + i * s.stride, i + 1, s.gram + factorise_detail::triangle_size(i));
-    for (std::int64_t d = 0; d < dim_; ++d) x[d] += 0.5 * static_cast<double>(length_) * mean(n)[d], y[d] = mean(n)[d];
+    for (std::int64_t d = 0; d < dim_; ++d)
+      x[d] += product(0.5 * static_cast<double>(length_), mean(n)[d]), y[d] = mean(n)[d];
   } else {
     take_rows(n, may_centre(), 0, length_, s);
     std::copy_n(mean(n), dim_, s.rows + length_ * s.stride);
     row_gram(s.rows, length_ + static_cast<std::int64_t>(s.forms.size() > 1), s.stride, s.gram);
     const double* of_mean =
         s.gram + factorise_detail::triangle_size(length_);  // its products with the rows, then with itself
-    for (std::int64_t t = 0; t < length_; ++t) x[t] = of_mean[t] + 0.5 * of_mean[length_], y[t] = 1;
+    for (std::int64_t t = 0; t < length_; ++t) x[t] = of_mean[t] + product(0.5, of_mean[length_]), y[t] = 1;
   }
   for (std::size_t form = 0; form < s.forms.size(); ++form) {
     if (form == factorise_detail::kPlain)
       for (std::int64_t i = 0; i < s.m; ++i)
         for (std::int64_t j = 0; j <= i; ++j)
-          s.gram[factorise_detail::triangle_size(i) + j] += x[i] * y[j] + y[i] * x[j];
+          s.gram[factorise_detail::triangle_size(i) + j] += product(x[i], y[j]) + product(y[i], x[j]);
     double trace = 0;
     for (std::int64_t i = 0; i < s.m; ++i) trace += s.gram[factorise_detail::triangle_size(i) + i];
     const double scale = s.forms[form].scale[lane] = factorise_detail::scale_of(trace), inverse = 1 / scale;
@@ -317,7 +319,7 @@ KVKEEP_INLINE void Factorisation::form_factors(std::int64_t n, std::int64_t lane
     }
     for (std::int64_t t = 0; t < length_; ++t)
       for (std::int64_t j = 0; j < rank; ++j)
-        squares[static_cast<std::size_t>(j)] += s.projected[t * wide + j] * s.projected[t * wide + j];
+        squares[static_cast<std::size_t>(j)] += product(s.projected[t * wide + j], s.projected[t * wide + j]);
   } else {
     take_rows(n, f.centred, 0, length_, s);
     outer_product({s.axes, wide, 1}, s.rows, s.stride, length_, rank, s.stride, s.projected, s.stride, false);

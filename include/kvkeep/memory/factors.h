@@ -62,7 +62,7 @@ template <class Real>
                                              std::int32_t count) {
   return rank > 0 && rank < count &&
          squares_from(plain, rank, count) <
-             squares_from(centred, rank, count) - kCentringGain * squares_from(centred, 0, count);
+             squares_from(centred, rank, count) - product(kCentringGain, squares_from(centred, 0, count));
 }
 
 /// Components of descending `squares` [count] that Rank::energy and Rank::max select.

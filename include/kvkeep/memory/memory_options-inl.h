@@ -25,8 +25,7 @@ KVKEEP_INLINE void MemoryOptions::describe(Fields& f) {
 #endif
   bytes("near_bytes", near.bytes, "factors of opened spans that stay near; left out: all");
   bytes("host_bytes", far.host_bytes, "factors in host memory, an exact cap; left out: no limit");
-  far.file =
-      f.optional_file("file", "a new file for factors that do not fit into host memory; it is removed with the run");
+  far.file = f.new_file("file", "a new file for factors that do not fit into host memory; it is removed with the run");
   bytes("file_bytes", far.file_bytes, "factors in the file; left out: no limit");
   f.choice("damage", damage, {{"refuse", Damage::refuse}, {"coarse", Damage::coarse}},
            "if a span's factors can no longer be read: an error that names it, or its coarse entry is read instead");

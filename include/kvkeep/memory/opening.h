@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kvkeep/core/hd.h"
+#include "kvkeep/core/strict_math.h"
 #include "kvkeep/memory/factors.h"
 
 namespace kvkeep {
@@ -32,7 +32,7 @@ struct OpeningCost {
 /// log of the sum of exponentials of everything else.
 [[nodiscard]] KVKEEP_HD inline float share_factor(float top, double sum, float dense) {
   const double most = top > dense ? top : dense;
-  return static_cast<float>(std::exp(top - most) / (std::exp(dense - most) + sum * std::exp(top - most)));
+  return static_cast<float>(std::exp(top - most) / (std::exp(dense - most) + product(sum, std::exp(top - most))));
 }
 
 }  // namespace kvkeep

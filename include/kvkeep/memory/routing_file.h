@@ -43,6 +43,9 @@ inline std::vector<std::string> Routing::problems(const ModelSpec& spec) const {
     if (given != wanted)
       found.push_back(text("router: it has ", given, " ", what, "; allowed the model's ", wanted, trained));
   };
+  if (spec.whole_heads() != spec.kv_heads)
+    found.push_back(text("router: it is of all heads of a model; given ", spec.kv_heads, " of ", spec.whole_heads(),
+                         " KV heads on this rank; allowed where a rank holds all", trained));
   differ("layers", static_cast<std::int64_t>(layers.size()), spec.num_layers());
   if (!layers.empty()) {
     if (spec.query_heads > 0)

@@ -6,6 +6,7 @@
 #include <functional>
 #include <numeric>
 
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/rank_key.h"
 #include "kvkeep/memory/opening.h"
@@ -142,7 +143,7 @@ KVKEEP_INLINE void coarse_logits(const SpanRow& spans, const float* queries, std
   coarse_products(spans, queries, heads, out, scratch);
   const std::span<const float> lengths = spans.log_length();
   for (std::int64_t h = 0; h < heads; ++h, out += spans.size())
-    for (std::size_t s = 0; s < lengths.size(); ++s) out[s] = scale * out[s] + lengths[s];
+    for (std::size_t s = 0; s < lengths.size(); ++s) out[s] = product(scale, out[s]) + lengths[s];
 }
 
 KVKEEP_INLINE void sketch_mass(const SpanRow& spans, const float* queries, std::int64_t heads, float scale,
@@ -289,8 +290,8 @@ KVKEEP_INLINE void RowReader::route(const MemoryRow& row, std::int64_t first_hea
   }
   const ZoomBudget budget{.entries = reading_.entries,
                           .resident = static_cast<double>(row.dense) +
-                                      reading_.entries_per_span * static_cast<double>(n) +
-                                      reading_.entries_per_token * static_cast<double>(spans.tokens()),
+                                      product(reading_.entries_per_span, static_cast<double>(n)) +
+                                      product(reading_.entries_per_token, static_cast<double>(spans.tokens())),
                           .per_head = reading_.per_head};
   open_within(spans, relevance_.data(), wanted_.data(), group_, budget, reading_.zoom.heads, zoomed_.data());
 }

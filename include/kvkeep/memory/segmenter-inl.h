@@ -8,6 +8,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/problems.h"
@@ -121,7 +122,7 @@ inline std::pair<double, double> statistics(std::span<const float> surprisal) {
   double sum = 0, squares = 0;
   for (const float h : surprisal) sum += clamped(h);
   const double mean = sum / n;
-  for (const float h : surprisal) squares += (clamped(h) - mean) * (clamped(h) - mean);
+  for (const float h : surprisal) squares += product(clamped(h) - mean, clamped(h) - mean);
   return {mean, std::sqrt(squares / n)};
 }
 
@@ -201,8 +202,8 @@ KVKEEP_INLINE std::vector<std::int32_t> Segments::dense() const {
 KVKEEP_INLINE double Segments::entries(double per_span, double per_token) const {
   std::int64_t dense = static_cast<std::int64_t>(anchors.size()) + tokens - window;
   for (const Span& s : short_spans) dense += s.length();
-  return static_cast<double>(dense) + per_span * static_cast<double>(spans.size()) +
-         per_token * static_cast<double>(tokens - dense);
+  return static_cast<double>(dense) + product(per_span, static_cast<double>(spans.size())) +
+         product(per_token, static_cast<double>(tokens - dense));
 }
 
 namespace segmenter_detail {
@@ -218,7 +219,7 @@ KVKEEP_INLINE Segments segment(std::span<const float> surprisal, const Segmenter
   segmenter_detail::check_options(surprisal, options);
   const auto tokens = static_cast<std::int32_t>(surprisal.size());
   const auto [mean, deviation] = segmenter_detail::statistics(surprisal);
-  const double threshold = mean + options.alpha * deviation;
+  const double threshold = mean + product(options.alpha, deviation);
   const segmenter_detail::Runs runs(surprisal, options, threshold);
   const auto fits = [&](std::int32_t kept) {
     return runs.pieces(tokens, kept).entries(options.entries_per_span, options.entries_per_token) <=

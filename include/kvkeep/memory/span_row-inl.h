@@ -10,6 +10,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/grow.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/problems.h"
@@ -325,7 +326,7 @@ class RowFolding {
         std::uint32_t bits = 0;
         for (std::int64_t d = w * KeySketch::kBits; d < std::min(dim_, (w + 1) * KeySketch::kBits); ++d) {
           const double x = key[d] - mean[d];
-          squares += x * x, sum += std::abs(x);
+          squares += product(x, x), sum += std::abs(x);
           if (x >= 0) bits |= std::uint32_t{1} << (d % KeySketch::kBits);
         }
         sketch.signs[KeySketch::at(t, w, words)] = bits;

@@ -88,6 +88,12 @@ class QueryRing {
     layers_[static_cast<std::size_t>(layer)].unread = true;
   }
 
+  /// Tokens in the window of one layer, the newest `wanted`, that were skipped as unread.
+  [[nodiscard]] std::int64_t unread(std::int32_t layer) const {
+    const Layer& state = layers_[static_cast<std::size_t>(layer)];
+    return state.unread ? std::max<std::int64_t>(0, state.first - std::max<std::int64_t>(0, state.seen - wanted_)) : 0;
+  }
+
   /// True if queries of this dtype can be pushed: any at first, then the same one.
   [[nodiscard]] bool takes(Dtype dtype) const { return held_ == nullptr || dtype == dtype_; }
   [[nodiscard]] Dtype dtype() const { return dtype_; }

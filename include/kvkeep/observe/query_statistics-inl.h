@@ -6,6 +6,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/finite.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/observe/query_block.h"
@@ -184,11 +185,11 @@ KVKEEP_INLINE void QueryStatistics::take_in(double* mean, double* second, std::i
     const auto at = static_cast<std::size_t>(i);
     in.apart[at] = block.mean[at] - mean[i];
     for (std::int64_t j = 0; j <= i; ++j, ++second)
-      *second =
-          joined_moment(*second, static_cast<double>(block.products[static_cast<std::size_t>(j * width + i)]) * squared,
-                        in.apart[at], in.apart[static_cast<std::size_t>(j)], weights);
+      *second = joined_moment(
+          *second, product(static_cast<double>(block.products[static_cast<std::size_t>(j * width + i)]), squared),
+          in.apart[at], in.apart[static_cast<std::size_t>(j)], weights);
   }
-  for (std::int64_t i = 0; i < dim_; ++i) mean[i] += in.apart[static_cast<std::size_t>(i)] * weights.shift;
+  for (std::int64_t i = 0; i < dim_; ++i) mean[i] += product(in.apart[static_cast<std::size_t>(i)], weights.shift);
 }
 
 KVKEEP_INLINE bool QueryStatistics::can_forget(std::int64_t tokens) const {

@@ -62,21 +62,21 @@ struct Trigger {
 
   static constexpr std::int64_t kNoEvent = std::numeric_limits<std::int64_t>::max();
 
-  /// Tokens that must still come before the sequence is due, if it decodes one per step; kNoEvent: it never is. Exact
-  /// for budgets in slots and for ratios of the prompt; a lower bound for budgets that grow with the sequence. 0 if
-  /// there are tokens about which the policy was not asked yet (`step`).
+  /// The fewest tokens with which the sequence can become due, however they are split into steps; kNoEvent: it never
+  /// is. With one token per step, slack is exact for budgets in slots and for ratios of the prompt; counter may wait
+  /// for a later round, and budgets that grow with the sequence put it off. 0 if the sequence is due, or if there are
+  /// tokens about which the policy was not asked yet (`step`).
   [[nodiscard]] std::int64_t tokens_until(const Occasion& o) const {
     if (never) return kNoEvent;
     const std::int64_t decoded = o.seen - o.prompt;
     if (decoded < 0) return -decoded;
-    if (o.step > 0) return 0;
+    if (o.step > 0 || due(o)) return 0;
     if (kind == Kind::window) return std::max<std::int64_t>(1, std::int64_t{recent} + interval - o.unsettled);
     if (prefill == Prefill::only) return kNoEvent;
     const std::int64_t kept = budget.resolve({o.seen}, {o.prompt}, o.slot_bytes) * o.rows;
     const std::int64_t round = interval - decoded % interval;
     if (kind == Kind::counter) {
-      const std::int64_t over = thins || o.slots > kept ? 1 : (kept - o.slots) / o.rows + 1;
-      return round + std::max<std::int64_t>(0, (over - round + interval - 1) / interval) * interval;
+      return std::max(round, thins ? 1 : (kept - o.slots) / o.rows + 1);  // one step may reach both
     }
     const std::int64_t full = (kept + std::int64_t{interval} * o.rows - o.slots + o.rows - 1) / o.rows;
     return std::max<std::int64_t>(1, thins ? std::min(round, full) : full);

@@ -168,22 +168,22 @@ class RanksEvent final : public LayerEvent {
     Scores own = or_tell([&] { return own_->score(scorer, seen); });
     if (!scorer.averages_heads()) return own;
     gather({own.data});
-    for (const RowGroup& group : whole().table.groups) {
-      const RowLimit* const limit = whole().limits.rows.data() + group.first_row;
-      const auto due = std::count_if(limit, limit + whole().spec.kv_heads, [](const RowLimit& row) { return row.due; });
-      if (due > 0 && group.queries.count > 0)  // else scores are places, alike in all heads
-        cpu::mean_over_heads(std::string(scorer.name()).c_str(), everything(), group, static_cast<std::int32_t>(due),
-                             gathered_[0].data<float>());
-    }
+    std::vector<RowWindow> windows;
+    for (const RowGroup& group : whole().table.groups)
+      for (std::int32_t h = 0; h < whole().spec.kv_heads; ++h)
+        windows.push_back({.queries = whole().limits.rows[static_cast<std::size_t>(group.first_row + h)].due
+                                          ? group.queries.count
+                                          : 0});
+    cpu::mean_over_heads(scorer.name(), everything(), windows, gathered_[0].data<float>());
     alike_ = true;
     return {whole().own(gathered_[0])};
   }
 
   [[nodiscard]] Scores share(const Scores& scores, Sharing share) override {
-    if (share == Sharing::per_head) return own_->share(scores, share);
+    if (share == Sharing::per_head && gathered_.empty()) return own_->share(scores, share);
     gather({scores.data});
     gathered_[0] = together().share({gathered_[0]}, share).data;
-    alike_ = true;
+    alike_ = true;  // under per_head they were averaged, and still are
     return {whole().own(gathered_[0])};
   }
 
@@ -195,9 +195,12 @@ class RanksEvent final : public LayerEvent {
       together().allot(allocator, {gathered_[0]}, {}, of_all);
       return take_own(*of_all.keep, allocator.ragged(), decision);
     }
+    expected_ = needs == AcrossHeads::counts && alike_ ? AcrossHeads::nothing : needs;
+    if (needs == AcrossHeads::tops)
+      seen.tops = tops_of_all(or_tell([&] { return allocator.tops(evidence_, limits_, seen); }));
     or_tell([&] { own_->allot(allocator, scores, std::move(seen), decision); });
     if (needs == AcrossHeads::counts && !alike_)
-      gather_counts(*decision.keep, decision.of_all_heads);
+      decision.of_all_heads = gather_rows(counts_of(*decision.keep));
     else if (uneven(evidence_))
       for (std::size_t r = 0; r < whole().table.rows.size(); ++r) {
         const std::size_t group = r / static_cast<std::size_t>(whole().spec.kv_heads);
@@ -276,6 +279,8 @@ class RanksEvent final : public LayerEvent {
   [[nodiscard]] std::size_t bytes_of_scores() {
     return guards() + (masses_ ? 2 : 1) * static_cast<std::size_t>(whole().most_slots()) * sizeof(float);
   }
+  static constexpr std::size_t kBytesOfARow = 4;
+  [[nodiscard]] std::size_t bytes_of_rows() const { return evidence_.table.rows.size() * kBytesOfARow; }
 
   /// If `body` throws while other ranks wait for a message, they get the error instead.
   template <class Body>
@@ -284,9 +289,7 @@ class RanksEvent final : public LayerEvent {
       return body();
     } catch (const std::exception& error) {
       if (expected_ != AcrossHeads::nothing) {
-        Messages messages(
-            expected_ == AcrossHeads::scores ? bytes_of_scores() : evidence_.table.rows.size() * sizeof(std::int32_t),
-            ranks_.size());
+        Messages messages(expected_ == AcrossHeads::scores ? bytes_of_scores() : bytes_of_rows(), ranks_.size());
         const std::string_view words = error.what();
         std::span<std::byte> to = messages.mine();
         put(to, words.data(), std::min(words.size(), to.size()));
@@ -347,21 +350,37 @@ class RanksEvent final : public LayerEvent {
     }
   }
 
-  void gather_counts(const KeepSet& keep, std::vector<std::int32_t>& of_all_heads) {
-    const std::size_t rows = evidence_.table.rows.size();
-    Messages messages(rows * sizeof(std::int32_t), ranks_.size());
+  /// One number of every row of all ranks, from those of this rank's rows.
+  template <class T>
+  [[nodiscard]] std::vector<T> gather_rows(const std::vector<T>& own) {
+    static_assert(sizeof(T) == kBytesOfARow);
+    Messages messages(bytes_of_rows(), ranks_.size());
     std::span<std::byte> to = messages.mine();
-    for (std::size_t r = 0; r < rows; ++r) {
-      const auto count = static_cast<std::int32_t>(keep.count(r));
-      put(to, &count, 1);
-    }
+    put(to, own.data(), evidence_.table.rows.size());
     expected_ = AcrossHeads::nothing;
     messages.exchange(ranks_, {event(), 0});
-    of_all_heads.resize(whole().table.rows.size());
+    std::vector<T> all(whole().table.rows.size());
     for (std::int32_t rank = 0; rank < ranks_.size(); ++rank) {
       std::span<const std::byte> from = messages.of(rank);
-      whole().each_row_of(rank, [&](std::size_t r, const RowGroup&) { take(from, &of_all_heads[r], 1); });
+      whole().each_row_of(rank, [&](std::size_t r, const RowGroup&) { take(from, &all[r], 1); });
     }
+    return all;
+  }
+  [[nodiscard]] std::vector<std::int32_t> counts_of(const KeepSet& keep) const {
+    std::vector<std::int32_t> counts;
+    for (std::size_t r = 0; r < evidence_.table.rows.size(); ++r)
+      counts.push_back(static_cast<std::int32_t>(keep.count(r)));
+    return counts;
+  }
+  /// For every row of this rank the largest of the numbers over all heads of its layer.
+  [[nodiscard]] std::vector<float> tops_of_all(std::vector<float> own) {
+    const std::vector<float> all = gather_rows(own);
+    for (std::size_t g = 0; g < evidence_.table.groups.size(); ++g) {
+      const auto of_all = all.begin() + whole().table.groups[g].first_row;
+      std::fill_n(own.begin() + evidence_.table.groups[g].first_row, evidence_.spec.kv_heads,
+                  *std::max_element(of_all, of_all + whole().spec.kv_heads));
+    }
+    return own;
   }
 
   void take_own(const KeepSet& of_all, bool ragged, Decision& decision) {

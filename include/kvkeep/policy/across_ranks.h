@@ -13,10 +13,11 @@ namespace kvkeep {
 /// ModelSpec, cache, queries and output projections are of these heads alone. Use it as Provided::accelerator of a
 /// keeper on every rank; the ranks' keepers get the same policy, sequences, tokens and calls.
 ///
-/// Where rows decide by themselves, nothing is sent. Rows that decide together (TOVA's mean over heads, `share` across
-/// heads, AdaKV, ChunkKV's shared chunks, layers that narrow) gather once: f32 [slots] of each rank's rows, and the
-/// places of protected slots. Rows that keep as many slots as their scores say (threshold, cache_mass) gather these
-/// counts. A layer that narrows gathers each kind at most once.
+/// Where rows decide by themselves, nothing is sent. Rows that decide together (TOVA's and RPC's mean over heads,
+/// `share` across heads, AdaKV, ChunkKV's shared chunks, layers that narrow) gather once: f32 [slots] of each rank's
+/// rows, and the places of protected slots. Rows that keep as many slots as their scores say (threshold, cache_mass)
+/// gather these counts, AMS with `suffix_fill=max_global` f32 [rows]. A layer that narrows gathers each kind at most
+/// once.
 ///
 /// Throws RankError out of plan(), step() or narrow(), on every rank and before anything is written, if a rank does not
 /// answer, failed before the gather, or is in another event (another policy, other tokens or lengths): end its

@@ -23,6 +23,7 @@ class HeldMass final : public Allocator {
   explicit HeldMass(TopMassOptions options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return "cache_mass"; }
   [[nodiscard]] bool ragged() const override { return true; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::counts; }
   void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention,
              Decision& decision) const override {
     decision.keep = keep_top_mass(evidence.table, scores.data, options_, &limits);

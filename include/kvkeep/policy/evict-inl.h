@@ -39,10 +39,9 @@ KVKEEP_INLINE Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std
   const std::int64_t least = std::int64_t{retention_.sink} + std::max(scorer_->keeps_newest(), 1);
   KVKEEP_REQUIRE(least <= INT32_MAX, "policy: sink of ", name_, " and the other slots it always keeps add up to ",
                  least, " slots; allowed at most ", INT32_MAX);
-  if (retention_.variant == Variant::strict) retention_.recent = std::max(retention_.recent, scorer_->keeps_newest());
   Budget& budget = retention_.trigger.budget;
   budget.least = std::max(budget.least, retention_.sink + 1);
-  if (retention_.protect_prompt) budget.beyond_prompt = std::max(retention_.recent, 1);
+  if (retention_.protect_prompt) budget.beyond_prompt = std::max(newest(INT32_MAX), 1);
   budget.period = retention_.trigger.interval;
   retention_.trigger.ragged = allocator_->ragged();
   retention_.trigger.thins = allocator_->thins();
@@ -62,6 +61,16 @@ KVKEEP_INLINE Needs needs_of(const Retention& retention, const Scorer& scorer, c
   needs.output_projection = needs.output_projection || own.output_projection;
   needs.given_scores = needs.given_scores || own.given_scores;
   return needs;
+}
+
+KVKEEP_INLINE std::int32_t Evict::newest(std::int32_t slots) const {
+  const std::int32_t own = retention_.newest(slots);
+  return retention_.variant == Variant::strict ? std::max(own, scorer_->keeps_newest()) : own;
+}
+
+KVKEEP_INLINE Protected Evict::guarded(std::int32_t slots) const {
+  const Protected own = protect(slots, slots, retention_.sink, newest(slots), retention_.variant);
+  return stays({retention_.variant, padding(), {{slots, true, own}}}, 0, slots);
 }
 
 KVKEEP_INLINE void Evict::check_pins(std::span<const PositionSpan> pins) const {
@@ -91,11 +100,11 @@ KVKEEP_INLINE void Evict::require_room(const RowGroup& group, std::int32_t sinks
 KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
   const RowTable& table = evidence.table;
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
-  Limits limits{retention_.variant, retention_.variant == Variant::official ? scorer_->padding() : Padding{},
-                std::vector<RowLimit>(table.rows.size())};
+  Limits limits{retention_.variant, padding(), std::vector<RowLimit>(table.rows.size())};
   std::size_t spans = 0;
-  std::vector<std::int32_t> least;
+  std::vector<std::int32_t> least, recents;
   least.reserve(table.groups.size());
+  recents.reserve(table.groups.size());
   const std::int64_t rows_of_a_sequence = std::ssize(evidence.spec.full_layers()) * evidence.spec.whole_heads();
   for (const RowGroup& group : table.groups) {
     const Row& first = table.rows[static_cast<std::size_t>(group.first_row)];
@@ -105,10 +114,9 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
       const std::size_t r = static_cast<std::size_t>(group.first_row) + h;
       limits.rows[r] = {budget, table.rows[r].length > budget, {}};
     }
-    least.push_back((retention_.protect_prompt
-                         ? std::max(retention_.sink, static_cast<std::int32_t>(group.prompt.tokens))
-                         : retention_.sink) +
-                    scorer_->keeps_newest());
+    const std::int32_t prompt = retention_.protect_prompt ? static_cast<std::int32_t>(group.prompt.tokens) : 0;
+    recents.push_back(newest(budget - prompt));
+    least.push_back(std::max(retention_.sink, prompt) + scorer_->keeps_newest());
     if (group.pinned.empty()) continue;
     check_pins({});
     const std::int32_t sinks = least.back() - scorer_->keeps_newest(),
@@ -137,7 +145,7 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
       sink = std::max(sink, held);
     }
     RowLimit& limit = limits.rows[r];
-    limit.guarded = protect(row.length, limit.budget, sink, retention_.recent, retention_.variant);
+    limit.guarded = protect(row.length, limit.budget, sink, recents[r / heads], retention_.variant);
     const RowGroup& group = table.groups[r / heads];
     if (group.pinned.empty() || !limit.due) continue;
     require_room(group, limit.guarded.sinks, evict_detail::pinned_from(limit.guarded.sinks, row, group), limit.budget);
@@ -147,6 +155,22 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
     ranges += count;
   }
   return limits;
+}
+
+KVKEEP_INLINE std::vector<std::int32_t> Evict::guarded_slots(const Evidence& evidence, const Limits& limits) const {
+  const RowTable& table = evidence.table;
+  const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
+  std::vector<std::int32_t> slots;
+  slots.reserve(table.rows.size());
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const Row& row = table.rows[r];
+    const RowGroup& group = table.groups[r / heads];
+    std::int32_t all = limits.rows[r].due ? stays(limits, r, row.length).count() : row.length;
+    if (limits.rows[r].due && !group.pinned.empty() && group.prompt_slots >= 0)  // its machine finds them
+      all = std::min(all + evict_detail::pinned_from(limits.rows[r].guarded.sinks, row, group), limits.rows[r].budget);
+    slots.push_back(all);
+  }
+  return slots;
 }
 
 KVKEEP_INLINE std::vector<std::string> Evict::problems(const ModelSpec& spec) const {
@@ -173,6 +197,7 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
   Decision decision;
   decision.reason = Reason::over_budget;
   decision.share = retention_.share;
+  decision.guarded = guarded_slots(evidence, limits);
   decision.scores = event->score(*scorer_, seen);
   if (scorer_->accumulates()) decision.tally = decision.scores.data;
   if (retention_.share != Sharing::per_layer_per_head)

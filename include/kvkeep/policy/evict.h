@@ -1,8 +1,10 @@
 #pragma once
 /// Eviction: a scorer ranks the slots, an allocator spends the budget, and the rest is dropped.
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,13 +35,22 @@ struct RestOptions {
 
 /// Options that every evicting policy shares.
 struct Retention {
+  static constexpr std::int32_t kRecent = 32;  ///< most slots of an unstated `recent`
+
   Variant variant = Variant::strict;
-  Trigger trigger;              ///< the budget, and when it is enforced
-  std::int32_t sink = 4;        ///< oldest slots that always stay
-  std::int32_t recent = 32;     ///< newest slots that always stay, as far as the budget allows
-  bool protect_prompt = false;  ///< the prompt's slots stay, like sinks
+  Trigger trigger;                          ///< the budget, and when it is enforced
+  std::int32_t sink = 4;                    ///< oldest slots that always stay
+  std::optional<std::int32_t> recent = {};  ///< newest slots that always stay, as far as the budget allows; unstated:
+                                            ///< newest()
+  bool protect_prompt = false;              ///< the prompt's slots stay, like sinks
   Sharing share = Sharing::per_layer_per_head;
   std::shared_ptr<const RestOptions> rest = nullptr;  ///< how the rest folds into spans; null: it is dropped
+
+  /// `recent`, or a quarter of the `slots` that a budget leaves beside a protected prompt, from 1 to kRecent: so that
+  /// the scorer has a say.
+  [[nodiscard]] std::int32_t newest(std::int32_t slots) const {
+    return recent.value_or(std::clamp(slots / 4, 1, kRecent));
+  }
 };
 
 /// What a policy made of these parts reads.
@@ -77,16 +88,29 @@ class Evict final : public KVPolicy {
   /// `evidence`, not the cached data. Throws InvalidArgument if pinned slots do not fit into a budget.
   [[nodiscard]] Limits limits(const Evidence& evidence) const;
 
+  /// Newest slots of a row that always stay, as far as `slots` allow: the budget less a protected prompt. Variant
+  /// strict adds those that the scorer never drops.
+  [[nodiscard]] std::int32_t newest(std::int32_t slots) const;
+
+  /// What stays of a long row under a budget of `slots` whatever it scores, where nothing is pinned and no prompt
+  /// protected: sinks, recents, and what a published scorer ranks first. The scorer chooses the other slots.
+  [[nodiscard]] Protected guarded(std::int32_t slots) const;
+
   [[nodiscard]] const Retention& retention() const { return retention_; }
   [[nodiscard]] const Scorer& scorer() const { return *scorer_; }
   [[nodiscard]] const Allocator& allocator() const { return *allocator_; }
 
  private:
+  [[nodiscard]] Padding padding() const {
+    return retention_.variant == Variant::official ? scorer_->padding() : Padding{};
+  }
   [[nodiscard]] Demand demand(const Needs& needs) const {
     Demand demand{name_, needs, *scorer_, *allocator_, retention_.share};
     if (retention_.rest != nullptr) demand.rest = retention_.rest->cut();
     return demand;
   }
+  /// Decision::guarded, as `limits` say.
+  [[nodiscard]] std::vector<std::int32_t> guarded_slots(const Evidence& evidence, const Limits& limits) const;
   void require_room(const RowGroup& group, std::int32_t sinks, std::int32_t pinned, std::int32_t budget) const;
 
   std::string name_;

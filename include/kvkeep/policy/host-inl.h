@@ -270,9 +270,16 @@ KVKEEP_INLINE Decision KVPolicy::decide(PromptPass& pass, const Evidence& eviden
   return decision;
 }
 
-KVKEEP_INLINE std::vector<std::string> KVPolicy::problems_on(const Machine& machine, const ModelSpec&) const {
-  if (machine.is_host() || trigger().never) return {};
-  return {text("device: ", name(), " has no kernels; given ", machine.device().str(), "; allowed only on the CPU")};
+KVKEEP_INLINE std::vector<std::string> KVPolicy::problems_on(const Machine& machine, const ModelSpec& spec) const {
+  if (trigger().never) return {};
+  std::vector<std::string> found;
+  if (!machine.is_host())
+    found.push_back(
+        text("device: ", name(), " has no kernels; given ", machine.device().str(), "; allowed only on the CPU"));
+  if (spec.whole_heads() != spec.kv_heads)
+    found.push_back(text("ranks: ", name(), " does not say what heads must know of each other; given ", spec.kv_heads,
+                         " of ", spec.whole_heads(), " KV heads; allowed all, or policies that override problems_on"));
+  return found;
 }
 
 }  // namespace kvkeep

@@ -2,6 +2,7 @@
 // Bodies of keeper.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <type_traits>
 #include <utility>
@@ -22,10 +23,11 @@ inline std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
     if constexpr (std::is_same_v<std::decay_t<decltype(kv)>, std::monostate>) {
       return 0;
     } else {
-      const auto scale = [](const Tensor& t) { return t.defined() ? t.element_size() : 0; };
-      return spec.key_dim * static_cast<std::int64_t>(kv.keys.element_size()) +
-             spec.value_dim * static_cast<std::int64_t>(kv.values.element_size()) + scale(kv.key_scales) +
-             scale(kv.value_scales);
+      const auto bytes = [](const Tensor& t, std::int64_t numbers) {
+        return t.defined() ? numbers * t.element_size() : 0;
+      };
+      return bytes(kv.keys, spec.key_dim) + (lies_within(kv.values, kv.keys) ? 0 : bytes(kv.values, spec.value_dim)) +
+             bytes(kv.key_scales, 1) + (lies_within(kv.value_scales, kv.key_scales) ? 0 : bytes(kv.value_scales, 1));
     }
   };
   return std::visit(of, layer);
@@ -57,11 +59,13 @@ inline void require_one_length(const RowTable& table, const KeepSet& keep, const
   }
 }
 
-/// After an event that failed.
-inline void give_back_taken(std::span<const PageMove> planned, std::span<const PageMove> taken, PageAllocator* pages) {
+/// The pages that take_pages() found for a plan.
+inline std::vector<std::int32_t> taken_pages(std::span<const PageMove> planned, std::span<const PageMove> taken) {
+  std::vector<std::int32_t> pages;
   for (std::size_t i = 0; i < planned.size(); ++i)
     for (std::size_t p = 0; p < planned[i].after.size(); ++p)
-      if (planned[i].after[p] == PageMove::kTake) pages->give_back(taken[i].after[p]);
+      if (planned[i].after[p] == PageMove::kTake) pages.push_back(taken[i].after[p]);
+  return pages;
 }
 
 inline void write_table(std::span<const PageMove> moves, const CacheView& view) noexcept {
@@ -301,36 +305,62 @@ KVKEEP_INLINE void Keeper::check_places(const CacheView& view) const {
   }
 }
 
+/// The pages that the i-th sequence of the view holds, by its longest row.
+KVKEEP_INLINE std::span<const std::int32_t> Keeper::pages_of(const CacheView& view, std::size_t i,
+                                                             std::int64_t page_size) const {
+  std::int64_t longest = 0;
+  for (const std::int32_t l : full_layers_)
+    for (std::int32_t h = 0; h < spec_.kv_heads; ++h)
+      longest = std::max<std::int64_t>(longest, view.lengths.at(i, l * spec_.kv_heads + h));
+  const std::int64_t held = std::min((longest + page_size - 1) / page_size, view.block_table.size(1));
+  return {view.block_table.data<std::int32_t>() + static_cast<std::int64_t>(i) * view.block_table.stride(0),
+          static_cast<std::size_t>(held)};
+}
+
+/// Counts in holders_ how often the block table names each page that all layers have.
+KVKEEP_INLINE void Keeper::count_holders(const CacheView& view, std::int64_t page_size) const {
+  std::int64_t pages = std::numeric_limits<std::int64_t>::max();
+  for (const std::int32_t l : full_layers_)
+    pages = std::min(pages, std::get<PagedKv>(view.layers[static_cast<std::size_t>(l)]).keys.size(0));
+  holders_.assign(static_cast<std::size_t>(pages), 0);
+  for (std::size_t i = 0; i < view.sequences.size(); ++i)
+    for (const std::int32_t page : pages_of(view, i, page_size))
+      if (page >= 0 && page < pages) ++holders_[static_cast<std::size_t>(page)];
+}
+
 /// Among the sequences that are due, the block table names no page more often than it has holders.
 KVKEEP_INLINE void Keeper::check_pages(const CacheView& view, const RowTable& table) const {
   if (table.page_size == 0) return;
-  const std::int64_t pages =
-      std::get<PagedKv>(view.layers[static_cast<std::size_t>(full_layers_.front())]).keys.size(0);
-  const auto pages_of = [&](std::size_t i) {
-    std::int64_t longest = 0;
-    for (const std::int32_t l : full_layers_)
-      for (std::int32_t h = 0; h < spec_.kv_heads; ++h)
-        longest = std::max<std::int64_t>(longest, view.lengths.at(i, l * spec_.kv_heads + h));
-    const std::int64_t held = std::min((longest + table.page_size - 1) / table.page_size, view.block_table.size(1));
-    return std::span(view.block_table.data<std::int32_t>() + static_cast<std::int64_t>(i) * view.block_table.stride(0),
-                     static_cast<std::size_t>(held));
-  };
-  holders_.assign(static_cast<std::size_t>(pages), 0);
-  for (std::size_t i = 0; i < view.sequences.size(); ++i)
-    for (const std::int32_t page : pages_of(i))
-      if (page >= 0 && page < pages) ++holders_[static_cast<std::size_t>(page)];
+  count_holders(view, table.page_size);
   for (const RowGroup& group : table.groups) {
     if (group.layer != table.groups.front().layer) break;  // the same in every layer
-    for (const std::int32_t page : pages_of(static_cast<std::size_t>(group.sequence))) {
-      const std::int32_t named = page >= 0 && page < pages ? holders_[static_cast<std::size_t>(page)] : 0;
-      if (named <= 1) continue;
+    for (const std::int32_t page : pages_of(view, static_cast<std::size_t>(group.sequence), table.page_size)) {
+      const std::int32_t named =
+          page >= 0 && page < std::ssize(holders_) ? holders_[static_cast<std::size_t>(page)] : 0;
+      if (named == 0 || (named == 1 && view.pages == nullptr)) continue;
       const std::int32_t held = view.pages == nullptr ? 1 : view.pages->references(page);
       KVKEEP_REQUIRE(named <= held, "cache: the block table names page ", page, " of sequence ",
-                     view.sequences[static_cast<std::size_t>(group.sequence)], " ", named, " times, and ", held,
+                     view.sequences[static_cast<std::size_t>(group.sequence)],
+                     named == 1 ? "" : text(" ", named, " times"), ", and ", held,
                      view.pages == nullptr ? " may hold it (without a PageAllocator)" : " hold it",
                      "; allowed at most once per holder");
     }
   }
+}
+
+KVKEEP_INLINE void Keeper::require_shown(const char* operation, SequenceId id, const Sequence& s, std::int32_t layer,
+                                         std::int64_t shown) const {
+  KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || shown == s.logical, operation, ": layer ", layer, " has shown ",
+                    shown, " of the ", s.logical, " tokens of sequence ", id,
+                    "; observe() or record() every full layer in each step");
+}
+
+/// Every full layer has recorded the queries of the step that began last, if the sequence is in it. What a graph
+/// replays is unknown here.
+KVKEEP_INLINE void Keeper::require_recorded(const char* operation, SequenceId id, const Sequence& s) const {
+  if (s.step != step_) return;
+  for (std::size_t l = 0; l < recorded_.size(); ++l)
+    if (recorded_[l] == 0) require_shown(operation, id, s, full_layers_[l], s.logical - s.step_tokens);
 }
 
 /// The newest query that the policy reads and that is not finite.
@@ -357,6 +387,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   KVKEEP_REQUIRE(there == device(), "cache: it is on ", there.str(), ", but the keeper works on ", device().str(),
                  "; allowed one device, named by Provided::accelerator if it is not the CPU");
   check_places(view);
+  if (!trigger.never) layout_.check(spec_, view);
   std::int64_t bytes_per_slot = 0;
   for (const std::int32_t l : full_layers_)
     bytes_per_slot += spec_.kv_heads * keeper_detail::slot_bytes(spec_, view.layers[static_cast<std::size_t>(l)]);
@@ -375,6 +406,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
         slots += held;
       }
     }
+    require_recorded("step", view.sequences[i], s);
     KVKEEP_REQUIRE_AS(StateError, !needs_.surprisal || s.surprised == s.logical, "step: ", s.surprised, " of the ",
                       s.logical, " tokens of sequence ", view.sequences[i], " have their surprisal, but ",
                       policy_->name(), " reads all; supply the rest with surprise()");
@@ -391,10 +423,12 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     }
     if (!trigger.due(occasion_of(s, slots))) continue;
     for (const std::int32_t l : full_layers_) {
-      const std::int64_t seen = s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]);
-      KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || seen == s.logical, "step: layer ", l, " has shown ", seen,
-                        " tokens of sequence ", view.sequences[i], ", other layers ", s.logical,
-                        "; observe every full layer in each step");
+      const std::int32_t index = layer_index_[static_cast<std::size_t>(l)];
+      require_shown("step", view.sequences[i], s, l, s.prefix + s.ring.seen(index));
+      KVKEEP_REQUIRE_AS(StateError, s.ring.unread(index) == 0, "step: an event of sequence ", view.sequences[i],
+                        " reads the newest ", needs_.queries, " queries of layer ", l, ", but ", s.ring.unread(index),
+                        " of them were observed as unread; allowed if they were given, as tokens_to_event() and "
+                        "queries_read() say");
     }
     if (const std::optional<Unscored> left = unscored(view.sequences[i], s))
       plan.unscored.push_back(*left);
@@ -436,6 +470,7 @@ KVKEEP_INLINE void Keeper::measure(Plan& plan) const {
     cut.length_after = std::max(cut.length_after, static_cast<std::int32_t>(keep.count(r)));
     cut.slots_before += row.length;
     cut.slots_after += keep.count(r);
+    cut.slots_chosen += plan.decision.chosen(r);
   }
 }
 
@@ -476,13 +511,8 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
   Report report{.cuts = plan.cuts,
                 .pages = plan.pages,
                 .unscored = plan.unscored,
-                .slots_dropped = 0,
-                .slots_folded = 0,
-                .far_bytes = 0,
                 .bytes_before = plan.bytes_before,
-                .bytes_after = plan.bytes_after,
-                .bytes_moved = 0,
-                .pages_freed = 0};
+                .bytes_after = plan.bytes_after};
   std::unique_ptr<Folding> folding;
   std::optional<Pending> pending;
   if (plan.decision.tables.counts != nullptr) pending.emplace(Pending{.plan = plan, .pages = {}});
@@ -496,12 +526,15 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
       keeper_detail::require_one_length(plan.table, *plan.decision.keep, view);
     folding = fold_dropped(plan, view);
     const std::vector<ColumnTarget> targets = reserve_settled(plan, view);
-    take_pages(report.pages, view.pages);
+    if (std::ranges::any_of(report.pages, [](const PageMove& move) { return move.taken > 0; })) {
+      count_holders(view, plan.table.page_size);
+      take_pages(report.pages, view.pages, holders_);
+    }
     try {
       report.bytes_moved = bytes_to_move(plan.table, *plan.decision.keep, report.pages);
       provided_.machine().move(plan.table, plan.decision, report.pages, targets);
     } catch (...) {
-      keeper_detail::give_back_taken(plan.pages, report.pages, view.pages);
+      if (view.pages != nullptr) give_back_taken(keeper_detail::taken_pages(plan.pages, report.pages), *view.pages);
       throw;
     }
   }
@@ -549,6 +582,10 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Foldi
     view.lengths.at(i, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     report.slots_dropped += row.length - keep.count(r);
   }
+  for (const Cut& cut : report.cuts) {
+    report.slots_kept += cut.slots_after;
+    report.slots_chosen += cut.slots_chosen;
+  }
   settle_folded(plan, view, folding, report);
   const std::int32_t room = policy_->trigger().interval;
   for (std::size_t g = 0; g < plan.table.groups.size(); ++g) {
@@ -564,6 +601,8 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Foldi
   ++version_;
   ++totals_.events;
   totals_.sequences_cut += static_cast<std::int64_t>(report.cuts.size());
+  totals_.slots_kept += report.slots_kept;
+  totals_.slots_chosen += report.slots_chosen;
   totals_.slots_dropped += report.slots_dropped;
   totals_.slots_folded += report.slots_folded;
   totals_.bytes_moved += report.bytes_moved;
@@ -574,9 +613,9 @@ KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_le
   Sequence& s = const_cast<Sequence&>(ready("truncate", sequence));
   KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "truncate: the prompt of sequence ", sequence,
                     " is still running through the layers; allowed after its last layer");
+  KVKEEP_REQUIRE(logical_length >= 0 && logical_length <= s.logical, "truncate: sequence ", sequence, " is ", s.logical,
+                 " tokens long; given ", logical_length, "; allowed 0 to that");
   const std::int64_t taken = s.logical - logical_length;
-  KVKEEP_REQUIRE(taken >= 0, "truncate: sequence ", sequence, " is ", s.logical, " tokens long; given ", logical_length,
-                 "; allowed at most that");
   KVKEEP_REQUIRE_AS(StateError, logical_length >= std::max<std::int64_t>(s.last_event, s.prefix), "truncate: sequence ",
                     sequence, " was cut at length ", s.last_event, " and what was dropped then is gone; given ",
                     logical_length, "; allowed ", std::max<std::int64_t>(s.last_event, s.prefix), " or more");

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/cache_layout.h"
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/columns.h"
 #include "kvkeep/core/model_spec.h"
@@ -34,6 +35,9 @@ struct Cut {
   std::int32_t length_after = 0;
   std::int64_t slots_before = 0;  ///< over all its rows
   std::int64_t slots_after = 0;
+  std::int64_t slots_chosen = 0;  ///< of slots_after: those that stay because of their scores, being neither sinks, nor
+                                  ///< recents, nor pinned, nor of a protected prompt, nor in a row that was not cut. A
+                                  ///< lower bound on a device if some are pinned
 };
 
 /// A sequence that was due but was not cut: the policy reads a query of it that is NaN or infinite, so what that
@@ -66,6 +70,8 @@ struct Report {
   std::vector<PageMove> pages;  ///< paged caches: the pages that each cut sequence now holds, as its row of the block
                                 ///< table says, and those it gave back
   std::vector<Unscored> unscored;  ///< sequences that were due and were not cut
+  std::int64_t slots_kept = 0;     ///< of the cut sequences, over all rows
+  std::int64_t slots_chosen = 0;   ///< of these, by the scorer (Cut)
   std::int64_t slots_dropped = 0;  ///< over all rows
   std::int64_t slots_folded = 0;   ///< of these, folded into spans
   std::int64_t far_bytes = 0;      ///< of the factors stored for them; an upper bound on a device (FoldedState)
@@ -112,6 +118,8 @@ struct Totals {
   std::int64_t steps = 0;
   std::int64_t events = 0;  ///< steps in which something was cut
   std::int64_t sequences_cut = 0;
+  std::int64_t slots_kept = 0;    ///< at events, as in Report
+  std::int64_t slots_chosen = 0;  ///< of these; 0 after events: the scorer had no say
   std::int64_t slots_dropped = 0;
   std::int64_t bytes_moved = 0;
   std::int64_t pages_freed = 0;
@@ -263,17 +271,19 @@ class Keeper {
     return memory_ == nullptr ? nullptr : memory_->factor_cache();
   }
 
-  /// Decides, and moves nothing. Throws: StateError if the view's lengths differ from what was observed;
-  /// InvalidArgument for a duplicate sequence, place or page in the view; InvalidArgument and Unsupported as make_rows
-  /// and the policy do. If no sequence is due, it allocates nothing.
+  /// Decides, and moves nothing. Throws: StateError if the view's lengths differ from what was observed, if a layer has
+  /// not observed or recorded all tokens, and if an event would read queries that were observed as unread;
+  /// InvalidArgument for a duplicate sequence, place or page in the view, and for rows that share memory
+  /// (CacheLayout::check); InvalidArgument and Unsupported as make_rows and the policy do. If no sequence is due and
+  /// the tensors are those of the last call, it allocates nothing.
   [[nodiscard]] Plan plan(const CacheView& view) const;
 
   /// Folds what the plan folds, moves K, V and columns, writes the new lengths and, in pages, the new block table into
   /// the view, then gives back the pages that are no longer held. Throws, before the first byte moves: as fold() does,
   /// for rows that are not finite (not on a device: attention over such a span is NaN there) and for a full far store;
   /// StateError for a plan of another keeper or one that is out of date (on a device also for one that a later plan()
-  /// replaced, and for one that folds while a stream is captured), and if there are no free pages for copies of shared
-  /// ones.
+  /// replaced, and for one that folds while a stream is captured), if there are no free pages for copies of shared
+  /// ones, and if PageAllocator::take() gives a page that is in use or that no layer has.
   Report apply(const Plan& plan, const CacheView& view);
 
   /// On a device, some policies' scores decide how many slots stay (`adakv-*`, `threshold-*`, `criticalkv-*` with
@@ -300,10 +310,11 @@ class Keeper {
   /// sequence.
   void truncate(SequenceId sequence, std::int64_t logical_length);
 
-  /// Tokens that must still come before an event may cut the sequence, if it decodes one per step; 0: the next step may
-  /// do so; Trigger::kNoEvent: none will. Exact for budgets in slots, a lower bound for others. An engine to which
+  /// The fewest tokens with which an event may cut the sequence, however they are split into steps; 0: the next step
+  /// may do so; Trigger::kNoEvent: none will (Trigger::tokens_until() says when it is exact). An engine to which
   /// queries cost something gives those of the newest queries_read() tokens before an event, and observes the others as
-  /// `unread`: in a step of n tokens, it gives queries if n > tokens_to_event() - queries_read().
+  /// `unread`: in a step of n tokens, it gives queries if n > tokens_to_event() - queries_read(). An event whose window
+  /// holds unread tokens is a StateError.
   [[nodiscard]] std::int64_t tokens_to_event(SequenceId sequence) const;
   /// Newest queries of every full layer that an event reads; 0: none; Trigger::kNoEvent: all of them, since the policy
   /// keeps statistics.
@@ -358,6 +369,8 @@ class Keeper {
     Pins pins = {};
     std::vector<std::int32_t> beyond = {};  ///< [full layers, whole_heads] RowGroup::beyond; empty: all rows are alike
     bool pending = false;                   ///< an event cuts it that finish() has yet to complete
+    std::uint64_t step = 0;                 ///< the last begin_step() that named it
+    std::int32_t step_tokens = 0;           ///< and the tokens it brought
   };
   /// An event between apply() and finish().
   struct Pending {
@@ -377,8 +390,16 @@ class Keeper {
   void settle_beyond(Sequence& sequence, std::int32_t layer, const Decision& decision,
                      std::size_t group) const noexcept;
   void check_places(const CacheView& view) const;
+  [[nodiscard]] std::span<const std::int32_t> pages_of(const CacheView& view, std::size_t i,
+                                                       std::int64_t page_size) const;
+  void count_holders(const CacheView& view, std::int64_t page_size) const;
   void check_pages(const CacheView& view, const RowTable& table) const;
-  void check(const Observation& observation) const;
+  void require_shown(const char* operation, SequenceId id, const Sequence& sequence, std::int32_t layer,
+                     std::int64_t shown) const;
+  void require_recorded(const char* operation, SequenceId id, const Sequence& sequence) const;
+  void check(const char* operation, const Observation& observation) const;
+  void check_basis(const char* operation, QueryBasis basis) const;
+  void require_one_basis(const char* operation, QueryBasis basis) const;
   void check(const StepTokens& tokens, const Observation& first) const;
   void count(Sequence& sequence, std::int32_t tokens);
   [[nodiscard]] std::int32_t not_given(const Sequence& sequence, std::int32_t layer) const;
@@ -455,6 +476,8 @@ class Keeper {
   std::vector<QueryPlace> step_places_;  ///< also scratch, of begin_step()
   DeviceMemory step_table_;              ///< QueryPlace [step_room_] of the step that began
   std::int32_t step_room_ = 0, step_tokens_ = 0;
+  std::uint64_t step_ = 0;      ///< counts begin_step()
+  std::vector<char> recorded_;  ///< [full layers] record() came in the step that began, or a graph may bring it
   Dtype step_dtype_ = Dtype::f32;
   bool step_normalised_ = false;                           ///< its queries come with their log-sum-exps
   bool step_captured_ = false;                             ///< a graph knows the table's address
@@ -465,6 +488,7 @@ class Keeper {
   mutable std::vector<const Sequence*> met_;   ///< the sequences of the current observation, in its order
   mutable std::vector<std::uint64_t> places_;  ///< [places of the cache] marks
   mutable std::vector<std::int32_t> holders_;  ///< [pages] how many rows of the block table name a page
+  mutable CacheLayout layout_;                 ///< of the newest view
 };
 
 }  // namespace kvkeep

@@ -48,28 +48,29 @@ inline QueryLayout layout_of(const Observation& o, const ModelSpec& spec) {
 
 }  // namespace keeper_observe_detail
 
-KVKEEP_INLINE void Keeper::check(const Observation& o) const {
-  check_sequences("observe", o.sequences, o.indptr);
+KVKEEP_INLINE void Keeper::check(const char* operation, const Observation& o) const {
+  check_sequences(operation, o.sequences, o.indptr);
   const std::int32_t tokens = o.indptr.back();
-  KVKEEP_REQUIRE(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens,
-                 "observe: ", o.positions.size(), " positions for ", tokens, " tokens; allowed none or one each");
+  KVKEEP_REQUIRE(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens, operation, ": ",
+                 o.positions.size(), " positions for ", tokens, " tokens; allowed none or one each");
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
     const Sequence& s = *met_[i];
+    require_recorded(operation, o.sequences[i], s);
     const std::int32_t own_tokens = o.indptr[i + 1] - o.indptr[i];
-    KVKEEP_REQUIRE(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, "observe: sequence ", o.sequences[i],
+    KVKEEP_REQUIRE(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, operation, ": sequence ", o.sequences[i],
                    " passes ", own_tokens, " of the ", s.prompt, " tokens of its prompt; ", policy_->name(),
                    " compares layers over the whole prompt; allowed all of it in one step");
     const bool first = leads(s, o.layer, own_tokens);
-    KVKEEP_REQUIRE_AS(StateError, !first || s.pass == nullptr, "observe: layer ", o.layer,
+    KVKEEP_REQUIRE_AS(StateError, !first || s.pass == nullptr, operation, ": layer ", o.layer,
                       " passes more tokens of sequence ", o.sequences[i], ", whose prompt has only reached layer ",
                       s.next_layer, "; allowed after its last layer");
     if (!first) {
       KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr || own_tokens == static_cast<std::int32_t>(s.present.size()),
-                        "observe: layer ", o.layer, " passes ", own_tokens, " tokens of sequence ", o.sequences[i],
+                        operation, ": layer ", o.layer, " passes ", own_tokens, " tokens of sequence ", o.sequences[i],
                         "; ", s.present.size(), " continued to it; allowed exactly these");
       const auto shown = already_shown(s, o.layer, own_tokens);
       KVKEEP_REQUIRE(o.positions.empty() || std::equal(shown.begin(), shown.end(), o.positions.begin() + o.indptr[i]),
-                     "observe: layer ", o.layer, " gives sequence ", o.sequences[i],
+                     operation, ": layer ", o.layer, " gives sequence ", o.sequences[i],
                      " different positions than an earlier layer of the step; allowed the same in every layer");
       continue;
     }
@@ -79,31 +80,42 @@ KVKEEP_INLINE void Keeper::check(const Observation& o) const {
     std::int64_t least = s.next_position;
     for (std::int32_t t = o.indptr[i]; !o.positions.empty() && t < o.indptr[i + 1]; ++t) {
       const std::int32_t p = o.positions[static_cast<std::size_t>(t)];
-      KVKEEP_REQUIRE(p >= least && p < most, "observe: token ", t - o.indptr[i], " of sequence ", o.sequences[i],
+      KVKEEP_REQUIRE(p >= least && p < most, operation, ": token ", t - o.indptr[i], " of sequence ", o.sequences[i],
                      " is at position ", p, "; allowed ", least, " or more, below ", most,
                      " (positions are logical and ascend)");
       least = std::int64_t{p} + 1;
     }
-    KVKEEP_REQUIRE(!o.positions.empty() || s.next_position + std::int64_t{own_tokens} <= most, "observe: ", own_tokens,
-                   " tokens of sequence ", o.sequences[i], " from position ", s.next_position,
+    KVKEEP_REQUIRE(!o.positions.empty() || s.next_position + std::int64_t{own_tokens} <= most, operation, ": ",
+                   own_tokens, " tokens of sequence ", o.sequences[i], " from position ", s.next_position,
                    " on; allowed positions up to ", most - 1);
   }
   if (o.unread) {
-    KVKEEP_REQUIRE(!o.queries.defined(), "observe: queries of layer ", o.layer,
+    KVKEEP_REQUIRE(!o.queries.defined(), operation, ": queries of layer ", o.layer,
                    " are given and unread; allowed one of the two");
-    KVKEEP_REQUIRE(needs_.statistics_from < 0 && !policy_->narrows(), "observe: queries of layer ", o.layer,
+    KVKEEP_REQUIRE(needs_.statistics_from < 0 && !policy_->narrows(), operation, ": queries of layer ", o.layer,
                    " are unread, but ", policy_->name(), " reads all of them; allowed what queries_read() says");
     return;
   }
   if (needs_.queries == 0) return;
-  check_queries("observe", o);
-  check_normalisers("observe", o);
+  check_queries(operation, o);
+  check_normalisers(operation, o);
   for (std::size_t i = 0; i < met_.size(); ++i)
-    KVKEEP_REQUIRE(met_[i]->ring.takes(o.queries.dtype()), "observe: queries of layer ", o.layer, ", sequence ",
+    KVKEEP_REQUIRE(met_[i]->ring.takes(o.queries.dtype()), operation, ": queries of layer ", o.layer, ", sequence ",
                    o.sequences[i], ", are ", o.queries.dtype(), "; earlier ones were ", met_[i]->ring.dtype(),
                    "; allowed one dtype");
-  KVKEEP_REQUIRE(!basis_known_ || o.basis == basis_, "observe: queries of layer ", o.layer, " are taken ",
-                 o.basis == QueryBasis::pre_rope ? "before" : "after", " RoPE, unlike earlier ones; allowed one basis");
+  require_one_basis(operation, o.basis);
+}
+
+KVKEEP_INLINE void Keeper::require_one_basis(const char* operation, QueryBasis basis) const {
+  KVKEEP_REQUIRE(!basis_known_ || basis == basis_, operation, ": queries are taken ",
+                 basis == QueryBasis::pre_rope ? "before" : "after", " RoPE, unlike earlier ones; allowed one basis");
+  check_basis(operation, basis);
+}
+
+KVKEEP_INLINE void Keeper::check_basis(const char* operation, QueryBasis basis) const {
+  KVKEEP_REQUIRE(basis != QueryBasis::pre_rope || !spec_.rope.inv_freq.empty(), operation,
+                 ": queries are taken before RoPE, but ModelSpec::rope has no frequencies to turn them; allowed with "
+                 "rope.inv_freq, or QueryBasis::post_rope (also for a model without RoPE)");
 }
 
 KVKEEP_INLINE void Keeper::check_queries(const char* operation, const Observation& o) const {
@@ -213,7 +225,7 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
                  " is out of range; allowed 0 to ", spec_.num_layers() - 1);
   const std::int32_t index = layer_index_[static_cast<std::size_t>(o.layer)];
   if (index < 0) return;  // sliding, shared and other layers are not ours
-  check(o);
+  check("observe", o);
   make_room(o);
   MachineMemory& memory = provided_.machine().memory();
   const bool forms_moments = workspace_ != nullptr && memory.forms_moments();
@@ -269,18 +281,16 @@ KVKEEP_INLINE void Keeper::check(const StepTokens& t, const Observation& first) 
                     policy_->narrows() ? " narrows prompts between layers" : " keeps statistics of every query",
                     "; allowed observe() in every layer");
   KVKEEP_REQUIRE(is_scorable(t.query_dtype), "begin_step: queries are ", t.query_dtype, "; allowed f32, f16, bf16");
-  check(first);
+  check("begin_step", first);
   for (std::size_t i = 0; i < met_.size(); ++i) {
     const Sequence& s = *met_[i];
-    for (std::int32_t l = 0; needs_.queries > 0 && l < static_cast<std::int32_t>(full_layers_.size()); ++l)
-      KVKEEP_REQUIRE_AS(StateError, s.prefix + s.ring.seen(l) == s.logical, "begin_step: layer ",
-                        full_layers_[static_cast<std::size_t>(l)], " has seen ", s.prefix + s.ring.seen(l), " of the ",
-                        s.logical, " tokens of sequence ", t.sequences[i], "; allowed all, in every full layer");
+    for (std::size_t l = 0; l < full_layers_.size(); ++l)
+      require_shown("begin_step", t.sequences[i], s, full_layers_[l],
+                    s.prefix + s.ring.seen(static_cast<std::int32_t>(l)));
     KVKEEP_REQUIRE(s.ring.takes(t.query_dtype), "begin_step: queries of sequence ", t.sequences[i], " are ",
                    t.query_dtype, "; earlier ones were ", s.ring.dtype(), "; allowed one dtype");
   }
-  KVKEEP_REQUIRE(!basis_known_ || needs_.queries == 0 || t.basis == basis_, "begin_step: queries are taken ",
-                 t.basis == QueryBasis::pre_rope ? "before" : "after", " RoPE, unlike earlier ones; allowed one basis");
+  if (needs_.queries > 0) require_one_basis("begin_step", t.basis);
 }
 
 KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
@@ -294,6 +304,8 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
                           .unread = true,
                           .positions = t.positions};
   check(t, first);
+  if (std::ranges::find(recorded_, 0) != recorded_.end())  // of the step before this one
+    for (const auto& [id, s] : sequences_) require_recorded("begin_step", id, s);
   const std::int32_t tokens = t.indptr.back();
   const bool reads = needs_.queries > 0;
   KVKEEP_REQUIRE_AS(StateError, !reads || tokens <= step_room_ || !step_captured_, "begin_step: ", tokens,
@@ -332,13 +344,17 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
     step_normalised_ = t.log_sum_exp;
     basis_ = t.basis;
     basis_known_ = true;
+    recorded_.assign(full_layers_.size(), step_captured_ || tokens == 0 ? 1 : 0);
   }
   ++version_;
+  ++step_;
   for (std::size_t i = 0; i < met_.size(); ++i) {
     auto& s = const_cast<Sequence&>(*met_[i]);
     find_positions(first, i, s);
     const auto own = static_cast<std::int32_t>(positions_.size());
     count(s, own);
+    s.step = step_;
+    s.step_tokens = own;
     for (std::int32_t l = 0; l < static_cast<std::int32_t>(full_layers_.size()); ++l)
       s.ring.advance(l, own, t.log_sum_exp);
   }
@@ -367,6 +383,7 @@ KVKEEP_INLINE void Keeper::record(std::int32_t layer, const Tensor& queries, con
                  step_normalised_ ? " are missing" : " are given", ", unlike what begin_step() was told; allowed ",
                  step_normalised_ ? "with them" : "without them");
   step_captured_ = step_captured_ || capturing;
+  recorded_[static_cast<std::size_t>(index)] = 1;
   const QueryLayout layout = keeper_observe_detail::layout_of(own, spec_);
   memory.push_queries(static_cast<const QueryPlace*>(step_table_.get()), indptr[1], layout,
                       QueryRing::offset_of(index, needs_.queries, layout.heads * layout.head_bytes, layout.heads));

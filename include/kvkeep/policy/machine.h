@@ -191,8 +191,8 @@ class Machine {
   [[nodiscard]] virtual std::int64_t workspace_bytes(const KVPolicy& policy, const Evidence& evidence) = 0;
 
   /// Uses `memory` as that workspace: contiguous u8 [bytes] on the device, at an address that is a multiple of 256. The
-  /// machine keeps it alive. Without this call it takes memory from LibTorch's allocator, and none for events no larger
-  /// than an earlier one. Throws Unsupported on the host.
+  /// machine keeps it alive. Without this call it takes memory of the device's own allocator, and none for events no
+  /// larger than an earlier one. Throws Unsupported on the host.
   virtual void use_workspace(Tensor memory) = 0;
 
  private:

@@ -204,6 +204,8 @@ KVKEEP_INLINE LayerReport Keeper::narrow(const Observation& o, const CacheView& 
     if (!std::exchange(checked, true)) {
       check_sequences("narrow", o.sequences, o.indptr);
       check_queries("narrow", o);
+      check_basis("narrow", o.basis);
+      layout_.check(spec_, view);
     }
     plans.push_back(plan_layer(s, o, i, view));
   }

@@ -65,7 +65,8 @@ class KVPolicy {
   [[nodiscard]] virtual Trigger trigger() const = 0;
 
   /// Reasons why its events cannot run on this machine and model, one sentence each; empty: they can. Policies that do
-  /// not say otherwise run on the host.
+  /// not say otherwise run on the host, where it holds all heads of the model. One that asks the machine
+  /// (Machine::problems()) leaves everything that heads must know of each other to the stages of the machine's events.
   [[nodiscard]] virtual std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const;
 
   /// Decides for all rows of `evidence` together. Writes nothing. A row that is not over its budget keeps every slot,

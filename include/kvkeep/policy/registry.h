@@ -1,6 +1,7 @@
 #pragma once
 /// Policies by name: from JSON, from a file, or from `name,key=value,...`.
 
+#include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -12,12 +13,16 @@
 
 namespace kvkeep {
 
+/// What an option of a policy names.
+enum class OptionFile : std::uint8_t { none, read, written };
+
 /// One option of a policy, for display.
 struct OptionInfo {
   std::string name;      ///< as in JSON, with its sub-object: "allocator.window"
   std::string fallback;  ///< default; "required" if there is none
   std::string allowed;   ///< range or choices
   std::string what;      ///< one line
+  OptionFile file = OptionFile::none;
 };
 
 struct PolicyInfo {
@@ -29,6 +34,8 @@ struct PolicyInfo {
   std::string allocator = {};  ///< "ams" and similar; empty: top-k
   std::string needs = {};      ///< what the engine must supply besides keys and values, with default options
   bool narrows = false;        ///< acts on prompts while they run
+  std::string chooses = {};    ///< how many slots of some budgets the scorer chooses, with default options; empty if
+                               ///< the policy has no scorer
 };
 
 /// Every policy that this build knows, with all its options.
@@ -48,6 +55,19 @@ struct PolicyInfo {
 
 /// The part before the + of "prefill+decode"; all of `text` if no policy follows a +.
 [[nodiscard]] std::string_view prefill_part(std::string_view text);
+
+/// A file that an option of a policy names.
+struct PolicyFile {
+  std::string option;  ///< as in OptionInfo
+  std::filesystem::path path;
+  bool written = false;  ///< else read
+};
+
+/// The files that a policy names, which is not made: none of them is opened. None for a text that make_policy() or
+/// make_policy_from_json() refuses before it comes to them.
+[[nodiscard]] std::vector<PolicyFile> files_of_policy(std::string_view text);
+[[nodiscard]] std::vector<PolicyFile> files_of_policy_json(std::string_view json,
+                                                           const std::filesystem::path& folder = {});
 
 /// Reads a policy file. Throws InvalidArgument if it cannot be read.
 [[nodiscard]] std::unique_ptr<KVPolicy> load_policy(const std::filesystem::path& file);

@@ -34,10 +34,11 @@ struct Pieces {
   std::vector<std::int64_t> spans{0};  ///< where each begins in `folded`
   std::vector<float> weights;          ///< [folded]
   std::int32_t settled = 0;            ///< logical position
+  std::int32_t guarded = 0;            ///< of `kept`: sinks, pinned ones and the local window
 };
 
 /// The slots from `first` on, cut according to `segments`; pinned ones do not fold.
-inline Pieces pieces_of(const Segments& segments, std::int32_t first, const Row& row,
+inline Pieces pieces_of(const Segments& segments, std::int32_t first, const Row& row, std::int32_t sink,
                         std::span<const PositionSpan> pinned, std::span<const float> surprisal) {
   Pieces out;
   for (std::int32_t slot = 0; slot < first; ++slot) out.kept.push_back(slot);
@@ -53,6 +54,8 @@ inline Pieces pieces_of(const Segments& segments, std::int32_t first, const Row&
   }
   if (!pinned.empty()) std::ranges::sort(out.kept);
   const std::int32_t window = first + segments.window;
+  for (const std::int32_t slot : out.kept)
+    out.guarded += slot < sink || slot >= window || holds(pinned, row.positions[slot]) ? 1 : 0;
   out.settled = window < row.length ? row.positions[window] : row.positions[row.length - 1] + 1;
   return out;
 }
@@ -171,7 +174,7 @@ KVKEEP_INLINE Decision Sekv::decide(Machine&, const Evidence& evidence) const {
       return o;
     };
     if (group.settled == 0)
-      return sekv_detail::pieces_of(segment(nats, segmenter(row.length)), 0, row, group.pinned, nats);
+      return sekv_detail::pieces_of(segment(nats, segmenter(row.length)), 0, row, own.sink, group.pinned, nats);
     // The first event was at the end of the prompt, or, for a prompt no longer than the window, when `interval` tokens
     // had left the window.
     const std::int32_t then = std::max(static_cast<std::int32_t>(group.prompt.tokens),
@@ -182,7 +185,7 @@ KVKEEP_INLINE Decision Sekv::decide(Machine&, const Evidence& evidence) const {
     const double threshold = segment(all, segmenter(then)).kept_above;
     SegmenterOptions behind = own;
     behind.sink = std::max(0, own.sink - first);  // earlier sinks are before `first`
-    return sekv_detail::pieces_of(segment_above(nats, threshold, behind), first, row, group.pinned, nats);
+    return sekv_detail::pieces_of(segment_above(nats, threshold, behind), first, row, own.sink, group.pinned, nats);
   };
 
   Decision decision;
@@ -203,6 +206,7 @@ KVKEEP_INLINE Decision Sekv::decide(Machine&, const Evidence& evidence) const {
                      " slots; allowed the same in all layers and heads");
       kept.insert(kept.end(), pieces.kept.begin(), pieces.kept.end());
       keep.indptr.push_back(static_cast<std::int64_t>(kept.size()));
+      decision.guarded.push_back(pieces.guarded);
       const auto before = static_cast<std::int64_t>(fold.slots.size());
       fold.slots.insert(fold.slots.end(), pieces.folded.begin(), pieces.folded.end());
       fold.weights.insert(fold.weights.end(), pieces.weights.begin(), pieces.weights.end());

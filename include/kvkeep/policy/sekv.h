@@ -38,6 +38,12 @@ class Sekv final : public KVPolicy {
   [[nodiscard]] std::string_view name() const override { return "sekv"; }
   [[nodiscard]] Needs needs() const override { return {.keys = true, .values = true, .surprisal = true}; }
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override;
+  /// Pieces follow from what every rank knows, so ranks need nothing of each other.
+  [[nodiscard]] std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const override {
+    ModelSpec whole = spec;
+    whole.first_head = whole.model_heads = 0;
+    return KVPolicy::problems_on(machine, whole);
+  }
   [[nodiscard]] Trigger trigger() const override {
     return {.budget = {},
             .interval = options_.interval,

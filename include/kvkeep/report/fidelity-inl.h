@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/report/fidelity.h"
 
@@ -82,7 +83,7 @@ KVKEEP_INLINE Departure departure(std::span<const float> full, std::span<const f
   double divergence = 0;
   for (std::size_t i = 0; i < full.size(); ++i) {
     const double log_p = p.log_share(full[i]);
-    if (const double share = std::exp(log_p); share > 0) divergence += share * (log_p - q.log_share(cut[i]));
+    if (const double share = std::exp(log_p); share > 0) divergence += product(share, log_p - q.log_share(cut[i]));
   }
   return {std::max(divergence, 0.0), p.likeliest == q.likeliest};  // rounding may leave a trace below 0
 }

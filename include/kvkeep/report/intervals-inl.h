@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/report/intervals.h"
 
@@ -44,7 +45,7 @@ inline std::vector<std::vector<Ratio>> as_ratios(Strata samples) {
 inline double quantile(const std::vector<double>& sorted, double part) {
   const double at = part * static_cast<double>(sorted.size() - 1);
   const auto low = static_cast<std::size_t>(at), high = std::min(low + 1, sorted.size() - 1);
-  return sorted[low] + (at - static_cast<double>(low)) * (sorted[high] - sorted[low]);
+  return sorted[low] + product(at - static_cast<double>(low), sorted[high] - sorted[low]);
 }
 
 inline bool can_vary(RatioStrata samples) {

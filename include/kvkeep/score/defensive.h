@@ -38,6 +38,7 @@ class Defensive final : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
+  [[nodiscard]] bool averages_heads() const override { return false; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
   [[nodiscard]] const DefensiveOptions& options() const { return options_; }
 

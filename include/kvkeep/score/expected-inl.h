@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
@@ -54,8 +55,8 @@ struct MeanTurn {
       const auto [i, j] = rope_pair(style, f, pairs);
       const auto k = static_cast<std::size_t>(f);
       const double a = x[i], b = x[j];
-      x[i] = a * cosines[k] - b * sines[k];
-      x[j] = b * cosines[k] + a * sines[k];
+      x[i] = product(a, cosines[k]) - product(b, sines[k]);
+      x[j] = product(b, cosines[k]) + product(a, sines[k]);
     }
   }
 };
@@ -256,8 +257,8 @@ class RowScores {
       double *first = a + i * stride, *second = a + j * stride;
       for (std::int64_t d = 0; d < dim; ++d) {
         const double x = first[d], y = second[d];
-        first[d] = x * c - y * s;
-        second[d] = y * c + x * s;
+        first[d] = product(x, c) - product(y, s);
+        second[d] = product(y, c) + product(x, s);
       }
     }
     return scale;

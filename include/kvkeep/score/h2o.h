@@ -37,6 +37,7 @@ class H2O final : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
+  [[nodiscard]] bool averages_heads() const override { return false; }
   [[nodiscard]] bool accumulates() const override { return true; }
 
   /// g[t] = tally[t] (0 for slots that came after the last event) + sum over the queries that came after it, at most

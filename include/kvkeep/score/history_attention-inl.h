@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kvkeep/core/each_row.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/score/panel_scratch.h"
@@ -125,7 +126,7 @@ class HistoryReduction {
       const auto pools = static_cast<float>(end(t) - begin(t));  // that slot t is in
       for (std::int64_t lane = 0; lane < width_; ++lane) {
         older[lane] += x[t * width_ + lane];
-        share[lane] += pools * x[t * width_ + lane];
+        share[lane] += product(pools, x[t * width_ + lane]);
       }
     }
     for (std::int64_t lane = 0; lane < width_; ++lane)

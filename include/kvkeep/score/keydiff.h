@@ -7,8 +7,8 @@
 #include <cmath>
 
 #include "kvkeep/core/each_row.h"
-#include "kvkeep/core/hd.h"
 #include "kvkeep/core/require_host.h"
+#include "kvkeep/core/strict_math.h"
 #include "kvkeep/score/scorer.h"
 #include "kvkeep/simd/key_lanes.h"
 
@@ -22,6 +22,7 @@ class KeyDiff final : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = 0, .keys = true}; }
+  [[nodiscard]] bool averages_heads() const override { return false; }
 
   /// g[t] = -cos(k_t, a), where a is the mean over all slots of k / max(|k|, 1e-12) and norms are at least 1e-8: 0 for
   /// a key of zeros, and for every slot if a is 0. Dot products in fp32, the mean in f64 over fp32 blocks. A key that
@@ -96,7 +97,7 @@ inline Scores KeyDiff::score(const Evidence& evidence, const Limits& limits, con
     float* g = out + row.first;
     keydiff_detail::find_anchor(keys, row.length, g, scratch);
     double square = 0;
-    for (const float x : scratch.anchor) square += static_cast<double>(x) * static_cast<double>(x);
+    for (const float x : scratch.anchor) square += product(static_cast<double>(x), static_cast<double>(x));
     const float norm = anchor_norm(square);
     const std::int64_t last = (row.length - 1) / cpu::kKeyBlock * cpu::kKeyBlock;
     for (std::int64_t t = last; t >= 0; t -= cpu::kKeyBlock) {

@@ -20,6 +20,7 @@ class Knorm final : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = 0, .keys = true}; }
+  [[nodiscard]] bool averages_heads() const override { return false; }
 
   /// g[t] = -|k_t| (no rotation changes it), fp32. Throws InvalidArgument for keys that are not f32, f16 or bf16.
   /// Cost: one pass over the keys. Workspace: none.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/pool.h"
@@ -78,7 +79,7 @@ inline void column_means(const cpu::Keys& keys, std::int64_t n, const RkvOptions
   for (std::int64_t t = 0; t < n; t += cpu::kKeyBlock) {
     const std::int64_t end = std::min(t + cpu::kKeyBlock, n);
     cpu::key_dots(keys, t, end, scratch.direction, dots);
-    for (std::int64_t i = t; i < end; ++i) out[i] = dots[i - t] * inverse[i] - out[i];
+    for (std::int64_t i = t; i < end; ++i) out[i] = product(dots[i - t], inverse[i]) - out[i];
   }
 
   cpu::find_similar(keys, n, inverse, static_cast<float>(options.similarity), scratch.similar);

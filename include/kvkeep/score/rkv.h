@@ -4,6 +4,7 @@
 /// batch by its own keys; the window is a protected set; fp32; a key that resembles no other takes nothing off slot 0
 /// unless asked to. "Retain direction" is always last, the published default.
 
+#include "kvkeep/core/hd.h"
 #include "kvkeep/score/scorer.h"
 #include "kvkeep/score/window_attention.h"
 
@@ -54,6 +55,7 @@ class Rkv final : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
+  [[nodiscard]] bool averages_heads() const override { return false; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
   [[nodiscard]] Padding padding() const override { return {4, options_.window}; }
 
@@ -72,7 +74,7 @@ class Rkv final : public Scorer {
   static constexpr float kFloor = 1e-8F;  ///< added to every norm
   /// g of a slot of the history, from its pooled attention and its redundancy.
   [[nodiscard]] KVKEEP_HD static float mix(float lambda, float attention, float redundancy) {
-    return lambda * attention - (1.0F - lambda) * redundancy;
+    return product(lambda, attention) - product(1.0F - lambda, redundancy);
   }
 
   /// Bytes per thread for rows of `length` slots: (33 + dim) * length + (8 + 4 * 7 + 5 * w) * dim, dim a multiple of 4,

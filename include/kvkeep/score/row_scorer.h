@@ -81,6 +81,7 @@ class RowScorer : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return Self::traits.name; }
   [[nodiscard]] const Body& options() const { return body_; }
+  [[nodiscard]] bool averages_heads() const final { return false; }  ///< its body sees one row
 
   /// Throws InvalidArgument for keys or values that needs() names and that are not f32, f16 or bf16, and for given
   /// scores that it names and that are missing. Workspace: none.

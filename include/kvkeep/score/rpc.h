@@ -60,6 +60,7 @@ class Rpc final : public Scorer {
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
+  [[nodiscard]] bool averages_heads() const override { return options_.heads == RpcOptions::Heads::all; }
 
   /// g[t] = average-pooled sum over the window's queries of softmax(scale * q.k) over the history alone, mean over
   /// heads; 0 outside that history; g[t] = t if no query was seen. W = min(window, seen, length - 1, budget); history:
@@ -100,13 +101,7 @@ inline Scores Rpc::score(const Evidence& evidence, const Limits& limits, const W
     std::transform(out + first[r], out + windows[r].history, out + first[r],
                    [queries](float x) { return x * queries; });
   });
-  if (options_.heads == RpcOptions::Heads::group) return scores;
-  for (const RowGroup& group : table.groups) {
-    const auto begin = windows.begin() + group.first_row;
-    const auto asked = static_cast<std::int32_t>(
-        std::count_if(begin, begin + evidence.spec.kv_heads, [](RowWindow w) { return w.queries > 0; }));
-    if (asked > 0) cpu::mean_over_heads("rpc", evidence, group, asked, g);
-  }
+  if (averages_heads()) cpu::mean_over_heads(traits.name, evidence, windows, g);
   return scores;
 }
 

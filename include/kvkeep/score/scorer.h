@@ -1,5 +1,5 @@
 #pragma once
-/// Scorers rank the slots of a row. A scorer is a header, its device functions, a test, and a line in a table
+/// Scorers rank the slots of a row. A scorer is a header, a line in a table, and a test
 /// (CONTRIBUTING.md, "Adding a scorer").
 
 #include <string>
@@ -51,9 +51,12 @@ class Scorer {
   /// Variant official: slots that the published code ranks above all others by its own padding.
   [[nodiscard]] virtual Padding padding() const { return {0, keeps_newest()}; }
 
-  /// True if all KV heads of a layer score alike, by the mean over them (cpu::mean_over_heads()). If the evidence has
-  /// only a part of the model's heads (ModelSpec::model_heads), score() leaves the mean to who knows the others.
-  [[nodiscard]] virtual bool averages_heads() const { return false; }
+  /// False if a row's scores follow from that row alone, whatever the other KV heads hold: ranks that hold a part of
+  /// the heads then score as one machine does. True if all KV heads of a layer score alike, by the mean over them
+  /// (cpu::mean_over_heads()): where the evidence has a part of the model's heads (ModelSpec::model_heads), score()
+  /// leaves the mean to the machine that gathers the others. It has no default: an answer that is missing would be
+  /// wrong in silence.
+  [[nodiscard]] virtual bool averages_heads() const = 0;
 
   /// True if the scores add up over events: they come back as Row::tally.
   [[nodiscard]] virtual bool accumulates() const { return false; }

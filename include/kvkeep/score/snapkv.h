@@ -47,6 +47,7 @@ class SnapKV final : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
+  [[nodiscard]] bool averages_heads() const override { return false; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
 
   /// g[t] = pooled mean attention of the newest min(window, seen, length - 1, budget) queries for slots older

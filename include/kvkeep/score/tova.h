@@ -60,19 +60,10 @@ inline Scores Tova::score(const Evidence& evidence, const Limits&, const WindowA
   require_host("tova", evidence.table.device);
   Scores scores{clone(seen.newest)};
   float* g = scores.data.data<float>();
-  const std::int32_t heads = evidence.spec.kv_heads;
-  for (const RowGroup& group : evidence.table.groups) {
-    const auto rows = evidence.table.rows_of(group, heads);
-    std::int32_t asked = 0;  // a row that is not due has no window
-    for (std::size_t h = 0; h < rows.size(); ++h) {
-      if (seen.windows[static_cast<std::size_t>(group.first_row) + h].queries > 0)
-        ++asked;
-      else
-        std::iota(g + rows[h].first, g + rows[h].first + rows[h].length, 0.0F);
-    }
-    const bool whole = evidence.spec.whole_heads() == evidence.spec.kv_heads;
-    if (asked > 0 && averages_heads() && whole) cpu::mean_over_heads("tova", evidence, group, asked, g);
-  }
+  const std::vector<Row>& rows = evidence.table.rows;
+  for (std::size_t r = 0; r < rows.size(); ++r)  // a row that is not due has no window
+    if (seen.windows[r].queries == 0) std::iota(g + rows[r].first, g + rows[r].first + rows[r].length, 0.0F);
+  if (averages_heads()) cpu::mean_over_heads(traits.name, evidence, seen.windows, g);
   return scores;
 }
 

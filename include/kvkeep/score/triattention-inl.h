@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "kvkeep/core/each_row.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/score/triattention.h"
@@ -18,6 +19,12 @@ namespace triattention_detail {
 
 using Options = TriAttentionOptions;
 using Turn = std::complex<double>;
+
+/// One turn after the other.
+inline Turn both(const Turn& a, const Turn& b) {
+  return {product(a.real(), b.real()) - product(a.imag(), b.imag()),
+          product(a.real(), b.imag()) + product(a.imag(), b.real())};
+}
 
 /// exp(i w_f offset), [offsets, F]; with the mean, one row: their mean.
 inline std::vector<Turn> offset_turns(const RopeSpec& rope, const Options& options) {
@@ -75,7 +82,7 @@ inline cpu::TriColumns columns_of(const Calibration& calibration, std::int32_t l
       work.norm[static_cast<std::int64_t>(f) * group + g] =
           static_cast<float>(scaling * (static_cast<double>(head.q_abs_mean[f]) - std::abs(q)));
       for (std::int64_t o = 0; o < offsets; ++o) {
-        const Turn w = scaling * q * now[f] * later[static_cast<std::size_t>(o) * pairs + f];
+        const Turn w = both(both(scaling * q, now[f]), later[static_cast<std::size_t>(o) * pairs + f]);
         float* trig = first + static_cast<std::int64_t>(f) * 2 * side + o;
         trig[0] = static_cast<float>(w.real());
         trig[side] = static_cast<float>(w.imag());

@@ -49,6 +49,7 @@ class Vase final : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true, .values = true}; }
+  [[nodiscard]] bool averages_heads() const override { return false; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
   [[nodiscard]] const VaseOptions& options() const { return options_; }
 

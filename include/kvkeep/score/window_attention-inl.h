@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "kvkeep/core/each_row.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/score/panel_scratch.h"
@@ -156,7 +157,7 @@ class RowReduction {
       const float weight = scratch_.weight[begin / width_ % kPanels * width_ + lane];
       const std::int32_t at = position(query_of(n));
       for (std::int32_t t = window_.history; t < row_.length && row_.positions[t] < at; ++t)
-        usage[t] += x[t * width_ + lane] * weight;
+        usage[t] += product(x[t * width_ + lane], weight);
     }
   }
 

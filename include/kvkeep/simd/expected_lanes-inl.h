@@ -12,6 +12,7 @@
 #include <cstring>
 #include <limits>
 
+#include "kvkeep/core/hd.h"
 #include "kvkeep/simd/expected_lanes.h"
 #include "kvkeep/simd/exponential-inl.h"
 #include "kvkeep/simd/highway.h"
@@ -271,8 +272,8 @@ KVKEEP_INLINE void TurnRows(float* HWY_RESTRICT x, std::int64_t rows, std::int64
     }
     for (; f < pairs; ++f) {
       const float a = x[f], b = x[f + pairs];
-      x[f] = a * cosines[f] - b * sines[f];
-      x[f + pairs] = b * cosines[f] + a * sines[f];
+      x[f] = product(a, cosines[f]) - product(b, sines[f]);
+      x[f + pairs] = product(b, cosines[f]) + product(a, sines[f]);
     }
   }
 }
@@ -445,14 +446,14 @@ HWY_INLINE void Norms(const Keys& values, std::int64_t from, std::int64_t to, fl
     }
     float squares = hn::GetLane(hn::SumOfLanes(d, sum));
     if (i < values.dim) widen(v + i, values.dtype, values.dim - i, widened + i);
-    for (; i < values.dim; ++i) squares += widened[i] * widened[i];
+    for (; i < values.dim; ++i) squares += product(widened[i], widened[i]);
     if (squares > 1e-30F && squares < 1e38F) {
       out[t - from] = std::sqrt(squares);
       continue;
     }
     widen(at, values.dtype, values.dim, widened);
     double wide = 0;
-    for (i = 0; i < values.dim; ++i) wide += static_cast<double>(widened[i]) * static_cast<double>(widened[i]);
+    for (i = 0; i < values.dim; ++i) wide += product(static_cast<double>(widened[i]), static_cast<double>(widened[i]));
     out[t - from] = static_cast<float>(std::sqrt(wide));
   }
 }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvkeep/core/hd.h"
 #include "kvkeep/simd/factorise_lanes.h"
 #include "kvkeep/simd/highway.h"
 
@@ -53,7 +54,7 @@ KVKEEP_INLINE void WeightedMean(const double* HWY_RESTRICT rows, std::int64_t le
   }
   for (; j < dim; ++j) {
     double sum = 0;
-    for (std::int64_t t = 0; t < length; ++t) sum += weights[t] * rows[t * dim + j];
+    for (std::int64_t t = 0; t < length; ++t) sum += product(weights[t], rows[t * dim + j]);
     mean[j] = sum;
   }
 }
@@ -80,7 +81,7 @@ KVKEEP_INLINE double SumOfSquares(const double* HWY_RESTRICT x, std::int64_t n) 
       sums[b] = hn::MulAdd(v, v, sums[b]);
     }
   double sum = hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(sums[0], sums[1]), hn::Add(sums[2], sums[3]))));
-  for (; i < n; ++i) sum += x[i] * x[i];
+  for (; i < n; ++i) sum += product(x[i], x[i]);
   return sum;
 }
 
@@ -350,7 +351,7 @@ HWY_INLINE void MakeOrthogonal(std::int64_t n, const double* values, std::int64_
 HWY_INLINE void Scatter(std::int64_t n, std::uint32_t seed, double* x) {
   for (std::int64_t i = 0; i < n; ++i) {
     seed = seed * 1664525U + 1013904223U;
-    Put(hn::Set(D(), (static_cast<double>(seed) + 0.5) * 0x1p-31 - 1.0), x, i);
+    Put(hn::Set(D(), product(static_cast<double>(seed) + 0.5, 0x1p-31) - 1.0), x, i);
   }
 }
 

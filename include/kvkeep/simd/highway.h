@@ -10,6 +10,9 @@
 #ifndef HWY_WANT_AVX3_DL  // Highway 1.0.3 does not compile without it where -march=native means such a machine
 #define HWY_WANT_AVX3_DL
 #endif
+#ifndef HWY_DISABLE_PCLMUL_AES  // unused, and -march=haswell does not name them: loops would be those of SSSE3
+#define HWY_DISABLE_PCLMUL_AES
+#endif
 #ifndef HWY_IS_DEBUG_BUILD  // only its checks call Highway's library
 #define HWY_IS_DEBUG_BUILD 0
 #endif

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "kvkeep/core/hd.h"
 #include "kvkeep/simd/highway.h"
 #include "kvkeep/simd/key_lanes.h"
 
@@ -19,6 +20,15 @@ namespace kvkeep::cpu::HWY_NAMESPACE::key_lanes {
 namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::ScalableTag<float>;
 using Lanes32 = hn::Vec<F32>;
+
+/// a * b, as `product`: opposite terms cancel, so it must not be fused with a sum.
+HWY_INLINE Lanes32 Product(Lanes32 a, Lanes32 b) {
+  Lanes32 c = hn::Mul(a, b);
+#if HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
+  KVKEEP_HIDE(c.raw);
+#endif
+  return c;
+}
 
 HWY_INLINE Lanes32 Load(const float* from) { return hn::LoadU(F32(), from); }
 HWY_INLINE Lanes32 Load(const hwy::float16_t* from) {
@@ -106,10 +116,10 @@ KVKEEP_INLINE void AddWeightedKeys(const Keys& keys, std::int64_t from, std::int
       for (std::int64_t t = from; t < to; ++t) {
         const auto* key = reinterpret_cast<const T*>(keys.slots.at(t)) + i;
         const Lanes32 w = hn::Set(d, weights[t - from]);
-        a = hn::Add(a, hn::Mul(w, Load(key)));  // not fused: opposite terms cancel
-        b = hn::Add(b, hn::Mul(w, Load(key + lanes)));
-        c = hn::Add(c, hn::Mul(w, Load(key + 2 * lanes)));
-        e = hn::Add(e, hn::Mul(w, Load(key + 3 * lanes)));
+        a = hn::Add(a, Product(w, Load(key)));
+        b = hn::Add(b, Product(w, Load(key + lanes)));
+        c = hn::Add(c, Product(w, Load(key + 2 * lanes)));
+        e = hn::Add(e, Product(w, Load(key + 3 * lanes)));
       }
       hn::StoreU(a, d, part);
       hn::StoreU(b, d, part + lanes);
@@ -122,7 +132,7 @@ KVKEEP_INLINE void AddWeightedKeys(const Keys& keys, std::int64_t from, std::int
       Lanes32 a = hn::Zero(d);
       for (std::int64_t t = from; t < to; ++t) {
         const auto* key = reinterpret_cast<const T*>(keys.slots.at(t)) + i;
-        a = hn::Add(a, hn::Mul(hn::Set(d, weights[t - from]), n == lanes ? Load(key) : LoadFirst(key, n)));
+        a = hn::Add(a, Product(hn::Set(d, weights[t - from]), n == lanes ? Load(key) : LoadFirst(key, n)));
       }
       hn::StoreU(a, d, part);
       for (std::int64_t j = 0; j < n; ++j) sum[i + j] += static_cast<double>(part[j]);

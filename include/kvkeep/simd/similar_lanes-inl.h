@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "kvkeep/core/hd.h"
 #include "kvkeep/simd/coarse_lanes.h"
 #include "kvkeep/simd/highway.h"
 #include "kvkeep/simd/similar_lanes.h"
@@ -128,13 +129,13 @@ HWY_INLINE void Coarsen(const float* HWY_RESTRICT key, float inverse, std::int64
     hn::StoreU(hn::Xor(hn::DemoteTo(d8, q), hn::Set(d8, -128)), d8, reinterpret_cast<std::int8_t*>(coarse) + i);
   }
   for (; i < dim; ++i) {
-    const float q = std::nearbyint(key[i] * scale), left = key[i] - q * back;
-    square += left * left;
+    const float q = std::nearbyint(key[i] * scale), left = key[i] - product(q, back);
+    square += product(left, left);
     coarse[i] = static_cast<std::uint8_t>(static_cast<int>(q) + 128);
   }
   square += hn::GetLane(hn::SumOfLanes(d, squares));
   step = back * inverse;
-  reach = 1.0F + std::sqrt(square) * inverse;
+  reach = 1.0F + product(std::sqrt(square), inverse);
   if (!std::isfinite(step) || !std::isfinite(reach)) step = reach = 0;
 }
 

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kvkeep/core/hd.h"
 #include "kvkeep/simd/highway.h"
 #include "kvkeep/simd/triattention_lanes.h"
 
@@ -333,7 +334,7 @@ KVKEEP_INLINE double FiniteSquares(const float* HWY_RESTRICT x, std::int64_t n, 
   }
   double total = hn::GetLane(hn::SumOfLanes(d, hn::Add(sum, sum_behind)));
   for (; i < n; ++i)
-    if (std::isfinite(x[i])) total += (static_cast<double>(x[i]) - about) * (static_cast<double>(x[i]) - about);
+    if (std::isfinite(x[i])) total += product(static_cast<double>(x[i]) - about, static_cast<double>(x[i]) - about);
   return total;
 }
 

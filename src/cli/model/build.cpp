@@ -109,7 +109,12 @@ void prepare(const CLI::App& command, char** argv) {
 }
 
 void set_threads(int threads) {
-  if (threads > 0) at::set_num_threads(threads);
+  const auto processors = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+  const int most = 16 * processors;
+  if (threads > most)
+    note(text("--threads: this machine has ", processors, processors == 1 ? " processor" : " processors", "; given ",
+              threads, ", ", most, " are used"));
+  if (threads > 0) at::set_num_threads(std::min(threads, most));
 }
 
 trace::Result replay_with_model(const std::string& kind, const io::SafetensorsFile& file,

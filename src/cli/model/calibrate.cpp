@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "commands.h"
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/calibrate.h"
 #include "model_options.h"
@@ -71,7 +72,6 @@ double concentration_of(const Calibration::Head& head) {
 }
 
 void run(const CalibrateOptions& o) {
-  require_folder_of(o.out, "--out");
   const std::vector<std::vector<std::int32_t>> sequences = sequences_of(o);
   std::int64_t tokens = 0, counted = 0;
   for (const auto& ids : sequences) {
@@ -129,9 +129,9 @@ Run add_calibrate(CLI::App& app) {
       ->check(CLI::Range(0, 1 << 24))
       ->option_text("N [4]");
   sub->add_option("--layout", o->layout, "layout of the file: kvkeep's, or that of TriAttention's own tool")
-      ->check(CLI::IsMember({"safetensors", "pt"}))
+      ->check(one_of({"safetensors", "pt"}))
       ->option_text("safetensors|pt [safetensors]");
-  sub->add_option("--out", o->out, "the calibration file to write")->required()->option_text("FILE");
+  as_output(sub->add_option("--out", o->out, "the calibration file to write"))->required()->option_text("FILE");
   o->output.add(*sub);
   sub->footer(kCalibrateExamples);
   return [o] { run(*o); };

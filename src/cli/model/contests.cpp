@@ -8,7 +8,9 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "files.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/score/recency.h"
 #include "progress.h"
 
 namespace kvkeep::cli {
@@ -100,7 +102,8 @@ void compare_against(const ContestOptions& o, const std::vector<std::int32_t>& b
 }  // namespace
 
 void ContestOptions::add(CLI::App& app, const std::string& without, const std::string& budgets_without) {
-  app.add_option("--policy", policies, std::string("repeatable: ") + kPolicyHelp + "; without it: " + without)
+  as_policy(
+      app.add_option("--policy", policies, std::string("repeatable: ") + kPolicyHelp + "; without it: " + without))
       ->take_all()
       ->option_text("POLICY");
   app.add_option_function<std::vector<std::string>>(
@@ -115,8 +118,8 @@ void ContestOptions::add(CLI::App& app, const std::string& without, const std::s
                  "newest slots that always stay, for every policy under --budgets; without it: the policy's own")
       ->check(CLI::Range(0, 1 << 30))
       ->option_text("N");
-  app.add_option("--against", against,
-                 "policy that every row is compared to; it runs too if it is not among the others")
+  as_policy(app.add_option("--against", against,
+                           "policy that every row is compared to; it runs too if it is not among the others"))
       ->option_text("POLICY");
   app.add_flag("--protect-prompt", protect_prompt,
                "also run every policy with protect_prompt=true, in a row of its own; sekv and policies that narrow "
@@ -158,9 +161,27 @@ void warn(const std::vector<Contest>& contests, bool quiet) {
     if (!quiet && !contest.warning.empty()) note(contest.warning);
 }
 
-void note_idle(const Contest& contest, std::int64_t events, const char* what, bool quiet) {
-  if (events == 0 && !contest.never && !quiet)
+void EventCounts::add(const lm::Completion& done) {
+  for (const lm::SequenceEvent& event : done.events) {
+    ++events;
+    slots_kept += event.slots_kept;
+    slots_chosen += event.slots_chosen;
+  }
+}
+
+std::string EventCounts::warning(const std::string& shown) const {
+  if (slots_kept == 0 || slots_chosen > 0 || shown.starts_with(Recency::traits.name)) return {};
+  return text("warning: ", shown,
+              " chose none of the slots that its events kept: sinks, recents and, if it is "
+              "protected, the prompt took the whole budget");
+}
+
+void note_events(const Contest& contest, const EventCounts& counts, const char* what, bool quiet) {
+  if (contest.never || quiet) return;
+  if (counts.events == 0)
     note(text("note: ", contest.shown(), " never reached an event; its ", what, " stay below budget + interval"));
+  else if (const std::string warning = counts.warning(contest.shown()); contest.warning.empty() && !warning.empty())
+    note(warning);
 }
 
 std::vector<Column> contest_columns(const ContestOptions& options, const std::vector<Column>& others) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kvkeep/lm/generation.h"
 #include "kvkeep/report/intervals.h"
 #include "options.h"
 #include "table.h"
@@ -46,8 +47,25 @@ std::vector<Contest> contests(ContestOptions options, const std::vector<std::str
 
 // Prints the warnings of the contests, unless quiet.
 void warn(const std::vector<Contest>& contests, bool quiet);
-// Prints a note if a policy that cuts never did, unless quiet. `what` names what it ran over: samples, texts.
-void note_idle(const Contest& contest, std::int64_t events, const char* what, bool quiet);
+// NaN if nothing was asked.
+double share(std::int64_t right, std::int64_t asked);
+
+// What the events of a policy kept, over all its samples or texts.
+struct EventCounts {
+  std::int64_t events = 0, slots_kept = 0, slots_chosen = 0;
+
+  void add(const lm::Completion& done);
+  // Where no scorer had a say, a warning that names the policy as `shown`; else empty.
+  [[nodiscard]] std::string warning(const std::string& shown) const;
+  // The share of the kept slots that the scorer chose.
+  [[nodiscard]] Cell chosen() const { return share_cell(share(slots_chosen, slots_kept)); }
+  static std::vector<Column> columns() { return {{"events", "events"}, {"chosen", "chosen"}}; }
+  [[nodiscard]] std::vector<Cell> cells() const { return {events, chosen()}; }
+};
+
+// Prints a note if a policy that cuts never did, or never by its scores, unless quiet. `what` names what it ran over:
+// samples, texts.
+void note_events(const Contest& contest, const EventCounts& counts, const char* what, bool quiet);
 
 // The columns of a table: policy, budget, with --protect-prompt whether the prompt was kept, and the others.
 std::vector<Column> contest_columns(const ContestOptions& options, const std::vector<Column>& others = {});
@@ -64,8 +82,6 @@ struct Scale {
   int digits = 1;
 };
 
-// NaN if nothing was asked.
-double share(std::int64_t right, std::int64_t asked);
 // With the interval in parentheses.
 std::string with_interval(double value, const report::Interval& interval, Scale scale = {});
 

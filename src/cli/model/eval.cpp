@@ -134,6 +134,7 @@ std::vector<std::string> tasks_of(const std::vector<std::string>& lists) {
 using Samples = std::map<std::string, std::vector<lm::TaskSample>>;
 
 Samples draw_samples(const EvalOptions& o) {
+  require_memory_of_samples(o.tasks.size(), o.samples, o.shape.length);
   Samples samples;
   lm::TaskOptions shape = o.shape;
   if (o.retrieval > 0) shape.prompt_length = o.shape.length * 7 / 8;
@@ -226,12 +227,10 @@ Table wide_table(const EvalOptions& o, const std::vector<Contest>& all, const st
   std::vector<Column> columns = contest_columns(o.contests);
   for (const std::string& task : o.tasks) columns.push_back({task, task + " % (95 %)"});
   if (o.tasks.size() > 1) columns.push_back({"all", "all % (95 %)"});
-  for (const Column& column : std::vector<Column>{{"late", "late %"},
-                                                  {"peak_bytes", "cache peak"},
-                                                  {"kept_bytes", "kept"},
-                                                  {"tokens_per_second", "tokens/s"},
-                                                  {"events", "events"}})
+  for (const Column& column : std::vector<Column>{
+           {"late", "late %"}, {"peak_bytes", "cache peak"}, {"kept_bytes", "kept"}, {"tokens_per_second", "tokens/s"}})
     columns.push_back(column);
+  append(columns, EventCounts::columns());
   const bool narrowing =
       o.retrieval > 0 || std::any_of(all.begin(), all.end(), [](const Contest& c) { return c.narrows; });
   if (narrowing) append(columns, {{"first_token_ms", "first token ms"}});
@@ -245,8 +244,9 @@ Table wide_table(const EvalOptions& o, const std::vector<Contest>& all, const st
     for (const std::string& task : o.tasks) row.emplace_back(accuracy(o, m, m.by_task.at(task), task));
     if (o.tasks.size() > 1) row.emplace_back(accuracy(o, m, m.all));
     row.push_back(real_cell(100 * share(m.all.late_right, m.all.late_asked), 1));
-    append(row, {bytes_cell(m.cost.peak_bytes), bytes_cell(m.cost.kept_bytes), real_cell(m.cost.tokens_per_second(), 0),
-                 m.cost.events});
+    append(row,
+           {bytes_cell(m.cost.peak_bytes), bytes_cell(m.cost.kept_bytes), real_cell(m.cost.tokens_per_second(), 0)});
+    append(row, m.cost.counts.cells());
     if (narrowing) row.push_back(real_cell(m.cost.median_first_token_ms(), 1));
     if (narrowing) append(row, m.cost.narrowing_cells());
     if (folding) append(row, m.cost.folding_cells());
@@ -314,11 +314,11 @@ Table diagnostics_table(const EvalOptions& o, const std::vector<Contest>& all, c
 // One row per policy, budget and task: for programs.
 Table long_table(const EvalOptions& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
   std::vector<Column> columns = contest_columns(o.contests);
-  for (const char* key : {"task",          "length",         "samples",         "look_ups",   "right",
-                          "accuracy",      "accuracy_low",   "accuracy_high",   "sample_low", "sample_high",
-                          "late_look_ups", "late_accuracy",  "peak_bytes",      "kept_bytes", "tokens_per_second",
-                          "events",        "first_token_ms", "selection_layer", "going_on",   "far_bytes",
-                          "opened",        "tokens_opened",  "moved_bytes"})
+  for (const char* key : {"task",          "length",        "samples",        "look_ups",        "right",
+                          "accuracy",      "accuracy_low",  "accuracy_high",  "sample_low",      "sample_high",
+                          "late_look_ups", "late_accuracy", "peak_bytes",     "kept_bytes",      "tokens_per_second",
+                          "events",        "chosen",        "first_token_ms", "selection_layer", "going_on",
+                          "far_bytes",     "opened",        "tokens_opened",  "moved_bytes"})
     columns.push_back({key, key});
   if (!o.contests.against.empty())
     for (const char* key : {"against", "against_budget", "difference", "difference_low", "difference_high"})
@@ -339,8 +339,9 @@ Table long_table(const EvalOptions& o, const std::vector<Contest>& all, const st
           {task, o.shape.length, o.samples, count.asked, count.right, share_cell(share(count.right, count.asked)),
            share_cell(independent.low), share_cell(independent.high), share_cell(sampled.low), share_cell(sampled.high),
            count.late_asked, share_cell(share(count.late_right, count.late_asked)), bytes_cell(m.cost.peak_bytes),
-           bytes_cell(m.cost.kept_bytes), real_cell(m.cost.tokens_per_second(), 1), m.cost.events,
-           real_cell(m.cost.median_first_token_ms(), 3)});
+           bytes_cell(m.cost.kept_bytes), real_cell(m.cost.tokens_per_second(), 1)});
+      append(row, m.cost.counts.cells());
+      row.push_back(real_cell(m.cost.median_first_token_ms(), 3));
       append(row, m.cost.narrowing_cells(1));
       append(row, m.cost.folding_cells(3));
       if (!o.contests.against.empty()) {
@@ -422,7 +423,7 @@ void run(const EvalOptions& o) {
       measure_task(decoder, o, all[i], task, samples.at(task), full, progress, measured[i]);
     }
   progress.clear();
-  for (std::size_t i = 0; i < all.size(); ++i) note_idle(all[i], measured[i].cost.events, "samples", o.output.quiet);
+  for (std::size_t i = 0; i < all.size(); ++i) note_events(all[i], measured[i].cost.counts, "samples", o.output.quiet);
   print(o.output.format == Format::md ? markdown(o, all, measured)
                                       : long_table(o, all, measured).text(o.output.format));
 }
@@ -451,8 +452,8 @@ Run add_eval(CLI::App& app) {
       ->option_text("N [0]");
   sub->add_option("--seed", o->seed, "seed of the first sample; the others follow")->option_text("N [1000000]");
   sub->add_option("--intervals", o->wilson, "intervals in the table: over whole samples, or Wilson's over look-ups")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"samples", false}, {"wilson", true}})
-                      .description("samples|wilson"))
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"samples", false}, {"wilson", true}}))
+      ->transform(one_of({"samples", "wilson"}))
       ->option_text("samples|wilson [samples]");
   o->text.add(*sub);
   sub->add_flag("--diagnostics", o->diagnostics, "show how kept sets change over time, and what attention loses");

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <map>
 
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/generation.h"
@@ -235,8 +236,8 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   append(columns, {{"peak_bytes", "cache peak"},
                    {"kept_bytes", "kept"},
                    {"first_token_ms", "first token ms"},
-                   {"tokens_per_second", "tokens/s"},
-                   {"events", "events"}});
+                   {"tokens_per_second", "tokens/s"}});
+  append(columns, EventCounts::columns());
   const bool narrowing = std::ranges::any_of(contests, &Contest::narrows),
              folding = std::ranges::any_of(contests, &Contest::folds);
   if (narrowing) append(columns, RunCost::narrowing_columns());
@@ -248,9 +249,9 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
     for (const std::string& task : e.tasks)
       row.emplace_back(with_interval(share_of(a, task), report::bootstrap(a.strata(task))));
     if (e.tasks.size() > 1) row.emplace_back(with_interval(share_of(a), report::bootstrap(a.strata())));
-    append(row,
-           {bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes), real_cell(a.cost.median_first_token_ms(), 0),
-            real_cell(a.cost.tokens_per_second(), 1), a.cost.events});
+    append(row, {bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes),
+                 real_cell(a.cost.median_first_token_ms(), 0), real_cell(a.cost.tokens_per_second(), 1)});
+    append(row, a.cost.counts.cells());
     if (narrowing) append(row, a.cost.narrowing_cells());
     if (folding) append(row, a.cost.folding_cells());
     table.add(std::move(row));
@@ -263,7 +264,7 @@ Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   std::vector<Column> columns = contest_columns(e.contests);
   for (const char* key :
        {"task", "length", "question", "samples", "references", "found", "share", "share_low", "share_high", "whole",
-        "peak_bytes", "kept_bytes", "first_token_ms", "tokens_per_second", "events"})
+        "peak_bytes", "kept_bytes", "first_token_ms", "tokens_per_second", "events", "chosen"})
     columns.push_back({key, key});
   append(columns, RunCost::narrowing_columns());
   append(columns, RunCost::folding_columns());
@@ -278,12 +279,13 @@ Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
       const report::Interval interval = report::bootstrap(a.strata(task));
       const Difference d =
           contests[c].against ? difference(a.strata(task), answered[*contests[c].against].strata(task)) : Difference{};
-      std::vector<Cell> row = contest_cells(
-          e.contests, contests[c],
-          {task, e.length, e.text.question_after ? "after" : "before", e.samples, all.asked, all.right,
-           share_cell(share_of(a, task)), share_cell(interval.low), share_cell(interval.high), a.whole.at(task),
-           bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes), real_cell(a.cost.median_first_token_ms(), 3),
-           real_cell(a.cost.tokens_per_second(), 2), a.cost.events});
+      std::vector<Cell> row =
+          contest_cells(e.contests, contests[c],
+                        {task, e.length, e.text.question_after ? "after" : "before", e.samples, all.asked, all.right,
+                         share_cell(share_of(a, task)), share_cell(interval.low), share_cell(interval.high),
+                         a.whole.at(task), bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes),
+                         real_cell(a.cost.median_first_token_ms(), 3), real_cell(a.cost.tokens_per_second(), 2)});
+      append(row, a.cost.counts.cells());
       append(row, a.cost.narrowing_cells(1));
       append(row, a.cost.folding_cells(3));
       append(row, {contests[c].against ? Cell(contests[*contests[c].against].policy.label()) : Cell(nullptr, "-"),
@@ -333,26 +335,27 @@ bool is_text_task(const std::string& name) { return name.find('/') != std::strin
 void TextOptions::add(CLI::App& app) {
   app.add_option("--question", question_after,
                  "tasks over text: whether the question comes before or after the prompt is cut")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"before", false}, {"after", true}})
-                      .description("before|after"))
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"before", false}, {"after", true}}))
+      ->transform(one_of({"before", "after"}))
       ->option_text("before|after [before]");
   app.add_option("--score", score_tokens,
                  "tasks over text: text: references found in the answer (RULER's score); tokens: the reference is fed, "
                  "and those of its tokens count that the model would have written")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"text", false}, {"tokens", true}})
-                      .description("text|tokens"))
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"text", false}, {"tokens", true}}))
+      ->transform(one_of({"text", "tokens"}))
       ->option_text("text|tokens [text]");
-  app.add_option("--haystack", haystack, "tasks over text: prose that hides the answer, for tasks that need an essay")
+  as_input(app.add_option("--haystack", haystack,
+                          "tasks over text: prose that hides the answer, for tasks that need an essay"))
       ->option_text("FILE");
   app.add_flag("--raw", raw, "tasks over text: do not use the model's chat template");
-  app.add_option("--samples-out", samples_out,
-                 "tasks over text: write each sample as a line of JSON: its token ids, its references, and every "
-                 "policy's answer")
+  as_output(
+      app.add_option("--samples-out", samples_out,
+                     "tasks over text: write each sample as a line of JSON: its token ids, its references, and every "
+                     "policy's answer"))
       ->option_text("FILE");
 }
 
 void evaluate_text(const TextEvaluation& e) {
-  if (!e.text.samples_out.empty()) require_folder_of(e.text.samples_out, "--samples-out");
   const std::vector<Contest> all = contests(e.contests, {"full", "streaming", "tova", "ams-tova", "snapkv"},
                                             {static_cast<std::int32_t>(e.length / 4)});
   for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());  // before samples are drawn
@@ -361,6 +364,7 @@ void evaluate_text(const TextEvaluation& e) {
   const Layout layout(model, e.text.raw);
   const lm::TokenCounter count = [&](std::string_view said) { return layout.count(said); };
   const std::span<const lm::TextTaskInfo> known = lm::text_tasks();
+  require_memory_of_samples(e.tasks.size(), e.samples, e.length);
   std::map<std::string, std::vector<Asked>> asked;
   for (const std::string& task : e.tasks) {
     const auto info = std::ranges::find(known, task, &lm::TextTaskInfo::name);
@@ -389,6 +393,7 @@ void evaluate_text(const TextEvaluation& e) {
                  .subspan(i, std::min<std::size_t>(static_cast<std::size_t>(e.batch), asked[task].size() - i)),
              progress, answered);
   progress.clear();
+  for (std::size_t c = 0; c < all.size(); ++c) note_events(all[c], answered[c].cost.counts, "samples", e.output.quiet);
   if (!e.text.samples_out.empty())
     io::write_text_atomically(e.text.samples_out, sample_lines(e, all, asked, answered, model.tokenizer.end_tokens()));
   if (e.output.format != Format::md) {

@@ -70,6 +70,7 @@ Table FedResults::perplexity_table() const {
                                          {"same_token", "same token"},
                                          {"tokens", "tokens"},
                                          {"events", "events"},
+                                         {"chosen", "chosen"},
                                          {"kept_bytes", "kept"}}));
   for (std::size_t c = 0; c < contests_.size(); ++c) {
     const Measures& m = measures_[c];
@@ -80,7 +81,7 @@ Table FedResults::perplexity_table() const {
                        with_interval(report::perplexity(total), perplexity_interval(m), {.factor = 1, .digits = 3}),
                        real_cell(m.fidelity.total().divergence.value(), kNats.digits),
                        share_cell(share_of(m.fidelity.total().same_token)), m.fidelity.total().same_token.asked,
-                       followed_[c].events, bytes_cell(followed_[c].kept_bytes)}));
+                       followed_[c].counts.events, followed_[c].counts.chosen(), bytes_cell(followed_[c].kept_bytes)}));
   }
   return table;
 }
@@ -90,14 +91,16 @@ Table FedResults::fidelity_table() const {
                                          {"same_token", "same token % (95 %)"},
                                          {"tokens", "tokens"},
                                          {"events", "events"},
+                                         {"chosen", "chosen"},
                                          {"kept_bytes", "kept"}}));
   for (std::size_t c = 0; c < contests_.size(); ++c) {
     const Measures& m = measures_[c];
     const report::FidelitySums& total = m.fidelity.total();
-    table.add(contest_cells(options_, contests_[c],
-                            {with_interval(total.divergence.value(), report::bootstrap(m.divergences), kNats),
-                             with_interval(share_of(total.same_token), report::bootstrap(m.same_tokens)),
-                             total.same_token.asked, followed_[c].events, bytes_cell(followed_[c].kept_bytes)}));
+    table.add(contest_cells(
+        options_, contests_[c],
+        {with_interval(total.divergence.value(), report::bootstrap(m.divergences), kNats),
+         with_interval(share_of(total.same_token), report::bootstrap(m.same_tokens)), total.same_token.asked,
+         followed_[c].counts.events, followed_[c].counts.chosen(), bytes_cell(followed_[c].kept_bytes)}));
   }
   return table;
 }
@@ -147,7 +150,7 @@ Table FedResults::long_table() const {
   };
   add_columns({"part", "first_token", "last_token", "texts", "tokens", "perplexity"});
   add_measures("");
-  add_columns({"events", "kept_bytes", "against", "against_budget"});
+  add_columns({"events", "chosen", "kept_bytes", "against", "against_budget"});
   add_measures("_difference");
   add_columns({"resolved"});
   Table table(contest_columns(options_, columns));
@@ -178,7 +181,7 @@ void FedResults::add_row(Table& table, std::size_t c, const std::string& part,
   put(row, nll.value(), interval(m.likelihoods));
   put(row, from_full.divergence.value(), interval(m.divergences));
   put(row, share_of(from_full.same_token), interval(m.same_tokens));
-  append(row, {followed_[c].events, bytes_cell(followed_[c].kept_bytes)});
+  append(row, {followed_[c].counts.events, followed_[c].counts.chosen(), bytes_cell(followed_[c].kept_bytes)});
   if (counted && contests_[c].against) {
     const Contest& reference = contests_[*contests_[c].against];
     const Measures& theirs = measures_[*contests_[c].against];
@@ -204,7 +207,7 @@ std::string FedResults::counted() const {
 
 void FedResults::show(const OutputOptions& output, const char* unit, const std::function<std::string()>& tables) const {
   for (std::size_t c = 0; c < contests_.size(); ++c)
-    note_idle(contests_[c], followed_[c].events, "texts", output.quiet);
+    note_events(contests_[c], followed_[c].counts, "texts", output.quiet);
   if (output.format != Format::md) return print(long_table().text(output.format));
   std::string out = tables();
   if (!options_.against.empty())

@@ -76,7 +76,7 @@ class Group {
         const lm::Completion done = generators_[c]->leave(static_cast<SequenceId>(i));
         Followed& to = all[c];
         to.texts.push_back(std::move(foretold_[c][i]));
-        to.events += static_cast<std::int64_t>(done.events.size());
+        to.counts.add(done);
         to.kept_bytes = std::max(to.kept_bytes, done.kept_bytes);
         if (!done.events.empty())
           to.before_events = std::max(to.before_events, std::int64_t{done.events.front().step} + 1);

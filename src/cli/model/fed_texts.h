@@ -27,7 +27,8 @@ struct Foretold {
 // A policy over all texts.
 struct Followed {
   std::vector<std::vector<Foretold>> texts;  // [texts][tokens]
-  std::int64_t events = 0, kept_bytes = 0;   // over all texts; most of one text
+  EventCounts counts;                        // over all texts
+  std::int64_t kept_bytes = 0;               // most of one text
   std::int64_t before_events = 0;  // tokens of a text before its first event, most over the texts; 0 if there was none
 };
 

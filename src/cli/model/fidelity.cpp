@@ -6,6 +6,7 @@
 
 #include "commands.h"
 #include "fed_tables.h"
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/generation.h"
 #include "kvkeep/policy/registry.h"
@@ -98,9 +99,10 @@ Run add_fidelity(CLI::App& app) {
          "--prompt", [o](const std::string& said) { o->prompts.push_back(said); }, "repeatable: text")
       ->trigger_on_parse()
       ->option_text("TEXT");
-  sub->add_option_function<std::string>(
-         "--prompt-file", [o](const std::string& file) { o->prompts.push_back(io::read_file(file, "--prompt-file")); },
-         "repeatable: text in a file, taken verbatim")
+  as_input(sub->add_option_function<std::string>(
+               "--prompt-file",
+               [o](const std::string& file) { o->prompts.push_back(io::read_file(file, "--prompt-file")); },
+               "repeatable: text in a file, taken verbatim"))
       ->trigger_on_parse()
       ->option_text("FILE");
   o->reading.add(*sub);

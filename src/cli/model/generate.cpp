@@ -10,6 +10,8 @@
 #include <sstream>
 
 #include "commands.h"
+#include "contests.h"
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/generation.h"
@@ -158,7 +160,11 @@ std::string markdown(const Outcome& outcome) {
   }
   if (outcome.done.prompt) out << "\n\n" << prompt_line(*outcome.done.prompt);
   out << "\n\nCache: peak " << bytes_cell(outcome.done.peak_bytes).shown << ", kept "
-      << bytes_cell(outcome.done.kept_bytes).shown << ", " << events << (events == 1 ? " event\n" : " events\n");
+      << bytes_cell(outcome.done.kept_bytes).shown << ", " << events << (events == 1 ? " event" : " events");
+  EventCounts counts;
+  counts.add(outcome.done);
+  if (events > 0) out << "; the scorer chose " << counts.chosen().shown << " of the slots that stayed";
+  out << "\n";
   if (outcome.done.folded) out << folded_line(outcome) << "\n";
   if (events > 0) out << "\n" << (outcome.text.empty() ? event_table(outcome) : short_event_table(outcome)).markdown();
   return out.str();
@@ -177,6 +183,8 @@ Json json(const Outcome& outcome) {
                       {"length_after", event.length_after},
                       {"bytes_before", event.bytes_before},
                       {"bytes_after", event.bytes_after},
+                      {"slots_kept", event.slots_kept},
+                      {"slots_chosen", event.slots_chosen},
                       {"kept", kept}});
   }
   Json all{{"policy", Json::parse(outcome.policy_json)}, {"tokens", outcome.done.tokens},
@@ -252,7 +260,8 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
   std::unique_ptr<KVPolicy> policy = policy_text.make();
   lm::Request request = request_of(o, prompt);
   lm::Decoder decoder = o.model.open();
-  if (const std::string warning = warning_about(*policy); !o.output.quiet && !warning.empty()) note(warning);
+  const std::string warning = warning_about(*policy);
+  if (!o.output.quiet && !warning.empty()) note(warning);
   const bool streams = prompt.text.has_value() && o.output.format == Format::md;
   Progress progress(streams ? 0 : std::int64_t{o.copies} * request.new_tokens, o.output.quiet);
   lm::GeneratorOptions options{.places = o.copies,
@@ -277,6 +286,7 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
     for (std::int32_t i = 0; i < o.copies; ++i) oracle->tell(i, *prompt.sample);
     options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
   }
+  const std::string name(policy->name());
   Outcome outcome{policy->to_json(), {}, decoder.spec(), {}, {}, {}, {}};
   const Trigger trigger = policy->trigger();
   lm::GenerationRun run = lm::generate(decoder, std::move(policy),
@@ -290,6 +300,9 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
   outcome.near = run.near;
   if (outcome.done.events.empty() && !trigger.never && !o.output.quiet)
     note("note: there was no event; the policy is due at budget + interval slots, and the run did not reach that");
+  EventCounts counts;
+  counts.add(outcome.done);
+  if (const std::string none = counts.warning(name); !o.output.quiet && warning.empty() && !none.empty()) note(none);
   return outcome;
 }
 
@@ -309,10 +322,6 @@ std::vector<std::string> pieces(const GenerateOptions& o, const PromptOptions::P
 }
 
 void run(const GenerateOptions& o) {
-  if (!o.retention.empty()) require_folder_of(o.retention, "--retention");
-  if (!o.html.empty()) require_folder_of(o.html, "--html");
-  KVKEEP_REQUIRE(o.html.empty() || !is_same_file(o.html, o.retention),
-                 "generate: --html and --retention name the same file; allowed two files");
   const PolicyText policy(o.policy);
   const PromptOptions::Prompt prompt = o.prompt.read(o.model.folder);
   const Outcome outcome = decode(o, policy, prompt);
@@ -346,7 +355,7 @@ Run add_generate(CLI::App& app) {
   o->model.add(*sub);
   o->model.device.add(*sub);
   o->prompt.add(*sub);
-  sub->add_option("--policy", o->policy, kPolicyHelp)->option_text("POLICY [full]");
+  as_policy(sub->add_option("--policy", o->policy, kPolicyHelp))->option_text("POLICY [full]");
   sub->add_option("--pin", o->pin, "positions that stay through every event, such as 0-31,40")->option_text("SPANS");
   sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")
       ->check(CLI::Range(1, 1 << 24))
@@ -358,11 +367,12 @@ Run add_generate(CLI::App& app) {
   sub->add_option("--copies", o->copies, "decode N copies of the prompt at once, to measure; shows the first")
       ->check(CLI::Range(1, 4096))
       ->option_text("N [1]");
-  sub->add_option("--html", o->html,
-                  "write a page: the text, each token shaded by how many heads still hold it, at every event")
+  as_output(
+      sub->add_option("--html", o->html,
+                      "write a page: the text, each token shaded by how many heads still hold it, at every event"))
       ->option_text("FILE.html");
   sub->add_flag("--stop", o->stop_at_end, "stop after an end token of the model");
-  sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py")
+  as_output(sub->add_option("--retention", o->retention, "write what stayed over time, for examples/plot_retention.py"))
       ->option_text("FILE.json");
   o->output.add(*sub);
   sub->footer(kGenerateExamples);

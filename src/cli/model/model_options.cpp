@@ -6,24 +6,27 @@
 #include <charconv>
 
 #include "build.h"
+#include "files.h"
 #include "kvkeep/core/error.h"
+#include "memory_left.h"
 #include "read_file.h"
 
 namespace kvkeep::cli {
 
 void ModelOptions::add(CLI::App& app) {
-  app.add_option("--model", folder,
-                 "a Llama, Qwen2 or Qwen3 model: a GGUF file, or a folder with config.json and *.safetensors")
+  as_input(app.add_option("--model", folder,
+                          "a Llama, Qwen2 or Qwen3 model: a GGUF file, or a folder with config.json and *.safetensors"),
+           io::Source::file_or_folder)
       ->required()
       ->option_text("FILE|DIR");
   app.add_option("--threads", threads, "CPU threads; 0: one for a model below 8 MiB, else LibTorch's default")
-      ->check(CLI::Range(0, 4096))
+      ->check(CLI::Range(0, kMostThreads))
       ->option_text("N [0]");
   app.add_option("--weights", weights, "data type that weights are widened or rounded to when they are read")
-      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
+      ->check(one_of({"f32", "f16", "bf16"}))
       ->option_text("f32|f16|bf16 [as stored; f32 if quantised]");
   app.add_option("--cache-dtype", cache_dtype, "data type of the KV cache")
-      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
+      ->check(one_of({"f32", "f16", "bf16"}))
       ->option_text("f32|f16|bf16 [f32]");
 }
 
@@ -42,6 +45,14 @@ lm::Decoder ModelOptions::open() const {
   if (threads == 0 && decoder.bytes_per_step() < kSmall) set_threads(1);
   if (accelerator != nullptr) decoder.to(accelerator->device());
   return decoder;
+}
+
+void require_memory_of_samples(std::size_t tasks, std::int64_t samples, std::int64_t length) {
+  constexpr double kBytes = 16;  // of a token: its id, what is asked, and text
+  io::require_memory("eval", text(samples, samples == 1 ? " sample" : " samples", " of each task"),
+                     kBytes * static_cast<double>(tasks) * static_cast<double>(samples) *
+                         static_cast<double>(std::max<std::int64_t>(length, 1)),
+                     "a smaller --samples or --length");
 }
 
 Dtype ModelOptions::dtype() const { return dtype_called(cache_dtype); }
@@ -97,9 +108,9 @@ std::vector<std::int32_t> TextReading::ids(const lm::TextModel& model, const std
 void PromptOptions::add(CLI::App& app) {
   CLI::Option_group* source = app.add_option_group("prompt (one of)");
   source->add_option("--prompt", prompt, "text")->option_text("TEXT");
-  source->add_option("--prompt-file", prompt_file, "text in a file, taken verbatim")->option_text("FILE");
+  as_input(source->add_option("--prompt-file", prompt_file, "text in a file, taken verbatim"))->option_text("FILE");
   source->add_option("--ids", ids, "token ids")->option_text("1,2,3");
-  source->add_option("--ids-file", ids_file, "token ids in a file, separated by white space or commas")
+  as_input(source->add_option("--ids-file", ids_file, "token ids in a file, separated by white space or commas"))
       ->option_text("FILE");
   source->add_option("--task", task, "one of kvkeep's tasks: chain, ask, needle, updates, copies")->option_text("NAME");
   source->require_option(1);

@@ -30,6 +30,9 @@ struct ModelOptions {
   [[nodiscard]] Dtype dtype() const;
 };
 
+// Throws unless the samples of all tasks fit into memory.
+void require_memory_of_samples(std::size_t tasks, std::int64_t samples, std::int64_t length);
+
 // Token ids separated by white space or commas. Throws InvalidArgument for anything else; `where` names the source.
 std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where);
 std::vector<std::int32_t> read_ids(const std::string& file);

@@ -6,6 +6,7 @@
 
 #include "commands.h"
 #include "fed_tables.h"
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/text_model.h"
 #include "read_file.h"
@@ -91,7 +92,7 @@ Run add_perplexity(CLI::App& app) {
   auto o = std::make_shared<PerplexityOptions>();
   o->model.add(*sub);
   o->model.device.add(*sub);
-  sub->add_option("--text", o->text, "the text to predict")->required()->option_text("FILE");
+  as_input(sub->add_option("--text", o->text, "the text to predict"))->required()->option_text("FILE");
   sub->add_option("--length", o->length, "tokens of a text, its prompt included")
       ->check(CLI::Range(2, 1 << 24))
       ->option_text("N [2048]");

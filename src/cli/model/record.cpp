@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "commands.h"
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/lm/record.h"
@@ -100,7 +101,6 @@ trace::Result record(const RecordOptions& o) {
 }
 
 void run(const RecordOptions& o) {
-  require_folder_of(o.out, "--out");
   const trace::Result trace = record(o);
   io::write_safetensors(o.out, trace.tensors, trace.metadata);
   std::int64_t bytes = 0;
@@ -127,11 +127,12 @@ Run add_record(CLI::App& app) {
   o->model.add(*sub);
   o->prompt.add(*sub);
   sub->add_option("--kind", o->kind, "kind of trace")
-      ->check(CLI::IsMember({"event", "prefill", "decoder", "generate"}))
+      ->check(one_of({"event", "prefill", "decoder", "generate"}))
       ->option_text("event|prefill|decoder|generate [event]");
   sub->add_flag_callback("--prefill", [o] { o->kind = "prefill"; }, "the same as --kind prefill");
-  sub->add_option("--policy", o->policy,
-                  std::string("event: the policy that runs until the event and says when it is due; ") + kPolicyHelp)
+  as_policy(sub->add_option(
+                "--policy", o->policy,
+                std::string("event: the policy that runs until the event and says when it is due; ") + kPolicyHelp))
       ->option_text("POLICY [full]");
   sub->add_option("--event", o->step, "event: after which decode step; default: the first at which the policy is due")
       ->check(CLI::Range(1, 1 << 24))
@@ -146,7 +147,7 @@ Run add_record(CLI::App& app) {
   sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("N");
-  sub->add_option("--out", o->out, "the trace file to write (safetensors)")->required()->option_text("FILE");
+  as_output(sub->add_option("--out", o->out, "the trace file to write (safetensors)"))->required()->option_text("FILE");
   o->output.add(*sub);
   sub->footer(kRecordExamples);
   return [o] { run(*o); };

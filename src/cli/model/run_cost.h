@@ -6,13 +6,15 @@
 #include <cstdint>
 #include <vector>
 
+#include "contests.h"
 #include "kvkeep/lm/generation.h"
 #include "table.h"
 
 namespace kvkeep::cli {
 
 struct RunCost {
-  std::int64_t peak_bytes = 0, kept_bytes = 0, events = 0;
+  std::int64_t peak_bytes = 0, kept_bytes = 0;
+  EventCounts counts;
   double decode_seconds = 0;
   std::int64_t decoded_tokens = 0;
   std::vector<double> first_token_seconds;  // [samples]
@@ -24,7 +26,7 @@ struct RunCost {
   void add(const lm::Completion& done) {
     peak_bytes = std::max(peak_bytes, done.peak_bytes);
     kept_bytes = std::max(kept_bytes, done.kept_bytes);
-    events += static_cast<std::int64_t>(done.events.size());
+    counts.add(done);
     first_token_seconds.push_back(done.first_token_seconds);
     if (done.folded) {
       ++samples_folded;

@@ -1,6 +1,7 @@
 // kvkeep tokens: text as a model's tokenizer sees it.
 
 #include "commands.h"
+#include "files.h"
 #include "kvkeep/core/error.h"
 #include "model_options.h"
 
@@ -69,7 +70,8 @@ void run(const TokensOptions& o) {
 Run add_tokens(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("tokens", "text as a model's tokenizer sees it: ids and pieces");
   auto o = std::make_shared<TokensOptions>();
-  sub->add_option("--model", o->model, "a GGUF file, or a folder with tokenizer.json")
+  as_input(sub->add_option("--model", o->model, "a GGUF file, or a folder with tokenizer.json"),
+           io::Source::file_or_folder)
       ->required()
       ->option_text("FILE|DIR");
   o->prompt.add(*sub);

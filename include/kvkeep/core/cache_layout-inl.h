@@ -1,0 +1,174 @@
+#pragma once
+// Bodies of cache_layout.h: compiled by src/core, or where they are included under KVKEEP_HEADER_ONLY.
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <span>
+
+#include "kvkeep/core/cache_layout.h"
+#include "kvkeep/core/header_only.h"
+
+namespace kvkeep {
+namespace cache_layout_detail {
+
+__extension__ using Wide = __int128;  // products of any size and stride
+
+/// Multiples `least` to `most` of a stride, in bytes.
+struct Steps {
+  Wide stride = 0;
+  Wide least = 0, most = 0;
+};
+
+inline Wide floor_of(Wide a, Wide b) { return a / b - (a % b < 0 ? 1 : 0); }
+
+/// Whether a sum of one multiple of each stride lies between `low` and `high`, both excluded. Strides descend, so that
+/// where rows are nested as in any slice of an array, a step or two of each are tried. `tries` ends the search of
+/// others: they count as overlapping.
+inline bool some_sum_within(std::span<const Steps> steps, Wide low, Wide high, std::int32_t& tries) {
+  if (high - low <= 1) return false;
+  if (steps.empty()) return low < 0 && high > 0;
+  if (--tries < 0) return true;
+  const auto rest = steps.subspan(1);
+  Wide least = 0, most = 0;
+  for (const Steps& s : rest) least += s.least * s.stride, most += s.most * s.stride;
+  const Steps& s = steps.front();
+  const Wide from = std::max(s.least, floor_of(low - most, s.stride) + 1),
+             to = std::min(s.most, floor_of(high - least - 1, s.stride));
+  for (Wide m = from; m <= to; ++m)
+    if (some_sum_within(rest, low - m * s.stride, high - m * s.stride, tries)) return true;
+  return false;
+}
+
+inline constexpr const char* kSides[] = {"keys", "values", "key scales", "value scales"};
+
+}  // namespace cache_layout_detail
+
+/// The bytes of a side lie in [low, high).
+struct CacheLayout::Reach {
+  cache_layout_detail::Wide low = 0, high = 0;
+};
+
+KVKEEP_INLINE bool lies_within(const Tensor& part, const Tensor& whole) {
+  if (!part.defined() || !whole.defined() || part.dim() != whole.dim() || part.device() != whole.device()) return false;
+  const bool vectors = part.dim() == 4;
+  const std::int64_t bytes = part.element_size(), whole_bytes = whole.element_size();
+  for (int d = 0; d < 3; ++d)
+    if (part.size(d) != whole.size(d) ||
+        (part.size(d) > 1 &&
+         cache_layout_detail::Wide{part.stride(d)} * bytes != cache_layout_detail::Wide{whole.stride(d)} * whole_bytes))
+      return false;
+  const std::int64_t from = part.bytes() - whole.bytes();
+  return from >= 0 && from + (vectors ? part.size(3) : 1) * bytes <= (vectors ? whole.size(3) : 1) * whole_bytes;
+}
+
+KVKEEP_INLINE void CacheLayout::list(const ModelSpec& spec, const CacheView& view, std::vector<Side>& sides) {
+  sides.clear();
+  for (std::int32_t l = 0; l < spec.num_layers(); ++l) {
+    const auto add = [&](const auto& kv, int slot_dim, bool paged) {
+      const Tensor* const all[] = {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales};
+      for (int s = 0; s < 4; ++s) {
+        const Tensor& t = *all[s];
+        if (!t.defined() || t.dim() < 3 || (s % 2 == 1 && lies_within(t, *all[s - 1]))) continue;
+        // A scale of all slots at once: no slot takes it along.
+        if (s >= 2 && t.stride(slot_dim) == 0 && (!paged || t.stride(0) == 0)) continue;
+        const std::int64_t bytes = t.element_size();
+        sides.push_back({.layer = l,
+                         .side = s,
+                         .moves = spec.layers[static_cast<std::size_t>(l)].kind == LayerKind::full,
+                         .device = t.device(),
+                         .base = reinterpret_cast<std::intptr_t>(t.bytes()),
+                         .width = (t.dim() > 3 ? t.size(3) : 1) * bytes});
+        for (int d = 0; d < 3; ++d) {
+          std::int64_t stride = 0;
+          KVKEEP_REQUIRE(!__builtin_mul_overflow(t.stride(d), bytes, &stride),
+                         "cache: ", cache_layout_detail::kSides[s], " of layer ", l, " have strides ", t.strides(),
+                         "; allowed strides within memory");
+          sides.back().sizes[static_cast<std::size_t>(d)] = t.size(d);
+          sides.back().strides[static_cast<std::size_t>(d)] = t.size(d) > 1 ? stride : 0;
+        }
+      }
+    };
+    if (spec.layers[static_cast<std::size_t>(l)].kind == LayerKind::shared) continue;
+    const LayerKv& layer = view.layers[static_cast<std::size_t>(l)];
+    if (const auto* dense = std::get_if<DenseKv>(&layer)) add(*dense, 2, false);
+    if (const auto* paged = std::get_if<PagedKv>(&layer))
+      add(*paged, paged->layout == PageLayout::slot_head ? 1 : 2, true);
+  }
+}
+
+KVKEEP_INLINE CacheLayout::Reach CacheLayout::reach_of(const Side& side) {
+  Reach reach{.low = side.base, .high = cache_layout_detail::Wide{side.base} + side.width};
+  for (std::size_t d = 0; d < 3; ++d) {
+    const auto last = cache_layout_detail::Wide{side.sizes[d] - 1} * side.strides[d];
+    (last < 0 ? reach.low : reach.high) += last;
+  }
+  return reach;
+}
+
+/// Whether some vector of `a` and some vector of `b` share a byte.
+KVKEEP_INLINE bool CacheLayout::overlap(const Side& a, const Side& b) {
+  using cache_layout_detail::Steps;
+  std::array<Steps, 6> all;
+  std::size_t count = 0;
+  const auto add = [&](cache_layout_detail::Wide stride, cache_layout_detail::Wide least,
+                       cache_layout_detail::Wide most) {
+    if (stride == 0 || least == most) return;  // then both are 0
+    const Steps own = stride > 0 ? Steps{stride, least, most} : Steps{-stride, -most, -least};
+    std::size_t at = count++;
+    for (; at > 0 && all[at - 1].stride < own.stride; --at) all[at] = all[at - 1];
+    all[at] = own;
+  };
+  for (std::size_t d = 0; d < 3; ++d) {
+    if (a.strides[d] == b.strides[d]) {
+      add(a.strides[d], 1 - a.sizes[d], b.sizes[d] - 1);
+    } else {
+      add(a.strides[d], 1 - a.sizes[d], 0);
+      add(b.strides[d], 0, b.sizes[d] - 1);
+    }
+  }
+  const auto apart = cache_layout_detail::Wide{b.base} - a.base;
+  std::int32_t tries = 100'000;
+  return cache_layout_detail::some_sum_within({all.data(), count}, -b.width - apart, a.width - apart, tries);
+}
+
+KVKEEP_INLINE void CacheLayout::check(const ModelSpec& spec, const CacheView& view) {
+  using cache_layout_detail::kSides;
+  list(spec, view, listed_);
+  if (listed_ == checked_) return;
+  checked_.clear();
+  std::vector<std::pair<Reach, const Side*>> reaches;
+  for (const Side& side : listed_) {
+    if (std::ranges::find(side.sizes, 0) != side.sizes.end()) continue;
+    const Reach reach = reach_of(side);
+    KVKEEP_REQUIRE(reach.low >= 0 && reach.high <= std::numeric_limits<std::intptr_t>::max(),
+                   "cache: ", kSides[side.side], " of layer ", side.layer, " have strides of ", side.strides[0], ", ",
+                   side.strides[1], " and ", side.strides[2], " bytes; allowed strides within memory");
+    reaches.emplace_back(reach, &side);
+    if (!side.moves) continue;
+    std::array<std::size_t, 3> order{0, 1, 2};
+    std::ranges::sort(order, {}, [&](std::size_t d) { return std::abs(side.strides[d]); });
+    cache_layout_detail::Wide inner = side.width;
+    for (const std::size_t d : order) {
+      if (side.sizes[d] == 1) continue;
+      KVKEEP_REQUIRE(std::abs(side.strides[d]) >= inner, "cache: slots of the ", kSides[side.side], " of layer ",
+                     side.layer, " share memory: sizes ", Shape(side.sizes), " with strides of ", Shape(side.strides),
+                     " bytes and vectors of ", side.width,
+                     "; allowed strides that keep every slot of every head apart");
+      inner += cache_layout_detail::Wide{side.sizes[d] - 1} * std::abs(side.strides[d]);
+    }
+  }
+  std::ranges::sort(reaches, {}, [](const auto& one) { return one.first.low; });
+  for (std::size_t i = 0; i < reaches.size(); ++i)
+    for (std::size_t j = i + 1; j < reaches.size() && reaches[j].first.low < reaches[i].first.high; ++j) {
+      const Side &a = *std::min(reaches[i].second, reaches[j].second),
+                 &b = *std::max(reaches[i].second, reaches[j].second);
+      if (a.device != b.device || !(a.moves || b.moves) || !overlap(a, b)) continue;
+      refuse("cache: ", kSides[a.side], " of layer ", a.layer, " and ", kSides[b.side], " of layer ", b.layer,
+             " share memory; allowed values within the keys of their layer, and a layer that reads another one's "
+             "cache as LayerKind::shared");
+    }
+  std::swap(checked_, listed_);
+}
+
+}  // namespace kvkeep

@@ -1,0 +1,54 @@
+#pragma once
+/// Where the slots of a cache are in memory: no two of those that move may share a byte.
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/model_spec.h"
+
+namespace kvkeep {
+
+/// Whether every vector of `part` is a piece of the vector of `whole` at the same place, such as the values of latent
+/// attention (MLA), which are the first numbers of its keys. Both have the sizes of one cache, but for the last one.
+/// `dims`: dimensions before the vector, 3.
+[[nodiscard]] bool lies_within(const Tensor& part, const Tensor& whole);
+
+/// The memory of the layers of a view, once it has been checked.
+class CacheLayout {
+ public:
+  /// Throws InvalidArgument, with both sides by name, if keys, values or scales of a full layer overlap each other,
+  /// those of another layer that is not LayerKind::shared, or themselves (strides of heads, slots, places or pages that
+  /// are less than what they step over). Values may lie within the keys of their layer, and scales that no slot moves
+  /// (a stride of 0) may be anywhere. Requires: make_rows() accepts the view. Cost: one comparison per side if the
+  /// tensors are those of the last call, and no allocation then; else O(n log n) of n sides, and one test for every two
+  /// that are interleaved.
+  void check(const ModelSpec& spec, const CacheView& view);
+
+ private:
+  /// One of keys, values, key scales and value scales of a layer.
+  struct Side {
+    std::int32_t layer = 0;
+    std::int32_t side = 0;
+    bool moves = false;
+    Device device = {};
+    std::intptr_t base = 0;
+    std::int64_t width = 0;                    ///< bytes of the vector of one slot
+    std::array<std::int64_t, 3> sizes = {};    ///< places or pages, then as in the tensor
+    std::array<std::int64_t, 3> strides = {};  ///< bytes
+    bool operator==(const Side&) const = default;
+  };
+  struct Reach;
+  static void list(const ModelSpec& spec, const CacheView& view, std::vector<Side>& sides);
+  static Reach reach_of(const Side& side);
+  static bool overlap(const Side& a, const Side& b);
+
+  std::vector<Side> checked_, listed_;
+};
+
+}  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/core/cache_layout-inl.h"
+#endif

@@ -1,0 +1,134 @@
+#pragma once
+/// The files of one run of a program: nothing is written over what the run reads or writes besides.
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/io/atomic_file.h"
+
+namespace kvkeep::io {
+
+/// Every file is declared before any is written; inputs and outputs in any order. Files are compared by what they are:
+/// links, hard links, `..` and /dev/fd lead to the same one. Names are those of options, for messages.
+class RunFiles {
+ public:
+  /// An input that need not exist. A folder counts with every file in it. Throws: InvalidArgument if it is an output.
+  void reads(std::string_view name, const std::filesystem::path& path);
+
+  /// An output, a file or a new name, also one in a folder that is read. Throws: InvalidArgument if it is an input or
+  /// another output.
+  void writes(std::string_view name, const std::filesystem::path& path);
+
+  /// What a policy that `name` holds reads and writes (files_of_policy). Throws: as above.
+  template <class PolicyFiles>
+  void declare(std::string_view name, const PolicyFiles& files) {
+    for (const auto& file : files) {
+      const std::string option = text(file.option, " of ", name);
+      file.written ? writes(option, file.path) : reads(option, file.path);
+    }
+  }
+
+  /// stdout and stderr as outputs, where they lead to regular files; they may share one. Throws: as above.
+  void writes_streams();
+
+ private:
+  /// Of what exists its inode; else the folder's, and the name in it.
+  struct Identity {
+    dev_t device = 0;
+    ino_t inode = 0;
+    std::string name = {};
+    bool operator==(const Identity&) const = default;
+  };
+  struct File {
+    std::string name;
+    std::filesystem::path path;  ///< empty: a stream
+    Identity identity;
+  };
+
+  [[nodiscard]] static std::pair<bool, Identity> inode(const std::filesystem::path& path);
+  [[nodiscard]] static Identity identity(const std::filesystem::path& path);
+  [[nodiscard]] static bool is_read(const File& input, const File& output);
+  static void require_apart(const File& input, const File& output);
+  void add_output(File output);
+
+  std::vector<File> inputs_, outputs_;
+};
+
+inline std::pair<bool, RunFiles::Identity> RunFiles::inode(const std::filesystem::path& path) {
+  struct stat found{};
+  if (::stat(path.c_str(), &found) != 0) return {false, {}};
+  return {true, {found.st_dev, found.st_ino}};
+}
+
+inline RunFiles::Identity RunFiles::identity(const std::filesystem::path& path) {
+  if (const auto [there, own] = inode(path); there) return own;
+  std::filesystem::path target = path;
+  try {
+    target = through_links(path);
+  } catch (const InvalidArgument&) {  // a link without an end: whoever opens it says so
+  }
+  const std::filesystem::path folder = target.parent_path();
+  if (auto [there, own] = inode(folder.empty() ? "." : folder); there) {
+    own.name = target.filename().string();
+    return own;
+  }
+  std::error_code none;
+  return {0, 0, std::filesystem::absolute(target, none).lexically_normal().string()};
+}
+
+inline bool RunFiles::is_read(const File& input, const File& output) {
+  if (input.identity == output.identity) return true;
+  std::error_code none;
+  if (!std::filesystem::is_directory(input.path, none) || !output.identity.name.empty()) return false;
+  const std::filesystem::path file = std::filesystem::weakly_canonical(output.path, none);
+  for (std::filesystem::path above = file; !output.path.empty() && above.has_relative_path();) {
+    above = above.parent_path();
+    if (inode(above) == std::pair(true, input.identity)) return true;
+  }
+  for (const auto& entry : std::filesystem::directory_iterator(input.path, none))  // through links, and hard links
+    if (inode(entry.path()) == std::pair(true, output.identity)) return true;
+  return false;
+}
+
+inline void RunFiles::require_apart(const File& input, const File& output) {
+  KVKEEP_REQUIRE(!is_read(input, output), output.name, " names '", (output.path.empty() ? input : output).path.string(),
+                 "', which ", input.name, " reads; allowed another file");
+}
+
+inline void RunFiles::reads(std::string_view name, const std::filesystem::path& path) {
+  if (path.empty()) return;
+  File input{std::string(name), path, identity(path)};
+  for (const File& output : outputs_) require_apart(input, output);
+  inputs_.push_back(std::move(input));
+}
+
+inline void RunFiles::add_output(File output) {
+  for (const File& input : inputs_) require_apart(input, output);
+  for (const File& other : outputs_)
+    KVKEEP_REQUIRE(other.identity != output.identity || (other.path.empty() && output.path.empty()), other.name,
+                   " and ", output.name, " both name '", (output.path.empty() ? other : output).path.string(),
+                   "'; allowed two files");
+  outputs_.push_back(std::move(output));
+}
+
+inline void RunFiles::writes(std::string_view name, const std::filesystem::path& path) {
+  if (!path.empty()) add_output({std::string(name), path, identity(path)});
+}
+
+inline void RunFiles::writes_streams() {
+  for (const auto& [name, descriptor] : {std::pair("stdout", STDOUT_FILENO), std::pair("stderr", STDERR_FILENO)}) {
+    struct stat found{};
+    if (::fstat(descriptor, &found) == 0 && S_ISREG(found.st_mode))
+      add_output({name, {}, {found.st_dev, found.st_ino}});
+  }
+}
+
+}  // namespace kvkeep::io

@@ -1,0 +1,97 @@
+#include "files.h"
+
+#include <CLI/Option.hpp>
+#include <algorithm>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/policy/registry.h"
+#include "options.h"
+
+namespace kvkeep::cli {
+namespace {
+
+// As the option's type, which no help shows: option_text() replaces it.
+constexpr const char *kInput = "READS FILE", *kInputOrFolder = "READS FILE OR FOLDER", *kOutput = "WRITES FILE",
+                     *kPolicy = "HOLDS POLICY";
+
+void each_option(const CLI::App& app, const std::function<void(const CLI::Option&)>& visit) {
+  for (const CLI::Option* option : app.get_options()) visit(*option);
+  for (const CLI::App* below : app.get_subcommands([](const CLI::App*) { return true; })) each_option(*below, visit);
+}
+
+// What options of one kind were given.
+void each_given(const CLI::App& command, const std::string& kind,
+                const std::function<void(const std::string& option, const std::string& given)>& visit) {
+  each_option(command, [&](const CLI::Option& option) {
+    if (option.get_type_name() != kind) return;
+    for (const std::string& given : option.results()) visit(option.get_name(), given);
+  });
+}
+
+void require_writable(const std::string& option, const std::string& file) {
+  KVKEEP_REQUIRE(!file.empty(), option, ": the path is empty; allowed a file");
+  const std::filesystem::path folder = std::filesystem::path(file).parent_path();
+  std::error_code none;
+  KVKEEP_REQUIRE(folder.empty() || std::filesystem::is_directory(folder, none), option, ": the folder of '", file,
+                 "' does not exist; allowed a file in an existing folder");
+  KVKEEP_REQUIRE(!std::filesystem::is_directory(file, none), option, ": '", file, "' is a folder; allowed a file");
+  const io::AtomicFile tried(file);  // removed again: whatever would prevent the result shows up now
+}
+
+void require_content(const std::string& option, const std::string& file, io::Source source) {
+  io::require_readable(file, option, source);
+  std::error_code none;
+  KVKEEP_REQUIRE(!std::filesystem::is_regular_file(file, none) || std::filesystem::file_size(file, none) > 0, option,
+                 ": '", file, "' is empty; allowed a file that is not");
+}
+
+}  // namespace
+
+CLI::Option* as_input(CLI::Option* option, io::Source source) {
+  return option->type_name(source == io::Source::file ? kInput : kInputOrFolder);
+}
+CLI::Option* as_output(CLI::Option* option) { return option->type_name(kOutput); }
+CLI::Option* as_policy(CLI::Option* option) { return option->type_name(kPolicy); }
+
+void require_marked_files(const CLI::App& app) {
+  each_option(app, [](const CLI::Option& option) {
+    const std::string &shown = option.get_option_text(), kind = option.get_type_name();
+    const bool names_files =
+        std::ranges::any_of(std::vector{"FILE", "DIR", "PATH", "TRACE", "POLICY"},
+                            [&](const char* word) { return shown.find(word) != std::string::npos; });
+    const bool marked = kind == kInput || kind == kInputOrFolder || kind == kOutput || kind == kPolicy;
+    if (names_files != marked) throw std::logic_error(option.get_name() + " is not marked with what it does to files");
+  });
+}
+
+void check_files(const CLI::App& command) {
+  io::RunFiles& files = run_files();
+  for (const char* kind : {kInput, kInputOrFolder})
+    each_given(command, kind, [&](const std::string& option, const std::string& file) { files.reads(option, file); });
+  each_given(command, kPolicy, [&](const std::string& option, const std::string& given) {
+    const PolicyText policy(given);
+    if (policy.is_file()) files.reads(option, given);
+    files.declare(option, policy.files());
+  });
+  each_given(command, kOutput, [&](const std::string& option, const std::string& file) { files.writes(option, file); });
+  files.writes_streams();
+
+  each_given(command, kOutput, require_writable);
+  each_given(command, kInput, [](const std::string& option, const std::string& file) {
+    require_content(option, file, io::Source::file);
+  });
+  each_given(command, kInputOrFolder, [](const std::string& option, const std::string& file) {
+    require_content(option, file, io::Source::file_or_folder);
+  });
+}
+
+io::RunFiles& run_files() {
+  static io::RunFiles files;
+  return files;
+}
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,61 @@
+#include "lazy_memory.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <mutex>
+#include <system_error>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/torch.h"
+#include "memory_left.h"
+
+namespace kvkeep::lm::detail {
+namespace {
+
+/// What lives, and what the machine had left when nothing did: later its own pages would count twice.
+struct Lazy {
+  std::mutex mutex;
+  std::size_t bytes = 0;
+  std::int64_t left = 0;
+};
+Lazy& lazy() {
+  static auto* const all = new Lazy;  // outlives every tensor
+  return *all;
+}
+
+}  // namespace
+
+void require_room(std::string_view operation, std::string_view what, double bytes) {
+  const std::lock_guard lock(lazy().mutex);
+  if (lazy().bytes == 0) lazy().left = io::memory_left();
+  const auto living = static_cast<double>(lazy().bytes);
+  io::require_memory(
+      operation, living > 0 ? text(what, ", with those that there are,") : std::string(what), bytes + living,
+      "fewer tokens, fewer sequences at once, a cache of 16 bits, or a policy with a smaller budget", lazy().left);
+}
+
+at::Tensor lazy_zeros(std::initializer_list<std::int64_t> sizes, Dtype dtype) {
+  std::size_t bytes = static_cast<std::size_t>(element_size(dtype));
+  for (const std::int64_t size : sizes) bytes *= static_cast<std::size_t>(size);
+  if (bytes == 0) return at::zeros(sizes, at::TensorOptions(torch_dtype(dtype)));
+  void* const memory =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  KVKEEP_REQUIRE(memory != MAP_FAILED, "make cache: the machine does not give ",
+                 io::shown_bytes(static_cast<double>(bytes)), " (", std::system_category().message(errno),
+                 "); allowed fewer tokens or sequences at once");
+  {
+    const std::lock_guard lock(lazy().mutex);
+    lazy().bytes += bytes;
+  }
+  const auto release = [bytes](void* held) {
+    ::munmap(held, bytes);
+    const std::lock_guard lock(lazy().mutex);
+    lazy().bytes -= bytes;
+  };
+  return at::from_blob(memory, sizes, release, at::TensorOptions(torch_dtype(dtype)));
+}
+
+}  // namespace kvkeep::lm::detail

@@ -1,0 +1,4 @@
+// A kernel of an engine's own, which lives on fused multiply-adds.
+void engine_axpy(float a, const float* x, float* y, int n) {
+  for (int i = 0; i < n; ++i) y[i] += a * x[i];
+}

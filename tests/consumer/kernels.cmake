@@ -1,0 +1,36 @@
+# kvkeep_same_kernels(COMMAND TARGET...): compiles kernel.cpp without kvkeep, and linked to each of the targets; COMMAND
+# becomes what checks that all are the same instructions, fused multiply-adds among them. That is this file:
+#
+#   cmake -DOBJDUMP=PROGRAM "-DOBJECTS=FILE;FILE..." -P kernels.cmake
+
+if(NOT CMAKE_SCRIPT_MODE_FILE)
+  function(kvkeep_same_kernels command)
+    set(objects "")
+    foreach(target IN ITEMS alone ${ARGN})
+      string(MAKE_C_IDENTIFIER "kernel_${target}" name)
+      add_library(${name} OBJECT "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/kernel.cpp")
+      target_compile_options(${name} PRIVATE -O3 $<$<STREQUAL:${CMAKE_SYSTEM_PROCESSOR},x86_64>:-march=haswell>)
+      if(TARGET ${target})
+        target_link_libraries(${name} PRIVATE ${target})
+      endif()
+      list(APPEND objects $<TARGET_OBJECTS:${name}>)
+    endforeach()
+    set(${command} "${CMAKE_COMMAND}" "-DOBJDUMP=${CMAKE_OBJDUMP}" "-DOBJECTS=${objects}" -P "${CMAKE_CURRENT_FUNCTION_LIST_FILE}" PARENT_SCOPE)
+  endfunction()
+  return()
+endif()
+
+foreach(object IN LISTS OBJECTS)
+  execute_process(COMMAND "${OBJDUMP}" -d "${object}" OUTPUT_VARIABLE listed COMMAND_ERROR_IS_FATAL ANY)
+  string(REGEX REPLACE "^.*Disassembly" "" code "${listed}")
+  if(NOT DEFINED alone)
+    set(alone "${code}")
+  elseif(NOT code STREQUAL alone)
+    message(FATAL_ERROR "kvkeep changes an engine's own code. Without it:\n${alone}\nWith it, ${object}:\n${code}")
+  endif()
+endforeach()
+if(NOT alone MATCHES "vfmadd|fmla|fmadd")
+  message(FATAL_ERROR "the kernel has no fused multiply-add, so nothing is shown:\n${alone}")
+endif()
+list(LENGTH OBJECTS count)
+message("${count} kernels are alike:\n${alone}")

@@ -1,0 +1,44 @@
+// What a model's description may hold.
+
+#include "kvkeep/core/model_spec.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+
+#include "message_of.h"
+
+namespace kvkeep::model_spec_test {
+namespace {
+
+TEST(ModelSpec, RefusesNumbersThatNoModelHas) {
+  const auto says = [](const std::function<void(ModelSpec&)>& change) {
+    ModelSpec spec;
+    spec.query_heads = 4, spec.kv_heads = 2, spec.key_dim = spec.value_dim = 8;
+    spec.rope.inv_freq = {1, 0.1, 0};
+    spec.layers.resize(2);
+    spec.check();
+    change(spec);
+    return testing::message_of<InvalidArgument>([&] { spec.check(); });
+  };
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN(), kInf = std::numeric_limits<double>::infinity();
+  for (const double wrong : {kNan, kInf, -kInf, -1.0, 1e300}) {
+    EXPECT_NE(says([&](ModelSpec& s) { s.rope.inv_freq[1] = wrong; }).find("rope.inv_freq[1] is "), std::string::npos);
+    EXPECT_NE(says([&](ModelSpec& s) { s.rope.attention_scaling = wrong; }).find("rope.attention_scaling is "),
+              std::string::npos);
+  }
+  EXPECT_NE(says([](ModelSpec& s) { s.rope.attention_scaling = 0; }).find("allowed above 0"), std::string::npos);
+  constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+  EXPECT_EQ(says([](ModelSpec& s) { s.kv_heads = s.query_heads = kMost; }),
+            "ModelSpec: kv_heads is 2147483647; allowed 1 to 65536");
+  EXPECT_NE(says([](ModelSpec& s) { s.query_heads = kMost - 1; }).find("query_heads is"), std::string::npos);
+  EXPECT_NE(says([](ModelSpec& s) { s.model_heads = kMost; }).find("model_heads is"), std::string::npos);
+  EXPECT_NE(says([](ModelSpec& s) { s.key_dim = kMost; }).find("key_dim is 2147483647"), std::string::npos);
+  EXPECT_NE(says([](ModelSpec& s) { s.value_dim = kMost; }).find("value_dim 2147483647"), std::string::npos);
+  EXPECT_NE(says([](ModelSpec& s) { s.kv_heads = s.query_heads = 1 << 16, s.layers.resize(257); }).find("257 layers"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace kvkeep::model_spec_test
