@@ -145,7 +145,7 @@ def build(folder, texts, jobs):
     header = folder / "kvkeep_breaks.h"
     write(header, HEADER.encode())
     tree = folder / "tree"
-    options = [f"-DCMAKE_CXX_FLAGS=-include {header}", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG", "-DKVKEEP_CUDA=OFF",
+    options = [f"-DCMAKE_CXX_FLAGS=-include {header}", "-DCMAKE_CXX_FLAGS_RELEASE=-O2 -DNDEBUG", "-DKVKEEP_CUDA=OFF",
                "-DKVKEEP_BUILD_BENCH=OFF", "-DKVKEEP_BUILD_EXAMPLES=OFF", "-DCMAKE_BUILD_TYPE=Release"]
     if "Torch_DIR" in os.environ:
         options.append(f"-DTorch_DIR={os.environ['Torch_DIR']}")

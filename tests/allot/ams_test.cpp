@@ -242,6 +242,14 @@ TEST(Selection, OfTheWorkedExample) {
   EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 1, 2, 3, 4, 11, 12, 19, 20, 21, 22, 23}));
 }
 
+TEST(Selection, AsPublishedRanksPaddingBeforeEveryScore) {
+  const std::vector<float> scores{0, 1, 5, 4, 3, 2};
+  std::vector<std::uint64_t> keys;
+  std::vector<std::int32_t> slots(3);
+  select_official(scores, std::vector<std::int32_t>{6}, std::vector<std::int32_t>{3}, {}, Padding{1, 1}, keys, slots);
+  EXPECT_EQ(slots, (std::vector<std::int32_t>{0, 2, 5}));
+}
+
 TEST(Coverage, AutoOfTheWorkedExampleGivesUpOneOfTheBestForARegionThatWouldKeepTooFew) {
   const auto mass = mass_of(kHistory, 4);
   const auto ends = segments(mass, Variant::strict);
@@ -304,11 +312,23 @@ TEST(RankKey, OrdersScoresThenNewerSlotsWithNaNLowest) {
   const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
   EXPECT_GT(rank_key(1, 0), rank_key(0.5F, 9));
   EXPECT_GT(rank_key(1, 4), rank_key(1, 3));
+  EXPECT_GT(rank_key(std::nextafter(1.0F, 2.0F), 3), rank_key(1, 4)) << "the last bit counts";
   EXPECT_GT(rank_key(-1, 0), rank_key(-2, 5));
   EXPECT_EQ(rank_key(-0.0F, 3), rank_key(0.0F, 3));
   EXPECT_EQ(rank_key(nan, 3), rank_key(-inf, 3));
   EXPECT_EQ(rank_key(-nan, 3), rank_key(-inf, 3));
   EXPECT_GT(rank_key(inf, 0), rank_key(3e38F, 9));
+}
+
+TEST(SharedRows, RankByTheirLargestOrByTheirMeanScore) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const SharedRows largest{.share = Sharing::all, .layers = 1, .sequences = 1, .heads = 2};
+  EXPECT_EQ(largest.settle(largest.join(2, 1)), 2);
+  EXPECT_EQ(largest.settle(largest.join(1, 2)), 2);
+  EXPECT_EQ(largest.settle(largest.join(1, nan)), 1);
+  EXPECT_EQ(largest.settle(largest.join(nan, 1)), 1);
+  const SharedRows mean{.share = Sharing::all_mean, .layers = 1, .sequences = 1, .heads = 2};
+  EXPECT_EQ(mean.settle(mean.join(2, 1)), 1.5F);
 }
 
 }  // namespace

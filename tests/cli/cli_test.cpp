@@ -5,7 +5,10 @@
 
 #include "command.h"
 
+#include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <sstream>
 
 #include "kvkeep/core/error.h"
@@ -353,6 +356,8 @@ TEST_F(Command, GeneratesTokensAndSaysWhatEveryLayerAndHeadKept) {
   }
   const Outcome table = as("csv");
   EXPECT_TRUE(table.out.starts_with("kind,step,token,layer,head,"));
+  EXPECT_TRUE(std::regex_search(table.out, std::regex("\"[0-9]+-[0-9]+,")))
+      << "runs of positions, quoted: " << table.out;
   EXPECT_EQ(std::count(table.out.begin(), table.out.end(), '\n'),
             1 + 20 + static_cast<std::ptrdiff_t>(result["events"].size()) * 6);
   EXPECT_TRUE(as("md").out.starts_with("Tokens: "));
@@ -620,6 +625,22 @@ TEST_F(Command, PlansWhatADecoderThenHolds) {
   EXPECT_EQ(plan["sequence"]["peak_bytes"], real["peak_bytes"]);
   EXPECT_EQ(plan["sequence"]["kept_bytes"], real["kept_bytes"]);
   EXPECT_EQ(plan["events"], real["events"].size());
+}
+
+TEST_F(Command, PlansNoMoreThanTheWindowOfASlidingLayer) {
+  const std::filesystem::path folder = place("sliding");
+  std::filesystem::create_directories(folder);
+  std::ofstream(folder / "config.json")
+      << R"({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 64,
+             "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+             "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 1024, "use_sliding_window": true,
+             "sliding_window": 64, "max_window_layers": 3})";
+  const Outcome outcome =
+      run({"plan", "--model", folder, "--policy", "full", "--length", "500", "-o", "json", "--quiet"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const json plan = json::parse(outcome.out);
+  EXPECT_EQ(plan["layers"][2]["full"]["slots_most"], 500);
+  EXPECT_EQ(plan["layers"][3]["full"]["slots_most"], 64);
 }
 
 TEST_F(Command, ShowsPlansAsTables) {

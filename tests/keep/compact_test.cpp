@@ -45,6 +45,25 @@ TEST(Compact, MovesExactlyTheKeptBytesForAnyDtypeHeadSizeAndStride) {  // B21, B
       }
 }
 
+/// Moves of more than the caches hold are written past them.
+TEST(Compact, MovesWhatDoesNotFitInTheCaches) {
+  constexpr std::int32_t kSlots = 1 << 18;
+  const ModelSpec spec{.query_heads = 1, .kv_heads = 1, .key_dim = 32, .value_dim = 32, .layers = {LayerSpec{}}};
+  const auto rows = [] { return at::randint(0, 1 << 20, {1, 1, kSlots, 32}).to(at::kFloat); };
+  std::vector<LayerKv> layers{DenseKv{rows(), rows()}};
+  const at::Tensor keys = torch_tensor(std::get<DenseKv>(layers[0]).keys), before = keys.clone();
+  const SequenceId id = 0;
+  std::int32_t length = kSlots;
+  const std::int32_t first[] = {0};
+  const RowTable table =
+      make_rows(spec, {.layers = layers, .sequences = {&id, 1}, .lengths = {{&length, 1}}}, first, first);
+  const at::Tensor odd = at::arange(1, kSlots, 2, at::TensorOptions(at::kInt));
+  const KeepSet keep{odd, {0, odd.numel()}};
+  ASSERT_GT(bytes_to_move(table, keep), 16 << 20);
+  compact(table, keep);
+  EXPECT_TRUE(keys[0][0].slice(0, 0, odd.numel()).equal(at::index_select(before[0][0], 0, odd)));
+}
+
 TEST(Compact, RefusesSlotsThatDoNotAscendBeforeTheFirstByteMoves) {
   ModelSpec spec{.query_heads = 1,
                  .kv_heads = 1,

@@ -212,6 +212,18 @@ TEST(AcrossRanks, InDifferentEventsRefuseOnAllOfThem) {
   for (const std::string& one : words) EXPECT_FALSE(one.empty());
 }
 
+TEST(AcrossRanks, UnderDifferentPoliciesRefuseOnAllOfThem) {
+  ThreadRanks ranks(2);
+  ranks.run([&](const std::shared_ptr<Collective>& own) {
+    const std::string scorer = own->rank() == 0 ? "tova" : "h2o";
+    RankEngine engine("adakv-" + scorer + ",budget=24,interval=6,sink=2,recent=4,prefill=cut", own);
+    engine.join(1);
+    engine.observe({{1, 40}});
+    const std::string said = message_of<RankError>([&] { static_cast<void>(engine.keeper.step(engine.view())); });
+    EXPECT_NE(said.find("are in different events"), std::string::npos) << said;
+  });
+}
+
 /// Says nothing of its heads.
 class Silent final : public KVPolicy {
  public:

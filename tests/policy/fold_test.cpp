@@ -142,10 +142,16 @@ TEST(Fold, GivesASequenceTheSameBitsWhateverElseIsInTheBatch) {
   }
 }
 
-TEST(Fold, LeavesOutOfTheSpansWhatSurprisesAndTheWindow) {
+/// A long prompt folds when it ends, a short one when 8 tokens have left the window: 20 tokens after its first.
+class FirstFold : public ::testing::TestWithParam<std::pair<int, int>> {};
+INSTANTIATE_TEST_SUITE_P(Prompts, FirstFold, ::testing::Values(std::pair{100, 0}, std::pair{5, 15}));
+
+TEST_P(FirstFold, LeavesOutOfTheSpansWhatSurprisesAndTheWindow) {
   FoldingEngine engine(kSekv);
-  run(engine, 1, 100, 0);
-  const auto& surprisal = engine.living.at(1).surprisal;
+  const auto [prompt, steps] = GetParam();
+  run(engine, 1, prompt, steps);
+  const std::vector<float> surprisal = engine.living.at(1).surprisal;
+  const std::int32_t tokens = prompt + steps, window = tokens - 12;
   const Segments whole = segment(surprisal, {.alpha = 1.5, .sink = 2, .recent = 12, .min_span = 3, .max_span = 16});
   const auto kept = engine.keeper.positions(1, 1, 1);
   EXPECT_EQ((std::vector<std::int32_t>(kept.begin(), kept.end())), whole.dense());
@@ -154,16 +160,17 @@ TEST(Fold, LeavesOutOfTheSpansWhatSurprisesAndTheWindow) {
     EXPECT_EQ(engine.keeper.spans(1, 0, 1).span(static_cast<std::int64_t>(i)).first, whole.spans[i].begin);
     EXPECT_EQ(engine.keeper.spans(1, 0, 1).span(static_cast<std::int64_t>(i)).last, whole.spans[i].end - 1);
   }
-  // Behind the prompt: 8 tokens leave together, cut by the threshold of the prompt.
+  // After that: 8 tokens leave together, cut by the threshold of the first ones.
   for (int i = 0; i < 7; ++i) EXPECT_EQ(engine.step({{1, 1}}).slots_folded, 0);
   engine.step({{1, 1}});
   std::vector<std::int32_t> expected;
   for (const std::int32_t slot : whole.dense())
-    if (slot < 88) expected.push_back(slot);
-  const Segments behind = segment_above(std::span(surprisal).subspan(88, 8), whole.threshold,
+    if (slot < window) expected.push_back(slot);
+  const std::vector<float>& all = engine.living.at(1).surprisal;
+  const Segments behind = segment_above(std::span(all).subspan(static_cast<std::size_t>(window), 8), whole.threshold,
                                         {.sink = 0, .recent = 0, .min_span = 3, .max_span = 16});
-  for (const std::int32_t t : behind.dense()) expected.push_back(88 + t);
-  for (std::int32_t t = 96; t < 108; ++t) expected.push_back(t);
+  for (const std::int32_t t : behind.dense()) expected.push_back(window + t);
+  for (std::int32_t t = window + 8; t < tokens + 8; ++t) expected.push_back(t);
   const auto now = engine.keeper.positions(1, 0, 0);
   EXPECT_EQ((std::vector<std::int32_t>(now.begin(), now.end())), expected);
 }
@@ -179,6 +186,34 @@ TEST(Fold, OfAPromptShorterThanTheWindowBeginsWhenEnoughHasLeftIt) {
   for (int i = 0; i < 60; ++i) engine.step({{1, 1}});
   EXPECT_GT(engine.keeper.folded(1).spans, 0);
   engine.expect_nothing_lost(1);
+}
+
+TEST(Fold, CutsWhatAnAllocatorDropsIntoSpansOfTheAskedLengths) {
+  FoldingEngine engine(kAms);
+  run(engine, 1, 90, 40);
+  const SpanRow& row = engine.keeper.spans(1, 1, 1);
+  ASSERT_GT(row.size(), 5);
+  for (std::int64_t i = 0; i < row.size(); ++i) {
+    EXPECT_GE(row.span(i).length, 4);
+    EXPECT_LE(row.span(i).length, 16);
+  }
+}
+
+TEST(Fold, WeighsTokensByTheirMassWhereItIsAskedTo) {
+  FoldingEngine equal(kAms), mass(kAms + ",memory.weights=mass");
+  for (FoldingEngine* engine : {&equal, &mass}) run(*engine, 1, 90, 3);
+  const SpanRow &a = equal.keeper.spans(1, 0, 0), &b = mass.keeper.spans(1, 0, 0);
+  ASSERT_EQ(a.size(), b.size());
+  const auto bytes = static_cast<std::size_t>(a.dim()) * static_cast<std::size_t>(element_size(a.dtype()));
+  EXPECT_NE(std::memcmp(a.coarse(KvSide::keys), b.coarse(KvSide::keys), bytes), 0);
+}
+
+TEST(Fold, AsksForNoReadingOfSpansThatHaveJustFolded) {
+  FoldingEngine engine(kSekv);
+  engine.views = false;
+  run(engine, 1, 100, 0);
+  ASSERT_GT(engine.keeper.folded(1).spans, 0);
+  EXPECT_NO_THROW(engine.step({{1, 0}}));
 }
 
 TEST(Fold, OpensNoMoreThanTheBudgetAllows) {

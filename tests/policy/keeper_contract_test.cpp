@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <functional>
 #include <limits>
@@ -242,6 +243,32 @@ TEST(KeeperContract, LosesNoPageWhereTakingOneFails) {
   EXPECT_EQ(paged.line.keeper.step(view).cuts.size(), 1U);
 }
 
+/// Keeps slots in an order that compaction refuses.
+struct Unordered final : KVPolicy {
+  [[nodiscard]] std::string_view name() const override { return "unordered"; }
+  [[nodiscard]] Needs needs() const override { return {}; }
+  [[nodiscard]] Trigger trigger() const override {
+    return {.budget = {.slots = 6}, .interval = 2, .prefill = Trigger::Prefill::cut};
+  }
+  [[nodiscard]] Decision decide(Machine&, const Evidence&) const override {
+    Decision decision;
+    decision.keep.emplace(KeepSet{.slots = zeros({6}, Dtype::i32), .indptr = {0, 6}});
+    std::ranges::copy(Ints{1, 0, 2, 3, 4, 5}, decision.keep->slots.data<std::int32_t>());
+    return decision;
+  }
+  [[nodiscard]] std::string to_json() const override { return "{}"; }
+};
+
+TEST(KeeperContract, LosesNoPageWhereTheMoveFails) {
+  PagedLine paged(2);  // the first page is shared, and would be copied
+  paged.line.keeper = Keeper(model(), std::make_unique<Unordered>());
+  paged.line.keeper.join(1, 16);
+  const std::int32_t free = paged.pages.pool.free_pages();
+  EXPECT_THROW(paged.line.keeper.step(paged.view()), InvalidArgument);
+  EXPECT_EQ(paged.pages.pool.free_pages(), free);
+  EXPECT_EQ(paged.line.lengths[0], 16);
+}
+
 TEST(KeeperContract, RefusesASlidingLayerInThePagesOfTheTable) {
   ModelSpec spec = model(2);
   spec.layers[1] = {LayerKind::sliding, 8, -1};
@@ -378,6 +405,109 @@ TEST(KeeperContract, TakesBackNoMoreTokensThanTheRingCanLose) {
   EXPECT_EQ(line.keeper.logical_length(1), 28);
 }
 
+TEST(KeeperContract, AppliesNoPlanThatWasMadeBeforeAPinOrUnpin) {
+  Line line(kStreaming);
+  line.join(1);
+  line.observe(12);
+  const CacheView view = line.view();
+  const Plan unpinned = line.keeper.plan(view);
+  line.keeper.pin(1, 4, 6);
+  EXPECT_THROW(line.keeper.apply(unpinned, view), StateError);
+  const Plan pinned = line.keeper.plan(view);
+  line.keeper.unpin(1, 4, 6);
+  EXPECT_THROW(line.keeper.apply(pinned, view), StateError);
+}
+
+TEST(KeeperContract, AsksAgainAboutTokensThatGotNoAnswer) {
+  const std::filesystem::path file = std::filesystem::path(::testing::TempDir()) / "kvkeep_asked.state";
+  for (const bool restored : {false, true}) {
+    Line line("tova,budget=6,interval=4,sink=1,recent=1,trigger=counter");
+    line.join(1);
+    line.observe(8);
+    line.step();
+    for (int n = 0; n < 3; ++n) {
+      line.observe(1);
+      EXPECT_TRUE(line.step().cuts.empty());
+    }
+    // The fourth token ends the interval, and nobody is asked or nothing can be scored.
+    if (restored) {
+      line.observe(1);
+      line.keeper.save(1, file);
+      line.keeper.restore(2, file);
+      line.ids = {2};
+    } else {
+      line.observe(1, {},
+                   [](std::int32_t, at::Tensor& queries) { queries.fill_(std::numeric_limits<float>::quiet_NaN()); });
+      EXPECT_EQ(line.step().unscored.size(), 1U);
+    }
+    line.observe(1);
+    EXPECT_EQ(line.step().cuts.size(), 1U) << restored;
+  }
+  std::filesystem::remove(file);
+}
+
+TEST(KeeperContract, RestoresHowQueriesAreTaken) {
+  const std::filesystem::path file = std::filesystem::path(::testing::TempDir()) / "kvkeep_basis.state";
+  Line here("tova,budget=64,interval=8"), there("tova,budget=64,interval=8");
+  const SequenceId id = 1;
+  const std::int32_t indptr[] = {0, 5};
+  here.join(id);
+  here.keeper.observe({.layer = 0,
+                       .sequences = {&id, 1},
+                       .indptr = indptr,
+                       .queries = at::randn({5, 1, 8}),
+                       .basis = QueryBasis::post_rope});
+  here.keeper.save(id, file);
+  there.keeper.restore(id, file);
+  there.ids = {id}, there.lengths = {5};
+  EXPECT_NE(message_of<InvalidArgument>([&] { there.observe(1); }).find("unlike earlier ones"), std::string::npos);
+  std::filesystem::remove(file);
+}
+
+TEST(KeeperContract, RefusesUnequalRowsUnderOneLength) {
+  Line line("threshold-knorm,threshold=-1,budget=10,interval=2,sink=1,recent=1,prefill=cut", model(1, 2));
+  at::Tensor keys = torch_tensor(std::get<DenseKv>(line.layers[0]).keys);
+  keys.fill_(0.1F);
+  keys.select(1, 1).fill_(10.0F);  // none of the second head's passes
+  line.join(1);
+  line.observe(12);
+  EXPECT_NE(message_of<InvalidArgument>([&] { line.step(); }).find("the view has one length per sequence"),
+            std::string::npos);
+  EXPECT_EQ(line.lengths, (Ints{12}));
+}
+
+TEST(KeeperContract, CountsScalesInBytes) {
+  Line line("streaming,bytes=150,interval=2,sink=1,recent=1,prefill=cut");
+  const auto rows = [] { return at::full({4, 1, 256, 8}, 1, at::TensorOptions(at::kChar)); };
+  const auto scales = [] { return at::full({4, 1, 256}, 1.0F, at::TensorOptions(at::kFloat)); };
+  line.layers = {DenseKv{rows(), rows(), scales(), scales()}};
+  line.join(1);
+  line.observe(12);
+  const Report report = line.step();
+  constexpr std::int64_t kSlot = 8 + 8 + 4 + 4;
+  EXPECT_EQ(report.bytes_before, 12 * kSlot);
+  EXPECT_EQ(report.bytes_after, 6 * kSlot);
+  EXPECT_EQ(line.lengths, (Ints{6}));
+}
+
+TEST(KeeperContract, KeepsOneSlotMoreThanItsSinksHoweverSmallTheBudget) {
+  Line line("streaming,ratio=0.9,interval=2,sink=4,recent=0,prefill=cut");
+  line.join(1);
+  line.observe(12);
+  line.step();
+  EXPECT_EQ(line.positions(1), (Ints{0, 1, 2, 3, 11}));
+}
+
+TEST(KeeperContract, ProtectsAPromptThatEndsWithinAStep) {
+  Line line("streaming,budget=8,interval=2,sink=0,recent=1,protect_prompt=true");
+  line.join(1, 0, 5);
+  line.observe(8);
+  line.step();
+  for (int n = 0; n < 4; ++n) line.observe(1), line.step();
+  ASSERT_LT(line.lengths[0], 12) << "an event";
+  EXPECT_EQ(line.positions(1), (Ints{0, 1, 2, 3, 4, 9, 10, 11}));
+}
+
 TEST(KeeperContract, EndsAPromptThatLosesTokensWhereItsLastOneStands) {
   Line line("streaming,budget=6,interval=4,sink=2,recent=1");
   line.join(1);
@@ -475,7 +605,8 @@ TEST(Columns, GiveBackTheMemoryOfALongPrompt) {
   for (int r = 1; r <= 4; ++r) indptr.push_back(r * kKept);
   KeepSet keep{.slots = at::zeros({4 * kKept}, at::TensorOptions().dtype(at::kInt)), .indptr = indptr};
   for (std::int32_t j = 0; j < 4 * kKept; ++j) keep.slots.data<std::int32_t>()[j] = j % kKept * 2;
-  const std::vector<float> credit(kLong, 0.5F);
+  std::vector<float> credit(kLong);
+  std::iota(credit.begin(), credit.end(), 0.0F);
   for (std::int32_t r = 0; r < 4; ++r) {
     columns.reserve_settled(r, kKept, true, false);
     columns.settle(r, keep, static_cast<std::size_t>(r), credit.data(), nullptr);
@@ -484,11 +615,26 @@ TEST(Columns, GiveBackTheMemoryOfALongPrompt) {
   EXPECT_LE(columns.bytes(), 4 * 4 * 2 * 2 * (kKept + kInterval));
   ASSERT_EQ(columns.length(3), kKept);
   EXPECT_EQ(columns.positions(3)[7], 14);
-  EXPECT_EQ(columns.credit(3)[7], 0.5F);
+  EXPECT_EQ(columns.credit(3)[7], 14) << "it moves with its slot";
   const std::int64_t held = columns.bytes();
   columns.reserve(kInterval);
   columns.append(from(kLong, kInterval));
   EXPECT_EQ(columns.bytes(), held) << "room until the next event";
+}
+
+TEST(Columns, TakeGivenScoresAlongWithTheTokensThatContinue) {
+  HostColumns columns(2);
+  columns.append(from(0, 6));
+  for (std::int32_t r = 0; r < 2; ++r) {
+    float* const given = columns.give(r, 5);
+    std::iota(given, given + 5, 10.0F * static_cast<float>(r));
+  }
+  columns.narrow(1, Ints{1, 3, 5}, Ints{1, 3, 5});
+  Row row;
+  columns.describe(1, row);
+  EXPECT_EQ(std::vector<float>(row.given, row.given + row.given_length), (std::vector<float>{11, 13}));
+  columns.describe(0, row);
+  EXPECT_EQ(row.given_length, 5) << "an earlier layer";
 }
 
 TEST(Columns, HoldNoMoreThanARowWhereRowsAreGiven) {

@@ -293,6 +293,12 @@ TEST(Budget, IsExactForEveryRatioAndNeverNothing) {  // B11
     }
 }
 
+TEST(Budget, InBytesIsRoundedDown) {
+  const Budget budget{.unit = Budget::Unit::bytes, .bytes = 100};
+  EXPECT_EQ(budget.resolve({50}, {0}, 25), 4);
+  EXPECT_EQ(budget.resolve({50}, {0}, 26), 3);
+}
+
 TEST(Keeper, RefusesAPolicyThatTheEngineCannotFeedWithEveryReason) {
   ModelSpec spec{.query_heads = 0,
                  .kv_heads = 2,
@@ -537,6 +543,14 @@ TEST(Trigger, CountsTheIntervalsThatAStepJumpsOver) {
   const Trigger counter{.budget = {.slots = 4}, .interval = 4, .kind = Trigger::Kind::counter};
   EXPECT_TRUE(counter.due({.slots = 15, .seen = 15, .prompt = 10, .step = 2})) << "from 3 decoded tokens to 5";
   EXPECT_FALSE(counter.due({.slots = 15, .seen = 15, .prompt = 10, .step = 1}));
+}
+
+TEST(Trigger, LetsAnythingBeyondTheWindowLeaveAtTheEndOfAPromptAndWholeIntervalsAfterIt) {
+  const Trigger window{.interval = 8, .kind = Trigger::Kind::window, .recent = 12};
+  EXPECT_FALSE(window.due({.seen = 12, .prompt = 12, .step = 12, .unsettled = 12}));
+  EXPECT_TRUE(window.due({.seen = 13, .prompt = 13, .step = 13, .unsettled = 13}));
+  EXPECT_FALSE(window.due({.seen = 20, .prompt = 13, .step = 1, .unsettled = 19}));
+  EXPECT_TRUE(window.due({.seen = 21, .prompt = 13, .step = 1, .unsettled = 20}));
 }
 
 TEST(Keeper, PlanSaysWhatApplyDoes) {

@@ -170,6 +170,14 @@ TEST_P(Narrow, GivesThePagesBehindTheLongestRowBackWhenThePromptHasEnded) {
   }
 }
 
+TEST(Narrow, ReportsWhichTokensOfThePromptWentOnHoweverOftenItNarrowed) {
+  Engine engine("pyramidinfer,keep=0.5,min_context=8,sink=2");
+  engine.join(1);
+  engine.step({{1, 70}});
+  const Ints last = engine.kept(1).back();
+  EXPECT_TRUE(std::ranges::includes(last, engine.keeper.prompt_report(1)->going_on));
+}
+
 TEST(Narrow, CountsWhatItDropsAndMoves) {
   Engine engine("fastkv,budget=24,window=6,layer=2,cache=16");
   engine.join(1);
@@ -525,9 +533,14 @@ TEST_P(Narrow, RefusesWhatDoesNotFitBeforeAnythingChanges) {
   expect_refused<StateError>(engine, "in layer 2, head 0",
                              with([](Observation&, CacheView& v) { v.lengths.data = wrong; }));
   expect_refused<InvalidArgument>(engine, "layers", with([](Observation&, CacheView& v) { v.layers.pop_back(); }));
-  if (GetParam() > 0)
+  if (GetParam() > 0) {
     expect_refused<InvalidArgument>(engine, "block table",
                                     with([](Observation&, CacheView& v) { v.block_table = at::Tensor(); }));
+    const std::int32_t page = engine.pages.pages(2).front();
+    engine.pool.retain(page);
+    expect_refused<InvalidArgument>(engine, "is held by 2 sequences", with([](Observation&, CacheView&) {}));
+    engine.pool.give_back(page);
+  }
   at::Tensor broken = engine.queries.clone();
   broken[engine.indptr[2] - 1][3][2] = std::numeric_limits<float>::quiet_NaN();
   expect_refused<InvalidArgument>(engine, "query of head 3", with([&](Observation& o, CacheView&) {

@@ -44,6 +44,14 @@ TEST(Intervals, AnswersThatStandTogetherMakeABootstrapWiderThanWilson) {
   EXPECT_LT(narrow.high - narrow.low, independent.high - independent.low);
 }
 
+TEST(Intervals, BootstrapLeavesOutAsMuchOnEitherSide) {
+  Stratum coins(50, Answers{0, 1});
+  coins.resize(100, Answers{1, 1});
+  const Interval interval = bootstrap(std::vector<Stratum>{coins}, {.resamples = 4000});
+  EXPECT_NEAR(interval.low, 0.40, 0.011) << "a fortieth of the binomial distribution is below";
+  EXPECT_NEAR(interval.high, 0.60, 0.011);
+}
+
 TEST(Intervals, BootstrapCoversTheTruthAboutAsOftenAsItSays) {
   std::mt19937 random(3);
   int covered = 0;

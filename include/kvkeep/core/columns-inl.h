@@ -107,8 +107,6 @@ KVKEEP_INLINE std::int64_t HostColumns::bytes() const {
 KVKEEP_INLINE void HostColumns::truncate(std::int32_t slots) {
   for (RowColumns& row : rows_) {
     row.positions.resize(row.positions.size() - static_cast<std::size_t>(slots));
-    row.credit.resize(std::min(row.credit.size(), row.positions.size()));
-    row.tally.resize(std::min(row.tally.size(), row.positions.size()));
     row.given.resize(std::min(row.given.size(), row.positions.size()));
   }
 }
