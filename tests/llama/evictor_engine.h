@@ -122,8 +122,10 @@ struct Engine {
     std::int32_t count = 0;
     for (const Tokens& tokens : all) count += static_cast<std::int32_t>(tokens.ids.size());
     llama_batch batch = llama_batch_init(count, 0, 1);
+    std::map<llama_seq_id, llama_pos> next;
     for (const Tokens& tokens : all) {
-      llama_pos position = llama_memory_seq_pos_max(memory(), tokens.sequence) + 1;
+      llama_pos& position =
+          next.try_emplace(tokens.sequence, llama_memory_seq_pos_max(memory(), tokens.sequence) + 1).first->second;
       for (std::size_t i = 0; i < tokens.ids.size(); ++i) {
         const std::int32_t t = batch.n_tokens++;
         batch.token[t] = tokens.ids[i];

@@ -305,6 +305,24 @@ TEST_P(LlamaEvictor, SequencesGiveWhatTheyGiveAlone) {
     }
 }
 
+TEST_P(LlamaEvictor, TokensOfSequencesMayAlternateInABatch) {
+  const std::string policy = "tova,budget=32,interval=8,recent=4,prefill=cut,share=union";
+  const Setting setting{.cells = 1024, .sequences = 2, .type = GGML_TYPE_F32};
+  const Engine apart(policy, setting), mixed(policy, setting);
+  const std::vector<std::vector<llama_token>> texts{some_tokens(60, 1), some_tokens(60, 2)};
+  ASSERT_EQ(apart.decode({{0, texts[0]}, {1, texts[1]}}), 0);
+  std::vector<Engine::Tokens> batch;
+  for (std::size_t i = 0; i < 60; ++i)
+    for (const llama_seq_id sequence : {0, 1})
+      batch.push_back({sequence, {texts[static_cast<std::size_t>(sequence)][i]}, i + 1 == 60});
+  ASSERT_EQ(mixed.decode(batch), 0);
+  EXPECT_EQ(mixed.evictor->spent().cut, 2);
+  for (const llama_seq_id sequence : {0, 1}) {
+    expect_sound(mixed, sequence);
+    if (exact()) EXPECT_EQ(mixed.positions(sequence, 1, 1), apart.positions(sequence, 1, 1)) << sequence;
+  }
+}
+
 TEST_P(LlamaEvictor, SaysWhatIsInTheWay) {
   const auto sentence = [](const std::string& policy, const Setting& s) -> std::string {
     try {
