@@ -22,7 +22,7 @@ class CommandGuard : public Command {
          {"m.gguf", "prompt.txt", "ids.txt", "cal.st", "router.st", "trace.st", "hay.txt", "text.txt"})
       write(name, std::string("1 2 3 ") + name);
     write("policy.json", R"({"policy": "tova", "budget": 64})");
-    write("indirect.json", R"({"policy": "triattention", "budget": 64, "calibration": "cal.st"})");
+    write("indirect.json", R"({"policy": "triattention", "budget": 64, "scorer": {"calibration": "cal.st"}})");
   }
 
   // Another name of a file.
@@ -30,8 +30,7 @@ class CommandGuard : public Command {
     const std::string other = place(text("alias", count_++));
     if (kind == 1) fs::create_symlink(fs::absolute(file), other);
     if (kind == 2) fs::create_hard_link(file, other);
-    if (kind == 3)
-      return (fs::path(file).parent_path() / "." / ".." / folder_.filename() / fs::relative(file, folder_)).string();
+    if (kind == 3) return (folder_ / "." / ".." / folder_.filename() / fs::relative(file, folder_)).string();
     return kind == 0 ? file : other;
   }
 
@@ -172,7 +171,7 @@ TEST_F(CommandGuard, ShowsNoControlCharacterOfACommandLine) {
 }
 
 TEST_F(CommandGuard, ShowsNoControlCharacterOfAFile) {
-  const std::string evil("x\0\x1b[31m\r\nkvkeep: all is fine", 29);
+  const std::string evil("x\0\x1b[31m\r\nkvkeep: all is fine", 28);
   testing::GgufParts parts;
   const std::string gguf = write("evil.gguf", parts.text("general.architecture", evil).bytes());
   expect_refused({"generate", "--model", gguf, "--ids", "1"}, "'x\\x00\\x1b[31m\\r\\nkvkeep: all is fine'");

@@ -41,7 +41,7 @@ TEST(Text, ShortensWhatIsEscaped) {
 
 TEST(Text, AnErrorIsOneLineWithoutANul) {
   try {
-    refuse("read: '", std::string("x\0\x1b[2J\r\nkvkeep: all is fine", 28), "' is none; allowed others");
+    refuse("read: '", std::string("x\0\x1b[2J\r\nkvkeep: all is fine", 27), "' is none; allowed others");
   } catch (const InvalidArgument& error) {
     EXPECT_STREQ(error.what(), "read: 'x\\x00\\x1b[2J\\r\\nkvkeep: all is fine' is none; allowed others");
   }

@@ -4,9 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <random>
@@ -29,36 +27,6 @@ std::vector<const char*> shares_of(const std::string& policy) {
 const std::vector<std::string> kPolicies = {"full",     "streaming", "random",        "knorm", "keydiff",
                                             "tova",     "snapkv",    "rkv",           "h2o",   "expected",
                                             "ams-tova", "ams-rkv",   "chunkkv-snapkv"};
-
-/// What the page says is refused, and nothing else.
-TEST_P(LlamaEvictor, RefusesThePoliciesThatItsPageNames) {
-  std::ifstream file(KVKEEP_TEST_LLAMA_PAGE);
-  const std::string page{std::istreambuf_iterator<char>(file), {}};
-  const std::size_t table = page.find("\n| policies | because |");
-  ASSERT_NE(table, std::string::npos);
-  const std::string named = page.substr(table, page.find("\n\n", table) - table);
-  const auto runs = [](const std::string& text) {
-    try {
-      static_cast<void>(Engine(text));
-      return true;
-    } catch (const Error&) {
-      return false;
-    }
-  };
-  EXPECT_FALSE(runs("tova,budget=100,rest=fold"));
-  EXPECT_NE(named.find("`rest=fold`"), std::string::npos);
-  for (const PolicyInfo& policy : policies()) {
-    const bool given = policy.scorer == "given", threshold = policy.allocator == "threshold";
-    if (policy.name.find("triattention") != std::string::npos) continue;  // needs a file
-    const std::string family = given                      ? "given"
-                               : policy.allocator.empty() ? policy.name
-                                                          : policy.allocator + "-*",
-                      options = policy.name == "full" ? ""
-                                : threshold           ? ",budget=100,threshold=0.1"
-                                                      : ",budget=100";
-    EXPECT_EQ(runs(policy.name + options), named.find("`" + family + "`") == std::string::npos) << policy.name;
-  }
-}
 
 /// Every policy of the registry, but for those that the adapter refuses by name.
 TEST_P(LlamaEvictor, ChangesNothingUnderABudgetThatHoldsTheText) {

@@ -207,7 +207,8 @@ TEST(Tasks, AskOneSectionForAWholePhase) {
 }
 
 TEST(Tasks, RefuseWithWhatIsAllowed) {
-  EXPECT_NE(refusal("chian", {}).find("given \"chian\"; allowed chain, ask, needle, updates, copies"),
+  EXPECT_NE(refusal("chian", {})
+                .find("given \"chian\" (did you mean \"chain\"?); allowed chain, ask, needle, updates, copies"),
             std::string::npos)
       << refusal("chian", {});
   EXPECT_NE(refusal("chain", {.length = 15}).find("length is out of range; given 15; allowed 16 to 65536"),

@@ -342,7 +342,7 @@ TEST_P(AcrossRanksOptions, KeepWhatOneMachineKeepsUnderEveryChoiceOfEveryOption)
 INSTANTIATE_TEST_SUITE_P(Allocators, AcrossRanksOptions,
                          ::testing::Values("flat", "ams", "pyramidkv", "adakv", "chunkkv", "criticalkv", "threshold",
                                            "others"),
-                         [](const auto& info) { return info.param; });
+                         [](const auto& one) { return one.param; });
 
 }  // namespace
 }  // namespace kvkeep::across_ranks_options_test

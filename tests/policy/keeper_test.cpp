@@ -444,29 +444,6 @@ TEST(Keeper, RefusesAnEventOverQueriesThatNobodyGave) {
   EXPECT_EQ(engine.step({{1, 0, 1}}).cuts.size(), 1U) << "the window holds what was given since";
 }
 
-TEST(Keeper, RefusesQueriesBeforeRopeThatNothingCanTurn) {
-  ModelSpec spec;
-  spec.query_heads = 2, spec.kv_heads = 1, spec.key_dim = spec.value_dim = 4;
-  spec.layers.resize(1);
-  const SequenceId id = 1;
-  const std::int32_t indptr[] = {0, 2};
-  const Observation before{.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = at::randn({2, 2, 4})};
-  Keeper keeper(spec, make_policy("tova,budget=8"));
-  keeper.join(id);
-  const std::string says = "queries are taken before RoPE, but ModelSpec::rope has no frequencies";
-  EXPECT_NE(testing::message_of<InvalidArgument>([&] { keeper.observe(before); }).find("observe: " + says),
-            std::string::npos);
-  EXPECT_NE(testing::message_of<InvalidArgument>([&] {
-              keeper.begin_step({.sequences = {&id, 1}, .indptr = indptr});
-            }).find("begin_step: " + says),
-            std::string::npos);
-  EXPECT_EQ(keeper.logical_length(id), 0);
-  Observation after = before;
-  after.basis = QueryBasis::post_rope;
-  keeper.observe(after);
-  EXPECT_EQ(keeper.logical_length(id), 2);
-}
-
 TEST(Keeper, TakesNoUnreadQueriesOfWhichItKeepsStatistics) {
   Engine engine("expected,statistics=stream,budget=24,interval=8", 1, 64);
   EXPECT_EQ(engine.keeper.queries_read(), Trigger::kNoEvent);
