@@ -164,7 +164,8 @@ TEST_F(CapturedEvents, MayBeTheSecondOfTheirSize) {
     Ints indptr{0};
     for (std::int32_t& length : lengths) length += tokens, indptr.push_back(indptr.back() + tokens);
     for (std::int32_t l = 0; l < 2; ++l)
-      keeper.observe({.layer = l, .sequences = ids, .indptr = indptr, .queries = queries});
+      keeper.observe(
+          {.layer = l, .sequences = ids, .indptr = indptr, .queries = queries, .basis = QueryBasis::post_rope});
   };
   const auto view = [&] { return CacheView{.layers = layers, .sequences = ids, .lengths = {lengths}}; };
   fill();

@@ -433,7 +433,7 @@ TEST_F(DeviceLine, NamesOnRanksWhatHeadsDecideTogether) {
   for (const char* policy : {"tova", "rpc,heads=all", "adakv-snapkv", "keydiff,share=union",
                              "ams-keydiff,suffix_fill=max_global", "ams-keydiff,variant=official"})
     EXPECT_TRUE(named(policy)) << policy;
-  for (const char* policy : {"tova,heads=group", "rpc", "ams-keydiff", "pyramidkv-snapkv"})
+  for (const char* policy : {"tova,heads=group", "rpc", "ams-keydiff", "pyramidkv-knorm"})
     EXPECT_FALSE(named(policy)) << policy;
 }
 

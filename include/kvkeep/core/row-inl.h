@@ -41,6 +41,7 @@ inline void check_side(const char* side, const Tensor& t, const Layer& layer, st
   KVKEEP_REQUIRE(t.size(layer.head) == spec.kv_heads && t.size(3) == dim, "cache: ", side, " of layer ", l,
                  " have shape [", t.size(0), ", ", t.size(1), ", ", t.size(2), ", ", t.size(3), "]; allowed ",
                  shape_of(layer, spec.kv_heads, dim), " as the model spec says");
+  KVKEEP_REQUIRE(t.has_memory(), "cache: ", side, " of layer ", l, " have no address (null); allowed an address");
   KVKEEP_REQUIRE(t.stride(3) == 1 || dim == 1, "cache: ", side, " of layer ", l, " have stride ", t.stride(3),
                  " in the last dimension; allowed 1");
 }

@@ -125,7 +125,7 @@ class Tensor {
  public:
   Tensor() = default;
   /// A view of `data`, which `owner` keeps alive (without one, the caller does). Strides are in elements. Throws
-  /// InvalidArgument for numbers without an address.
+  /// InvalidArgument for numbers on the CPU without an address.
   Tensor(void* data, Dtype dtype, const Shape& sizes, const Shape& strides, Device device = {}, Owner owner = {})
       : data_(static_cast<std::byte*>(data)),
         sizes_(sizes),
@@ -134,9 +134,8 @@ class Tensor {
         device_(device),
         defined_(true),
         owner_(std::move(owner)) {
-    const bool reachable = device.kind != Device::Kind::other;  // a backend's tensor without memory may be elsewhere
-    KVKEEP_REQUIRE(data != nullptr || !reachable || std::ranges::find(sizes_, 0) != sizes_.end(), "tensor: ", sizes,
-                   " ", dtype, " has no address (null); allowed an address, or a size of 0");
+    KVKEEP_REQUIRE(!device.is_cpu() || has_memory(), "tensor: ", sizes, " ", dtype,
+                   " has no address (null); allowed an address, or a size of 0");
   }
   /// A contiguous view.
   Tensor(void* data, Dtype dtype, const Shape& sizes, Device device = {}, Owner owner = {})
@@ -149,6 +148,8 @@ class Tensor {
     return TensorBackend<T>::made_of(*this);
   }
 
+  /// True if its numbers have an address, or if it has none.
+  [[nodiscard]] bool has_memory() const { return data_ != nullptr || std::ranges::find(sizes_, 0) != sizes_.end(); }
   /// False for an absent tensor.
   [[nodiscard]] bool defined() const { return defined_; }
   [[nodiscard]] const Shape& sizes() const { return sizes_; }

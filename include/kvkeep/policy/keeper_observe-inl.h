@@ -127,6 +127,8 @@ KVKEEP_INLINE void Keeper::check_queries(const char* operation, const Observatio
                  operation, ": queries of layer ", o.layer, " have ", q.dim(), " dimensions",
                  q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [",
                  tokens, ", ", spec_.query_heads, ", ", spec_.key_dim, "]");
+  KVKEEP_REQUIRE(q.has_memory(), operation, ": queries of layer ", o.layer,
+                 " have no address (null); allowed an address");
   KVKEEP_REQUIRE(is_scorable(q.dtype()), operation, ": queries of layer ", o.layer, " are ", q.dtype(),
                  "; allowed f32, f16, bf16");
   KVKEEP_REQUIRE(q.stride(2) == 1 || spec_.key_dim == 1, operation, ": queries of layer ", o.layer, " have stride ",
