@@ -56,9 +56,9 @@ TEST_F(Chosen, ARunSaysHowManySlotsTheScorerChose) {
 }
 
 TEST_F(Chosen, TablesShowTheShareOfEveryPolicy) {
-  const Outcome outcome =
-      run({"eval", "--model", model(), "--task", "ask", "--length", "96", "--samples", "1", "--interval", "8",
-           "--policy", "full", "--policy", "tova,budget=24", "--policy", "keydiff,budget=24,recent=2", "-o", "json"});
+  const Outcome outcome = run({"eval", "--model", model(), "--task", "ask", "--length", "96", "--samples", "1",
+                               "--interval", "8", "--policy", "full", "--policy", "tova,budget=24,interval=8",
+                               "--policy", "keydiff,budget=24,interval=8,recent=2", "-o", "json"});
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   const json rows = json::parse(outcome.out);
   ASSERT_EQ(rows.size(), 3U);

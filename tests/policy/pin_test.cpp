@@ -183,6 +183,7 @@ std::string small(const PolicyInfo& policy) {
   std::string options = ",budget=48,interval=12,sink=2,recent=4,protect_prompt=false";
   if (policy.name.starts_with("ams-")) options += ",allocator.window=8,min_segment=2,max_segment=16";
   if (policy.name.starts_with("chunkkv")) options += ",chunk=7";
+  if (policy.name.starts_with("pyramidkv")) options += ",beta=2";  // by default the last layer has room for sinks alone
   for (const char* window : {",scorer.window=8", ""}) try {
       const auto made = make_policy(policy.name + options + window);
       if (!made->narrows() && problems(*made, model(), {.output_projections = output_projections({})}).empty())
@@ -217,9 +218,10 @@ TEST(KeeperPins, HoldUnderEveryPolicyTheBudgetToo) {
 }
 
 TEST(KeeperPins, LeaveNoTraceOnceTheyAreGone) {
-  for (const char* policy : {"ams-tova,budget=48,interval=12,window=8,min_segment=2,max_segment=16",
-                             "chunkkv-snapkv,budget=48,interval=12,window=8,chunk=5", "h2o,budget=48,interval=12",
-                             "pyramidkv-knorm,budget=48,interval=12,recent=4", "adakv-tova,budget=48,interval=12"}) {
+  for (const char* policy :
+       {"ams-tova,budget=48,interval=12,window=8,min_segment=2,max_segment=16",
+        "chunkkv-snapkv,budget=48,interval=12,window=8,chunk=5", "h2o,budget=48,interval=12",
+        "pyramidkv-knorm,budget=48,interval=12,recent=4,beta=2", "adakv-tova,budget=48,interval=12"}) {
     Fed never(policy), once(policy);
     once.keeper().pin(1, 3, 30);
     once.keeper().unpin(1, 0, kMostPositions);
