@@ -183,7 +183,7 @@ std::string small(const PolicyInfo& policy) {
   std::string options = ",budget=48,interval=12,sink=2,recent=4,protect_prompt=false";
   if (policy.name.starts_with("ams-")) options += ",allocator.window=8,min_segment=2,max_segment=16";
   if (policy.name.starts_with("chunkkv")) options += ",chunk=7";
-  if (policy.name.starts_with("pyramidkv")) options += ",beta=2";  // else the late layer has room for sinks alone
+  if (policy.name.starts_with("pyramidkv")) options += ",beta=2";  // by default the last layer has room for sinks alone
   for (const char* window : {",scorer.window=8", ""}) try {
       const auto made = make_policy(policy.name + options + window);
       if (!made->narrows() && problems(*made, model(), {.output_projections = output_projections({})}).empty())

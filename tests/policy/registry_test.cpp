@@ -411,7 +411,8 @@ TEST(Registry, ListsEveryOptionOfEveryPolicy) {
     const auto json =
         resolved(p.name == "pyramidinfer" ? p.name : p.name + ",budget=512" + (may_fold ? ",rest=fold" : ""));
     for (const OptionInfo& o : p.options) {
-      if (o.fallback == "-" || o.name == "decode" || o.name == "recent") continue;  // resolved only where it is given
+      if (o.fallback == "-" || o.fallback.starts_with("a quarter") || o.name == "decode")
+        continue;  // resolved only where it is given
       const auto dot = o.name.find('.');
       const bool there = dot == std::string::npos ? json.contains(o.name)
                                                   : json[o.name.substr(0, dot)].contains(o.name.substr(dot + 1));

@@ -129,8 +129,8 @@ TEST(Retention, ReportsCountTheSlotsThatTheScorerChose) {
   EXPECT_EQ(newest_cut("keydiff,budget=24,interval=8,sink=4,recent=4,variant=official", 30), all(24, 16));
   EXPECT_EQ(newest_cut("tova,budget=24,interval=8,sink=4,recent=0,variant=official", 30), all(24, 19))
       << "its newest slot ranks first";
-  EXPECT_EQ(newest_cut("pyramidkv-keydiff,budget=24,interval=8,sink=2,recent=4", 30), (Counts{96, 2 * (46 - 2 - 4)}))
-      << "layers keep 46 and 2: in the late one there is room for sinks alone";
+  EXPECT_EQ(newest_cut("pyramidkv-keydiff,budget=24,interval=8,sink=2,recent=4", 30), (Counts{96, 2 * (46 - 6)}))
+      << "its last layer has room for sinks alone";
   EXPECT_EQ(newest_cut("adakv-tova,budget=24,interval=8,sink=2,recent=4", 30), all(24, 18));
   EXPECT_EQ(newest_cut("snapkv,budget=24,interval=8", 30), all(24, 0)) << "its window never goes";
 }
