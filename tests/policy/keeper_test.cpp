@@ -523,7 +523,7 @@ TEST(Trigger, CountsTheIntervalsThatAStepJumpsOver) {
 }
 
 TEST(Trigger, LetsAnythingBeyondTheWindowLeaveAtTheEndOfAPromptAndWholeIntervalsAfterIt) {
-  const Trigger window{.interval = 8, .kind = Trigger::Kind::window, .recent = 12};
+  const Trigger window{.budget = {}, .interval = 8, .kind = Trigger::Kind::window, .recent = 12};
   EXPECT_FALSE(window.due({.seen = 12, .prompt = 12, .step = 12, .unsettled = 12}));
   EXPECT_TRUE(window.due({.seen = 13, .prompt = 13, .step = 13, .unsettled = 13}));
   EXPECT_FALSE(window.due({.seen = 20, .prompt = 13, .step = 1, .unsettled = 19}));
