@@ -48,7 +48,9 @@ TEST(Compact, MovesExactlyTheKeptBytesForAnyDtypeHeadSizeAndStride) {  // B21, B
 /// Moves of more than the caches hold are written past them.
 TEST(Compact, MovesWhatDoesNotFitInTheCaches) {
   constexpr std::int32_t kSlots = 1 << 18;
-  const ModelSpec spec{.query_heads = 1, .kv_heads = 1, .key_dim = 32, .value_dim = 32, .layers = {LayerSpec{}}};
+  ModelSpec spec;
+  spec.query_heads = spec.kv_heads = 1, spec.key_dim = spec.value_dim = 32;
+  spec.layers.resize(1);
   const auto rows = [] { return at::randint(0, 1 << 20, {1, 1, kSlots, 32}).to(at::kFloat); };
   std::vector<LayerKv> layers{DenseKv{rows(), rows()}};
   const at::Tensor keys = torch_tensor(std::get<DenseKv>(layers[0]).keys), before = keys.clone();
