@@ -669,5 +669,28 @@ TEST(Keeper, RefusesQueriesBeforeRopeThatNothingCanTurn) {
   EXPECT_EQ(keeper.logical_length(id), 2);
 }
 
+TEST(Keeper, RefusesTensorsWithoutAnAddress) {
+  const SequenceId id = 1;
+  const std::int32_t indptr[] = {0, 2};
+  Keeper keeper(model(), make_policy("tova,budget=8,recent=2"));
+  keeper.join(id);
+  const Observation seen{
+      .layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = Tensor(nullptr, Dtype::f32, {2, 1, 8})};
+  EXPECT_NE(message_of<InvalidArgument>([&] { keeper.observe(seen); }).find("queries of layer 0 have no address"),
+            std::string::npos);
+  EXPECT_EQ(keeper.logical_length(id), 0);
+  std::int32_t length = 0;
+  for (const bool value : {false, true}) {
+    const Tensor there = zeros({1, 1, 16, 8}, Dtype::f32), nowhere(nullptr, Dtype::f32, {1, 1, 16, 8});
+    const CacheView view{.layers = {DenseKv{value ? there : nowhere, value ? nowhere : there}},
+                         .sequences = {&id, 1},
+                         .lengths = {{&length, 1}}};
+    EXPECT_NE(message_of<InvalidArgument>([&] {
+                static_cast<void>(keeper.step(view));
+              }).find(value ? "values of layer 0 have no address" : "keys of layer 0 have no address"),
+              std::string::npos);
+  }
+}
+
 }  // namespace
 }  // namespace kvkeep::keeper_contract_test

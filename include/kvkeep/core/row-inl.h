@@ -48,6 +48,7 @@ inline void check_side(const char* side, const Tensor& t, const Layer& layer, st
 
 inline void check_scales(const char* side, const Tensor& scales, const Tensor& rows, std::int32_t l) {
   if (!scales.defined()) return;
+  KVKEEP_REQUIRE(scales.has_memory(), "cache: ", side, " of layer ", l, " have no address (null); allowed an address");
   KVKEEP_REQUIRE(scales.dim() == 3 && scales.size(0) == rows.size(0) && scales.size(1) == rows.size(1) &&
                      scales.size(2) == rows.size(2),
                  "cache: ", side, " of layer ", l, " do not match their rows; allowed the shape [", rows.size(0), ", ",
@@ -71,6 +72,7 @@ inline void check_table(const CacheView& view) {
                  "cache: the block table is ", table.defined() ? text(table.dtype(), " ", table.sizes()) : "missing",
                  "; a paged layer needs one, allowed i32 [", view.sequences.size(),
                  ", max_pages] with its last dimension contiguous");
+  KVKEEP_REQUIRE(table.has_memory(), "cache: the block table has no address (null); allowed an address");
   KVKEEP_REQUIRE(table.device().is_cpu(), "cache: the block table is on ", table.device().str(),
                  "; allowed the CPU: page numbers are host integers, like lengths");
   KVKEEP_REQUIRE(table.size(1) <= std::numeric_limits<std::int32_t>::max(), "cache: the block table names ",

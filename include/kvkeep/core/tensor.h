@@ -124,8 +124,7 @@ concept BackendTensor = requires { sizeof(TensorBackend<T>); };
 class Tensor {
  public:
   Tensor() = default;
-  /// A view of `data`, which `owner` keeps alive (without one, the caller does). Strides are in elements. Throws
-  /// InvalidArgument for numbers on the CPU without an address.
+  /// A view of `data`, which `owner` keeps alive (without one, the caller does). Strides are in elements.
   Tensor(void* data, Dtype dtype, const Shape& sizes, const Shape& strides, Device device = {}, Owner owner = {})
       : data_(static_cast<std::byte*>(data)),
         sizes_(sizes),
@@ -133,10 +132,7 @@ class Tensor {
         dtype_(dtype),
         device_(device),
         defined_(true),
-        owner_(std::move(owner)) {
-    KVKEEP_REQUIRE(!device.is_cpu() || has_memory(), "tensor: ", sizes, " ", dtype,
-                   " has no address (null); allowed an address, or a size of 0");
-  }
+        owner_(std::move(owner)) {}
   /// A contiguous view.
   Tensor(void* data, Dtype dtype, const Shape& sizes, Device device = {}, Owner owner = {})
       : Tensor(data, dtype, sizes, contiguous_strides(sizes), device, std::move(owner)) {}

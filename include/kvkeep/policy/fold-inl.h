@@ -110,7 +110,8 @@ KVKEEP_INLINE void Keeper::check_attended(const Observation& o, const Attended& 
   KVKEEP_REQUIRE(o.basis == QueryBasis::post_rope, "view: queries of layer ", o.layer,
                  " are taken before RoPE; allowed after RoPE");
   const auto fits = [this](const Tensor& t, Shape shape) {
-    return t.defined() && t.dtype() == Dtype::f32 && t.device() == device() && t.is_contiguous() && t.sizes() == shape;
+    return t.defined() && t.has_memory() && t.dtype() == Dtype::f32 && t.device() == device() && t.is_contiguous() &&
+           t.sizes() == shape;
   };
   KVKEEP_REQUIRE(fits(attended.out, {tokens, spec_.query_heads, spec_.value_dim}) &&
                      fits(attended.log_sum_exp, {tokens, spec_.query_heads}),

@@ -54,6 +54,7 @@ KVKEEP_INLINE void Keeper::check(const GivenScores& g) const {
                  "give: scores of layer ", g.layer, " have ", scores.dim(), " dimensions",
                  scores.dim() == 2 ? text(" [", scores.size(0), ", ", scores.size(1), "]") : "", "; allowed [", tokens,
                  ", ", spec_.kv_heads, "]");
+  KVKEEP_REQUIRE(scores.has_memory(), "give: scores of layer ", g.layer, " have no address (null); allowed an address");
   KVKEEP_REQUIRE(is_scorable(scores.dtype()), "give: scores of layer ", g.layer, " are ", scores.dtype(),
                  "; allowed f32, f16, bf16");
   KVKEEP_REQUIRE(scores.device() == device(), "give: scores of layer ", g.layer, " are on ", scores.device().str(),

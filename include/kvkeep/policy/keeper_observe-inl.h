@@ -140,6 +140,8 @@ KVKEEP_INLINE void Keeper::check_queries(const char* operation, const Observatio
 KVKEEP_INLINE void Keeper::check_normalisers(const char* operation, const Observation& o) const {
   const Tensor& x = o.log_sum_exp;
   if (!x.defined()) return;
+  KVKEEP_REQUIRE(x.has_memory(), operation, ": log-sum-exps of layer ", o.layer,
+                 " have no address (null); allowed an address");
   KVKEEP_REQUIRE(x.dtype() == Dtype::f32 && x.dim() == 2 && x.size(0) == o.indptr.back() &&
                      x.size(1) == spec_.query_heads && x.device() == device(),
                  operation, ": log-sum-exps of layer ", o.layer, " are ", x.dtype(), " in ", x.dim(), " dimensions",
