@@ -153,7 +153,7 @@ TEST_F(PendingEvents, RefuseWhatNeedsTheirLengthsByName) {
     refused("observe", [&] {
       return keeper.observe({.layer = 0, .sequences = {&one, 1}, .indptr = indptr, .queries = queries}), 0;
     });
-    refused("observe", [&] { return keeper.begin_step({.sequences = {&one, 1}, .indptr = indptr}), 0; });
+    refused("begin_step", [&] { return keeper.begin_step({.sequences = {&one, 1}, .indptr = indptr}), 0; });
     refused("give",
             [&] { return keeper.give({.layer = 0, .sequences = {&one, 1}, .indptr = indptr, .scores = scores}), 0; });
     refused("step", [&] { return keeper.plan(view).cuts.size(); });
