@@ -70,8 +70,11 @@ KVKEEP_INLINE void CacheLayout::list(const ModelSpec& spec, const CacheView& vie
       for (int s = 0; s < 4; ++s) {
         const Tensor& t = *all[s];
         if (!t.defined() || t.dim() < 3 || (s % 2 == 1 && lies_within(t, *all[s - 1]))) continue;
-        // A scale of all slots at once: no slot takes it along.
-        if (s >= 2 && t.stride(slot_dim) == 0 && (!paged || t.stride(0) == 0)) continue;
+        // One vector for all slots, such as a scale of a whole layer, or a stand-in for rows that are elsewhere: no
+        // slot takes it along.
+        const auto step = [&t](int d) { return t.size(d) > 1 ? t.stride(d) : 0; };
+        const bool many = t.size(0) > 1 || t.size(slot_dim) > 1;
+        if (step(slot_dim) == 0 && ((step(0) == 0 && many) || (s >= 2 && !paged))) continue;
         const std::int64_t bytes = t.element_size();
         sides.push_back({.layer = l,
                          .side = s,
