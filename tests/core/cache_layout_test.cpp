@@ -82,6 +82,7 @@ TEST(CacheLayout, RefusesExactlyWhatSharesMemoryWhereRowsAreNested) {
     const Tensor keys = side(3, false, {}), values = side(2, random.chance(0.7), keys);
     const bool alone = numbers_of(keys, base) != std::vector<std::int64_t>{-1} &&
                        numbers_of(values, base) != std::vector<std::int64_t>{-1};
+    if (keys.stride(0) == 0 || values.stride(0) == 0) continue;  // one vector for all, of which nothing moves
     const bool within = lies_within(values, keys);
     const std::string said = refusal(model(1), {DenseKv{keys, values}});
     if (!alone) {

@@ -73,8 +73,8 @@ KVKEEP_INLINE void CacheLayout::list(const ModelSpec& spec, const CacheView& vie
         // One vector for all slots, such as a scale of a whole layer, or a stand-in for rows that are elsewhere: no
         // slot takes it along.
         const auto step = [&t](int d) { return t.size(d) > 1 ? t.stride(d) : 0; };
-        const bool many = t.size(0) > 1 || t.size(slot_dim) > 1;
-        if (step(slot_dim) == 0 && ((step(0) == 0 && many) || (s >= 2 && !paged))) continue;
+        const bool of_all = t.size(0) > 1 && t.stride(0) == 0;
+        if (step(slot_dim) == 0 && (of_all || (s >= 2 && (step(0) == 0 || !paged)))) continue;
         const std::int64_t bytes = t.element_size();
         sides.push_back({.layer = l,
                          .side = s,
