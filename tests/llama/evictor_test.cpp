@@ -725,9 +725,6 @@ TEST_P(LlamaEvictor, SeesInTheGraphWhatTheFileDoesNotSay) {
       EXPECT_THROW(static_cast<void>(run.decode({{0, some_tokens(20)}})), Unsupported) << path << ' ' << flash;
       EXPECT_THROW(static_cast<void>(run.decode({{0, some_tokens(20)}})), StateError) << "no longer watched";
     }
-  const Model other = load("fake:other-base");
-  const Engine run("expected,budget=40,interval=16,recent=8,prefill=cut", {}, other.get());
-  EXPECT_THROW(static_cast<void>(run.decode({{0, some_tokens(20)}})), Unsupported) << "it turns by other frequencies";
 }
 
 TEST_P(LlamaEvictor, RefusesModelsWhoseCacheIsOfAnotherKind) {

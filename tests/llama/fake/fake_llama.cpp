@@ -151,7 +151,6 @@ struct llama_model {
                 {"fake.attention.head_count_kv", is("ragged-heads") ? "[2, 1, 2]" : "2"},
                 {"fake.rope.freq_base", "10000.000000"}};
     if (is("partial")) metadata["fake.rope.dimension_count"] = "16";
-    if (is("other-base")) metadata["fake.rope.freq_base"] = "20000.000000";  // than the graph's
     if (is("long-heads")) metadata["fake.attention.key_length"] = metadata["fake.attention.value_length"] = "64";
     if (is("mla")) metadata["fake.attention.kv_lora_rank"] = "16";
     if (is("scale") && !is("quiet")) metadata["fake.attention.scale"] = "0.200000";
