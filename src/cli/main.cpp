@@ -78,10 +78,8 @@ int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   const auto unknown = std::ranges::find_if(rest, [](const std::string& word) { return word.starts_with("-"); });
   if (where == &app && !rest.empty() && unknown != rest.begin()) {
     const std::vector<std::string> names = subcommands_of(app);
-    std::string all;
-    for (const std::string& name : names) all += (all.empty() ? "" : ", ") + name;
     note(text("there is no sub-command '", shortened(rest.front()), "'", did_you_mean(rest.front(), names),
-              "; allowed ", all));
+              "; allowed ", joined(names)));
   } else if (unknown != rest.end()) {
     const std::string option = unknown->substr(0, unknown->find('='));
     std::vector<std::string> names;

@@ -108,13 +108,12 @@ void require_decimal_integers(CLI::App& app) {
 }
 
 CLI::Validator one_of(std::vector<std::string> words) {
-  std::string all;
-  for (const std::string& word : words) all += (all.empty() ? "" : ", ") + word;
   return CLI::Validator(
-      [words = std::move(words), all](const std::string& given) {
+      [words = std::move(words)](const std::string& given) {
         return std::ranges::find(words, given) != words.end()
                    ? std::string()
-                   : text("'", shortened(given), "' is not known", did_you_mean(given, words), "; allowed ", all);
+                   : text("'", shortened(given), "' is not known", did_you_mean(given, words), "; allowed ",
+                          joined(words));
       },
       "");
 }

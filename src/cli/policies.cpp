@@ -133,16 +133,10 @@ std::string page(const PolicyInfo& policy) {
 void run(const PoliciesOptions& o) {
   const std::vector<PolicyInfo> known = policies();
   std::vector<PolicyInfo> shown;
-  std::string names;
-  for (const PolicyInfo& policy : known) {
-    names += (names.empty() ? "" : ", ") + policy.name;
+  for (const PolicyInfo& policy : known)
     if (o.name.empty() || policy.name == o.name) shown.push_back(policy);
-  }
-  if (shown.empty()) {
-    std::vector<std::string_view> all;
-    for (const PolicyInfo& policy : known) all.emplace_back(policy.name);
-    refuse("policies: there is no policy \"", shortened(o.name), "\"", did_you_mean(o.name, all), "; allowed ", names);
-  }
+  KVKEEP_REQUIRE(!shown.empty(), "policies: there is no policy \"", shortened(o.name), "\"",
+                 did_you_mean(o.name, known, &PolicyInfo::name), "; allowed ", joined(known, &PolicyInfo::name));
   if (o.output.format != Format::md)
     return print((o.name.empty() && !o.all ? overview(known) : options_of(shown)).text(o.output.format));
   if (o.name.empty() && !o.all) return print(survey(known));

@@ -370,12 +370,6 @@ constexpr std::array<Task, 5> kTasks{{
     {{kCopies, "chain with every fact stated three times in its section: one survivor is enough"}, make_chain},
 }};
 
-std::string names_of_tasks() {
-  std::string names;
-  for (const Task& task : kTasks) names += (names.empty() ? "" : ", ") + std::string(task.info.name);
-  return names;
-}
-
 }  // namespace
 
 const std::vector<TaskInfo>& tasks() {
@@ -394,10 +388,8 @@ TaskSample make_task(std::string_view name, uint64_t seed, const TaskOptions& op
     TokenDice dice(name, seed);
     return task.make(dice, shape);
   }
-  std::vector<std::string_view> names;
-  for (const Task& task : kTasks) names.emplace_back(task.info.name);
-  refuse("make_task: unknown task; given \"", shortened(name), "\"", did_you_mean(name, names), "; allowed ",
-         names_of_tasks());
+  refuse("make_task: unknown task; given \"", shortened(name), "\"",
+         did_you_mean(name, tasks(), &TaskInfo::name), "; allowed ", joined(tasks(), &TaskInfo::name));
 }
 
 std::string token_name(int32_t id) {

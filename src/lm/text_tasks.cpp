@@ -108,16 +108,9 @@ TextSample make_text_task(std::string_view name, std::uint64_t seed, const Token
                           const TextTaskOptions& options) {
   const auto task =
       std::find_if(kTextTasks.begin(), kTextTasks.end(), [&](const TextTaskInfo& one) { return one.name == name; });
-  if (task == kTextTasks.end()) {
-    std::string all;
-    std::vector<std::string_view> names;
-    for (const TextTaskInfo& one : kTextTasks) {
-      all += text(all.empty() ? "" : ", ", one.name);
-      names.emplace_back(one.name);
-    }
-    refuse("make_text_task: no task has this name; given \"", shortened(name), "\"", did_you_mean(name, names),
-           "; allowed ", all);
-  }
+  KVKEEP_REQUIRE(task != kTextTasks.end(), "make_text_task: no task has this name; given \"", shortened(name), "\"",
+                 did_you_mean(name, kTextTasks, &TextTaskInfo::name), "; allowed ",
+                 joined(kTextTasks, &TextTaskInfo::name));
   check(*task, count_tokens, options);
   const Essay essay(task->needs_haystack ? options.haystack : std::string_view{}, options.length);
   KVKEEP_REQUIRE(!task->needs_haystack || !essay.empty(), "make_text_task(", name,

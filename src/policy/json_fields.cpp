@@ -213,10 +213,8 @@ void JsonFields::finish(const std::string& policy) const { require_known(*from_,
 void JsonFields::require_known(const nlohmann::json& object, const std::string& policy) const {
   const auto check = [&](const std::string& name) {
     if (std::ranges::find(taken_, name) != taken_.end()) return;
-    std::string all;
-    for (const std::string& o : offered_) all += (all.empty() ? "" : ", ") + o;
     refuse("policy: ", policy, " has no option \"", shortened(name), "\"", did_you_mean(name, taken_), "; allowed ",
-           all);
+           joined(offered_));
   };
   for (const auto& [key, value] : object.items()) {
     check(key);

@@ -104,17 +104,18 @@ const KnownPolicy* KnownPolicies::find(std::string_view name) const {
   return found == policies_.end() ? nullptr : &*found;
 }
 
+namespace {
+const std::string& name_of(const KnownPolicy* policy) { return policy->entry.name; }
+}  // namespace
+
 std::string KnownPolicies::names() const {
-  std::string joined;
-  for (const KnownPolicy* p : all()) joined += (joined.empty() ? "" : ", ") + p->entry.name;
-  return joined;
+  return joined(all(), name_of);
 }
 
 const KnownPolicy& KnownPolicies::named(std::string_view name) const {
   if (const KnownPolicy* known = find(name)) return *known;
-  std::vector<std::string_view> known;
-  for (const KnownPolicy* p : all()) known.emplace_back(p->entry.name);
-  refuse("policy: there is no policy \"", shortened(name), "\"", did_you_mean(name, known), "; allowed ", names());
+  refuse("policy: there is no policy \"", shortened(name), "\"", did_you_mean(name, all(), name_of), "; allowed ",
+         names());
 }
 
 KnownPolicies& known_policies() {

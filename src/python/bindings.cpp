@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 #include <nanobind/trampoline.h>
 
+#include "kvkeep/core/nearest.h"
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/version.h"
 
@@ -58,14 +59,12 @@ Tensor view_of(const Array& array, const char* what) {
 
 template <class E>
 E one_of(const std::string& said, std::initializer_list<const char*> names, const char* what) {
-  std::string all;
   int index = 0;
   for (const char* name : names) {
     if (said == name) return static_cast<E>(index);
     ++index;
-    all += (all.empty() ? "" : ", ") + std::string(name);
   }
-  refuse(what, ": given '", said, "'; allowed ", all);
+  refuse(what, ": given '", said, "'; allowed ", joined(names));
 }
 
 QueryBasis basis_of(const std::string& said) { return one_of<QueryBasis>(said, {"pre_rope", "post_rope"}, "basis"); }

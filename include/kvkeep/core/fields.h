@@ -6,10 +6,8 @@
 #include <filesystem>
 #include <initializer_list>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <variant>
-#include <vector>
 
 #include "kvkeep/core/nearest.h"
 
@@ -84,15 +82,12 @@ class Fields {
       const auto first = std::find_if(choices.begin(), choices.end(), [&](const auto& c) { return c.second == meant; });
       return first == choices.end() ? "" : first->first;
     };
-    std::string allowed;
-    for (const auto& c : choices) allowed += (allowed.empty() ? "" : ", ") + std::string(c.first);
+    const auto written = [](const auto& c) { return c.first; };
+    const std::string allowed = joined(choices, written);
     const std::string given = word(name, word_of(value), allowed, what, aliases);
     const auto chosen = std::find_if(choices.begin(), choices.end(), [&](const auto& c) { return given == c.first; });
-    if (chosen == choices.end()) {
-      std::vector<std::string_view> words;
-      for (const auto& c : choices) words.emplace_back(c.first);
-      bad(name, given, text("one of ", allowed, did_you_mean(given, words)));
-    }
+    if (chosen == choices.end())
+      bad(name, given, text("one of ", allowed, did_you_mean(given, choices, written)));
     value = chosen->second;
     if (word_of(value) != given) respell(name, word_of(value));
   }

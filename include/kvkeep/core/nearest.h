@@ -1,9 +1,10 @@
 #pragma once
-/// Names that somebody may have meant.
+/// Names for messages: all that are known, and the one that somebody may have meant.
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -32,14 +33,22 @@ namespace kvkeep {
   return rows[one.size() % 3][other.size()];
 }
 
-/// For messages: the name of `known` that is nearest to `given`, as in ` (did you mean "budget"?)`; empty if more than
-/// a third of its letters differ. "memory.rest" is also called "rest". `known` is a range of strings.
-template <class Names>
-[[nodiscard]] std::string did_you_mean(std::string_view given, const Names& known) {
+/// "budget, ratio, bytes": what `name` is of each of `known`.
+template <class Known, class Name = std::identity>
+[[nodiscard]] std::string joined(const Known& known, Name name = {}) {
+  std::string all;
+  for (const auto& one : known) (all += all.empty() ? "" : ", ") += std::invoke(name, one);
+  return all;
+}
+
+/// The name of one of `known` that is nearest to `given`, as in ` (did you mean "budget"?)`; empty if more than a third
+/// of its letters differ. "memory.rest" is also called "rest".
+template <class Known, class Name = std::identity>
+[[nodiscard]] std::string did_you_mean(std::string_view given, const Known& known, Name name_of = {}) {
   std::size_t least = std::max<std::size_t>(1, given.size() / 3) + 1;
   std::string_view nearest;
   for (const auto& one : known) {
-    const std::string_view name = one, last = name.substr(name.rfind('.') + 1);  // all of it without a dot
+    const std::string_view name = std::invoke(name_of, one), last = name.substr(name.rfind('.') + 1);  // all of it without a dot
     const std::size_t distance = std::min(edit_distance(given, name), edit_distance(given, last));
     if (distance < std::exchange(least, std::min(least, distance))) nearest = name;
   }
