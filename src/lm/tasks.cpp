@@ -388,8 +388,8 @@ TaskSample make_task(std::string_view name, uint64_t seed, const TaskOptions& op
     TokenDice dice(name, seed);
     return task.make(dice, shape);
   }
-  refuse("make_task: unknown task; given \"", shortened(name), "\"",
-         did_you_mean(name, tasks(), &TaskInfo::name), "; allowed ", joined(tasks(), &TaskInfo::name));
+  refuse("make_task: unknown task; given \"", shortened(name), "\"", did_you_mean(name, tasks(), &TaskInfo::name),
+         "; allowed ", joined(tasks(), &TaskInfo::name));
 }
 
 std::string token_name(int32_t id) {

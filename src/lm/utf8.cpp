@@ -7,25 +7,6 @@
 
 namespace kvkeep::lm::detail {
 
-Utf8Step first_step(std::string_view text) {
-  const auto byte = [&](std::size_t i) -> unsigned { return static_cast<unsigned char>(text[i]); };
-  const unsigned first = byte(0);
-  if (first < 0x80) return {Utf8State::good, 1};
-  const std::uint32_t length = first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
-  if (length == 0) return {Utf8State::bad, 1};
-  // The second byte has a range of its own if characters could be written shorter, be surrogates, or be beyond
-  // U+10FFFF.
-  unsigned low = first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
-  unsigned high = first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
-  for (std::uint32_t i = 1; i < length; ++i) {
-    if (i == text.size()) return {Utf8State::cut, i};
-    if (byte(i) < low || byte(i) > high) return {Utf8State::bad, i};
-    low = 0x80;
-    high = 0xbf;
-  }
-  return {Utf8State::good, length};
-}
-
 bool is_utf8(std::string_view text) {
   while (!text.empty()) {
     const Utf8Step step = first_step(text);

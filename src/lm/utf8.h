@@ -8,21 +8,13 @@
 #include <string>
 #include <string_view>
 
+#include "kvkeep/core/text.h"
+
 namespace kvkeep::lm::detail {
 
-enum class Utf8State : std::uint8_t {
-  good,  ///< a character
-  bad,   ///< the longest beginning of one that cannot continue
-  cut,   ///< the text ends within one
-};
-
-struct Utf8Step {
-  Utf8State state;
-  std::uint32_t bytes;  ///< 1 to 4
-};
-
-/// The first step of a text that is not empty.
-[[nodiscard]] Utf8Step first_step(std::string_view text);
+using kvkeep::detail::first_step;
+using kvkeep::detail::Utf8State;
+using kvkeep::detail::Utf8Step;
 
 [[nodiscard]] bool is_utf8(std::string_view text);
 

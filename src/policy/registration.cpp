@@ -108,9 +108,7 @@ namespace {
 const std::string& name_of(const KnownPolicy* policy) { return policy->entry.name; }
 }  // namespace
 
-std::string KnownPolicies::names() const {
-  return joined(all(), name_of);
-}
+std::string KnownPolicies::names() const { return joined(all(), name_of); }
 
 const KnownPolicy& KnownPolicies::named(std::string_view name) const {
   if (const KnownPolicy* known = find(name)) return *known;

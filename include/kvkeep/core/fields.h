@@ -86,8 +86,7 @@ class Fields {
     const std::string allowed = joined(choices, written);
     const std::string given = word(name, word_of(value), allowed, what, aliases);
     const auto chosen = std::find_if(choices.begin(), choices.end(), [&](const auto& c) { return given == c.first; });
-    if (chosen == choices.end())
-      bad(name, given, text("one of ", allowed, did_you_mean(given, choices, written)));
+    if (chosen == choices.end()) bad(name, given, text("one of ", allowed, did_you_mean(given, choices, written)));
     value = chosen->second;
     if (word_of(value) != given) respell(name, word_of(value));
   }

@@ -48,7 +48,8 @@ template <class Known, class Name = std::identity>
   std::size_t least = std::max<std::size_t>(1, given.size() / 3) + 1;
   std::string_view nearest;
   for (const auto& one : known) {
-    const std::string_view name = std::invoke(name_of, one), last = name.substr(name.rfind('.') + 1);  // all of it without a dot
+    const std::string_view name = std::invoke(name_of, one),
+                           last = name.substr(name.rfind('.') + 1);  // all of it without a dot
     const std::size_t distance = std::min(edit_distance(given, name), edit_distance(given, last));
     if (distance < std::exchange(least, std::min(least, distance))) nearest = name;
   }

@@ -3,6 +3,8 @@
 
 #include <charconv>
 #include <concepts>
+#include <cstddef>
+#include <cstdint>
 #include <locale>
 #include <sstream>
 #include <string>
@@ -51,21 +53,35 @@ template <class... Parts>
 
 namespace detail {
 
-/// Bytes of the character of UTF-8 that `text` begins with; 0 if it begins with none.
-[[nodiscard]] inline std::size_t whole_character(std::string_view text) {
-  const auto byte = [&](std::size_t i) -> unsigned {
-    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0;
-  };
+enum class Utf8State : std::uint8_t {
+  good,  ///< a character
+  bad,   ///< the longest beginning of one that cannot continue
+  cut,   ///< the text ends within one
+};
+
+struct Utf8Step {
+  Utf8State state;
+  std::uint32_t bytes;  ///< 1 to 4
+};
+
+/// The first step of a text that is not empty.
+[[nodiscard]] inline Utf8Step first_step(std::string_view text) {
+  const auto byte = [&](std::size_t i) -> unsigned { return static_cast<unsigned char>(text[i]); };
   const unsigned first = byte(0);
-  if (first < 0x80) return 1;
-  if (first < 0xC2 || first > 0xF4) return 0;
-  const std::size_t bytes = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
-  const unsigned least = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;  // no longer form than needed
-  const unsigned most = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;   // no surrogates, nothing above U+10FFFF
-  if (byte(1) < least || byte(1) > most) return 0;
-  for (std::size_t i = 2; i < bytes; ++i)
-    if ((byte(i) & 0xC0U) != 0x80U) return 0;
-  return bytes;
+  if (first < 0x80) return {Utf8State::good, 1};
+  const std::uint32_t length = first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
+  if (length == 0) return {Utf8State::bad, 1};
+  // The second byte has a range of its own if characters could be written shorter, be surrogates, or be beyond
+  // U+10FFFF.
+  unsigned low = first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
+  unsigned high = first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
+  for (std::uint32_t i = 1; i < length; ++i) {
+    if (i == text.size()) return {Utf8State::cut, i};
+    if (byte(i) < low || byte(i) > high) return {Utf8State::bad, i};
+    low = 0x80;
+    high = 0xbf;
+  }
+  return {Utf8State::good, length};
 }
 
 }  // namespace detail
@@ -77,18 +93,20 @@ namespace detail {
   std::string out;
   out.reserve(text.size());
   while (!text.empty()) {
-    const std::size_t bytes = detail::whole_character(text);
+    const detail::Utf8Step step = detail::first_step(text);
+    const bool whole = step.state == detail::Utf8State::good;
+    const std::size_t bytes = whole ? step.bytes : 1;
     const auto last = static_cast<unsigned char>(text[bytes == 2 ? 1 : 0]);
-    const bool control = bytes == 1   ? (last < 0x20 || last == 0x7F) && kept.find(text[0]) == std::string_view::npos
-                         : bytes == 2 ? static_cast<unsigned char>(text[0]) == 0xC2 && last < 0xA0
-                                      : bytes == 0;
+    const bool control = !whole       ? true
+                         : bytes == 1 ? (last < 0x20 || last == 0x7F) && kept.find(text[0]) == std::string_view::npos
+                                      : bytes == 2 && static_cast<unsigned char>(text[0]) == 0xC2 && last < 0xA0;
     if (!control)
       out += text.substr(0, bytes);
     else if (bytes == 1 && (last == '\n' || last == '\r' || last == '\t'))
       out += last == '\n' ? "\\n" : last == '\r' ? "\\r" : "\\t";
     else
       ((out += bytes == 2 ? "\\u00" : "\\x") += kDigits[last >> 4U]) += kDigits[last & 15U];
-    text.remove_prefix(bytes == 0 ? 1 : bytes);
+    text.remove_prefix(bytes);
   }
   return out;
 }
