@@ -1,6 +1,6 @@
 #pragma once
-// The files that options name. Every option whose help says FILE, DIR, TRACE or POLICY is marked with what it does;
-// what a run needs of them is then checked in one place, before it begins.
+// The files that options name. Every option whose help says FILE, DIR, PATH, TRACE or POLICY is marked with what it
+// does; what a run needs of them is then checked in one place, before it begins.
 
 #include <CLI/App.hpp>
 

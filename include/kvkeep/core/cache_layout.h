@@ -11,8 +11,8 @@
 namespace kvkeep {
 
 /// Whether every vector of `part` is a piece of the vector of `whole` at the same place, such as the values of latent
-/// attention (MLA), which are the first numbers of its keys. Both have the sizes of one cache, but for the last one.
-/// `dims`: dimensions before the vector, 3.
+/// attention (MLA), which are the first numbers of its keys. `part` and `whole`: keys or values of DenseKv or PagedKv,
+/// or their scales.
 [[nodiscard]] bool lies_within(const Tensor& part, const Tensor& whole);
 
 /// The memory of the layers of a view, once it has been checked.
@@ -20,10 +20,10 @@ class CacheLayout {
  public:
   /// Throws InvalidArgument, with both sides by name, if keys, values or scales of a full layer overlap each other,
   /// those of another layer that is not LayerKind::shared, or themselves (strides of heads, slots, places or pages that
-  /// are less than what they step over). Values may lie within the keys of their layer, and scales that no slot moves
-  /// (a stride of 0) may be anywhere. Requires: make_rows() accepts the view. Cost: one comparison per side if the
-  /// tensors are those of the last call, and no allocation then; else O(n log n) of n sides, and one test for every two
-  /// that are interleaved.
+  /// are less than what they step over). Values may lie within the keys of their layer. One scale for all slots, and
+  /// one vector for all places and slots (strides of 0), may be anywhere: nothing of them moves. Requires: make_rows()
+  /// accepts the view. Cost: one comparison per side if the tensors are those of the last call, and no allocation then;
+  /// else O(n log n) of n sides, and one test for every two that are interleaved.
   void check(const ModelSpec& spec, const CacheView& view);
 
  private:

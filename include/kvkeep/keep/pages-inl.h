@@ -136,14 +136,15 @@ KVKEEP_INLINE void give_back_pages(std::span<const PageMove> moves, PageAllocato
   if (thrown) std::rethrow_exception(thrown);
 }
 
-KVKEEP_INLINE void give_back_taken(std::span<const std::int32_t> taken, PageAllocator& pages) noexcept {
+KVKEEP_INLINE void give_back_taken(std::span<const std::int32_t> taken, PageAllocator* pages) noexcept {
   for (const std::int32_t page : taken) try {
-      pages.give_back(page);
+      pages->give_back(page);
     } catch (...) {
     }
 }
 
-KVKEEP_INLINE void take_pages(std::span<PageMove> moves, PageAllocator* pages, std::span<const std::int32_t> holders) {
+KVKEEP_INLINE std::vector<std::int32_t> take_pages(std::span<PageMove> moves, PageAllocator* pages,
+                                                   std::span<const std::int32_t> holders) {
   std::int64_t wanted = 0;
   for (const PageMove& move : moves) wanted += move.taken;
   std::vector<std::int32_t> taken;
@@ -161,13 +162,14 @@ KVKEEP_INLINE void take_pages(std::span<PageMove> moves, PageAllocator* pages, s
                         page, twice ? " twice" : ", which a sequence of the step holds", "; allowed a free page");
     }
   } catch (...) {
-    give_back_taken(taken, *pages);
+    give_back_taken(taken, pages);
     throw;
   }
   std::size_t next = 0;
   for (PageMove& move : moves)
     for (std::int32_t& page : move.after)
       if (page == PageMove::kTake) page = taken[next++];
+  return taken;
 }
 
 }  // namespace kvkeep

@@ -44,13 +44,14 @@ void shorten(PageMove& move, std::int64_t longest, std::int32_t page_size);
 /// others. Does nothing if `pages` is null.
 void give_back_pages(std::span<const PageMove> moves, PageAllocator* pages);
 
-/// Takes the new pages of all moves. `holders`: [pages that every layer has] how many sequences of the step name each.
-/// Throws StateError if there are not enough, and for a page that no layer has or that is in use, and what take()
-/// throws; whatever was taken has been given back then.
-void take_pages(std::span<PageMove> moves, PageAllocator* pages, std::span<const std::int32_t> holders);
+/// Takes the new pages of all moves, and returns them. `holders`: [pages that every layer has] how many sequences of
+/// the step name each. Throws StateError if there are not enough, and for a page that no layer has or that is in use,
+/// and what take() throws; whatever was taken has been given back then.
+std::vector<std::int32_t> take_pages(std::span<PageMove> moves, PageAllocator* pages,
+                                     std::span<const std::int32_t> holders);
 
 /// Gives back what was taken for an event that failed. Errors of give_back() are left out: the first one says more.
-void give_back_taken(std::span<const std::int32_t> taken, PageAllocator& pages) noexcept;
+void give_back_taken(std::span<const std::int32_t> taken, PageAllocator* pages) noexcept;
 
 }  // namespace kvkeep
 

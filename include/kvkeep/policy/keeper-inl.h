@@ -59,15 +59,6 @@ inline void require_one_length(const RowTable& table, const KeepSet& keep, const
   }
 }
 
-/// The pages that take_pages() found for a plan.
-inline std::vector<std::int32_t> taken_pages(std::span<const PageMove> planned, std::span<const PageMove> taken) {
-  std::vector<std::int32_t> pages;
-  for (std::size_t i = 0; i < planned.size(); ++i)
-    for (std::size_t p = 0; p < planned[i].after.size(); ++p)
-      if (planned[i].after[p] == PageMove::kTake) pages.push_back(taken[i].after[p]);
-  return pages;
-}
-
 inline void write_table(std::span<const PageMove> moves, const CacheView& view) noexcept {
   for (const PageMove& move : moves) {
     std::int32_t* row = view.block_table.data<std::int32_t>() + move.sequence * view.block_table.stride(0);
@@ -526,15 +517,16 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
       keeper_detail::require_one_length(plan.table, *plan.decision.keep, view);
     folding = fold_dropped(plan, view);
     const std::vector<ColumnTarget> targets = reserve_settled(plan, view);
+    std::vector<std::int32_t> taken;
     if (std::ranges::any_of(report.pages, [](const PageMove& move) { return move.taken > 0; })) {
       count_holders(view, plan.table.page_size);
-      take_pages(report.pages, view.pages, holders_);
+      taken = take_pages(report.pages, view.pages, holders_);
     }
     try {
       report.bytes_moved = bytes_to_move(plan.table, *plan.decision.keep, report.pages);
       provided_.machine().move(plan.table, plan.decision, report.pages, targets);
     } catch (...) {
-      if (view.pages != nullptr) give_back_taken(keeper_detail::taken_pages(plan.pages, report.pages), *view.pages);
+      give_back_taken(taken, view.pages);
       throw;
     }
   }
