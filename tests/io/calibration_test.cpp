@@ -5,7 +5,6 @@
 
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <array>
 #include <bit>
@@ -15,6 +14,7 @@
 
 #include "kvkeep/io/safetensors.h"
 #include "oracle/random_case.h"
+#include "temporary_folder.h"
 
 namespace kvkeep::calibration_test {
 namespace {
@@ -29,16 +29,7 @@ Bytes content(const fs::path& file) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-class CalibrationFile : public ::testing::Test {
- protected:
-  void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "kvkeep-calibration-XXXXXX").string();
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-  fs::path folder_;
-};
+class CalibrationFile : public testing::TemporaryFolder {};
 
 /// Two layers, one of them not the first.
 Calibration sample(std::int32_t head_dim = 12) {

@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "message_of.h"
+#include "temporary_folder.h"
 
 namespace kvkeep::run_files_test {
 namespace {
@@ -15,12 +16,10 @@ namespace {
 namespace fs = std::filesystem;
 using io::RunFiles;
 
-class RunFilesTest : public ::testing::Test {
+class RunFilesTest : public testing::TemporaryFolder {
  protected:
   void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "kvkeep-files-XXXXXX").string();
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
+    ASSERT_NO_FATAL_FAILURE(TemporaryFolder::SetUp());
     fs::create_directories(folder_ / "model" / "sub");
     for (const char* name : {"in", "other", "model/config.json", "model/sub/weights"})
       std::ofstream(folder_ / name) << "x";
@@ -31,7 +30,6 @@ class RunFilesTest : public ::testing::Test {
     fs::create_hard_link(folder_ / "model" / "config.json", folder_ / "config");
     fs::create_directory_symlink(folder_ / "model", folder_ / "same_model");
   }
-  void TearDown() override { fs::remove_all(folder_); }
 
   [[nodiscard]] bool refused(const fs::path& input, const fs::path& output) const {
     bool first = false, second = false;
@@ -51,8 +49,6 @@ class RunFilesTest : public ::testing::Test {
     EXPECT_EQ(first, second) << "in any order";
     return first;
   }
-
-  fs::path folder_;
 };
 
 TEST_F(RunFilesTest, NothingIsWrittenOverWhatIsReadByWhateverName) {

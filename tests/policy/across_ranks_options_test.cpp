@@ -69,26 +69,14 @@ std::map<Row, Held> tallies_of(const RankEngine& engine, int step, const Plan& p
 Run run(RankEngine& engine) {
   Run done;
   try {
-    engine.join(1);
-    engine.join(2, 33);
-    if (!engine.keeper.policy().narrows()) {
-      try {
-        engine.keeper.pin(1, 9, 12);
-        engine.keeper.pin(1, 20, 21);
-      } catch (const Error&) {  // official forms pin nothing, and the smallest budgets have no room
-      }
-    }
+    engine.begin_run<Error>();  // official forms pin nothing, and the smallest budgets have no room
     for (int n = 0; n < kSteps; ++n) {
-      engine.observe(n == 0 ? RankEngine::Work{{1, 45}, {2, 33}} : RankEngine::Work{{1, n % 5 == 0 ? 3 : 1}, {2, 1}});
+      engine.observe(RankEngine::work_of_step(n));
       const Plan plan = engine.keeper.plan(engine.view());
       const std::map<Row, Held> tallies = tallies_of(engine, n, plan);
       static_cast<void>(engine.keeper.apply(plan, engine.view()));
       engine.settle();
-      if (n == 0 && engine.keeper.policy().narrows() && engine.keeper.prompt_report(1)->second_pass) {
-        engine.step({{1, static_cast<std::int32_t>(engine.keeper.prompt_report(1)->going_on.size())},
-                     {2, static_cast<std::int32_t>(engine.keeper.prompt_report(2)->going_on.size())}});
-        engine.settle();
-      }
+      if (n == 0) engine.run_second_pass();
       add_rows(engine, n, tallies, done);
     }
   } catch (const RankError&) {

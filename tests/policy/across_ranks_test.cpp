@@ -26,24 +26,11 @@ constexpr const char* kSmall = "budget=24,interval=6,sink=2,recent=4";
 /// What is kept after every step of the same run.
 Kept run(RankEngine& engine, int steps) {
   Kept kept;
-  engine.join(1);
-  engine.join(2, 33);
-  if (!engine.keeper.policy().narrows()) {
-    try {
-      engine.keeper.pin(1, 9, 12);
-      engine.keeper.pin(1, 20, 21);
-    } catch (const Unsupported&) {  // official forms pin nothing
-    }
-  }
+  engine.begin_run<Unsupported>();  // official forms pin nothing
   for (int n = 0; n < steps; ++n) {
-    engine.step(n == 0 ? std::vector<std::pair<SequenceId, std::int32_t>>{{1, 45}, {2, 33}}
-                       : std::vector<std::pair<SequenceId, std::int32_t>>{{1, n % 5 == 0 ? 3 : 1}, {2, 1}});
+    engine.step(RankEngine::work_of_step(n));
     engine.settle();
-    if (n == 0 && engine.keeper.policy().narrows() && engine.keeper.prompt_report(1)->second_pass) {
-      engine.step({{1, static_cast<std::int32_t>(engine.keeper.prompt_report(1)->going_on.size())},
-                   {2, static_cast<std::int32_t>(engine.keeper.prompt_report(2)->going_on.size())}});
-      engine.settle();
-    }
+    if (n == 0) engine.run_second_pass();
     for (const SequenceId id : {1, 2})
       for (std::int32_t l = 0; l < RankEngine::kLayers; ++l)
         for (std::int32_t h = 0; h < RankEngine::kHeads; ++h) {

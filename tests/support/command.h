@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "temporary_folder.h"
+
 namespace kvkeep {
 
 namespace fs = std::filesystem;
@@ -28,15 +30,8 @@ struct Outcome {
   std::string out, err;
 };
 
-class Command : public ::testing::Test {
+class Command : public testing::TemporaryFolder {
  protected:
-  void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "kvkeep-cli-XXXXXX").string();
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
   [[nodiscard]] static std::string golden(const std::string& path) {
     return (fs::path(KVKEEP_TEST_GOLDEN_DIR) / path).string();
   }
@@ -93,8 +88,6 @@ class Command : public ::testing::Test {
     EXPECT_EQ(outcome.out, "");
     EXPECT_EQ(before, after) << "something was written";
   }
-
-  fs::path folder_;
 };
 
 }  // namespace kvkeep

@@ -71,6 +71,30 @@ class RankEngine {
       }
   }
 
+  /// A run of two sequences, some of whose positions are pinned unless the policy refuses that with a `NoPins`.
+  template <class NoPins>
+  void begin_run() {
+    join(1);
+    join(2, 33);
+    if (keeper.policy().narrows()) return;
+    try {
+      keeper.pin(1, 9, 12);
+      keeper.pin(1, 20, 21);
+    } catch (const NoPins&) {
+    }
+  }
+  /// Of its n-th step.
+  [[nodiscard]] static Work work_of_step(int n) {
+    return n == 0 ? Work{{1, 45}, {2, 33}} : Work{{1, n % 5 == 0 ? 3 : 1}, {2, 1}};
+  }
+  /// After the first step, the tokens of prompts that begin afresh.
+  void run_second_pass() {
+    if (!keeper.policy().narrows() || !keeper.prompt_report(1)->second_pass) return;
+    step({{1, static_cast<std::int32_t>(keeper.prompt_report(1)->going_on.size())},
+          {2, static_cast<std::int32_t>(keeper.prompt_report(2)->going_on.size())}});
+    settle();
+  }
+
   CacheView view() {
     return {.layers = layers, .sequences = ids, .lengths = {flat, ragged_ ? kLayers * heads_ : 1}, .places = places};
   }
