@@ -748,11 +748,14 @@ TEST_P(LlamaEvictor, RefusesModelsWhoseCacheIsOfAnotherKind) {
 }
 
 TEST_P(LlamaEvictor, ReadsRoPEOnlyWhereTheFileDescribesIt) {
-  const Model model = load("fake:yarn");
-  EXPECT_EQ(Engine("tova,budget=32", {}, model.get()).decode({{0, some_tokens(20)}}), 0);
-  EXPECT_THROW(Engine("expected,budget=32", {}, model.get()).decode({{0, some_tokens(20)}}), Unsupported);
-  EXPECT_THROW(Engine("tova,budget=32", {.positions = Positions::cache}, model.get()).decode({{0, some_tokens(20)}}),
-               Unsupported);
+  for (const char* path : {"fake:yarn", "fake:other-base"}) {
+    const Model model = load(path);
+    EXPECT_EQ(Engine("tova,budget=32", {}, model.get()).decode({{0, some_tokens(20)}}), 0) << path;
+    EXPECT_THROW(Engine("expected,budget=32", {}, model.get()).decode({{0, some_tokens(20)}}), Unsupported) << path;
+    EXPECT_THROW(Engine("tova,budget=32", {.positions = Positions::cache}, model.get()).decode({{0, some_tokens(20)}}),
+                 Unsupported)
+        << path;
+  }
   EXPECT_THROW(Engine("expected,budget=32", {.positions = Positions::cache}), Unsupported);
 }
 

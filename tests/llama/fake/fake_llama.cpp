@@ -150,6 +150,7 @@ struct llama_model {
                 {"fake.attention.head_count", "4"},
                 {"fake.attention.head_count_kv", is("ragged-heads") ? "[2, 1, 2]" : "2"},
                 {"fake.rope.freq_base", "10000.000000"}};
+    if (is("other-base")) metadata["fake.rope.freq_base"] = "20000.000000";  // than the graph's
     if (is("partial")) metadata["fake.rope.dimension_count"] = "16";
     if (is("long-heads")) metadata["fake.attention.key_length"] = metadata["fake.attention.value_length"] = "64";
     if (is("mla")) metadata["fake.attention.kv_lora_rank"] = "16";
@@ -481,10 +482,10 @@ llama_context_params llama_context_default_params() {
 }
 
 llama_model* llama_model_load_from_file(const char* path, llama_model_params) {
-  static const std::set<std::string> known{"llama",   "neox",         "norope",  "partial", "linear",  "long-heads",
-                                           "scale",   "yarn",         "alibi",   "sinks",   "factors", "quiet",
-                                           "softcap", "mla",          "swa",     "hybrid",  "encoder", "recurrent",
-                                           "device",  "ragged-heads", "no-shift"};
+  static const std::set<std::string> known{"llama",   "neox",         "norope",   "partial",   "linear",  "long-heads",
+                                           "scale",   "yarn",         "alibi",    "sinks",     "factors", "quiet",
+                                           "softcap", "mla",          "swa",      "hybrid",    "encoder", "recurrent",
+                                           "device",  "ragged-heads", "no-shift", "other-base"};
   if (!std::string(path).starts_with("fake:")) return nullptr;
   std::istringstream words(path + 5);
   std::set<std::string> variants;
