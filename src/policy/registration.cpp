@@ -105,14 +105,14 @@ const KnownPolicy* KnownPolicies::find(std::string_view name) const {
 }
 
 namespace {
-const std::string& name_of(const KnownPolicy* policy) { return policy->entry.name; }
+constexpr auto kNameOfPolicy = [](const KnownPolicy* policy) -> const std::string& { return policy->entry.name; };
 }  // namespace
 
-std::string KnownPolicies::names() const { return joined(all(), name_of); }
+std::string KnownPolicies::names() const { return joined(all(), kNameOfPolicy); }
 
 const KnownPolicy& KnownPolicies::named(std::string_view name) const {
   if (const KnownPolicy* known = find(name)) return *known;
-  refuse("policy: there is no policy \"", shortened(name), "\"", did_you_mean(name, all(), name_of), "; allowed ",
+  refuse("policy: there is no policy \"", shortened(name), "\"", did_you_mean(name, all(), kNameOfPolicy), "; allowed ",
          names());
 }
 

@@ -159,7 +159,7 @@ std::vector<std::string> alone(const std::string& policy) {
 }
 
 TEST(RankProcesses, KeepWhatOneMachineKeeps) {
-  for (const std::string policy :
+  for (const std::string& policy :
        {text("tova,", kSmall), text("keydiff,share=union,", kSmall), text("adakv-tova,", kSmall),
         text("threshold-knorm,threshold=-2,", kSmall), text("ams-tova,allocator.window=6,", kSmall),
         text("rpc,heads=all,window=6,", kSmall),
