@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <optional>
 #include <string>
@@ -130,6 +131,8 @@ Tensor view_of(const kvkeep_tensor& t, const char* what) {
   const Dtype dtype = dtype_of(t.dtype.code, t.dtype.bits, t.dtype.lanes, what);
   const Device device = device_of(t.device.type, t.device.index, what);
   KVKEEP_REQUIRE(t.data != nullptr || sizes.product() == 0, what, ": data is NULL; allowed an address");
+  constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
+  KVKEEP_REQUIRE(t.byte_offset <= kMost, what, ": byte_offset is ", t.byte_offset, "; allowed up to ", kMost);
   auto* const data = t.data == nullptr ? nullptr : static_cast<std::byte*>(t.data) + t.byte_offset;
   if (t.strides == nullptr) return {data, dtype, sizes, device};
   return {data, dtype, sizes, Shape(array<const std::int64_t>(t.strides, t.ndim, what)), device};

@@ -350,6 +350,8 @@ TEST(CInterface, SaysWhatIsWrong) {
   observed(KVKEEP_INVALID_ARGUMENT, "device has type 10");
   queries.data = nullptr;
   observed(KVKEEP_INVALID_ARGUMENT, "data is NULL");
+  queries.byte_offset = std::uint64_t{0} - 4;
+  observed(KVKEEP_INVALID_ARGUMENT, "byte_offset is 18446744073709551612");
   queries.shape = nullptr;
   observed(KVKEEP_INVALID_ARGUMENT, "queries is NULL");
   seen.basis = 2;
