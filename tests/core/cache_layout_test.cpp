@@ -158,6 +158,22 @@ TEST(CacheLayout, TakesTheFormsInWhichEnginesStoreTheirRows) {
   taken("one scale for all", spec);
 }
 
+TEST(CacheLayout, LooksAgainAtACacheThatLiesElsewhere) {
+  const ModelSpec spec = model(1, 2, 8, 8);
+  const Tensor k = zeros({3, 2, 40, 8}, Dtype::f32), v = zeros({3, 2, 40, 8}, Dtype::f32);
+  CacheLayout layout;
+  const auto check = [&](const DenseKv& kv) {
+    const std::vector<LayerKv> layers{kv};
+    layout.check(spec, {.layers = layers, .sequences = {}, .lengths = {}});
+  };
+  EXPECT_NO_THROW(check({k, v}));
+  EXPECT_THROW(check({k, k.narrow(2, 1, 39)}), InvalidArgument) << "another address";
+  EXPECT_NO_THROW(check({k, v}));
+  EXPECT_THROW(check({Tensor(k.bytes(), Dtype::f32, {3, 2, 40, 8}, {640, 320, 4, 1}), v}), InvalidArgument)
+      << "other strides";
+  EXPECT_NO_THROW(check({k, v}));
+}
+
 TEST(CacheLayout, NamesWhatSharesMemory) {
   const ModelSpec spec = model(2, 2, 8, 8);
   const auto fresh = [] { return zeros({3, 2, 40, 8}, Dtype::f32); };

@@ -160,19 +160,22 @@ TEST_P(FirstFold, LeavesOutOfTheSpansWhatSurprisesAndTheWindow) {
     EXPECT_EQ(engine.keeper.spans(1, 0, 1).span(static_cast<std::int64_t>(i)).first, whole.spans[i].begin);
     EXPECT_EQ(engine.keeper.spans(1, 0, 1).span(static_cast<std::int64_t>(i)).last, whole.spans[i].end - 1);
   }
-  // After that: 8 tokens leave together, cut by the threshold of the first ones.
-  for (int i = 0; i < 7; ++i) EXPECT_EQ(engine.step({{1, 1}}).slots_folded, 0);
-  engine.step({{1, 1}});
+  // After that: 8 tokens leave together, cut by the threshold of the first ones; no sinks begin there.
   std::vector<std::int32_t> expected;
   for (const std::int32_t slot : whole.dense())
     if (slot < window) expected.push_back(slot);
-  const std::vector<float>& all = engine.living.at(1).surprisal;
-  const Segments behind = segment_above(std::span(all).subspan(static_cast<std::size_t>(window), 8), whole.threshold,
-                                        {.sink = 0, .recent = 0, .min_span = 3, .max_span = 16});
-  for (const std::int32_t t : behind.dense()) expected.push_back(window + t);
-  for (std::int32_t t = window + 8; t < tokens + 8; ++t) expected.push_back(t);
-  const auto now = engine.keeper.positions(1, 0, 0);
-  EXPECT_EQ((std::vector<std::int32_t>(now.begin(), now.end())), expected);
+  for (std::int32_t begin = window; begin < window + 6 * 8; begin += 8) {
+    for (int i = 0; i < 7; ++i) EXPECT_EQ(engine.step({{1, 1}}).slots_folded, 0);
+    engine.step({{1, 1}});
+    const std::vector<float>& all = engine.living.at(1).surprisal;
+    const Segments behind = segment_above(std::span(all).subspan(static_cast<std::size_t>(begin), 8), whole.threshold,
+                                          {.sink = 0, .recent = 0, .min_span = 3, .max_span = 16});
+    for (const std::int32_t t : behind.dense()) expected.push_back(begin + t);
+    std::vector<std::int32_t> held = expected;
+    for (std::int32_t t = begin + 8; t < static_cast<std::int32_t>(all.size()); ++t) held.push_back(t);
+    const auto now = engine.keeper.positions(1, 0, 0);
+    EXPECT_EQ((std::vector<std::int32_t>(now.begin(), now.end())), held) << "8 tokens from " << begin;
+  }
 }
 
 TEST(Fold, OfAPromptShorterThanTheWindowBeginsWhenEnoughHasLeftIt) {
@@ -190,13 +193,16 @@ TEST(Fold, OfAPromptShorterThanTheWindowBeginsWhenEnoughHasLeftIt) {
 
 TEST(Fold, CutsWhatAnAllocatorDropsIntoSpansOfTheAskedLengths) {
   FoldingEngine engine(kAms);
-  run(engine, 1, 90, 40);
-  const SpanRow& row = engine.keeper.spans(1, 1, 1);
-  ASSERT_GT(row.size(), 5);
-  for (std::int64_t i = 0; i < row.size(); ++i) {
-    EXPECT_GE(row.span(i).length, 4);
-    EXPECT_LE(row.span(i).length, 16);
-  }
+  run(engine, 1, 90, 200);
+  for (const int l : {0, 1})
+    for (const int h : {0, 1}) {
+      const SpanRow& row = engine.keeper.spans(1, l, h);
+      ASSERT_GT(row.size(), 5);
+      for (std::int64_t i = 0; i < row.size(); ++i) {
+        EXPECT_GE(row.span(i).length, 4) << "span " << i << " of layer " << l << ", head " << h;
+        EXPECT_LE(row.span(i).length, 16) << "span " << i << " of layer " << l << ", head " << h;
+      }
+    }
 }
 
 TEST(Fold, WeighsTokensByTheirMassWhereItIsAskedTo) {
