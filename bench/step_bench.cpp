@@ -50,7 +50,8 @@ class Subject {
 
   void observe() {
     for (std::int32_t l = 0; l < kLayers; ++l)
-      keeper.observe({.layer = l, .sequences = ids_, .indptr = indptr_, .queries = queries_});
+      keeper.observe(
+          {.layer = l, .sequences = ids_, .indptr = indptr_, .queries = queries_, .basis = QueryBasis::post_rope});
     for (std::int32_t& length : lengths_) ++length;
   }
   Report step() { return keeper.step(view_); }
