@@ -42,6 +42,23 @@ inline bool some_sum_within(std::span<const Steps> steps, Wide low, Wide high, s
 
 inline constexpr const char* kSides[] = {"keys", "values", "key scales", "value scales"};
 
+/// body(layer, form, tensor) for every tensor of the layers.
+inline void each_tensor(const CacheView& view, const auto& body) {
+  for (std::size_t l = 0; l < view.layers.size(); ++l) {
+    const auto all = [&](const auto& kv, std::int32_t form) {
+      for (const Tensor* t : {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales})
+        if (t->defined()) body(l, form, *t);
+    };
+    if (const auto* dense = std::get_if<DenseKv>(&view.layers[l])) all(*dense, 0);
+    if (const auto* paged = std::get_if<PagedKv>(&view.layers[l])) all(*paged, 1 + static_cast<int>(paged->layout));
+  }
+}
+
+inline bool lie_alike(const Tensor& a, const Tensor& b) {
+  return a.bytes() == b.bytes() && a.dtype() == b.dtype() && a.device() == b.device() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides();
+}
+
 }  // namespace cache_layout_detail
 
 /// The bytes of a side lie in [low, high).
@@ -62,8 +79,8 @@ KVKEEP_INLINE bool lies_within(const Tensor& part, const Tensor& whole) {
   return from >= 0 && from + (vectors ? part.size(3) : 1) * bytes <= (vectors ? whole.size(3) : 1) * whole_bytes;
 }
 
-KVKEEP_INLINE void CacheLayout::list(const ModelSpec& spec, const CacheView& view, std::vector<Side>& sides) {
-  sides.clear();
+KVKEEP_INLINE std::vector<CacheLayout::Side> CacheLayout::list(const ModelSpec& spec, const CacheView& view) {
+  std::vector<Side> sides;
   for (std::int32_t l = 0; l < spec.num_layers(); ++l) {
     const auto add = [&](const auto& kv, int slot_dim, bool paged) {
       const Tensor* const all[] = {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales};
@@ -98,6 +115,7 @@ KVKEEP_INLINE void CacheLayout::list(const ModelSpec& spec, const CacheView& vie
     if (const auto* paged = std::get_if<PagedKv>(&layer))
       add(*paged, paged->layout == PageLayout::slot_head ? 1 : 2, true);
   }
+  return sides;
 }
 
 KVKEEP_INLINE CacheLayout::Reach CacheLayout::reach_of(const Side& side) {
@@ -135,13 +153,24 @@ KVKEEP_INLINE bool CacheLayout::overlap(const Side& a, const Side& b) {
   return cache_layout_detail::some_sum_within({all.data(), count}, -b.width - apart, a.width - apart, tries);
 }
 
+KVKEEP_INLINE bool CacheLayout::is_known(const CacheView& view) const {
+  std::size_t next = 0;
+  bool alike = true;
+  cache_layout_detail::each_tensor(view, [&](std::size_t layer, std::int32_t form, const Tensor& t) {
+    alike = alike && next < known_.size() && known_[next].layer == layer && known_[next].form == form &&
+            cache_layout_detail::lie_alike(known_[next].tensor, t);
+    ++next;
+  });
+  return alike && next == known_.size();
+}
+
 KVKEEP_INLINE void CacheLayout::check(const ModelSpec& spec, const CacheView& view) {
   using cache_layout_detail::kSides;
-  list(spec, view, listed_);
-  if (listed_ == checked_) return;
-  checked_.clear();
+  if (is_known(view)) return;
+  known_.clear();
+  const std::vector<Side> sides = list(spec, view);
   std::vector<std::pair<Reach, const Side*>> reaches;
-  for (const Side& side : listed_) {
+  for (const Side& side : sides) {
     if (std::ranges::find(side.sizes, 0) != side.sizes.end()) continue;
     const Reach reach = reach_of(side);
     KVKEEP_REQUIRE(reach.low >= 0 && reach.high <= std::numeric_limits<std::intptr_t>::max(),
@@ -171,7 +200,9 @@ KVKEEP_INLINE void CacheLayout::check(const ModelSpec& spec, const CacheView& vi
              " share memory; allowed values within the keys of their layer, and a layer that reads another one's "
              "cache as LayerKind::shared");
     }
-  std::swap(checked_, listed_);
+  cache_layout_detail::each_tensor(view, [&](std::size_t layer, std::int32_t form, const Tensor& t) {
+    known_.push_back({layer, form, {t.bytes(), t.dtype(), t.sizes(), t.strides(), t.device()}});
+  });
 }
 
 }  // namespace kvkeep

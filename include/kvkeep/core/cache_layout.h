@@ -22,7 +22,7 @@ class CacheLayout {
   /// those of another layer that is not LayerKind::shared, or themselves (strides of heads, slots, places or pages that
   /// are less than what they step over). Values may lie within the keys of their layer. One scale for all slots, and
   /// one vector for all places and slots (strides of 0), may be anywhere: nothing of them moves. Requires: make_rows()
-  /// accepts the view. Cost: one comparison per side if the tensors are those of the last call, and no allocation then;
+  /// accepts the view. Cost: one comparison per tensor if they are those of the last call, and no allocation then;
   /// else O(n log n) of n sides, and one test for every two that are interleaved.
   void check(const ModelSpec& spec, const CacheView& view);
 
@@ -37,14 +37,20 @@ class CacheLayout {
     std::int64_t width = 0;                    ///< bytes of the vector of one slot
     std::array<std::int64_t, 3> sizes = {};    ///< places or pages, then as in the tensor
     std::array<std::int64_t, 3> strides = {};  ///< bytes
-    bool operator==(const Side&) const = default;
+  };
+  /// A tensor of the last view that was checked, without its owner.
+  struct Known {
+    std::size_t layer = 0;
+    std::int32_t form = 0;  ///< dense, or the layout of its pages
+    Tensor tensor;
   };
   struct Reach;
-  static void list(const ModelSpec& spec, const CacheView& view, std::vector<Side>& sides);
+  static std::vector<Side> list(const ModelSpec& spec, const CacheView& view);
   static Reach reach_of(const Side& side);
   static bool overlap(const Side& a, const Side& b);
+  [[nodiscard]] bool is_known(const CacheView& view) const;
 
-  std::vector<Side> checked_, listed_;
+  std::vector<Known> known_;
 };
 
 }  // namespace kvkeep
