@@ -196,6 +196,16 @@ TEST(CacheLayout, NamesWhatSharesMemory) {
   constexpr std::int64_t kFar = std::numeric_limits<std::int64_t>::max();
   EXPECT_NE(says({strided(kFar, 320, 8), v}, other).find("allowed strides within memory"), std::string::npos);
   EXPECT_NE(says({strided(kFar / 8, 320, 8), v}, other).find("allowed strides within memory"), std::string::npos);
+  // Of one vector for all slots too; but a stride along a dimension of one is never used.
+  const auto one_for_all = [&](std::int64_t head, std::int64_t slots) {
+    return Tensor(k.bytes(), Dtype::f32, {3, 2, slots, 8}, {0, head, slots > 1 ? 0 : kFar, 1});
+  };
+  EXPECT_NE(says({k, one_for_all(kFar / 4 + 1, 40)}, other).find("allowed strides within memory"), std::string::npos);
+  EXPECT_NE(says({k, one_for_all(kFar / 4, 40)}, other).find("allowed strides within memory"), std::string::npos);
+  EXPECT_EQ(says({k, one_for_all(0, 40)}, other), "");
+  EXPECT_EQ(says({k, one_for_all(0, 1)}, other), "");
+  const Tensor none(k.bytes(), Dtype::f32, {3, 2, 0, 8}, {640, kFar / 4, 8, 1});
+  EXPECT_NE(says({none, v}, other).find("allowed strides within memory"), std::string::npos);
   // A window that is not cut, over rows that are.
   ModelSpec sliding = spec;
   sliding.layers[1] = {.kind = LayerKind::sliding, .window = 8};

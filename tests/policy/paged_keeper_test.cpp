@@ -255,5 +255,22 @@ TEST(PagedRows, LieWhereTheirOffsetsSayBeyondTwoToThe31Elements) {  // B22: addr
             4 * elements);
 }
 
+// A dimension of one has a stride that nobody uses: engines, and tensors that were sliced, leave any number there.
+TEST(PagedRows, ReadNoStrideAlongADimensionOfOne) {
+  constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
+  float slots[6] = {};
+  const std::int32_t pages[] = {2, 0};
+  const Tensor paged(slots, Dtype::f32, {3, 1, 1, 2}, {2, kAny, kAny, 1});
+  for (const PageLayout layout : {PageLayout::slot_head, PageLayout::head_slot}) {
+    const SlotAddress row = paged_address(paged, layout, 0, pages);
+    EXPECT_EQ(row.at(0), reinterpret_cast<std::byte*>(slots + 4));
+    EXPECT_EQ(row.at(1), reinterpret_cast<std::byte*>(slots));
+  }
+  const Tensor one_page(slots, Dtype::f32, {1, 1, 2, 2}, {kAny, kAny, 2, 1});
+  EXPECT_EQ(paged_address(one_page, PageLayout::head_slot, 0, pages + 1).at(1),
+            reinterpret_cast<std::byte*>(slots + 2));
+  EXPECT_EQ(dense_address(one_page, 0, 0).at(1), reinterpret_cast<std::byte*>(slots + 2));
+}
+
 }  // namespace
 }  // namespace kvkeep::paged_keeper_test

@@ -89,23 +89,22 @@ KVKEEP_INLINE std::vector<CacheLayout::Side> CacheLayout::list(const ModelSpec& 
         if (!t.defined() || t.dim() < 3 || (s % 2 == 1 && lies_within(t, *all[s - 1]))) continue;
         // One vector for all slots, such as a scale of a whole layer, or a stand-in for rows that are elsewhere: no
         // slot takes it along.
-        const auto step = [&t](int d) { return t.size(d) > 1 ? t.stride(d) : 0; };
         const bool of_all = t.size(0) > 1 && t.stride(0) == 0;
-        if (step(slot_dim) == 0 && (of_all || (s >= 2 && (step(0) == 0 || !paged)))) continue;
+        const bool stays = t.step(slot_dim) == 0 && (of_all || (s >= 2 && (t.step(0) == 0 || !paged)));
         const std::int64_t bytes = t.element_size();
         sides.push_back({.layer = l,
                          .side = s,
-                         .moves = spec.layers[static_cast<std::size_t>(l)].kind == LayerKind::full,
+                         .stays = stays,
+                         .moves = !stays && spec.layers[static_cast<std::size_t>(l)].kind == LayerKind::full,
                          .device = t.device(),
                          .base = reinterpret_cast<std::intptr_t>(t.bytes()),
                          .width = (t.dim() > 3 ? t.size(3) : 1) * bytes});
         for (int d = 0; d < 3; ++d) {
           std::int64_t stride = 0;
-          KVKEEP_REQUIRE(!__builtin_mul_overflow(t.stride(d), bytes, &stride),
-                         "cache: ", cache_layout_detail::kSides[s], " of layer ", l, " have strides ", t.strides(),
-                         "; allowed strides within memory");
+          KVKEEP_REQUIRE(!__builtin_mul_overflow(t.step(d), bytes, &stride), "cache: ", cache_layout_detail::kSides[s],
+                         " of layer ", l, " have strides ", t.strides(), "; allowed strides within memory");
           sides.back().sizes[static_cast<std::size_t>(d)] = t.size(d);
-          sides.back().strides[static_cast<std::size_t>(d)] = t.size(d) > 1 ? stride : 0;
+          sides.back().strides[static_cast<std::size_t>(d)] = stride;
         }
       }
     };
@@ -121,7 +120,7 @@ KVKEEP_INLINE std::vector<CacheLayout::Side> CacheLayout::list(const ModelSpec& 
 KVKEEP_INLINE CacheLayout::Reach CacheLayout::reach_of(const Side& side) {
   Reach reach{.low = side.base, .high = cache_layout_detail::Wide{side.base} + side.width};
   for (std::size_t d = 0; d < 3; ++d) {
-    const auto last = cache_layout_detail::Wide{side.sizes[d] - 1} * side.strides[d];
+    const auto last = cache_layout_detail::Wide{std::max<std::int64_t>(side.sizes[d] - 1, 0)} * side.strides[d];
     (last < 0 ? reach.low : reach.high) += last;
   }
   return reach;
@@ -171,11 +170,11 @@ KVKEEP_INLINE void CacheLayout::check(const ModelSpec& spec, const CacheView& vi
   const std::vector<Side> sides = list(spec, view);
   std::vector<std::pair<Reach, const Side*>> reaches;
   for (const Side& side : sides) {
-    if (std::ranges::find(side.sizes, 0) != side.sizes.end()) continue;
     const Reach reach = reach_of(side);
     KVKEEP_REQUIRE(reach.low >= 0 && reach.high <= std::numeric_limits<std::intptr_t>::max(),
                    "cache: ", kSides[side.side], " of layer ", side.layer, " have strides of ", side.strides[0], ", ",
                    side.strides[1], " and ", side.strides[2], " bytes; allowed strides within memory");
+    if (side.stays || std::ranges::find(side.sizes, 0) != side.sizes.end()) continue;
     reaches.emplace_back(reach, &side);
     if (!side.moves) continue;
     std::array<std::size_t, 3> order{0, 1, 2};

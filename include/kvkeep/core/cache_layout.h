@@ -31,6 +31,7 @@ class CacheLayout {
   struct Side {
     std::int32_t layer = 0;
     std::int32_t side = 0;
+    bool stays = false;  ///< one vector for all slots, which may be anywhere
     bool moves = false;
     Device device = {};
     std::intptr_t base = 0;

@@ -88,7 +88,7 @@ inline void check_table(const CacheView& view) {
 inline SlotAddress first_slot(const Tensor& side, int slot) {
   const auto bytes = side.element_size();
   return {.base = static_cast<std::byte*>(side.bytes()),
-          .stride = side.stride(slot) * bytes,
+          .stride = side.step(slot) * bytes,
           .width = (side.dim() == 4 ? side.size(3) : 1) * bytes};
 }
 
@@ -98,7 +98,7 @@ KVKEEP_INLINE SlotAddress dense_address(const Tensor& side, std::int64_t place, 
   if (!side.defined()) return {};
   SlotAddress address = row_detail::first_slot(side, 2);
   if (address.base != nullptr)
-    address.base += (place * side.stride(0) + head * side.stride(1) + start * side.stride(2)) * side.element_size();
+    address.base += (place * side.step(0) + head * side.step(1) + start * side.step(2)) * side.element_size();
   return address;
 }
 
@@ -108,9 +108,9 @@ KVKEEP_INLINE SlotAddress paged_address(const Tensor& side, PageLayout layout, s
   const int slot = layout == PageLayout::slot_head ? 1 : 2;
   const auto bytes = side.element_size();
   SlotAddress address = row_detail::first_slot(side, slot);
-  if (address.base != nullptr) address.base += head * side.stride(3 - slot) * bytes;
+  if (address.base != nullptr) address.base += head * side.step(3 - slot) * bytes;
   address.pages = pages;
-  address.page_stride = side.stride(0) * bytes;
+  address.page_stride = side.step(0) * bytes;
   address.page_shift = std::countr_zero(static_cast<std::uint64_t>(side.size(slot)));
   return address;
 }

@@ -153,6 +153,8 @@ class Tensor {
   /// Negative dimensions count from the end.
   [[nodiscard]] std::int64_t size(std::int64_t d) const { return sizes_[at_dim(d)]; }
   [[nodiscard]] std::int64_t stride(std::int64_t d) const { return strides_[at_dim(d)]; }
+  /// The stride that reaches an element: 0 along a dimension of one, whose own is never used.
+  [[nodiscard]] std::int64_t step(std::int64_t d) const { return size(d) > 1 ? stride(d) : 0; }
   [[nodiscard]] std::int64_t dim() const { return static_cast<std::int64_t>(sizes_.size()); }
   [[nodiscard]] std::int64_t numel() const { return defined_ ? sizes_.product() : 0; }
   [[nodiscard]] Dtype dtype() const { return dtype_; }
