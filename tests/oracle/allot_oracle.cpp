@@ -1,6 +1,7 @@
 // Segments, quotas and the selection inside them.
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numeric>
 #include <set>
@@ -147,7 +148,14 @@ struct Weights {
   std::vector<double> value;
   std::vector<int> twins;  ///< segments with the same number here weigh the same in any arithmetic; -1: like no other
   bool exact = false;      ///< whole numbers
+  double grid = 0;         ///< what each may be off by, since the library weighs in whole numbers
 };
+
+/// The library's masses are whole numbers: 2^-52 of the row's largest, more in a row that would sum to 2^63.
+double grid_of(const std::vector<double>& mass) {
+  const int bits = std::min(52, 62 - static_cast<int>(std::bit_width(mass.size())));
+  return std::ldexp(static_cast<double>(mass.size()) * *std::max_element(mass.begin(), mass.end()), -bits);
+}
 
 /// Where the row's last value begins: from there on every slot has it, bit for bit, for the suffix is filled with one
 /// number.
@@ -160,6 +168,7 @@ int constant_tail(const std::vector<double>& mass) {
 Weights weights(const Options& options, const std::vector<double>& mass, const std::vector<int>& ends) {
   Weights out;
   out.exact = options.quotas == "equal" || options.quotas == "length";
+  if (!out.exact) out.grid = grid_of(mass);
   const int tail = constant_tail(mass);
   int start = 0;
   for (int end : ends) {
@@ -229,16 +238,18 @@ std::vector<int> descending(const std::vector<double>& values) {
 }
 
 /// Notes how close the segments that were served came to those that were not. Equal by construction is not close: whole
-/// numbers, and equal pieces of the suffix. `unit` 0 takes gaps relative to the values.
+/// numbers, and equal pieces of the suffix. `unit` 0 takes gaps relative to the values. Values that the grid of the
+/// weights moves by `grid` are no further apart than it.
 void note_order(const Weights& weights, const std::vector<double>& values, const std::vector<int>& served,
-                const std::vector<int>& left_out, double unit, Margin* margin) {
+                const std::vector<int>& left_out, double unit, double grid, Margin* margin) {
   if (!margin) return;
   for (int i : served) {
     for (int j : left_out) {
       const double gap = std::abs(values[i] - values[j]) / (unit > 0 ? unit : std::max({values[i], values[j], 1e-30}));
       const bool tied = static_cast<float>(values[i]) == static_cast<float>(values[j]);
       const bool twins = weights.twins[i] >= 0 && weights.twins[i] == weights.twins[j];
-      if (!(tied && (twins || (weights.exact && gap < 1e-11)))) margin->note(gap);
+      if (tied && (twins || (weights.exact && gap < 1e-11))) continue;
+      margin->note(std::abs(values[i] - values[j]) <= 2 * grid ? 0 : gap);
     }
   }
 }
@@ -262,7 +273,7 @@ void give_floors(const Weights& weights, const std::vector<int>& floors, std::ve
       served.push_back(i);
     }
     given = !served.empty();
-    note_order(weights, weights.value, served, left_out, 0, margin);
+    note_order(weights, weights.value, served, left_out, 0, weights.grid, margin);
   }
 }
 
@@ -302,7 +313,7 @@ void fill_by_weight(const Weights& weights, const std::vector<int>& length, std:
     for (int j = 0; j < left; ++j) ++q[order[j]];
     // Across a whole number nothing hangs on rounding: a share of almost 3 comes to 3 either way.
     note_order(weights, fraction, {order.begin(), order.begin() + left}, {order.begin() + left, order.end()},
-               left_before, margin);
+               left_before, total > 0 ? left_before * weights.grid / total : 0, margin);
     left = 0;
   }
 }
@@ -333,12 +344,14 @@ std::vector<int> strict_quotas(const Options& options, const Weights& weights, c
 std::vector<int> best(const std::vector<double>& scores, std::vector<int> slots, int count, Margin* margin) {
   std::sort(slots.begin(), slots.end(), [&](int a, int b) { return ranks_before(scores, a, b); });
   if (margin && count > 0 && count < static_cast<int>(slots.size())) {
-    const double in = scores[slots[count - 1]];
-    const double out = scores[slots[count]];
     // Below 1e-30 a probability may have lost its digits, or itself, in float.
-    if (in != out && std::isfinite(in) && std::isfinite(out)) {
-      margin->note((in - out) / std::max({std::abs(in), std::abs(out), 1e-30}));
-    }
+    const auto note = [&](double in, double out) {
+      if (in != out && std::isfinite(in) && std::isfinite(out))
+        margin->note((in - out) / std::max({std::abs(in), std::abs(out), 1e-30}));
+    };
+    // Not only the two at the border: where these are equal, one that is almost equal may come between them.
+    for (int j = 0; j < count; ++j) note(scores[slots[j]], scores[slots[count]]);
+    for (size_t j = count; j < slots.size(); ++j) note(scores[slots[count - 1]], scores[slots[j]]);
   }
   slots.resize(std::min<size_t>(slots.size(), count));
   return slots;

@@ -227,7 +227,9 @@ std::vector<double> competing(const Options& options, std::vector<double> used, 
   const int T = static_cast<int>(used.size());
   for (int t = 0; t < T; ++t)
     if (must.holds(t, T)) used[static_cast<size_t>(t)] = 0;
-  return normalised(used);
+  const double left = std::accumulate(used.begin(), used.end(), 0.0);
+  for (double& mass : used) mass = left > 0 ? mass / left : 0;
+  return used;
 }
 
 void Margin::note(double gap) { smallest = std::min(smallest, gap); }

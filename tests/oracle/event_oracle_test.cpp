@@ -295,6 +295,31 @@ Ints slots_with_rounding(const RandomCase& random, int head, Doubles scores, con
   return select(o, scores, ends, quotas(o, mass, ends, segment_budget(o, must), must), must);
 }
 
+TEST(OracleNearTies, CountAScoreThatIsAlmostEqualToTwoEqualOnesAtTheBorder) {
+  Options o;
+  o.budget = 2;
+  for (const double almost : {1 - 1e-12, 1 + 1e-12}) {
+    Margin margin;
+    select(o, {1, 1, almost, 1}, {4}, {2}, {}, &margin);
+    EXPECT_LT(margin.smallest, 1e-11) << almost;
+  }
+  Margin exact;
+  select(o, {1, 1, 0.5, 1}, {4}, {2}, {}, &exact);
+  EXPECT_EQ(exact.smallest, 0.5);
+}
+
+TEST(OracleNearTies, CountSharesThatTheGridOfIntegerMassMayOrderOtherwise) {
+  Options o;
+  o.min_quota = 0;
+  const auto margin_beside = [&](double mass) {  // the first segment is full: the others share one slot
+    Margin margin;
+    EXPECT_EQ(quotas(o, {1, mass, mass, mass, mass * 1.0002}, {1, 3, 5}, 2, {}, &margin), (std::vector<int>{1, 0, 1}));
+    return margin.smallest;
+  };
+  EXPECT_EQ(margin_beside(5e-13), 0);
+  EXPECT_GT(margin_beside(5e-9), 1e-5);
+}
+
 TEST(OracleNearTies, AreTheOnlyPlaceWhereRoundingDecides) {
   int near_ties = 0;
   int events = 0;

@@ -66,6 +66,12 @@ TEST(Event, AgreesWithTheSlowSecondImplementationOnRandomEvents) {
   EXPECT_LT(tied, cases / 10) << "too many cases hang on rounding to prove anything";
 }
 
+// Protected slots hold half of the mass, which does not count, one slot the rest: all others share by the least mass
+// that a slot has.
+TEST(Event, AgreesWhereAllThatIsLeftToShareIsTheLeastMassOfASlot) {
+  EXPECT_FALSE(expect_agreement(random_case(11024826226273615794U)));
+}
+
 /// Pins spans of positions, as many as every head's budget holds beside its sinks and one newest slot. Returns the most
 /// that a head holds.
 int pin_some(oracle::Random& random, const oracle::Options& o, oracle::Sequence& s) {
