@@ -30,21 +30,8 @@ void check_tokens(const LmConfig& config, const Step& step) {
                    i, " is outside the vocabulary; allowed 0 to ", config.vocab - 1);
 }
 
-/// A layer's tensors, dense or in pages, with their dimensions by meaning.
-struct Sides {
-  const kvkeep::Tensor &keys, &values;
-  int head, slot;
-};
-
 bool is_paged(std::span<const LayerKv> cache) {
   return !cache.empty() && std::holds_alternative<PagedKv>(cache.front());
-}
-
-Sides sides_of(const LayerKv& layer) {
-  if (const auto* dense = std::get_if<DenseKv>(&layer)) return {dense->keys, dense->values, 1, 2};
-  const auto& pages = std::get<PagedKv>(layer);
-  const bool slot_first = pages.layout == PageLayout::slot_head;
-  return {pages.keys, pages.values, slot_first ? 2 : 1, slot_first ? 1 : 2};
 }
 
 // Where the step's sequences may live, and how many slots each has room for.
@@ -53,16 +40,16 @@ struct Room {
 };
 
 Room room_of(const LayerKv& layer, const Tensor& block_table) {
-  const Sides sides = sides_of(layer);
-  if (std::holds_alternative<DenseKv>(layer)) return {sides.keys.size(0), sides.keys.size(2)};
+  const LayerSides sides = sides_of(layer);
+  if (!sides.paged) return {sides.keys.size(0), sides.keys.size(2)};
   return {block_table.size(0), block_table.size(1) * sides.keys.size(sides.slot)};
 }
 
-void check_side(const kvkeep::Tensor& side, Device device, const Sides& sides, bool paged, std::string_view name,
+void check_side(const kvkeep::Tensor& side, Device device, const LayerSides& sides, std::string_view name,
                 std::int32_t layer, std::int64_t heads, std::int64_t dim) {
   if (!side.defined() || side.dim() != 4 || side.size(sides.head) != heads ||
       side.size(3) != dim) {  // the message is made only if it is needed
-    const std::string shape = !paged            ? text("[B, ", heads, ", capacity, ", dim, "]")
+    const std::string shape = !sides.paged      ? text("[B, ", heads, ", capacity, ", dim, "]")
                               : sides.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]")
                                                 : text("[pages, ", heads, ", page_size, ", dim, "]");
     refuse("decoder step: ", name, " of layer ", layer, " must be ", shape, "; given ",
@@ -89,9 +76,9 @@ void check_cache(const ModelSpec& spec, Device device, std::span<const LayerKv> 
                    : paged                                       ? "dense"
                                                                  : "in pages",
                    "; allowed ", paged ? "pages" : "dense layers", " as the first layer");
-    const Sides sides = sides_of(layer);
-    check_side(sides.keys, device, sides, paged, "keys", l, spec.kv_heads, spec.key_dim);
-    check_side(sides.values, device, sides, paged, "values", l, spec.kv_heads, spec.value_dim);
+    const LayerSides sides = sides_of(layer);
+    check_side(sides.keys, device, sides, "keys", l, spec.kv_heads, spec.key_dim);
+    check_side(sides.values, device, sides, "values", l, spec.kv_heads, spec.value_dim);
     KVKEEP_REQUIRE(
         sides.keys.size(0) == sides.values.size(0) && sides.keys.size(sides.slot) == sides.values.size(sides.slot),
         "decoder step: keys ", sides.keys.sizes(), " and values ", sides.values.sizes(), " of layer ", l, " differ in ",

@@ -184,6 +184,7 @@ TEST(CacheLayout, NamesWhatSharesMemory) {
   const auto says = [&](const DenseKv& first, const LayerKv& second) { return refusal(spec, {first, second}); };
   const DenseKv other{fresh(), fresh()};
   EXPECT_EQ(says({k, v}, other), "");
+  EXPECT_EQ(refusal(spec, {DenseKv{k, v}}), "") << "a layer is missing: make_rows() says so";
   EXPECT_NE(says({k, v}, DenseKv{k, fresh()}).find("keys of layer 0 and keys of layer 1 share memory"),
             std::string::npos);
   EXPECT_NE(says({k, v}, DenseKv{fresh(), k}).find("keys of layer 0 and values of layer 1"), std::string::npos);

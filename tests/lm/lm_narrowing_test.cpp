@@ -136,7 +136,7 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 bool all_nan(const at::Tensor& t) { return t.isnan().all().item<bool>(); }
 bool all_equal(const at::Tensor& t, float value) { return t.eq(value).all().item<bool>(); }
 
-std::vector<at::Tensor> sides_of(const LayerKv& layer) {
+std::vector<at::Tensor> tensors_of(const LayerKv& layer) {
   if (const auto* dense = std::get_if<DenseKv>(&layer)) return {dense->keys, dense->values};
   return {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values};
 }
@@ -177,7 +177,7 @@ class Runner {
         table.mutable_data_ptr<std::int32_t>()[i] = static_cast<std::int32_t>(table.numel() - 1 - i);
     }
     for (const LayerKv& layer : cache)
-      for (const at::Tensor& side : sides_of(layer)) side.fill_(7);
+      for (const at::Tensor& side : tensors_of(layer)) side.fill_(7);
   }
 
   [[nodiscard]] std::int64_t place_of(std::int32_t sequence) const { return sequences_ - 1 - sequence; }
@@ -254,7 +254,7 @@ void expect_same_bits(Runner& a, Runner& b, const std::string& what) {
   ASSERT_EQ(a.cache.size(), b.cache.size());
   for (std::size_t l = 0; l < a.cache.size(); ++l)
     for (std::size_t side = 0; side < 2; ++side)
-      EXPECT_TRUE(same_bits(sides_of(a.cache[l])[side], sides_of(b.cache[l])[side]))
+      EXPECT_TRUE(same_bits(tensors_of(a.cache[l])[side], tensors_of(b.cache[l])[side]))
           << what << ": side " << side << " of layer " << l;
   ASSERT_EQ(a.seen.size(), b.seen.size()) << what;
   for (const auto& [key, steps] : a.seen) {
@@ -371,8 +371,8 @@ TEST_P(Narrowing, ChangesNothingWhereEveryoneGoesOn) {  // A-3, A-6
         Runner run(decoder_, 2, 40);
         EXPECT_TRUE(same_bits(expected, run.step({{0, a}, {1, b}}, logits, hook)));
         for (std::size_t l = 0; l < cache.size(); ++l)
-          EXPECT_TRUE(same_bits(cache[l].keys, sides_of(run.cache[l])[0]) &&
-                      same_bits(cache[l].values, sides_of(run.cache[l])[1]))
+          EXPECT_TRUE(same_bits(cache[l].keys, tensors_of(run.cache[l])[0]) &&
+                      same_bits(cache[l].values, tensors_of(run.cache[l])[1]))
               << l;
       }
     }
@@ -411,7 +411,7 @@ TEST_P(Narrowing, APromptGivesTheSameBitsHoweverItIsCutIntoSteps) {
     EXPECT_EQ(whole.lengths, run.lengths);
     for (std::size_t l = 0; l < whole.cache.size(); ++l)
       for (std::size_t side = 0; side < 2; ++side)
-        EXPECT_TRUE(same_bits(sides_of(whole.cache[l])[side], sides_of(run.cache[l])[side]))
+        EXPECT_TRUE(same_bits(tensors_of(whole.cache[l])[side], tensors_of(run.cache[l])[side]))
             << "chunks of " << chunk << ", layer " << l;
   }
 }
@@ -498,7 +498,7 @@ TEST_P(Narrowing, ByOperatorsGivesTheSameNumbers) {
       ASSERT_LE(relative_difference(expected.step(steps[i]), found.step(steps[i])), 1e-4) << "step " << i;
     for (std::size_t l = 0; l < expected.cache.size(); ++l)
       for (std::size_t side = 0; side < 2; ++side)
-        EXPECT_LE(relative_difference(sides_of(expected.cache[l])[side], sides_of(found.cache[l])[side]), 1e-4)
+        EXPECT_LE(relative_difference(tensors_of(expected.cache[l])[side], tensors_of(found.cache[l])[side]), 1e-4)
             << "layer " << l;
     ASSERT_EQ(expected.seen.size(), found.seen.size());
     for (const auto& [key, seen] : expected.seen)
@@ -533,7 +533,7 @@ TEST_P(NarrowingCalls, ReadNothingMoreOfALayerOnceTheirHookHasSeenIt) {
     std::int32_t expected_layer = 0;
     const at::Tensor found = cut.step({{0, more, plan}}, Logits::last, [&](const LayerSight& sight) {
       EXPECT_EQ(sight.layer, expected_layer++);
-      for (const at::Tensor& side : sides_of(cut.cache[static_cast<std::size_t>(sight.layer)])) side.fill_(NAN);
+      for (const at::Tensor& side : tensors_of(cut.cache[static_cast<std::size_t>(sight.layer)])) side.fill_(NAN);
       for (std::int32_t head = 0; head < 2; ++head) cut.counts[static_cast<std::size_t>(sight.layer * 2 + head)] = 3;
       return follow({plan})(sight);
     });
@@ -553,7 +553,7 @@ TEST_P(NarrowingCalls, TakeCountsThatAllLayersShare) {
                                                      {.on_attended = follow({plan})})));
     for (std::size_t l = 0; l < shared.cache.size(); ++l)
       for (std::size_t side = 0; side < 2; ++side)
-        EXPECT_TRUE(same_bits(sides_of(by_layer.cache[l])[side], sides_of(shared.cache[l])[side])) << "layer " << l;
+        EXPECT_TRUE(same_bits(tensors_of(by_layer.cache[l])[side], tensors_of(shared.cache[l])[side])) << "layer " << l;
   }
 }
 
@@ -571,7 +571,7 @@ TEST_P(NarrowingCalls, LeaveASequenceThatGoesOnWithNoneAndKeepTheOthers) {
   for (const auto& [row, other] : {std::pair{0, 0}, {2, 1}, {3, 2}})
     EXPECT_LE(relative_difference(expected[other], found[row]), tolerance) << row;
   for (std::int32_t l = 0; l < 9; ++l) {
-    for (const at::Tensor& side : sides_of(with_it.cache[static_cast<std::size_t>(l)]))
+    for (const at::Tensor& side : tensors_of(with_it.cache[static_cast<std::size_t>(l)]))
       EXPECT_EQ(l > 4, all_equal(side[with_it.place_of(1)], 7)) << "layer " << l;
     EXPECT_EQ(with_it.seen.at({1, l, 1})[0].second.empty(), l > 4) << "layer " << l;
   }
@@ -593,7 +593,7 @@ TEST_P(NarrowingCalls, StopWhereNobodyIsLeft) {
     EXPECT_TRUE(all_nan(found));
     for (std::int32_t l = 0; l < 9; ++l) {
       EXPECT_EQ(run.seen.contains({0, l, 1}), l <= 5);
-      for (const at::Tensor& side : sides_of(run.cache[static_cast<std::size_t>(l)]))
+      for (const at::Tensor& side : tensors_of(run.cache[static_cast<std::size_t>(l)]))
         EXPECT_EQ(all_equal(side, 7), l > 5) << "layer " << l;
     }
   }
@@ -629,7 +629,7 @@ void expect_refused(Decoder& decoder, const Onward& onward, const std::string& s
   run.step({{0, {1, 2, 3}}, {1, {4, 5, 6}}});
   std::vector<at::Tensor> before;
   for (const LayerKv& layer : run.cache)
-    for (const at::Tensor& side : sides_of(layer)) before.push_back(side.clone());
+    for (const at::Tensor& side : tensors_of(layer)) before.push_back(side.clone());
   try {
     run.step({{0, {7, 8, 9, 10}}, {1, {11, 12, 13}}}, logits, [&](const LayerSight& sight) -> std::optional<Onward> {
       if (sight.layer == 1 && left) return Onward{{0, 1, 2, 3}, {0, 4, 4}};
@@ -642,7 +642,7 @@ void expect_refused(Decoder& decoder, const Onward& onward, const std::string& s
   }
   for (std::size_t l = 0; l < run.cache.size(); ++l)
     for (std::size_t side = 0; side < 2; ++side) {
-      const at::Tensor now = sides_of(run.cache[l])[side], then = before[2 * l + side];
+      const at::Tensor now = tensors_of(run.cache[l])[side], then = before[2 * l + side];
       EXPECT_TRUE(l > 4 ? same_bits(now, then) : same_bits(now.narrow(2, 0, 3), then.narrow(2, 0, 3))) << "layer " << l;
     }
 }

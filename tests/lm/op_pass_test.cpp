@@ -105,7 +105,7 @@ struct Storage {
   bool ragged = false, masked = false;
 };
 
-std::vector<at::Tensor> sides_of(const LayerKv& layer) {
+std::vector<at::Tensor> tensors_of(const LayerKv& layer) {
   if (const auto* dense = std::get_if<DenseKv>(&layer)) return {dense->keys, dense->values};
   return {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values};
 }
@@ -158,7 +158,7 @@ class Duel {
         ASSERT_LE(relative_difference(queries[0][l], queries[1][l]), tolerance)
             << "queries of step " << step << ", layer " << l;
         for (std::size_t side = 0; side < 2; ++side)
-          ASSERT_LE(relative_difference(sides_of(a_[l])[side], sides_of(b_[l])[side]), tolerance)
+          ASSERT_LE(relative_difference(tensors_of(a_[l])[side], tensors_of(b_[l])[side]), tolerance)
               << "side " << side << " of step " << step << ", layer " << l;
       }
       for (std::size_t i = 0; i < lengths_.size(); ++i) {
@@ -182,7 +182,7 @@ class Duel {
       cache = decoder.make_pages(kSequences * pages_each() + 3, storage_.page_size, storage_.dtype, storage_.layout);
     }
     for (const LayerKv& layer : cache)
-      for (const at::Tensor& side : sides_of(layer)) side.fill_(NAN);
+      for (const at::Tensor& side : tensors_of(layer)) side.fill_(NAN);
     return cache;
   }
 

@@ -42,15 +42,13 @@ inline bool some_sum_within(std::span<const Steps> steps, Wide low, Wide high, s
 
 inline constexpr const char* kSides[] = {"keys", "values", "key scales", "value scales"};
 
-/// body(layer, form, tensor) for every tensor of the layers.
+/// body(layer, form, tensor) for every tensor of the layers. The form: 0 dense, else the dimension of slots in pages.
 inline void each_tensor(const CacheView& view, const auto& body) {
   for (std::size_t l = 0; l < view.layers.size(); ++l) {
-    const auto all = [&](const auto& kv, std::int32_t form) {
-      for (const Tensor* t : {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales})
-        if (t->defined()) body(l, form, *t);
-    };
-    if (const auto* dense = std::get_if<DenseKv>(&view.layers[l])) all(*dense, 0);
-    if (const auto* paged = std::get_if<PagedKv>(&view.layers[l])) all(*paged, 1 + static_cast<int>(paged->layout));
+    if (std::holds_alternative<std::monostate>(view.layers[l])) continue;
+    const LayerSides kv = sides_of(view.layers[l]);
+    for (const Tensor* t : {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales})
+      if (t->defined()) body(l, kv.paged ? kv.slot : 0, *t);
   }
 }
 
@@ -72,8 +70,7 @@ KVKEEP_INLINE bool lies_within(const Tensor& part, const Tensor& whole) {
   const std::int64_t bytes = part.element_size(), whole_bytes = whole.element_size();
   for (int d = 0; d < 3; ++d)
     if (part.size(d) != whole.size(d) ||
-        (part.size(d) > 1 &&
-         cache_layout_detail::Wide{part.stride(d)} * bytes != cache_layout_detail::Wide{whole.stride(d)} * whole_bytes))
+        cache_layout_detail::Wide{part.step(d)} * bytes != cache_layout_detail::Wide{whole.step(d)} * whole_bytes)
       return false;
   const std::int64_t from = part.bytes() - whole.bytes();
   return from >= 0 && from + (vectors ? part.size(3) : 1) * bytes <= (vectors ? whole.size(3) : 1) * whole_bytes;
@@ -81,38 +78,34 @@ KVKEEP_INLINE bool lies_within(const Tensor& part, const Tensor& whole) {
 
 KVKEEP_INLINE std::vector<CacheLayout::Side> CacheLayout::list(const ModelSpec& spec, const CacheView& view) {
   std::vector<Side> sides;
-  for (std::int32_t l = 0; l < spec.num_layers(); ++l) {
-    const auto add = [&](const auto& kv, int slot_dim, bool paged) {
-      const Tensor* const all[] = {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales};
-      for (int s = 0; s < 4; ++s) {
-        const Tensor& t = *all[s];
-        if (!t.defined() || t.dim() < 3 || (s % 2 == 1 && lies_within(t, *all[s - 1]))) continue;
-        // One vector for all slots, such as a scale of a whole layer, or a stand-in for rows that are elsewhere: no
-        // slot takes it along.
-        const bool of_all = t.size(0) > 1 && t.stride(0) == 0;
-        const bool stays = t.step(slot_dim) == 0 && (of_all || (s >= 2 && (t.step(0) == 0 || !paged)));
-        const std::int64_t bytes = t.element_size();
-        sides.push_back({.layer = l,
-                         .side = s,
-                         .stays = stays,
-                         .moves = !stays && spec.layers[static_cast<std::size_t>(l)].kind == LayerKind::full,
-                         .device = t.device(),
-                         .base = reinterpret_cast<std::intptr_t>(t.bytes()),
-                         .width = (t.dim() > 3 ? t.size(3) : 1) * bytes});
-        for (int d = 0; d < 3; ++d) {
-          std::int64_t stride = 0;
-          KVKEEP_REQUIRE(!__builtin_mul_overflow(t.step(d), bytes, &stride), "cache: ", cache_layout_detail::kSides[s],
-                         " of layer ", l, " have strides ", t.strides(), "; allowed strides within memory");
-          sides.back().sizes[static_cast<std::size_t>(d)] = t.size(d);
-          sides.back().strides[static_cast<std::size_t>(d)] = stride;
-        }
+  for (std::size_t l = 0; l < std::min(spec.layers.size(), view.layers.size()); ++l) {
+    const LayerKind kind = spec.layers[l].kind;
+    const LayerKv& layer = view.layers[l];
+    if (kind == LayerKind::shared || std::holds_alternative<std::monostate>(layer)) continue;
+    const LayerSides kv = sides_of(layer);
+    const Tensor* const all[] = {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales};
+    for (int s = 0; s < 4; ++s) {
+      const Tensor& t = *all[s];
+      if (!t.defined() || t.dim() < 3 || (s % 2 == 1 && lies_within(t, *all[s - 1]))) continue;
+      // One vector for all slots, such as a scale of a whole layer, or a stand-in for rows that are elsewhere: no slot
+      // takes it along.
+      const bool of_all = t.size(0) > 1 && t.stride(0) == 0;
+      const bool stays = t.step(kv.slot) == 0 && (of_all || (s >= 2 && (t.step(0) == 0 || !kv.paged)));
+      const std::int64_t bytes = t.element_size();
+      sides.push_back({.layer = static_cast<std::int32_t>(l),
+                       .side = s,
+                       .stays = stays,
+                       .moves = kind == LayerKind::full,
+                       .device = t.device(),
+                       .base = reinterpret_cast<std::intptr_t>(t.bytes()),
+                       .width = (t.dim() > 3 ? t.size(3) : 1) * bytes});
+      for (int d = 0; d < 3; ++d) {
+        std::int64_t& stride = sides.back().strides[static_cast<std::size_t>(d)];
+        KVKEEP_REQUIRE(!__builtin_mul_overflow(t.step(d), bytes, &stride), "cache: ", cache_layout_detail::kSides[s],
+                       " of layer ", l, " have strides ", t.strides(), "; allowed strides within memory");
+        sides.back().sizes[static_cast<std::size_t>(d)] = t.size(d);
       }
-    };
-    if (spec.layers[static_cast<std::size_t>(l)].kind == LayerKind::shared) continue;
-    const LayerKv& layer = view.layers[static_cast<std::size_t>(l)];
-    if (const auto* dense = std::get_if<DenseKv>(&layer)) add(*dense, 2, false);
-    if (const auto* paged = std::get_if<PagedKv>(&layer))
-      add(*paged, paged->layout == PageLayout::slot_head ? 1 : 2, true);
+    }
   }
   return sides;
 }

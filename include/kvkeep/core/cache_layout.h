@@ -21,9 +21,10 @@ class CacheLayout {
   /// Throws InvalidArgument, with both sides by name, if keys, values or scales of a full layer overlap each other,
   /// those of another layer that is not LayerKind::shared, or themselves (strides of heads, slots, places or pages that
   /// are less than what they step over). Values may lie within the keys of their layer. One scale for all slots, and
-  /// one vector for all places and slots (strides of 0), may be anywhere: nothing of them moves. Requires: make_rows()
-  /// accepts the view. Cost: one comparison per tensor if they are those of the last call, and no allocation then;
-  /// else O(n log n) of n sides, and one test for every two that are interleaved.
+  /// one vector for all places and slots (strides of 0), may be anywhere: nothing of them moves. make_rows() checks
+  /// the rest of the view, such as that it has as many layers as the model. Cost: one comparison per tensor if they are
+  /// those of the last call, and no allocation then; else O(n log n) of n sides, and one test for every two that are
+  /// interleaved.
   void check(const ModelSpec& spec, const CacheView& view);
 
  private:
@@ -32,7 +33,7 @@ class CacheLayout {
     std::int32_t layer = 0;
     std::int32_t side = 0;
     bool stays = false;  ///< one vector for all slots, which may be anywhere
-    bool moves = false;
+    bool moves = false;  ///< its slots, unless it stays
     Device device = {};
     std::intptr_t base = 0;
     std::int64_t width = 0;                    ///< bytes of the vector of one slot
@@ -42,7 +43,7 @@ class CacheLayout {
   /// A tensor of the last view that was checked, without its owner.
   struct Known {
     std::size_t layer = 0;
-    std::int32_t form = 0;  ///< dense, or the layout of its pages
+    std::int32_t form = 0;  ///< 0: dense, else the dimension of slots in pages
     Tensor tensor;
   };
   struct Reach;

@@ -45,6 +45,22 @@ struct PagedKv {
 /// `monostate`: a layer that has no rows of its own (see LayerKind).
 using LayerKv = std::variant<std::monostate, DenseKv, PagedKv>;
 
+/// A layer's tensors, dense or in pages, with their dimensions by meaning.
+struct LayerSides {
+  const Tensor &keys, &values, &key_scales, &value_scales;
+  int head, slot;  ///< dimension of KV heads, of slots; dimension 0 is the batch or the pages
+  bool paged;
+};
+
+/// Requires: the layer has rows.
+[[nodiscard]] inline LayerSides sides_of(const LayerKv& layer) {
+  if (const auto* dense = std::get_if<DenseKv>(&layer))
+    return {dense->keys, dense->values, dense->key_scales, dense->value_scales, 1, 2, false};
+  const auto& pages = std::get<PagedKv>(layer);
+  const bool slot_first = pages.layout == PageLayout::slot_head;
+  return {pages.keys, pages.values, pages.key_scales, pages.value_scales, slot_first ? 2 : 1, slot_first ? 1 : 2, true};
+}
+
 /// Physical lengths, in slots, on the host. One number per sequence if all its rows are equally long, else one per row.
 struct Lengths {
   std::span<std::int32_t> data;        ///< [n * rows_per_sequence]

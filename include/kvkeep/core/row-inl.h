@@ -11,31 +11,15 @@
 namespace kvkeep {
 namespace row_detail {
 
-/// One layer's tensors, dense or paged, with their dimensions by meaning.
-struct Layer {
-  const Tensor &keys, &values, &key_scales, &value_scales;
-  int place, head, slot;  ///< dimension of the batch or of the pages, of KV heads, of slots
-  bool paged;
-};
-
-inline Layer layer_of(const LayerKv& layer) {
-  if (const auto* dense = std::get_if<DenseKv>(&layer))
-    return {dense->keys, dense->values, dense->key_scales, dense->value_scales, 0, 1, 2, false};
-  const auto& pages = std::get<PagedKv>(layer);
-  const bool slot_first = pages.layout == PageLayout::slot_head;
-  return {pages.keys, pages.values,       pages.key_scales,   pages.value_scales,
-          0,          slot_first ? 2 : 1, slot_first ? 1 : 2, true};
-}
-
 /// The shape that a layer's tensors must have, in words.
-inline std::string shape_of(const Layer& layer, std::int32_t heads, std::int32_t dim) {
+inline std::string shape_of(const LayerSides& layer, std::int32_t heads, std::int32_t dim) {
   if (!layer.paged) return text("[B, ", heads, ", capacity, ", dim, "]");
   return layer.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]")
                          : text("[pages, ", heads, ", page_size, ", dim, "]");
 }
 
-inline void check_side(const char* side, const Tensor& t, const Layer& layer, std::int32_t l, const ModelSpec& spec,
-                       std::int32_t dim) {
+inline void check_side(const char* side, const Tensor& t, const LayerSides& layer, std::int32_t l,
+                       const ModelSpec& spec, std::int32_t dim) {
   KVKEEP_REQUIRE(t.defined() && t.dim() == 4, "cache: ", side, " of layer ", l, " have ", t.defined() ? t.dim() : 0,
                  " dimensions; allowed 4 ", shape_of(layer, spec.kv_heads, dim));
   KVKEEP_REQUIRE(t.size(layer.head) == spec.kv_heads && t.size(3) == dim, "cache: ", side, " of layer ", l,
@@ -143,8 +127,8 @@ KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, const CacheView& view, s
     KVKEEP_REQUIRE(!std::holds_alternative<std::monostate>(view.layers[static_cast<std::size_t>(l)]), "cache: layer ",
                    l, " has no rows, but the model spec calls it a full layer");
     const LayerKv& kv = view.layers[static_cast<std::size_t>(l)];
-    const row_detail::Layer layer = row_detail::layer_of(kv);
-    const auto& [keys, values, key_scales, value_scales, place_dim, head_dim, slot_dim, paged] = layer;
+    const LayerSides layer = sides_of(kv);
+    const auto& [keys, values, key_scales, value_scales, head_dim, slot_dim, paged] = layer;
     row_detail::check_side("keys", keys, layer, l, spec, spec.key_dim);
     row_detail::check_side("values", values, layer, l, spec, spec.value_dim);
     KVKEEP_REQUIRE(keys.size(0) == values.size(0) && keys.size(slot_dim) == values.size(slot_dim),
