@@ -522,9 +522,9 @@ ReadCounts DeviceFolds::view(const FoldedReading& reading) {
     a.store = element_of("factors", options_.store);
     a.query = element_of("queries", queries.dtype());
     a.scale = static_cast<float>(spec_.scale());
-    a.queries = static_cast<const std::byte*>(queries.bytes()) + slice.first * queries.stride(0) * width;
-    a.token_stride = queries.stride(0) * width;
-    a.head_stride = queries.stride(1) * width;
+    a.queries = static_cast<const std::byte*>(queries.bytes()) + slice.first * queries.step(0) * width;
+    a.token_stride = queries.step(0) * width;
+    a.head_stride = queries.step(1) * width;
     a.keeps_near = false;
     a.mass = memory_.zoom.mass;
     a.share = memory_.zoom.heads == ZoomOptions::Heads::group;

@@ -692,5 +692,39 @@ TEST(Keeper, RefusesTensorsWithoutAnAddress) {
   }
 }
 
+// The last step is of one token, the model of one head: of their strides the sanitizers would see an overflow.
+TEST(KeeperContract, ReadsNoStrideOfWhatTheEngineGivesAlongADimensionOfOne) {
+  constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
+  const SequenceId ids[] = {1, 2};
+  std::vector<float> numbers(64, 0.5F);
+  const auto given = [&](std::int64_t tokens, std::initializer_list<std::int64_t> rest) {
+    std::vector<std::int64_t> sizes{tokens}, strides{tokens > 1 ? std::int64_t{8} : kAny};
+    for (const std::int64_t n : rest) sizes.push_back(n), strides.push_back(n > 1 ? 1 : kAny);
+    return Tensor(numbers.data(), Dtype::f32, Shape(sizes), Shape(strides));
+  };
+  for (const char* policy : {"tova,budget=4,interval=1,sink=1,recent=1", "expected,budget=4,interval=1,sink=1,recent=1",
+                             "given,budget=4,interval=1,sink=1,recent=1"}) {
+    SCOPED_TRACE(policy);
+    Keeper keeper(model(), make_policy(policy), {.given_scores = true});
+    for (const SequenceId id : ids) keeper.join(id);
+    const DenseKv rows{zeros({2, 1, 16, 8}, Dtype::f32), zeros({2, 1, 16, 8}, Dtype::f32)};
+    std::vector<std::int32_t> lengths{0, 0};
+    for (const Ints& tokens : {Ints{3, 2}, Ints{1, 0}, Ints{0, 1}}) {
+      const std::int32_t indptr[] = {0, tokens[0], tokens[0] + tokens[1]};
+      keeper.observe({.layer = 0,
+                      .sequences = ids,
+                      .indptr = indptr,
+                      .queries = given(indptr[2], {1, 8}),
+                      .basis = QueryBasis::post_rope,
+                      .log_sum_exp = given(indptr[2], {1})});
+      keeper.give({.layer = 0, .sequences = ids, .indptr = indptr, .scores = given(indptr[2], {1})});
+      for (std::size_t i = 0; i < 2; ++i) lengths[i] += tokens[i];
+      keeper.step({.layers = {rows}, .sequences = ids, .lengths = {lengths}});
+    }
+    EXPECT_EQ(keeper.logical_length(1), 4);
+    EXPECT_EQ(keeper.logical_length(2), 3);
+  }
+}
+
 }  // namespace
 }  // namespace kvkeep::keeper_contract_test

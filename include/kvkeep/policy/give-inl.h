@@ -28,8 +28,8 @@ KVKEEP_INLINE void Keeper::require_given(const char* operation, SequenceId seque
 /// No score that the host can read is NaN.
 KVKEEP_INLINE void Keeper::check_numbers(const GivenScores& g) const {
   if (!g.scores.device().is_cpu()) return;
-  const auto size = static_cast<std::int64_t>(g.scores.element_size()), token_stride = g.scores.stride(0) * size,
-             head_stride = g.scores.stride(1) * size;
+  const auto size = static_cast<std::int64_t>(g.scores.element_size()), token_stride = g.scores.step(0) * size,
+             head_stride = g.scores.step(1) * size;
   const auto* data = static_cast<const std::byte*>(g.scores.bytes());
   with_dtype("give", g.scores.dtype(), [&](auto type) {
     for (std::size_t i = 0; i < g.sequences.size(); ++i)
@@ -85,13 +85,13 @@ KVKEEP_INLINE void Keeper::give(const GivenScores& g) {
     const std::int32_t tokens = g.indptr[i + 1] - g.indptr[i];
     if (tokens == 0) continue;
     for (std::int32_t h = 0; h < spec_.kv_heads; ++h)
-      given_.push_back({.from = data + (g.indptr[i] * g.scores.stride(0) + h * g.scores.stride(1)) * size,
+      given_.push_back({.from = data + (g.indptr[i] * g.scores.step(0) + h * g.scores.step(1)) * size,
                         .to = met_[i]->columns->give(first + h, tokens),
                         .tokens = tokens});
   }
   if (!given_.empty())
     provided_.machine().memory().push_given(given_,
-                                            {.dtype = g.scores.dtype(), .token_stride = g.scores.stride(0) * size});
+                                            {.dtype = g.scores.dtype(), .token_stride = g.scores.step(0) * size});
 }
 
 }  // namespace kvkeep

@@ -26,8 +26,8 @@ struct Queries {
     if (!o.queries.defined()) return;
     const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
     dtype = o.queries.dtype();
-    token_stride = o.queries.stride(0) * bytes;
-    head_stride = o.queries.stride(1) * bytes;
+    token_stride = o.queries.step(0) * bytes;
+    head_stride = o.queries.step(1) * bytes;
     data = static_cast<const std::byte*>(o.queries.bytes()) + o.indptr[i] * token_stride;
   }
 };
@@ -37,12 +37,12 @@ inline QueryLayout layout_of(const Observation& o, const ModelSpec& spec) {
   QueryLayout layout{.from = static_cast<const std::byte*>(o.queries.bytes()),
                      .heads = spec.query_heads,
                      .head_bytes = bytes * spec.key_dim,
-                     .token_stride = o.queries.stride(0) * bytes,
-                     .head_stride = o.queries.stride(1) * bytes};
+                     .token_stride = o.queries.step(0) * bytes,
+                     .head_stride = o.queries.step(1) * bytes};
   if (!o.log_sum_exp.defined()) return layout;
   layout.normalisers = o.log_sum_exp.data<float>();
-  layout.normaliser_token_stride = o.log_sum_exp.stride(0);
-  layout.normaliser_head_stride = o.log_sum_exp.stride(1);
+  layout.normaliser_token_stride = o.log_sum_exp.step(0);
+  layout.normaliser_head_stride = o.log_sum_exp.step(1);
   return layout;
 }
 

@@ -175,15 +175,15 @@ KVKEEP_INLINE Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observatio
   for (Row& row : plan.table.rows) s.columns->describe(row_of(row.layer, row.head), row);
   RowGroup& group = plan.table.groups.front();
   const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
-  group.queries = {.data = static_cast<const std::byte*>(o.queries.bytes()) +
-                           (o.indptr[i + 1] - wanted) * o.queries.stride(0) * bytes,
-                   .dtype = o.queries.dtype(),
-                   .token_stride = o.queries.stride(0) * bytes,
-                   .head_stride = o.queries.stride(1) * bytes,
-                   .positions = s.present.data() + present - wanted,
-                   .ring = wanted,
-                   .begin = 0,
-                   .count = wanted};
+  group.queries = {
+      .data = static_cast<const std::byte*>(o.queries.bytes()) + (o.indptr[i + 1] - wanted) * o.queries.step(0) * bytes,
+      .dtype = o.queries.dtype(),
+      .token_stride = o.queries.step(0) * bytes,
+      .head_stride = o.queries.step(1) * bytes,
+      .positions = s.present.data() + present - wanted,
+      .ring = wanted,
+      .begin = 0,
+      .count = wanted};
   group.next_position = s.next_position;
   group.prompt_end = s.next_position;
   group.seen = group.prompt = {s.report->tokens};
