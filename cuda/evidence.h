@@ -5,6 +5,7 @@
 
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/query_view.h"
+#include "kvkeep/core/rope.h"
 #include "kvkeep/core/row_limit.h"
 #include "kvkeep/core/slot.h"
 
@@ -26,6 +27,7 @@ struct EvidenceArguments {
   const Row* rows = nullptr;           ///< [count], the rows of a (layer, sequence) next to each other
   const RowLimit* limits = nullptr;    ///< [count]; null: every row is due. Nothing is written for a row that is not
   const QueryView* queries = nullptr;  ///< [count / kv_heads]; `query` is their dtype
+  const RopeView* ropes = nullptr;     ///< [count / kv_heads] of their layers; null: nothing turns
   std::int32_t count = 0;
   std::int32_t longest = 0;  ///< slots of the longest row, or more
   std::int32_t kv_heads = 1;

@@ -415,8 +415,8 @@ std::int64_t divide(const ExpectedArguments& a, ExpectedTask& task) {
   task.chunks = (e.longest + kExpectedChunk - 1) / kExpectedChunk;
   const std::int64_t groups = e.count / e.kv_heads, heads = std::int64_t{e.count} * e.group;
   WorkspaceParts parts(a.workspace);
-  task.future = parts.take<double2>(groups * a.pairs);
-  task.back = parts.take<float2>(groups * task.backs() * a.pairs);
+  task.future = parts.take<double2>(task.turns() ? groups * task.most_pairs() : 0);
+  task.back = parts.take<float2>(groups * task.backs() * task.most_pairs());
   task.heads = parts.take<HeadFactor>(heads);
   task.means = parts.take<std::byte>(e.count * task.mean_bytes());
   task.factors = parts.take<std::byte>(a.covariance ? heads * task.factor_bytes() : 0);
@@ -438,8 +438,6 @@ void launch_expected(const ExpectedArguments& a, Stream stream) {
   const EvidenceArguments& e = a.evidence;
   check_dim("expected", e.dim);
   if (a.value_norm) check_dim("expected: values", a.value_dim);
-  KVKEEP_REQUIRE(a.pairs >= 0 && 2 * a.pairs <= e.dim, "expected: rotary pairs; given ", a.pairs,
-                 "; allowed 0 to half of ", e.dim);
   KVKEEP_REQUIRE(a.future >= 1 && a.sink >= 0 && a.queries >= 1, "expected: future ", a.future, ", sink ", a.sink,
                  ", queries ", a.queries, "; allowed from 1, 0 and 1 on");
   check_wide("expected", "queries", e.query);

@@ -29,10 +29,6 @@ struct ExpectedArguments {
   Element values = Element::f32;                 ///< read if value_norm
   std::int32_t value_dim = 0;                    ///< 1 to 256 if value_norm
   const std::int32_t* next_positions = nullptr;  ///< i32 [count / kv_heads] RowGroup::next_position
-  const double* inv_freq = nullptr;              ///< f64 [pairs]
-  std::int32_t pairs = 0;                        ///< rotary pairs, at most D / 2; 0: nothing turns
-  RopeStyle style = RopeStyle::half;
-  double attention_scaling = 1.0;
   bool post_rope = false;  ///< queries come after RoPE and are turned back; given moments never are
   const GivenMoments* moments =
       nullptr;                ///< [count / kv_heads]; null: every group's window is read (Statistics::window)
@@ -52,14 +48,14 @@ struct ExpectedArguments {
 /// 4 G bytes per slot; 8 G + 4 for every (row, 512 slots of the longest row). For every query head 16 bytes, its factor
 /// of 4 Dp R and its mean: 4 Dp in f32, 6 Dp on matrix units, where a KV head's heads are padded to 16; Dp is D
 /// rounded up to 16, R the lesser of `queries` and D (with given moments D) rounded up to 32, without covariance 0. For
-/// every group 16 F, and 8 F for each of `queries` if they come after RoPE.
+/// every group 8 D if something turns, and 4 D for each of `queries` if they come after RoPE.
 [[nodiscard]] std::int64_t expected_workspace_bytes(const ExpectedArguments& arguments);
 
 /// Five launches: turns; one block per query head for its moments and factor; logits; softmax, mean and value norm; the
 /// sinks' score (not if sink is 0). Cost: flop as on the CPU, twice that on matrix units; keys and values are read
 /// once, a head's factor once for every 128 slots (in f32 64), its queries three to five times, the more the larger D
-/// is. Throws InvalidArgument for head sizes outside 1 to 256, pairs beyond half of D, 8-bit queries, and future, sink
-/// or queries that are not counts.
+/// is. Throws InvalidArgument for head sizes outside 1 to 256, 8-bit queries, and future, sink or queries that are
+/// not counts. Requires: no more rotary pairs than D / 2.
 void launch_expected(const ExpectedArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

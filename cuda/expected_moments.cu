@@ -37,11 +37,12 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) expected_turns_kernel(Ex
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} / e.kv_heads * each; n += gridDim.x) {
     const std::int64_t group = n / each;
     const auto i = static_cast<std::int32_t>(n - group * each);
+    const RopeView rope = task.rope(group);
     if (i == task.backs()) {
-      for (auto f = static_cast<std::int32_t>(threadIdx.x); f < task.a.pairs; f += tuning::kTurnThreads) {
+      for (auto f = static_cast<std::int32_t>(threadIdx.x); f < rope.pairs; f += tuning::kTurnThreads) {
         const RopeMeanTurn turn =
-            rope_mean_turn(task.a.next_positions[group], task.a.future, task.a.inv_freq[f], task.a.attention_scaling);
-        task.future[group * task.a.pairs + f] = {turn.cosine, turn.sine};
+            rope_mean_turn(task.a.next_positions[group], task.a.future, rope.inv_freq[f], rope.attention_scaling);
+        task.future[group * task.most_pairs() + f] = {turn.cosine, turn.sine};
       }
       continue;
     }
@@ -49,10 +50,10 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) expected_turns_kernel(Ex
     const QueryView& view = e.queries[group];
     const std::int32_t token = oldest_of(task, view) + i;
     if (token >= view.count) continue;
-    const auto shrink = static_cast<float>(1.0 / (task.a.attention_scaling * task.a.attention_scaling));
-    for (auto f = static_cast<std::int32_t>(threadIdx.x); f < task.a.pairs; f += tuning::kTurnThreads) {
-      const RopeTurn turn = rope_turn(view.position(token), task.a.inv_freq[f], task.a.attention_scaling);
-      task.back[(group * task.backs() + i) * task.a.pairs + f] = {turn.cosine * shrink, turn.sine * -shrink};
+    const auto shrink = static_cast<float>(1.0 / (rope.attention_scaling * rope.attention_scaling));
+    for (auto f = static_cast<std::int32_t>(threadIdx.x); f < rope.pairs; f += tuning::kTurnThreads) {
+      const RopeTurn turn = rope_turn(view.position(token), rope.inv_freq[f], rope.attention_scaling);
+      task.back[(group * task.backs() + i) * task.most_pairs() + f] = {turn.cosine * shrink, turn.sine * -shrink};
     }
   }
 }
@@ -184,7 +185,9 @@ class Moments {
         head_(e_.rows[n / e_.group].head * e_.group + static_cast<std::int32_t>(n % e_.group)),
         thread_(static_cast<std::int32_t>(threadIdx.x)),
         dim_(e_.dim),
-        pairs_(task.a.pairs),
+        style_(task.rope(group_).style),
+        pairs_(task.rope(group_).pairs),
+        most_pairs_(task.most_pairs()),
         units_(dim_ - pairs_),
         stride_(round_up(dim_, 4)) {
     const MomentShared parts(dim_);
@@ -236,7 +239,7 @@ class Moments {
  private:
   __device__ static float narrow(double x) { return x < 1e38 ? static_cast<float>(x) : 1e38F; }
   [[nodiscard]] __device__ RopePair components(std::int32_t unit) const {
-    return unit < pairs_ ? rope_pair(task_.a.style, unit, pairs_) : RopePair{unit + pairs_, unit + pairs_};
+    return unit < pairs_ ? rope_pair(style_, unit, pairs_) : RopePair{unit + pairs_, unit + pairs_};
   }
 
   /// A unit of the i-th query that counts, before RoPE; for a single component the second number has no meaning.
@@ -246,7 +249,7 @@ class Moments {
     const auto [p, s] = components(unit);
     const float2 x{to_float(q[p]), to_float(q[s])};
     if (unit >= pairs_ || !task_.a.post_rope) return x;
-    const float2 turn = task_.back[(group_ * task_.backs() + first_ + i - oldest_of(task_, view)) * pairs_ + unit];
+    const float2 turn = task_.back[(group_ * task_.backs() + first_ + i - oldest_of(task_, view)) * most_pairs_ + unit];
     return {x.x * turn.x - x.y * turn.y, x.y * turn.x + x.x * turn.y};
   }
   [[nodiscard]] __device__ float2 centred(std::int32_t i, std::int32_t unit) const {
@@ -259,7 +262,7 @@ class Moments {
     float2 z = centred(i, unit);
     z = {z.x * by_, z.y * by_};
     if (unit >= pairs_) return z;
-    const double2 turn = task_.future[group_ * pairs_ + unit];
+    const double2 turn = task_.future[group_ * most_pairs_ + unit];
     const auto c = static_cast<float>(turn.x), s = static_cast<float>(turn.y);
     return {z.x * c - z.y * s, z.y * c + z.x * s};
   }
@@ -393,8 +396,8 @@ class Moments {
       const bool p_turns = p < pairs_, q_turns = q < pairs_;
       const auto [p0, p1] = components(p);
       const auto [q0, q1] = components(q);
-      const double2 one{1, 0}, a = p_turns ? task_.future[group_ * pairs_ + p] : one,
-                               b = q_turns ? task_.future[group_ * pairs_ + q] : one;
+      const double2 one{1, 0}, a = p_turns ? task_.future[group_ * most_pairs_ + p] : one,
+                               b = q_turns ? task_.future[group_ * most_pairs_ + q] : one;
       double m[2][2] = {{entry(p0, q0) * share, q_turns ? entry(p0, q1) * share : 0},
                         {p_turns ? entry(p1, q0) * share : 0, p_turns && q_turns ? entry(p1, q1) * share : 0}};
 #pragma unroll
@@ -451,7 +454,7 @@ class Moments {
   [[nodiscard]] __device__ float write_mean() {
     for (std::int32_t f = thread_; f < pairs_; f += kMomentThreads) {
       const auto [p, s] = components(f);
-      const double2 turn = task_.future[group_ * pairs_ + f];
+      const double2 turn = task_.future[group_ * most_pairs_ + f];
       const double a = mean_[p], b = mean_[s];
       mean_[p] = a * turn.x - b * turn.y;
       mean_[s] = b * turn.x + a * turn.y;
@@ -485,7 +488,9 @@ class Moments {
   BlockTeam team_;
   double *mean_, *sums_;
   std::int64_t n_, group_;
-  std::int32_t head_, thread_, dim_, pairs_, units_, stride_, first_ = 0;
+  std::int32_t head_, thread_, dim_;
+  RopeStyle style_;
+  std::int32_t pairs_, most_pairs_, units_, stride_, first_ = 0;
   float by_ = 1;
   float* z_;
   std::byte* factor_;
@@ -513,7 +518,7 @@ __global__ void __launch_bounds__(kMomentThreads, 2) expected_moments_kernel(Exp
 
 void launch_moments(const ExpectedTask& task, Stream stream) {
   const EvidenceArguments& e = task.a.evidence;
-  if (task.a.pairs > 0)
+  if (task.turns())
     launch("expected_turns", expected_turns_kernel,
            {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * (task.backs() + 1)),
             .threads = tuning::kTurnThreads},

@@ -25,8 +25,8 @@ struct HeadFactor {
 
 struct ExpectedTask {
   ExpectedArguments a;
-  double2* future;     ///< [groups, F] mean turn of the coming positions
-  float2* back;        ///< [groups, queries, F] what undoes RoPE for the newest queries
+  double2* future;     ///< [groups, D / 2] mean turn of the coming positions
+  float2* back;        ///< [groups, queries, D / 2] what undoes RoPE for the newest queries
   HeadFactor* heads;   ///< [groups * Hq]
   std::byte* means;    ///< f32 [rows of the table, G, Dp], or [rows, G rounded up to 16, parts, Dp] of 16 bits
   std::byte* factors;  ///< [groups * Hq, rows, Dp] f32, or as many high parts and then low parts of 16 bits in each row
@@ -39,7 +39,12 @@ struct ExpectedTask {
   [[nodiscard]] __device__ float* logits_of(std::int64_t r) const {
     return logits + a.evidence.rows[r].first * a.evidence.group;
   }
-  [[nodiscard]] KVKEEP_HD std::int32_t backs() const { return a.post_rope && a.pairs > 0 ? a.queries : 0; }
+  [[nodiscard]] KVKEEP_HD bool turns() const { return a.evidence.ropes != nullptr; }
+  [[nodiscard]] KVKEEP_HD std::int32_t backs() const { return a.post_rope && turns() ? a.queries : 0; }
+  [[nodiscard]] KVKEEP_HD std::int32_t most_pairs() const { return a.evidence.dim / 2; }
+  [[nodiscard]] __device__ RopeView rope(std::int64_t group) const {
+    return turns() ? a.evidence.ropes[group] : RopeView();
+  }
   [[nodiscard]] __device__ bool given(std::int64_t group) const {
     return a.moments != nullptr && a.moments[group].mean != nullptr;
   }

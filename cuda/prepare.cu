@@ -44,9 +44,10 @@ __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::i
           token >= 0 ? view.normalisers[view.index(token) * heads + h] : 0.0F;
   if (a.queries == nullptr) return;
   __syncthreads();
+  const RopeView rope = a.turn ? e.ropes[group] : RopeView();
   if (token >= 0)
-    for (auto f = static_cast<std::int32_t>(threadIdx.x); f < a.pairs; f += kTurnThreads)
-      turns[f] = rope_turn(view.position(token), a.inv_freq[f], a.attention_scaling);
+    for (auto f = static_cast<std::int32_t>(threadIdx.x); f < rope.pairs; f += kTurnThreads)
+      turns[f] = rope_turn(view.position(token), rope.inv_freq[f], rope.attention_scaling);
   __syncthreads();
   for (auto at = static_cast<std::int32_t>(threadIdx.x); at < heads * e.dim; at += kTurnThreads) {
     const std::int32_t head = at / e.dim, d = at - head * e.dim;
@@ -54,9 +55,9 @@ __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::i
     if (token >= 0) {
       const auto* q = reinterpret_cast<const From*>(view.at(token, head));
       x = to_float(q[d]);
-      if (d < 2 * a.pairs) {
-        const std::int32_t f = a.style == RopeStyle::half ? d % a.pairs : d / 2;
-        const auto [first, second] = rope_pair(a.style, f, a.pairs);
+      if (d < 2 * rope.pairs) {
+        const std::int32_t f = rope.style == RopeStyle::half ? d % rope.pairs : d / 2;
+        const auto [first, second] = rope_pair(rope.style, f, rope.pairs);
         const float p = to_float(q[first]), s = to_float(q[second]);
         x = d == first ? p * turns[f].cosine - s * turns[f].sine : s * turns[f].cosine + p * turns[f].sine;
       }
@@ -92,8 +93,9 @@ __global__ void __launch_bounds__(kTurnThreads)
 void launch_prepare(const PrepareArguments& arguments, Stream stream) {
   const EvidenceArguments& e = arguments.evidence;
   check_dim("prepare", e.dim);
-  KVKEEP_REQUIRE(arguments.pairs >= 0 && 2 * arguments.pairs <= e.dim, "prepare: rotary pairs; given ", arguments.pairs,
-                 "; allowed 0 to half of ", e.dim);
+  KVKEEP_REQUIRE(!arguments.turn || e.ropes != nullptr,
+                 "prepare: queries are turned without ropes; allowed with those "
+                 "of every group");
   check_wide("prepare", "queries", e.query);
   const std::int64_t rows = arguments.newest != nullptr || arguments.windows != nullptr ? e.count : 0;
   const bool tokens_wanted = arguments.queries != nullptr || arguments.normalisers != nullptr;

@@ -45,17 +45,14 @@ struct PrepareArguments {
 
   float* queries = nullptr;  ///< f32 [groups, Hq, W, D], turned at their own positions, newest last; zeros if a group
                              ///< holds fewer; null: not asked for
-  float* normalisers = nullptr;      ///< f32 [groups, Hq, W] log-sum-exps of the same queries; null: not wanted. Every
-                                     ///< query that a window may have must have its own
-  const double* inv_freq = nullptr;  ///< f64 [pairs] on the device
-  std::int32_t pairs = 0;            ///< 0: queries come after RoPE, or nothing turns
-  RopeStyle style = RopeStyle::half;
-  double attention_scaling = 1.0;
+  float* normalisers = nullptr;  ///< f32 [groups, Hq, W] log-sum-exps of the same queries; null: not wanted. Every
+                                 ///< query that a window may have must have its own
+  bool turn = false;             ///< queries come before RoPE: EvidenceArguments::ropes turn them
 };
 
 /// Phases in double, one sine-cosine pair for every (group, query, pair). A query that is not finite stays so: the
-/// device cannot tell the host. Throws InvalidArgument for a head size outside 1 to 256, pairs beyond half of it, and
-/// queries that cannot be read.
+/// device cannot tell the host. Throws InvalidArgument for a head size outside 1 to 256, queries that are turned
+/// without `ropes`, and queries that cannot be read. Requires: no more pairs than half of the head size.
 void launch_prepare(const PrepareArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

@@ -152,8 +152,8 @@ class HeadQueries {
       : layout_(layout),
         arrival_(arrival),
         head_(head),
-        units_(layout.dim - layout.pairs),
-        shrink_(static_cast<float>(1.0 / (layout.attention_scaling * layout.attention_scaling))) {}
+        units_(layout.dim - layout.rope.pairs),
+        shrink_(static_cast<float>(1.0 / (layout.rope.attention_scaling * layout.rope.attention_scaling))) {}
 
   /// As JoiningMoments stages them.
   __device__ void stage(std::int64_t first, std::int32_t rows, float* x) const {
@@ -190,8 +190,8 @@ class HeadQueries {
   /// Calls body with the components of a unit: a rotary pair, or one that does not turn.
   template <class Body>
   __device__ void each_of(std::int32_t unit, const Body& body) const {
-    if (unit >= layout_.pairs) return body(unit + layout_.pairs);
-    const RopePair pair = rope_pair(layout_.style, unit, layout_.pairs);
+    if (unit >= layout_.rope.pairs) return body(unit + layout_.rope.pairs);
+    const RopePair pair = rope_pair(layout_.rope.style, unit, layout_.rope.pairs);
     body(pair.first);
     body(pair.second);
   }
@@ -200,13 +200,13 @@ class HeadQueries {
     const auto* q = reinterpret_cast<const Q*>(layout_.queries.from +
                                                (arrival_.first + std::int64_t{token}) * layout_.queries.token_stride +
                                                head_ * layout_.queries.head_stride);
-    if (unit >= layout_.pairs) {
-      to[unit + layout_.pairs] = to_float(q[unit + layout_.pairs]);
+    if (unit >= layout_.rope.pairs) {
+      to[unit + layout_.rope.pairs] = to_float(q[unit + layout_.rope.pairs]);
       return;
     }
-    const RopePair pair = rope_pair(layout_.style, unit, layout_.pairs);
+    const RopePair pair = rope_pair(layout_.rope.style, unit, layout_.rope.pairs);
     const RopeTurn turn =
-        rope_turn(arrival_.position + std::int64_t{token}, layout_.inv_freq[unit], layout_.attention_scaling);
+        rope_turn(arrival_.position + std::int64_t{token}, layout_.rope.inv_freq[unit], layout_.rope.attention_scaling);
     const float c = turn.cosine * shrink_, s = turn.sine * -shrink_, a = to_float(q[pair.first]),
                 b = to_float(q[pair.second]);
     to[pair.first] = a * c - b * s;
@@ -269,8 +269,8 @@ __global__ void __launch_bounds__(kMomentThreads) query_statistics_sum_kernel(Su
 
 void launch_push_moments(const PushMomentsArguments& a, Stream stream) {
   check_dim("push_moments", a.layout.dim);
-  KVKEEP_REQUIRE(a.layout.pairs >= 0 && 2 * a.layout.pairs <= a.layout.dim, "push_moments: rotary pairs; given ",
-                 a.layout.pairs, "; allowed 0 to half of ", a.layout.dim);
+  KVKEEP_REQUIRE(a.layout.rope.pairs >= 0 && 2 * a.layout.rope.pairs <= a.layout.dim,
+                 "push_moments: rotary pairs; given ", a.layout.rope.pairs, "; allowed 0 to half of ", a.layout.dim);
   check_wide("push_moments", "queries", a.element);
   with_wide_element(a.element, [&](auto element) {
     launch("query_statistics_push", query_statistics_push_kernel<decltype(element)>,

@@ -18,30 +18,36 @@ constexpr float kLeast = -std::numeric_limits<float>::infinity();
 
 struct TriAttentionTask {
   TriAttentionArguments a;
-  double2* turns;    ///< [offsets, F] exp(i w_f offset); for the mean one row: their mean
+  double2* turns;    ///< [groups, offsets, F] exp(i w_f offset); for the mean one row: their mean
   float* trig;       ///< [count, G, offsets, 2, Fp]: real part, imaginary part
   float* norm;       ///< [count, G, Fp]
   float2* standard;  ///< [count, G] subtracted, then multiplied
   float* raw;        ///< [slots * G]: of a row [G, length]
   std::int32_t pairs, padded, offsets, chunks;
 
+  [[nodiscard]] KVKEEP_HD std::int64_t groups() const { return a.evidence.count / a.evidence.kv_heads; }
+  [[nodiscard]] __device__ double2* turns_of(std::int64_t group) const { return turns + group * offsets * pairs; }
   [[nodiscard]] __device__ float* raw_of(std::int64_t r) const {
     return raw + a.evidence.rows[r].first * a.evidence.group;
   }
 };
 
 __global__ void __launch_bounds__(kTriThreads) triattention_turns_kernel(TriAttentionTask task) {
-  for (auto f = static_cast<std::int32_t>(threadIdx.x); f < task.pairs; f += kTriThreads) {
-    double2 sum{0, 0};
-    std::int64_t offset = 1;
-    for (std::int32_t o = 0; offset <= task.a.options.offset_max; offset *= 2, ++o) {
-      const double angle = rope_angle(offset, task.a.inv_freq[f]);
-      const double2 turn{cos(angle), sin(angle)};
-      sum = {sum.x + turn.x, sum.y + turn.y};
-      if (task.a.options.aggregate == TriAttentionOptions::Aggregate::max)
-        task.turns[o * task.pairs + f] = turn;
-      else
-        task.turns[f] = {sum.x / static_cast<double>(o + 1), sum.y / static_cast<double>(o + 1)};
+  for (std::int64_t group = blockIdx.x; group < task.groups(); group += gridDim.x) {
+    double2* const turns = task.turns_of(group);
+    const RopeView rope = task.a.evidence.ropes[group];
+    for (auto f = static_cast<std::int32_t>(threadIdx.x); f < task.pairs; f += kTriThreads) {
+      double2 sum{0, 0};
+      std::int64_t offset = 1;
+      for (std::int32_t o = 0; offset <= task.a.options.offset_max; offset *= 2, ++o) {
+        const double angle = rope_angle(offset, rope.inv_freq[f]);
+        const double2 turn{cos(angle), sin(angle)};
+        sum = {sum.x + turn.x, sum.y + turn.y};
+        if (task.a.options.aggregate == TriAttentionOptions::Aggregate::max)
+          turns[o * task.pairs + f] = turn;
+        else
+          turns[f] = {sum.x / static_cast<double>(o + 1), sum.y / static_cast<double>(o + 1)};
+      }
     }
   }
 }
@@ -55,8 +61,10 @@ __global__ void __launch_bounds__(kTriThreads) triattention_columns_kernel(TriAt
     const Row& row = e.rows[r];
     const std::int64_t head =
         (std::int64_t{row.layer} * e.query_heads() + row.head * e.group + n - r * e.group) * task.pairs;
-    const std::int32_t position = task.a.next_positions[r / e.kv_heads];
-    const double scaling = task.a.attention_scaling;
+    const std::int64_t group = r / e.kv_heads;
+    const std::int32_t position = task.a.next_positions[group];
+    const RopeView rope = e.ropes[group];
+    const double scaling = rope.attention_scaling;
     for (auto f = static_cast<std::int32_t>(threadIdx.x); f < task.padded; f += kTriThreads) {
       float* trig = task.trig + n * task.offsets * 2 * task.padded + f;
       if (f >= task.pairs) {
@@ -68,10 +76,10 @@ __global__ void __launch_bounds__(kTriThreads) triattention_columns_kernel(TriAt
                    im = static_cast<double>(task.a.q_mean[2 * (head + f) + 1]);
       task.norm[n * task.padded + f] =
           static_cast<float>(scaling * (static_cast<double>(task.a.q_abs_mean[head + f]) - sqrt(re * re + im * im)));
-      const double angle = rope_angle(position, task.a.inv_freq[f]), c = cos(angle), s = sin(angle);
+      const double angle = rope_angle(position, rope.inv_freq[f]), c = cos(angle), s = sin(angle);
       const double x = scaling * re * c - scaling * im * s, y = scaling * re * s + scaling * im * c;
       for (std::int32_t o = 0; o < task.offsets; ++o) {
-        const double2 later = task.turns[o * task.pairs + f];
+        const double2 later = task.turns_of(group)[o * task.pairs + f];
         trig[2 * o * task.padded] = static_cast<float>(x * later.x - y * later.y);
         trig[(2 * o + 1) * task.padded] = static_cast<float>(x * later.y + y * later.x);
       }
@@ -116,13 +124,13 @@ __device__ inline float modulus(float a, float b) {
 /// sums[c] += the products of one key with columns c of `count`, in one chain over the pairs: components with trig,
 /// moduli with norm.
 template <class T, int kColumns, bool kTrig, bool kNorm>
-__device__ void multiply(const T* key, float scale, const TriAttentionTask& task, const float* trig,
+__device__ void multiply(const T* key, float scale, const TriAttentionTask& task, RopeStyle style, const float* trig,
                          std::int64_t next_trig, const float* norm, std::int32_t count, float* sums) {
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) sums[c] = 0;
   for (std::int32_t f = 0; f < task.pairs; f += 4) {
     float a[4], b[4];
-    load_pairs(key, f, task.pairs, task.a.style, scale, a, b);
+    load_pairs(key, f, task.pairs, style, scale, a, b);
     float m[4] = {};
     if constexpr (kNorm) {
 #pragma unroll
@@ -181,6 +189,7 @@ __global__ void __launch_bounds__(kTriThreads, std::is_same_v<T, Bits8> ? 5 : 0)
     if (t >= length) continue;
     const S* key = reinterpret_cast<const S*>(keys + thread * stride);
     const float scale = key_scale<T>(row, t);
+    const RopeStyle style = e.ropes[r / e.kv_heads].style;
     const std::int64_t next = std::int64_t{2} * task.padded;
     for (std::int32_t g = 0; g < e.group; g += kAtOnce) {
       const std::int32_t heads = e.group - g < kAtOnce ? e.group - g : kAtOnce;
@@ -188,9 +197,9 @@ __global__ void __launch_bounds__(kTriThreads, std::is_same_v<T, Bits8> ? 5 : 0)
                   *norm = task.norm + (r * e.group + g) * task.padded;
       float sums[kAtOnce];
       if (task.offsets == 1) {
-        multiply<S, kAtOnce, true, true>(key, scale, task, trig, next, norm, heads, sums);
+        multiply<S, kAtOnce, true, true>(key, scale, task, style, trig, next, norm, heads, sums);
       } else {
-        multiply<S, kAtOnce, false, true>(key, scale, task, nullptr, 0, norm, heads, sums);
+        multiply<S, kAtOnce, false, true>(key, scale, task, style, nullptr, 0, norm, heads, sums);
 #pragma unroll
         for (int h = 0; h < kAtOnce; ++h) {
           if (h >= heads) break;
@@ -198,8 +207,9 @@ __global__ void __launch_bounds__(kTriThreads, std::is_same_v<T, Bits8> ? 5 : 0)
           for (std::int32_t o = 0; o < task.offsets; o += kAtOnce) {
             const std::int32_t count = task.offsets - o < kAtOnce ? task.offsets - o : kAtOnce;
             float found[kAtOnce];
-            multiply<S, kAtOnce, true, false>(key, scale, task, trig + (std::int64_t{h} * task.offsets + o) * next,
-                                              next, nullptr, count, found);
+            multiply<S, kAtOnce, true, false>(key, scale, task, style,
+                                              trig + (std::int64_t{h} * task.offsets + o) * next, next, nullptr, count,
+                                              found);
 #pragma unroll
             for (int c = 0; c < kAtOnce; ++c)
               if (c < count && (found[c] > best || found[c] != found[c])) best = found[c];
@@ -288,7 +298,7 @@ std::int64_t divide(const TriAttentionArguments& a, TriAttentionTask& task) {
   task.offsets = offsets_of(a);
   const std::int64_t heads = std::int64_t{a.evidence.count} * a.evidence.group;
   WorkspaceParts parts(a.workspace);
-  task.turns = parts.take<double2>(task.offsets * task.pairs);
+  task.turns = parts.take<double2>(task.groups() * task.offsets * task.pairs);
   task.trig = parts.take<float>(heads * task.offsets * 2 * task.padded);
   task.norm = parts.take<float>(heads * task.padded);
   task.standard = parts.take<float2>(heads);
@@ -310,6 +320,8 @@ void launch_triattention(const TriAttentionArguments& a, Stream stream) {
   KVKEEP_REQUIRE(a.options.offset_max >= 1, "triattention: offset_max; given ", a.options.offset_max,
                  "; allowed 1 and more");
   if (a.evidence.count == 0 || a.evidence.longest == 0) return;
+  KVKEEP_REQUIRE(a.evidence.ropes != nullptr,
+                 "triattention: the rotation of keys is missing; allowed ropes of every group");
   TriAttentionTask task{};
   divide(a, task);
   const std::int64_t heads = std::int64_t{a.evidence.count} * a.evidence.group;
@@ -318,7 +330,8 @@ void launch_triattention(const TriAttentionArguments& a, Stream stream) {
     const std::int32_t tile = tile_of<T>(a.evidence.dim);
     task.chunks = (a.evidence.longest + tile - 1) / tile;
     const dim3 blocks = blocks_for(std::int64_t{a.evidence.count} * task.chunks);
-    launch("triattention_turns", triattention_turns_kernel, {.threads = kTriThreads}, stream, task);
+    launch("triattention_turns", triattention_turns_kernel,
+           {.blocks = blocks_for(task.groups()), .threads = kTriThreads}, stream, task);
     launch("triattention_columns", triattention_columns_kernel, {.blocks = blocks_for(heads), .threads = kTriThreads},
            stream, task);
     launch("triattention_raw", triattention_raw_kernel<T>,

@@ -42,6 +42,8 @@ struct Rings {
                      .ring = window,
                      .count = window});
     windows = std::make_unique<DeviceArray<QueryView>>(all);
+    ropes = std::make_unique<DeviceArray<RopeView>>(std::vector<RopeView>(
+        static_cast<std::size_t>(groups), RopeView{.inv_freq = inv_freq->data(), .pairs = shape.dim / 2}));
   }
   std::int64_t head, token;
   DeviceArray<std::byte> data;
@@ -50,6 +52,7 @@ struct Rings {
   std::unique_ptr<DeviceArray<std::int32_t>> positions;
   std::unique_ptr<DeviceArray<double>> inv_freq;
   std::unique_ptr<DeviceArray<QueryView>> windows;
+  std::unique_ptr<DeviceArray<RopeView>> ropes;
 };
 
 void prepare(Result& result, Shape shape, Size size) {
@@ -60,6 +63,7 @@ void prepare(Result& result, Shape shape, Size size) {
   const DeviceArray<float> turned(static_cast<std::size_t>(groups) * numbers);
   PrepareArguments a;
   a.evidence = {.queries = rings.windows->data(),
+                .ropes = rings.ropes->data(),
                 .count = groups * shape.kv_heads,
                 .longest = size.length,
                 .kv_heads = shape.kv_heads,
@@ -68,8 +72,7 @@ void prepare(Result& result, Shape shape, Size size) {
                 .query = Element::bf16};
   a.window = kWindow;
   a.queries = turned.data();
-  a.inv_freq = rings.inv_freq->data();
-  a.pairs = shape.dim / 2;
+  a.turn = true;
   launch_prepare(a, stream());
   RopeSpec rope;
   rope.inv_freq = rings.frequencies;
@@ -273,9 +276,11 @@ void triattention(Result& result, Shape shape, Size size) {
                           .next_positions = next.data(),
                           .q_mean = means.data(),
                           .q_abs_mean = moduli.data(),
-                          .inv_freq = inv_freq.data(),
                           .slots = asked.slots,
                           .scores = asked.scores.data()};
+  const DeviceArray<RopeView> ropes(
+      std::vector<RopeView>(static_cast<std::size_t>(asked.groups()), {.inv_freq = inv_freq.data(), .pairs = pairs}));
+  a.evidence.ropes = ropes.data();
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(triattention_workspace_bytes(a)));
   a.workspace = workspace.data();
   launch_triattention(a, stream());
@@ -415,6 +420,7 @@ void expected(Result& result, Shape shape, Size size) {
   a.evidence = {.rows = event.rows->data(),
                 .limits = event.limits->data(),
                 .queries = rings.windows->data(),
+                .ropes = rings.ropes->data(),
                 .count = static_cast<std::int32_t>(event.count),
                 .longest = size.length,
                 .kv_heads = shape.kv_heads,
@@ -426,8 +432,6 @@ void expected(Result& result, Shape shape, Size size) {
   a.value_dim = shape.dim;
   a.values = Element::bf16;
   a.next_positions = next.data();
-  a.inv_freq = rings.inv_freq->data();
-  a.pairs = shape.dim / 2;
   a.queries = window;
   a.slots = static_cast<std::int64_t>(slots);
   a.scores = scores.data();

@@ -104,21 +104,34 @@ typedef struct kvkeep_layer {
   int32_t source;  ///< layer whose cache is read, shared layers only
 } kvkeep_layer;
 
-enum { KVKEEP_ROPE_HALF = 0, KVKEEP_ROPE_INTERLEAVED = 1 };
+/// RoPE of a layer (kvkeep::RopeSpec). No frequencies and another style than KVKEEP_ROPE_NONE: not stated, and what
+/// turns queries or keys is refused.
+enum { KVKEEP_ROPE_HALF = 0, KVKEEP_ROPE_INTERLEAVED = 1, KVKEEP_ROPE_NONE = 2 };
+
+typedef struct kvkeep_layer_rope {
+  int32_t layer;             ///< whose RoPE is not the model's
+  int32_t style;             ///< which components form a pair
+  int32_t pairs;             ///< F, numbers of inv_freq
+  int32_t reserved;          ///< 0
+  const double* inv_freq;    ///< [F] radians per position, after scaling
+  double attention_scaling;  ///< of cos and sin; 0: 1
+} kvkeep_layer_rope;
 
 typedef struct kvkeep_model {
-  size_t size;                    ///< sizeof(kvkeep_model)
-  int32_t num_layers;             ///< 1 or more
-  int32_t query_heads;            ///< Hq; 0: unknown, for policies that read no queries
-  int32_t kv_heads;               ///< Hkv, divides Hq
-  int32_t key_dim;                ///< D of keys and queries
-  int32_t value_dim;              ///< D of values
-  int32_t rope_style;             ///< which components form a pair
-  int32_t rope_pairs;             ///< F, numbers of inv_freq; 0: no rotation
-  const double* inv_freq;         ///< [F] radians per position, after scaling
-  double rope_attention_scaling;  ///< of cos and sin; 0: 1
-  double softmax_scale;           ///< factor on q.k; 0: 1/sqrt(key_dim)
-  const kvkeep_layer* layers;     ///< [num_layers]; NULL: all full
+  size_t size;                           ///< sizeof(kvkeep_model)
+  int32_t num_layers;                    ///< 1 or more
+  int32_t query_heads;                   ///< Hq; 0: unknown, for policies that read no queries
+  int32_t kv_heads;                      ///< Hkv, divides Hq
+  int32_t key_dim;                       ///< D of keys and queries
+  int32_t value_dim;                     ///< D of values
+  int32_t rope_style;                    ///< which components form a pair
+  int32_t rope_pairs;                    ///< F, numbers of inv_freq
+  const double* inv_freq;                ///< [F] radians per position, after scaling
+  double rope_attention_scaling;         ///< of cos and sin; 0: 1
+  double softmax_scale;                  ///< factor on q.k; 0: 1/sqrt(key_dim)
+  const kvkeep_layer* layers;            ///< [num_layers]; NULL: all full
+  const kvkeep_layer_rope* layer_ropes;  ///< [num_layer_ropes] of layers whose RoPE is not the model's; NULL: none
+  int64_t num_layer_ropes;
 } kvkeep_model;
 
 /* ---- The keeper ------------------------------------------------------------------------------------------------- */

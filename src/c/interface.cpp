@@ -148,6 +148,15 @@ E one_of(std::int32_t value, E most, const char* what) {
   return static_cast<E>(value);
 }
 
+RopeSpec rope_of(std::int32_t style, const double* inv_freq, std::int32_t pairs, double attention_scaling,
+                 const char* what) {
+  RopeSpec rope{.style = one_of(style, RopeStyle::none, text(what, ": rope_style").c_str())};
+  const auto turns = array(inv_freq, pairs, text(what, ": inv_freq").c_str());
+  rope.inv_freq.assign(turns.begin(), turns.end());
+  if (attention_scaling != 0) rope.attention_scaling = attention_scaling;
+  return rope;
+}
+
 ModelSpec spec_of(const kvkeep_model* model) {
   const kvkeep_model m = given(model, "model");
   KVKEEP_REQUIRE(m.num_layers >= 1 && m.num_layers <= ModelSpec::kMostRows, "model: num_layers is ", m.num_layers,
@@ -158,15 +167,18 @@ ModelSpec spec_of(const kvkeep_model* model) {
   spec.key_dim = m.key_dim;
   spec.value_dim = m.value_dim;
   spec.softmax_scale = m.softmax_scale;
-  spec.rope.style = one_of(m.rope_style, RopeStyle::interleaved, "model: rope_style");
-  const auto turns = array(m.inv_freq, m.rope_pairs, "model: inv_freq");
-  spec.rope.inv_freq.assign(turns.begin(), turns.end());
-  if (m.rope_attention_scaling != 0) spec.rope.attention_scaling = m.rope_attention_scaling;
+  spec.rope = rope_of(m.rope_style, m.inv_freq, m.rope_pairs, m.rope_attention_scaling, "model");
   spec.layers.resize(static_cast<std::size_t>(m.num_layers));
   for (std::size_t l = 0; m.layers != nullptr && l < spec.layers.size(); ++l)
     spec.layers[l] = {.kind = one_of(m.layers[l].kind, LayerKind::other, "model: kind of a layer"),
                       .window = m.layers[l].window,
                       .source = m.layers[l].source};
+  for (const kvkeep_layer_rope& own : array(m.layer_ropes, m.num_layer_ropes, "model: layer_ropes")) {
+    KVKEEP_REQUIRE(own.layer >= 0 && own.layer < m.num_layers, "model: layer_ropes names layer ", own.layer,
+                   "; allowed 0 to ", m.num_layers - 1);
+    spec.layers[static_cast<std::size_t>(own.layer)].rope = rope_of(
+        own.style, own.inv_freq, own.pairs, own.attention_scaling, text("model: RoPE of layer ", own.layer).c_str());
+  }
   return spec;
 }
 

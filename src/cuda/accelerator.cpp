@@ -346,7 +346,13 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     std::vector<PositionSpan> spans;
     std::vector<PinnedSpans> pins;
     std::vector<MomentsView> moments;
+    std::vector<RopeView> ropes;
+    bool turns = false;
     for (const RowGroup& group : table.groups) {
+      const RopeSpec& rope = spec.rope_of(group.layer);
+      turns = turns || !rope.inv_freq.empty();
+      ropes.push_back(
+          rope.view(rope.inv_freq.empty() ? nullptr : event.constant<double>(&rope, [&] { return rope.inv_freq; })));
       queries.push_back(group.queries);
       next.push_back(group.next_position);
       auto [at, fresh] = runs_of.try_emplace(group.sequence, runs.size(), 0);
@@ -379,8 +385,8 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     const std::int64_t rows_at = event_table_.add(table.rows), limits_at = event_table_.add(event.limits.rows),
                        queries_at = event_table_.add(queries), next_at = event_table_.add(next),
                        runs_at = event_table_.add(runs), newest_at = event_table_.add(newest),
-                       indptr_at = event_table_.add(event.keep.indptr), spans_at = event_table_.add(spans),
-                       pins_at = spans.empty() ? 0 : event_table_.add(pins),
+                       ropes_at = turns ? event_table_.add(ropes) : 0, indptr_at = event_table_.add(event.keep.indptr),
+                       spans_at = event_table_.add(spans), pins_at = spans.empty() ? 0 : event_table_.add(pins),
                        moments_at = moments.empty() ? 0 : event_table_.add(moments),
                        summed_at = moments.empty() ? 0 : event_table_.add(std::vector<GivenMoments>(moments.size()));
     std::vector<std::int64_t> positions_at;
@@ -433,8 +439,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     }
     event.next_positions = event_table_.there<std::int32_t>(next_at);
     event.newest_positions = event_table_.there<NewestPositions>(newest_at);
-    if (!spec.rope.inv_freq.empty())
-      event.inv_freq = event.constant<double>(&spec.rope, [&] { return spec.rope.inv_freq; });
+    if (turns) event.arguments.ropes = event_table_.there<RopeView>(ropes_at);
   }
 
   static constexpr std::int32_t kMostDim = 256;  ///< numbers of a head that kernels read

@@ -253,7 +253,6 @@ PrepareArguments CudaEvent::prepare_arguments() const {
 
 DeviceWindow CudaEvent::ask(std::int32_t window, bool official, Reader reader) {
   const auto groups = static_cast<std::int64_t>(evidence.table.groups.size());
-  const RopeSpec& rope = evidence.spec.rope;
   const bool turned = evidence.basis == QueryBasis::post_rope;
   DeviceWindow asked{window, official, take<RowWindow>(arguments.count)};
   if (!turned || reader != Reader::attention || !window_attention_reads_views(arguments, window))
@@ -268,10 +267,7 @@ DeviceWindow CudaEvent::ask(std::int32_t window, bool official, Reader reader) {
   prepare.windows = asked.windows;
   prepare.queries = asked.queries;
   prepare.normalisers = asked.normalisers;
-  prepare.inv_freq = inv_freq;
-  prepare.pairs = turned ? 0 : static_cast<std::int32_t>(rope.inv_freq.size());
-  prepare.style = rope.style;
-  prepare.attention_scaling = rope.attention_scaling;
+  prepare.turn = !turned && arguments.ropes != nullptr;
   launch(launch_prepare, prepare);
   newest_positions = nullptr;
   return asked;

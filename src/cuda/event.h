@@ -149,7 +149,6 @@ class CudaEvent final : public LayerEvent {
   const Allocator* allocator = nullptr;               ///< for which it has room
   std::int32_t* counts = nullptr;                     ///< i32 [rows] EventTables::counts
   const std::int32_t* next_positions = nullptr;       ///< i32 [groups]
-  const double* inv_freq = nullptr;                   ///< f64 [pairs]
   const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they are in the columns
   DeviceMoments moments;
   const PinnedSpans* pins = nullptr;       ///< [groups] null: nothing is pinned

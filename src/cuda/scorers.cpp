@@ -94,7 +94,6 @@ float* score(CudaEvent& event, const H2O& scorer, const WindowAttention&) {
 float* score(CudaEvent& event, const Expected& scorer, const WindowAttention&) {
   const ExpectedOptions& options = scorer.options();
   const Evidence& evidence = event.evidence;
-  const RopeSpec& rope = evidence.spec.rope;
   std::int32_t held = 1;
   for (const RowGroup& group : evidence.table.groups) held = std::max(held, group.queries.count);
   ExpectedArguments arguments;
@@ -102,10 +101,6 @@ float* score(CudaEvent& event, const Expected& scorer, const WindowAttention&) {
   arguments.values = event.value_element;
   arguments.value_dim = evidence.spec.value_dim;
   arguments.next_positions = event.next_positions;
-  arguments.inv_freq = event.inv_freq;
-  arguments.pairs = static_cast<std::int32_t>(rope.inv_freq.size());
-  arguments.style = rope.style;
-  arguments.attention_scaling = rope.attention_scaling;
   arguments.post_rope = evidence.basis == QueryBasis::post_rope;
   arguments.future = options.future;
   arguments.sink = options.sink;
@@ -223,9 +218,6 @@ float* score(CudaEvent& event, const TriAttention& scorer, const WindowAttention
   };
   TriAttentionArguments arguments{.evidence = event.arguments,
                                   .next_positions = event.next_positions,
-                                  .inv_freq = event.inv_freq,
-                                  .style = spec.rope.style,
-                                  .attention_scaling = spec.rope.attention_scaling,
                                   .options = scorer.options(),
                                   .slots = event.evidence.table.slots,
                                   .scores = event.flat()};

@@ -267,7 +267,7 @@ void save_calibration(const std::filesystem::path& file, const Calibration& c, C
     }
     std::map<std::string, std::string> metadata{{"kvkeep_calibration", "1"},
                                                 {"head_dim", std::to_string(c.head_dim)},
-                                                {"rope_style", calibration_detail::name_of(c.rope_style)},
+                                                {"rope_style", name_of(c.rope_style)},
                                                 {"attention_scaling", Json(c.attention_scaling).dump()},
                                                 {"model_name", c.model_name}};
     if (!c.inv_freq.empty()) metadata["inv_freq"] = Json(c.inv_freq).dump();
@@ -282,7 +282,7 @@ void save_calibration(const std::filesystem::path& file, const Calibration& c, C
   out.string("head_dim");
   out.integer(c.head_dim);
   out.string("rope_style");
-  out.string(calibration_detail::name_of(c.rope_style));
+  out.string(name_of(c.rope_style));
   out.string("sampled_heads");
   out.begin_list();
   for (const auto& [place, head] : c.heads) {

@@ -69,8 +69,10 @@ Calibration calibrate(Decoder& decoder, const std::vector<std::vector<std::int32
   const ModelSpec& spec = decoder.spec();
   KVKEEP_REQUIRE(run.skip >= 0 && run.chunk >= 1, "calibrate: skip is ", run.skip, " and chunk ", run.chunk,
                  "; allowed 0 or more, and 1 or more");
-  KVKEEP_REQUIRE(spec.rope.rotary_dim() == spec.key_dim && spec.key_dim > 0, "calibrate: RoPE turns ",
-                 spec.rope.rotary_dim(), " of ", spec.key_dim, " components of a head; allowed all of them");
+  for (const std::int32_t l : spec.full_layers())
+    KVKEEP_REQUIRE(spec.rope_of(l).rotary_dim() == spec.key_dim && spec.key_dim > 0, "calibrate: RoPE turns ",
+                   spec.rope_of(l).rotary_dim(), " of ", spec.key_dim, " components of a head of layer ", l,
+                   "; allowed all of them");
   std::size_t longest = 0;
   std::int64_t counted = 0;
   for (const std::vector<std::int32_t>& ids : sequences) {

@@ -22,8 +22,9 @@ Json parse_json(std::string_view content, const std::string& where) {
   return io::read_json(content, "read config: " + where);
 }
 
-std::string name_of(Architecture architecture) {
-  return architecture == Architecture::llama ? "llama" : architecture == Architecture::qwen2 ? "qwen2" : "qwen3";
+/// Qwen2 and Qwen3 have sliding layers, Llama and SmolLM3 a bias on the MLP.
+bool is_qwen(Architecture architecture) {
+  return architecture == Architecture::qwen2 || architecture == Architecture::qwen3;
 }
 
 RopeConfig::Type rope_type_called(const std::string& name, const std::string& where) {
@@ -125,12 +126,31 @@ RopeConfig read_rope(const ConfigFields& config) {
   return rope;
 }
 
+// transformers' SmolLM3Config: 1 in `no_rope_layers` is a layer that has RoPE.
+void read_layers_without_rope(const ConfigFields& config, std::vector<LayerSpec>& layers) {
+  KVKEEP_REQUIRE_AS(Unsupported, !config.truth("use_sliding_window").value_or(false), "read config: ", config.where(),
+                    " has use_sliding_window; the decoder has code for a SmolLM3 without it");
+  const auto count = static_cast<std::int32_t>(layers.size());
+  const Json* list = config.find("no_rope_layers");
+  const std::int32_t step = config.size("no_rope_layer_interval", detail::kSmollm3Step);
+  KVKEEP_REQUIRE(list == nullptr || (list->is_array() && list->size() == layers.size()),
+                 "read config: no_rope_layers of ", config.where(), " must list ", count, " layers");
+  for (std::int32_t l = 0; l < count; ++l) {
+    const auto at = static_cast<std::size_t>(l);
+    const std::optional<std::int64_t> given =
+        list == nullptr ? std::optional<std::int64_t>(!detail::is_nope(l, step)) : io::whole_number((*list)[at], 0, 1);
+    KVKEEP_REQUIRE(given.has_value(), "read config: no_rope_layers of ", config.where(), " holds ",
+                   io::shown((*list)[at]), "; allowed 1 (RoPE) and 0 (none)");
+    if (*given == 0) layers[at].rope = RopeSpec::absent();
+  }
+}
+
 // Qwen's layers slide from `max_window_layers` up if `use_sliding_window` is set; newer configs also list
 // `layer_types`.
 std::vector<LayerSpec> read_layers(const ConfigFields& config, Architecture architecture, std::int32_t count) {
   std::vector<LayerSpec> layers(static_cast<std::size_t>(count));
   const Json* types = config.find("layer_types");
-  const bool slides = architecture != Architecture::llama && config.truth("use_sliding_window").value_or(false);
+  const bool slides = is_qwen(architecture) && config.truth("use_sliding_window").value_or(false);
   const std::int32_t window = slides ? config.size("sliding_window", 4096) : 0;
   const bool has_window = slides && config.find("sliding_window") != nullptr;
   if (types == nullptr) {
@@ -180,7 +200,7 @@ void set_biases(LmConfig& model, bool attention_bias, bool mlp_bias) {
   const bool qwen2 = model.architecture == Architecture::qwen2;
   model.qkv_bias = qwen2 || attention_bias;
   model.output_bias = !qwen2 && attention_bias;
-  model.mlp_bias = model.architecture == Architecture::llama && mlp_bias;
+  model.mlp_bias = !is_qwen(model.architecture) && mlp_bias;
   model.qk_norm = model.architecture == Architecture::qwen3;
 }
 
@@ -201,6 +221,9 @@ void LmConfig::check() const {
                  "model config: head_dim must be even and the same for keys and values; given ", spec.key_dim, " and ",
                  spec.value_dim);
   spec.check();
+  for (std::int32_t l = 0; l < num_layers(); ++l)
+    KVKEEP_REQUIRE(spec.rope_of(l).style == RopeStyle::none || spec.rope_of(l) == spec.rope, "model config: layer ", l,
+                   " has a RoPE of its own; allowed the model's, or none");
 }
 
 LmConfig LmConfig::read(const std::filesystem::path& path) {
@@ -220,7 +243,7 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
   LmConfig model;
   const std::optional<std::string> model_type = config.word("model_type");
   KVKEEP_REQUIRE(model_type.has_value(), "read config: ", where,
-                 " has no model_type; the decoder has code for llama, qwen2, qwen3");
+                 " has no model_type; the decoder has code for llama, qwen2, qwen3, smollm3");
   model.architecture = detail::architecture_called(*model_type, where, "model_type");
   refuse_what_has_no_code(config);
 
@@ -244,6 +267,7 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
       config.size("head_dim", model.architecture == Architecture::qwen3 ? 128 : model.hidden / spec.query_heads);
   spec.value_dim = spec.key_dim;
   spec.layers = read_layers(config, model.architecture, config.size_up_to("num_hidden_layers", detail::kMostLayers));
+  if (model.architecture == Architecture::smollm3) read_layers_without_rope(config, spec.layers);
   model.rope = read_rope(config);
   spec.rope = make_rope(model.rope, spec.key_dim, model.max_positions);
 
@@ -280,12 +304,13 @@ LmConfig LmConfig::shape(Architecture architecture, std::int32_t layers, std::in
 std::string LmConfig::json(std::string_view dtype, Layout layout) const {
   KVKEEP_REQUIRE(rope.divisors.empty(),
                  "write config: RoPE has divisors of a GGUF file; config.json cannot express them");
-  const bool qwen = architecture != Architecture::llama;
-  const std::string class_name = architecture == Architecture::llama   ? "LlamaForCausalLM"
-                                 : architecture == Architecture::qwen2 ? "Qwen2ForCausalLM"
-                                                                       : "Qwen3ForCausalLM";
+  const bool qwen = is_qwen(architecture);
+  const std::string class_name = architecture == Architecture::llama     ? "LlamaForCausalLM"
+                                 : architecture == Architecture::smollm3 ? "SmolLM3ForCausalLM"
+                                 : architecture == Architecture::qwen2   ? "Qwen2ForCausalLM"
+                                                                         : "Qwen3ForCausalLM";
   Json config{{"architectures", {class_name}},
-              {"model_type", name_of(architecture)},
+              {"model_type", detail::name_of(architecture)},
               {"vocab_size", vocab},
               {"hidden_size", hidden},
               {"intermediate_size", intermediate},
@@ -311,6 +336,10 @@ std::string LmConfig::json(std::string_view dtype, Layout layout) const {
     for (const LayerSpec& layer : spec.layers)
       config["layer_types"].push_back(slides(layer) ? "sliding_attention" : "full_attention");
   }
+
+  if (architecture == Architecture::smollm3)
+    for (std::int32_t l = 0; l < num_layers(); ++l)
+      config["no_rope_layers"].push_back(spec.rope_of(l).style == RopeStyle::none ? 0 : 1);
 
   Json scaling{{"rope_type", name_of(rope.type)}};
   if (rope.type != RopeConfig::Type::standard) scaling["factor"] = rope.factor;

@@ -16,15 +16,31 @@ namespace kvkeep::lm::detail {
 
 inline constexpr std::int32_t kMostLayers = 1 << 16;
 
+inline std::string_view name_of(Architecture architecture) {
+  switch (architecture) {
+    case Architecture::qwen2:
+      return "qwen2";
+    case Architecture::qwen3:
+      return "qwen3";
+    case Architecture::smollm3:
+      return "smollm3";
+    default:
+      return "llama";
+  }
+}
+
 /// The architecture that `field` of a file names. Throws Unsupported, naming it, for one that the decoder has no code
 /// for.
 inline Architecture architecture_called(std::string_view name, const std::string& where, std::string_view field) {
-  if (name == "llama") return Architecture::llama;
-  if (name == "qwen2") return Architecture::qwen2;
-  if (name == "qwen3") return Architecture::qwen3;
+  for (const Architecture one : {Architecture::llama, Architecture::qwen2, Architecture::qwen3, Architecture::smollm3})
+    if (name == name_of(one)) return one;
   refuse<Unsupported>("read config: ", where, " has ", field, " '", shortened(name),
-                      "'; the decoder has code for llama, qwen2, qwen3");
+                      "'; the decoder has code for llama, qwen2, qwen3, smollm3");
 }
+
+/// SmolLM3: every `kSmollm3Step`-th layer has no RoPE, unless config.json lists others. GGUF files do not say it.
+inline constexpr std::int32_t kSmollm3Step = 4;
+inline bool is_nope(std::int32_t layer, std::int32_t step) { return (layer + 1) % step == 0; }
 
 class ConfigFields {
  public:

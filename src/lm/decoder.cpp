@@ -319,7 +319,7 @@ class Decoder::Pass {
       normalise_heads(weights.q_norm, queries, heads);
       normalise_heads(weights.k_norm, keys, kv_heads);
     }
-    rotate(keys, kv_heads);
+    rotate(layer, keys, kv_heads);
     store(layer, keys, values);
   }
 
@@ -332,7 +332,9 @@ class Decoder::Pass {
     });
   }
 
-  void rotate(float* vectors, std::int64_t heads) {
+  // LmConfig::check(): a layer has the model's RoPE, or none.
+  void rotate(std::int32_t layer, float* vectors, std::int64_t heads) {
+    if (spec_.rope_of(layer).style == RopeStyle::none) return;
     const std::int64_t pairs = spec_.rope.rotary_dim() / 2, dim = spec_.key_dim;
     for_tokens(tokens(), heads * dim, [&](std::int64_t i) {
       for (std::int64_t h = 0; h < heads; ++h)
@@ -379,7 +381,7 @@ class Decoder::Pass {
                                        .scale = static_cast<float>(spec_.scale()),
                                        .window = kind.kind == LayerKind::sliding ? kind.window : 0,
                                        .positions = present_.positions().data()};
-    rotate(work_.queries.data(), spec_.query_heads);
+    rotate(layer, work_.queries.data(), spec_.query_heads);
     detail::attend(work_.rows, shape, work_.queries.data(),
                    sized(work_.attended, tokens() * spec_.query_heads * spec_.value_dim),
                    options_.view ? sized(work_.sums, tokens() * spec_.query_heads) : nullptr);

@@ -74,7 +74,9 @@ class GgufCheckpoint final : public Checkpoint {
     check(wanted);
     const std::string name = gguf_name(wanted.name);
     const Tensor stored = file_.tensor(name, stored_as(name, dtype));
-    if (config_.architecture != Architecture::llama || !wanted.name.starts_with(kLayers)) return stored;
+    const bool interleaved =
+        config_.architecture == Architecture::llama || config_.architecture == Architecture::smollm3;
+    if (!interleaved || !wanted.name.starts_with(kLayers)) return stored;
     const std::string_view map = map_in_layer(wanted.name);
     return map == kQuery ? halves(stored, config_.spec.query_heads)
            : map == kKey ? halves(stored, config_.spec.kv_heads)
@@ -92,9 +94,9 @@ class GgufCheckpoint final : public Checkpoint {
     return dtype.value_or(file_.described(name).dtype.value_or(Dtype::f32));
   }
 
-  // In a Llama's head, llama.cpp rotates neighbours by RoPE, transformers element i of one half with element i of the
-  // other. So GGUF files have the rows of queries and keys interleaved, and this separates them again. Qwen's rows are
-  // as in transformers.
+  // In a Llama's or SmolLM3's head, llama.cpp rotates neighbours by RoPE, transformers element i of one half with
+  // element i of the other. So GGUF files have the rows of queries and keys interleaved, and this separates them again.
+  // Qwen's rows are as in transformers.
   [[nodiscard]] static Tensor halves(const Tensor& rows, std::int64_t heads) {
     return rows.view({heads, rows.size(0) / heads / 2, 2, -1}).transpose(1, 2).reshape(rows.sizes());
   }

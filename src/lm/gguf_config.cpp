@@ -168,6 +168,8 @@ LmConfig read_gguf_config(const io::GgufFile& file) {
                     spec.key_dim, " numbers and values of ", spec.value_dim,
                     "; the decoder has code for heads of one size");
   spec.layers.resize(static_cast<std::size_t>(fields.size("block_count", kMostLayers)));
+  for (std::int32_t l = 0; model.architecture == Architecture::smollm3 && l < spec.num_layers(); ++l)
+    if (is_nope(l, kSmollm3Step)) spec.layers[static_cast<std::size_t>(l)].rope = RopeSpec::absent();
   model.rope = read_rope(file, fields, spec.key_dim);
   spec.rope = make_rope(model.rope, spec.key_dim, model.max_positions);
   model.end_tokens = read_end_tokens(file);

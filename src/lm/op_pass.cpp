@@ -93,9 +93,9 @@ class OpPass {
         queries = normalised(queries, weights.q_norm);
         keys = normalised(keys, weights.k_norm);
       }
-      store(layer, rotated(keys), values);
+      store(layer, rotated(layer, keys), values);
       if (options_.on_layer) options_.on_layer(sight(layer, queries));
-      queries = rotated(queries);
+      queries = rotated(layer, queries);
       Tensor sums;
       Tensor attended = attend(layer, queries * spec_.scale(), options_.view ? &sums : nullptr);
       if (options_.view) {
@@ -243,8 +243,9 @@ class OpPass {
     return at::rms_norm(x, weight.sizes(), weight, config_.rms_eps);
   }
 
-  // x [n, heads, D], every token turned by its position.
-  [[nodiscard]] Tensor rotated(const Tensor& x) const {
+  // x [n, heads, D], every token turned by its position. LmConfig::check(): a layer has the model's RoPE, or none.
+  [[nodiscard]] Tensor rotated(std::int32_t layer, const Tensor& x) const {
+    if (spec_.rope_of(layer).style == RopeStyle::none) return x;
     const std::int64_t pairs = turns_.size(2), rest = x.size(2) - 2 * pairs;
     const Tensor cosines = turns_.select(3, 0), sines = turns_.select(3, 1), turning = x.narrow(2, 0, 2 * pairs);
     const bool half = spec_.rope.style == RopeStyle::half;

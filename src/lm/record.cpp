@@ -21,12 +21,20 @@ using Json = nlohmann::json;
 using trace::Result;
 
 std::map<std::string, std::string> about_model(const ModelSpec& spec) {
-  return {{"kvkeep_trace", "1"},
-          {"rope_style", spec.rope.style == RopeStyle::half ? "half" : "interleaved"},
-          {"inv_freq", Json(spec.rope.inv_freq).dump()},
-          {"attention_scaling", Json(spec.rope.attention_scaling).dump()},
-          {"softmax_scale", Json(spec.scale()).dump()},
-          {"num_layers", std::to_string(spec.num_layers())}};
+  std::map<std::string, std::string> about{{"kvkeep_trace", "1"},
+                                           {"rope_style", name_of(spec.rope.style)},
+                                           {"inv_freq", Json(spec.rope.inv_freq).dump()},
+                                           {"attention_scaling", Json(spec.rope.attention_scaling).dump()},
+                                           {"softmax_scale", Json(spec.scale()).dump()},
+                                           {"num_layers", std::to_string(spec.num_layers())}};
+  Json ropes;
+  for (std::int32_t l = 0; l < spec.num_layers(); ++l)
+    if (const auto& rope = spec.layers[static_cast<std::size_t>(l)].rope)
+      ropes[std::to_string(l)] = {{"rope_style", name_of(rope->style)},
+                                  {"inv_freq", rope->inv_freq},
+                                  {"attention_scaling", rope->attention_scaling}};
+  if (!ropes.empty()) about["layer_ropes"] = ropes.dump();
+  return about;
 }
 
 /// The queries of one layer, oldest first: [1, Hq, W, D] before RoPE.
@@ -194,8 +202,9 @@ Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt,
   Result result;
   StepOptions options{.logits = Logits::none};
   options.on_layer = [&](const LayerSight& sight) {
-    result.tensors.emplace_back(text("layer.", sight.layer, ".queries"),
-                                rotated_tail(decoder.spec().rope, sight.queries.cpu(), window == 0 ? n : window));
+    result.tensors.emplace_back(
+        text("layer.", sight.layer, ".queries"),
+        rotated_tail(decoder.spec().rope_of(sight.layer), sight.queries.cpu(), window == 0 ? n : window));
     result.tensors.emplace_back(
         text("layer.", sight.layer, ".keys"),
         torch_tensor(cache[static_cast<std::size_t>(sight.layer)].keys).select(0, 0).cpu().contiguous());

@@ -40,19 +40,24 @@ std::vector<T> list_from(std::span<const T> numbers, std::int64_t begin, std::in
   return {numbers.begin() + begin, numbers.begin() + end};
 }
 
+Json rope_json(const RopeSpec& rope) {
+  return {{"style", static_cast<int>(rope.style)},
+          {"inv_freq", rope.inv_freq},
+          {"attention_scaling", rope.attention_scaling}};
+}
+
 std::string model_json(const ModelSpec& spec) {
   Json layers = Json::array();
-  for (const LayerSpec& layer : spec.layers)
+  for (const LayerSpec& layer : spec.layers) {
     layers.push_back({{"kind", static_cast<int>(layer.kind)}, {"window", layer.window}, {"source", layer.source}});
+    if (layer.rope) layers.back()["rope"] = rope_json(*layer.rope);
+  }
   Json model{{"query_heads", spec.query_heads},
              {"kv_heads", spec.kv_heads},
              {"key_dim", spec.key_dim},
              {"value_dim", spec.value_dim},
              {"softmax_scale", spec.softmax_scale},
-             {"rope",
-              {{"style", static_cast<int>(spec.rope.style)},
-               {"inv_freq", spec.rope.inv_freq},
-               {"attention_scaling", spec.rope.attention_scaling}}},
+             {"rope", rope_json(spec.rope)},
              {"layers", layers}};
   if (spec.model_heads > 0) model["ranks"] = {{"first_head", spec.first_head}, {"model_heads", spec.model_heads}};
   return model.dump();

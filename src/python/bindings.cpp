@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -148,25 +149,37 @@ class PyPageAllocator : public PageAllocator {
   void give_back(std::int32_t page) override { NB_OVERRIDE_PURE(give_back, page); }
 };
 
+RopeSpec make_rope(std::optional<std::vector<double>> inv_freq, const std::string& style, double attention_scaling) {
+  RopeSpec rope{.style = one_of<RopeStyle>(style, {"half", "interleaved", "none"}, "rope_style"),
+                .inv_freq = std::move(inv_freq).value_or(std::vector<double>()),
+                .attention_scaling = attention_scaling};
+  rope.check("Rope");
+  return rope;
+}
+
 ModelSpec make_spec(std::int32_t query_heads, std::int32_t kv_heads, std::int32_t key_dim, std::int32_t num_layers,
                     std::optional<std::int32_t> value_dim, const std::optional<std::vector<double>>& inv_freq,
                     const std::string& rope_style, double attention_scaling, double softmax_scale,
-                    const std::vector<std::pair<std::int32_t, std::int32_t>>& sliding) {
+                    const std::vector<std::pair<std::int32_t, std::int32_t>>& sliding,
+                    const std::vector<std::pair<std::int32_t, std::int32_t>>& shared, const Ints& other,
+                    const std::map<std::int32_t, RopeSpec>& layer_ropes) {
   ModelSpec spec;
   spec.query_heads = query_heads;
   spec.kv_heads = kv_heads;
   spec.key_dim = key_dim;
   spec.value_dim = value_dim.value_or(key_dim);
   spec.softmax_scale = softmax_scale;
-  spec.rope.style = one_of<RopeStyle>(rope_style, {"half", "interleaved"}, "rope_style");
-  spec.rope.inv_freq = inv_freq.value_or(std::vector<double>());
-  spec.rope.attention_scaling = attention_scaling;
+  spec.rope = make_rope(inv_freq, rope_style, attention_scaling);
   KVKEEP_REQUIRE(num_layers >= 1, "num_layers is ", num_layers, "; allowed 1 or more");
   spec.layers.resize(static_cast<std::size_t>(num_layers));
-  for (const auto& [layer, window] : sliding) {
-    KVKEEP_REQUIRE(layer >= 0 && layer < num_layers, "sliding: layer ", layer, "; allowed 0 to ", num_layers - 1);
-    spec.layers[static_cast<std::size_t>(layer)] = {LayerKind::sliding, window, -1};
-  }
+  const auto at = [&](std::int32_t layer, const char* what) -> LayerSpec& {
+    KVKEEP_REQUIRE(layer >= 0 && layer < num_layers, what, ": layer ", layer, "; allowed 0 to ", num_layers - 1);
+    return spec.layers[static_cast<std::size_t>(layer)];
+  };
+  for (const auto& [layer, window] : sliding) at(layer, "sliding") = {.kind = LayerKind::sliding, .window = window};
+  for (const auto& [layer, source] : shared) at(layer, "shared") = {.kind = LayerKind::shared, .source = source};
+  for (const std::int32_t layer : other) at(layer, "other") = {.kind = LayerKind::other};
+  for (const auto& [layer, rope] : layer_ropes) at(layer, "layer_ropes").rope = rope;
   spec.check();
   return spec;
 }
@@ -340,8 +353,24 @@ void bind_keeper(nb::module_& m) {
           "Under a policy that narrows prompts: after the attention of each layer, which tokens continue.")
       .def("logical_length", &Keeper::logical_length, "sequence"_a, "Tokens seen; the position of the next one.")
       .def("physical_length", &Keeper::physical_length, "sequence"_a, "layer"_a, "head"_a, "Slots of one row.")
-      .def("tokens_to_event", &Keeper::tokens_to_event, "sequence"_a)
-      .def_prop_ro("queries_read", &Keeper::queries_read)
+      .def(
+          "tokens_to_event",
+          [](const Keeper& self, SequenceId sequence) -> std::optional<std::int64_t> {
+            const std::int64_t away = self.tokens_to_event(sequence);
+            if (away == Trigger::kNoEvent) return std::nullopt;
+            return away;
+          },
+          "sequence"_a, "The fewest tokens with which an event may cut the sequence; None: none will.")
+      .def_prop_ro(
+          "queries_read",
+          [](const Keeper& self) -> std::optional<std::int64_t> {
+            if (self.queries_read() == Trigger::kNoEvent) return std::nullopt;
+            return self.queries_read();
+          },
+          "Newest queries of every full layer that an event reads; None: all.")
+      .def_prop_ro(
+          "turns", [](const Keeper& self) { return self.policy().needs().rope; },
+          "The policy turns queries or keys, so that RoPE and positions must be the model's.")
       .def(
           "positions",
           [](const Keeper& self, SequenceId sequence, std::int32_t layer, std::int32_t head) {
@@ -358,18 +387,39 @@ void bind_keeper(nb::module_& m) {
 
 NB_MODULE(_kvkeep, m) {
   using namespace kvkeep;
+  nb::set_leak_warnings(false);  // a traceback that holds a keeper at exit is no fault
   m.attr("__version__") = kVersion;
+  m.attr("MOST_POSITIONS") = kMostPositions;  // Keeper.join(prompt=): until end_prompt()
   nb::exception<InvalidArgument>(m, "InvalidArgument", PyExc_ValueError);
   nb::exception<StateError>(m, "StateError", PyExc_RuntimeError);
   nb::exception<Unsupported>(m, "Unsupported", PyExc_NotImplementedError);
   nb::exception<DeviceError>(m, "DeviceError", PyExc_RuntimeError);
   nb::exception<DamagedData>(m, "DamagedData", PyExc_RuntimeError);
+  nb::class_<RopeSpec>(m, "Rope", "RoPE of a layer, after any scaling.")
+      .def(nb::new_(&python::make_rope), "inv_freq"_a = nb::none(), "style"_a = "half", "attention_scaling"_a = 1.0,
+           "inv_freq: radians per position of each pair. style: 'half', 'interleaved', or 'none', without frequencies.")
+      .def_ro("inv_freq", &RopeSpec::inv_freq)
+      .def_prop_ro("style", [](const RopeSpec& rope) { return name_of(rope.style); })
+      .def_ro("attention_scaling", &RopeSpec::attention_scaling)
+      .def_prop_ro("stated", &RopeSpec::stated, "False: left open, and what turns queries or keys is refused.");
   nb::class_<ModelSpec>(m, "ModelSpec", "Shapes and conventions of one model.")
       .def(nb::new_(&python::make_spec), "query_heads"_a, "kv_heads"_a, "key_dim"_a, "num_layers"_a, nb::kw_only(),
            "value_dim"_a = nb::none(), "inv_freq"_a = nb::none(), "rope_style"_a = "half", "attention_scaling"_a = 1.0,
            "softmax_scale"_a = 0.0, "sliding"_a = std::vector<std::pair<std::int32_t, std::int32_t>>(),
-           "inv_freq: radians per position of each RoPE pair, after scaling. sliding: (layer, window) of the layers "
-           "that attend to the newest tokens only.")
+           "shared"_a = std::vector<std::pair<std::int32_t, std::int32_t>>(), "other"_a = std::vector<std::int32_t>(),
+           "layer_ropes"_a = std::map<std::int32_t, RopeSpec>(),
+           "inv_freq: radians per position of each RoPE pair, after scaling; rope_style: 'half', 'interleaved' or "
+           "'none'; layer_ropes: {layer: Rope} where a layer's differs. sliding: (layer, window) of the layers that "
+           "attend to the newest tokens only; shared: (layer, source) of those that read an earlier layer's cache; "
+           "other: those without keys and values.")
+      .def(
+          "rope",
+          [](const ModelSpec& spec, std::int32_t layer) {
+            KVKEEP_REQUIRE(layer >= 0 && layer < spec.num_layers(), "rope: layer ", layer, "; allowed 0 to ",
+                           spec.num_layers() - 1);
+            return spec.rope_of(layer);
+          },
+          "layer"_a, "RoPE of one layer.")
       .def_ro("query_heads", &ModelSpec::query_heads)
       .def_ro("kv_heads", &ModelSpec::kv_heads)
       .def_ro("key_dim", &ModelSpec::key_dim)

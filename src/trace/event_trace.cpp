@@ -1,6 +1,7 @@
 #include "kvkeep/trace/event_trace.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -218,6 +219,54 @@ void read_pins(const io::SafetensorsFile& file, Event& e) {
   }
 }
 
+RopeStyle style_called(const io::SafetensorsFile& file, std::string_view what, std::string_view name) {
+  const auto found = std::find(kRopeStyleNames.begin(), kRopeStyleNames.end(), name);
+  KVKEEP_REQUIRE(found != kRopeStyleNames.end(), file.where(), ": ", what, " is \"", shortened(name),
+                 "\"; allowed half, interleaved or none");
+  return static_cast<RopeStyle>(found - kRopeStyleNames.begin());
+}
+
+std::vector<double> frequencies_of(const io::SafetensorsFile& file, std::string_view what, const Json& list) {
+  KVKEEP_REQUIRE(list.is_array() && std::all_of(list.begin(), list.end(), [](const Json& f) { return f.is_number(); }),
+                 file.where(), ": ", what, " is not an array of numbers");
+  return list.get<std::vector<double>>();
+}
+
+void read_rope(const io::SafetensorsFile& file, Event& e) {
+  const auto style = file.metadata().find("rope_style");
+  KVKEEP_REQUIRE(style != file.metadata().end(), file.where(),
+                 ": metadata \"rope_style\" is missing; allowed half, interleaved or none");
+  e.spec.rope.style = style_called(file, "metadata \"rope_style\"", style->second);
+  e.spec.rope.inv_freq = frequencies_of(file, "metadata \"inv_freq\"", parsed(file, "inv_freq"));
+  e.spec.rope.attention_scaling = number(file, "attention_scaling", 1.0);
+}
+
+/// Layers whose RoPE is not the model's: {"3": {"rope_style": "none"}, ...}.
+void read_layer_ropes(const io::SafetensorsFile& file, Event& e) {
+  if (!file.metadata().contains("layer_ropes")) return;
+  const Json ropes = parsed(file, "layer_ropes");
+  KVKEEP_REQUIRE(ropes.is_object(), file.where(), ": metadata \"layer_ropes\" is not an object of layers");
+  for (const auto& [key, given] : ropes.items()) {
+    std::int32_t layer = -1;
+    const auto read = std::from_chars(key.data(), key.data() + key.size(), layer);
+    KVKEEP_REQUIRE(
+        read.ec == std::errc() && read.ptr == key.data() + key.size() && layer >= 0 && layer < e.spec.num_layers(),
+        file.where(), ": metadata \"layer_ropes\" names layer \"", shortened(key), "\"; allowed 0 to ",
+        e.spec.num_layers() - 1);
+    const std::string what = text("RoPE of layer ", layer, " in metadata \"layer_ropes\"");
+    KVKEEP_REQUIRE(given.is_object() && given.contains("rope_style") && given["rope_style"].is_string(), file.where(),
+                   ": ", what, " has no rope_style; allowed half, interleaved or none");
+    RopeSpec rope{.style = style_called(file, what, given["rope_style"].get<std::string>())};
+    if (given.contains("inv_freq")) rope.inv_freq = frequencies_of(file, what, given["inv_freq"]);
+    if (given.contains("attention_scaling")) {
+      KVKEEP_REQUIRE(given["attention_scaling"].is_number(), file.where(), ": ", what,
+                     " has an attention_scaling that is no number");
+      rope.attention_scaling = given["attention_scaling"].get<double>();
+    }
+    e.spec.layers[static_cast<std::size_t>(layer)].rope = std::move(rope);
+  }
+}
+
 Event read_event(const io::SafetensorsFile& file) {
   KVKEEP_REQUIRE(kind_of(file) == "event", file.where(), ": the trace is of kind \"", shortened(kind_of(file)),
                  "\"; allowed here: event");
@@ -225,14 +274,7 @@ Event read_event(const io::SafetensorsFile& file) {
   if (file.metadata().contains("query_basis") || file.has("queries"))
     e.basis = choice(file, "query_basis", "pre_rope", "post_rope") == "pre_rope" ? QueryBasis::pre_rope
                                                                                  : QueryBasis::post_rope;
-  e.spec.rope.style =
-      choice(file, "rope_style", "half", "interleaved") == "half" ? RopeStyle::half : RopeStyle::interleaved;
-  const Json frequencies = parsed(file, "inv_freq");
-  KVKEEP_REQUIRE(frequencies.is_array() &&
-                     std::all_of(frequencies.begin(), frequencies.end(), [](const Json& f) { return f.is_number(); }),
-                 file.where(), ": metadata \"inv_freq\" is not an array of numbers");
-  e.spec.rope.inv_freq = frequencies.get<std::vector<double>>();
-  e.spec.rope.attention_scaling = number(file, "attention_scaling", 1.0);
+  read_rope(file, e);
   e.spec.softmax_scale = number(file, "softmax_scale", 0.0);
 
   if (file.has("lengths")) {
@@ -246,6 +288,7 @@ Event read_event(const io::SafetensorsFile& file) {
     }
   }
   read_layer_numbers(file, e);
+  read_layer_ropes(file, e);
   if (!e.lengths.empty()) {
     const Tensor keys = find(file, e.prefixes.front(), "keys");
     KVKEEP_REQUIRE(keys.dim() == 4 && static_cast<std::int64_t>(e.lengths.size()) == keys.size(0), file.where(),
@@ -257,8 +300,10 @@ Event read_event(const io::SafetensorsFile& file) {
   for (const std::string& prefix : e.prefixes) read_layer(file, prefix, e);
   read_pins(file, e);
   if (e.lengths.empty()) e.lengths.assign(static_cast<std::size_t>(e.batch), static_cast<std::int32_t>(e.slots));
-  KVKEEP_REQUIRE(e.spec.rope.rotary_dim() <= e.spec.key_dim, file.where(), ": metadata \"inv_freq\" holds ",
-                 e.spec.rope.inv_freq.size(), " numbers; allowed at most ", e.spec.key_dim / 2);
+  for (std::int32_t l = 0; l < e.spec.num_layers(); ++l)
+    KVKEEP_REQUIRE(e.spec.rope_of(l).rotary_dim() <= e.spec.key_dim, file.where(), ": metadata \"inv_freq\" holds ",
+                   e.spec.rope_of(l).inv_freq.size(), " numbers for layer ", l, "; allowed at most ",
+                   e.spec.key_dim / 2);
   const Json next = parsed(file, "next_position");
   KVKEEP_REQUIRE(next.is_array() && static_cast<std::int64_t>(next.size()) == e.batch, file.where(),
                  ": metadata \"next_position\" is ", io::shown(next), "; allowed an array of ", e.batch, " positions");

@@ -26,7 +26,8 @@ static_assert(KVKEEP_CUDA == int{kDLCUDA} && KVKEEP_CUDA_HOST == int{kDLCUDAHost
 static_assert(KVKEEP_UINT == int{kDLUInt} && KVKEEP_FLOAT == int{kDLFloat} && KVKEEP_BFLOAT == int{kDLBfloat});
 static_assert(KVKEEP_BOOL == int{kDLBool} && KVKEEP_FLOAT8_E4M3 == int{kDLFloat8_e4m3fn});
 static_assert(KVKEEP_FLOAT8_E5M2 == int{kDLFloat8_e5m2});
-static_assert(sizeof(kvkeep_layer) == 12 && offsetof(kvkeep_model, layers) == 64 && sizeof(kvkeep_model) == 72);
+static_assert(sizeof(kvkeep_layer) == 12 && offsetof(kvkeep_model, layers) == 64 && sizeof(kvkeep_model) == 88 &&
+              sizeof(kvkeep_layer_rope) == 32);
 static_assert(offsetof(kvkeep_provided, accelerator) == 40 && sizeof(kvkeep_provided) == 48);
 static_assert(offsetof(kvkeep_observation, unread) == 64 && sizeof(kvkeep_observation) == 72);
 static_assert(offsetof(kvkeep_step_tokens, log_sum_exp) == 52 && sizeof(kvkeep_step_tokens) == 56);
@@ -305,9 +306,9 @@ TEST(CInterface, SaysWhatIsWrong) {
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
                 "num_layers is 0");
   wrong = model.of_c;
-  wrong.rope_style = 2;
+  wrong.rope_style = 3;
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
-                "rope_style is 2");
+                "rope_style is 3");
   wrong = model.of_c;
   wrong.kv_heads = 3;
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,

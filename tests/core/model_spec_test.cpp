@@ -38,6 +38,32 @@ TEST(ModelSpec, RefusesNumbersThatNoModelHas) {
   EXPECT_NE(says([](ModelSpec& s) { s.value_dim = kMost; }).find("value_dim 2147483647"), std::string::npos);
   EXPECT_NE(says([](ModelSpec& s) { s.kv_heads = s.query_heads = 1 << 16, s.layers.resize(257); }).find("257 layers"),
             std::string::npos);
+  EXPECT_NE(says([](ModelSpec& s) { s.rope.style = RopeStyle::none; }).find("style is none, and rope.inv_freq has 3"),
+            std::string::npos);
+  EXPECT_NE(says([](ModelSpec& s) {
+              s.layers[1].rope = RopeSpec{.inv_freq = {1, 1, 1, 1, 1}};
+            }).find("ModelSpec: layer 1: rope.inv_freq has 5 pairs"),
+            std::string::npos);
+  EXPECT_NE(says([](ModelSpec& s) { s.layers[1].rope = RopeSpec{.inv_freq = {-1}}; }).find("layer 1: rope.inv_freq[0]"),
+            std::string::npos);
+}
+
+TEST(ModelSpec, RopeIsAPropertyOfALayer) {
+  ModelSpec spec;
+  spec.layers.resize(4);
+  spec.layers[1].rope = RopeSpec::absent();
+  spec.layers[2].rope = RopeSpec{.style = RopeStyle::interleaved, .inv_freq = {0.5}};
+  spec.layers[3].kind = LayerKind::sliding;
+  EXPECT_EQ(&spec.rope_of(0), &spec.rope);
+  EXPECT_EQ(spec.rope_of(1).style, RopeStyle::none);
+  EXPECT_EQ(spec.rope_of(2).inv_freq, std::vector<double>{0.5});
+  EXPECT_EQ(spec.first_without_rope(), 0) << "nothing is stated of the model";
+  spec.rope.inv_freq = {1};
+  EXPECT_EQ(spec.first_without_rope(), -1);
+  spec.layers[2].rope = RopeSpec();
+  EXPECT_EQ(spec.first_without_rope(), 2);
+  spec.layers[2].kind = LayerKind::sliding;
+  EXPECT_EQ(spec.first_without_rope(), -1) << "no policy cuts it";
 }
 
 }  // namespace

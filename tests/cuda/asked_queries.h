@@ -18,10 +18,7 @@ class AskedQueries {
                     .official = official,
                     .windows = windows_.data(),
                     .queries = out_.data(),
-                    .inv_freq = there.inv_freq(),
-                    .pairs = c.shape.pre_rope ? static_cast<std::int32_t>(c.spec.rope.inv_freq.size()) : 0,
-                    .style = c.shape.style,
-                    .attention_scaling = c.spec.rope.attention_scaling},
+                    .turn = c.shape.pre_rope && !c.spec.rope.inv_freq.empty()},
                    nullptr);
   }
   [[nodiscard]] const DeviceArray<float>& floats() const { return out_; }

@@ -33,6 +33,7 @@ struct EvidenceShape {
   bool ragged = false;      ///< heads hold different numbers of slots
   bool gaps = true;         ///< in positions
   double loudness = 1;      ///< of the keys
+  bool own_ropes = false;   ///< every second group is in a layer without RoPE, every third in one that turns otherwise
 };
 
 /// Bytes of one stored number.
@@ -94,6 +95,12 @@ class EvidenceCase {
     spec.rope.attention_scaling = shape.pre_rope ? 1.1 : 1;
     const std::int32_t pairs = shape.pairs < 0 ? shape.dim / 2 : shape.pairs;
     for (std::int32_t f = 0; f < pairs; ++f) spec.rope.inv_freq.push_back(std::pow(1e4, -1.0 * f / pairs));
+    if (shape.own_ropes) {
+      spec.layers.resize(3);
+      spec.layers[1].rope = RopeSpec::absent();
+      spec.layers[2].rope = {.style = shape.style == RopeStyle::half ? RopeStyle::interleaved : RopeStyle::half,
+                             .inv_freq = std::vector<double>(static_cast<std::size_t>(shape.dim / 3), 0.4)};
+    }
     table.key_dtype = dtype_of(shape.keys);
     std::int64_t first = 0;
     const std::size_t rows = shape.lengths.size() * static_cast<std::size_t>(shape.kv_heads);
@@ -103,6 +110,7 @@ class EvidenceCase {
     for (std::size_t g = 0; g < shape.lengths.size(); ++g) {
       RowGroup group;
       group.sequence = static_cast<std::int32_t>(g);
+      group.layer = static_cast<std::int32_t>(g % spec.layers.size());
       group.first_row = static_cast<std::int64_t>(g) * shape.kv_heads;
       const std::int32_t longest = shape.lengths[g];
       group.next_position = longest + (shape.gaps ? random_.between(0, longest) : 0);
@@ -111,6 +119,7 @@ class EvidenceCase {
         const std::size_t r = table.rows.size();
         Row row;
         row.sequence = group.sequence;
+        row.layer = group.layer;
         row.head = h;
         row.length = shape.ragged && longest > 0 ? random_.between(1, longest) : longest;
         row.first = first;
@@ -253,7 +262,7 @@ class DeviceEvidence {
         rings_(flat_rings(from)),
         ring_positions_(flat_ring_positions(from)),
         queries_(from.table.groups.size()),
-        inv_freq_(from.spec.rope.inv_freq) {
+        ropes_(ropes_of(from)) {
     std::vector<Row> rows = from.table.rows;
     const std::int64_t width = from.shape.dim * element_bytes(from.shape.keys), stride = width + layout.gap;
     std::int64_t slot = 0, table = 0, position = 0, tally = 0, given = 0;
@@ -299,6 +308,7 @@ class DeviceEvidence {
     return {.rows = rows_.data(),
             .limits = limits_.data(),
             .queries = queries_.data(),
+            .ropes = from_.spec.rope.inv_freq.empty() && !from_.shape.own_ropes ? nullptr : ropes_.data(),
             .count = static_cast<std::int32_t>(from_.table.rows.size()),
             .longest = longest,
             .kv_heads = from_.shape.kv_heads,
@@ -308,10 +318,18 @@ class DeviceEvidence {
             .query = from_.shape.query,
             .scale = static_cast<float>(from_.spec.scale())};
   }
-  [[nodiscard]] const double* inv_freq() const { return inv_freq_.data(); }
   [[nodiscard]] std::vector<Row> rows() const { return rows_.download(); }  ///< as the device has them
 
  private:
+  std::vector<RopeView> ropes_of(const EvidenceCase& from) {
+    std::vector<RopeView> all;
+    for (const RowGroup& group : from.table.groups) {
+      const RopeSpec& rope = from.spec.rope_of(group.layer);
+      inv_freq_.push_back(std::make_unique<DeviceArray<double>>(rope.inv_freq));
+      all.push_back(rope.view(inv_freq_.back()->data()));
+    }
+    return all;
+  }
   std::vector<std::byte> pack(const EvidenceCase& from, DeviceLayout layout) {
     const std::int64_t width = from.shape.dim * element_bytes(from.shape.keys), stride = width + layout.gap;
     std::int64_t places = from.table.slots;
@@ -375,7 +393,8 @@ class DeviceEvidence {
   DeviceArray<std::byte> rings_;
   DeviceArray<std::int32_t> ring_positions_;
   DeviceArray<QueryView> queries_;
-  DeviceArray<double> inv_freq_;
+  std::vector<std::unique_ptr<DeviceArray<double>>> inv_freq_;  ///< by group
+  DeviceArray<RopeView> ropes_;
 };
 
 constexpr float kUntouched = -12345.0F;  ///< what results hold before a kernel runs

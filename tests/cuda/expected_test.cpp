@@ -26,7 +26,7 @@ std::vector<QueryStatistics> statistics_of(const EvidenceCase& c, std::int32_t t
     std::iota(positions.begin(), positions.end(), 0);
     all.back().add(reinterpret_cast<const std::byte*>(queries.data()), Dtype::f32, c.spec.query_heads * c.shape.dim * 4,
                    c.shape.dim * 4, positions, QueryBasis::pre_rope, c.spec.rope,
-                   *QueryStatistics::workspace(c.spec.query_heads, c.shape.dim, c.spec.rope));
+                   *QueryStatistics::workspace(c.spec.query_heads, c.shape.dim));
   }
   return all;
 }
@@ -65,10 +65,6 @@ std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, con
                               .values = values.element,
                               .value_dim = c.shape.value_dim,
                               .next_positions = positions.data(),
-                              .inv_freq = there.inv_freq(),
-                              .pairs = static_cast<std::int32_t>(c.spec.rope.inv_freq.size()),
-                              .style = c.shape.style,
-                              .attention_scaling = c.spec.rope.attention_scaling,
                               .post_rope = !c.shape.pre_rope,
                               .moments = statistics != nullptr ? moments.data() : nullptr,
                               .future = options.future,
@@ -119,14 +115,15 @@ TEST_F(ExpectedKernel, AgreesWithTheCpuForEveryHeadSizeAndElement) {  // B25
                        {.group = 2,
                         .dim = dim,
                         .value_dim = dim,
-                        .lengths = {70, 3},
+                        .lengths = {70, 3, 31},
                         .seen = seed % 2 == 0 ? 20
                                 : dim > 128   ? 40
                                               : dim + 13,
                         .keys = keys,
                         .query = kStored[seed % 3],
                         .pre_rope = seed % 3 == 0,
-                        .style = seed % 2 == 0 ? RopeStyle::half : RopeStyle::interleaved},
+                        .style = seed % 2 == 0 ? RopeStyle::half : RopeStyle::interleaved,
+                        .own_ropes = true},
                        {.future = 50, .epsilon = 0}, kStored[(seed / 2) % std::size(kStored)]);
     }
 }
@@ -207,7 +204,8 @@ TEST_F(ExpectedKernel, TakesGivenMoments) {
                                 .seen = 3,
                                 .keys = keys,
                                 .style = style,
-                                .pairs = dim == 17 ? 5 : -1});
+                                .pairs = dim == 17 ? 5 : -1,
+                                .own_ropes = true});
         const ValueCase values(seed, c, Element::f16);
         for (const std::int32_t tokens : {3, 5, 20, 150}) {
           if (dim > 64 && tokens != 20) continue;
@@ -320,7 +318,6 @@ TEST_F(ExpectedKernel, GivesEqualSlotsEqualBitsAndARowTheSameBitsInAnyLayout) {
 TEST_F(ExpectedKernel, RefusesWhatItCannotScore) {
   EXPECT_THROW(launch_expected({.evidence = {.dim = 257}, .value_norm = false}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 0}, nullptr), InvalidArgument);
-  EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 8, .pairs = 5}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 8, .future = 0}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 8, .sink = -1}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 8, .queries = 0}, nullptr), InvalidArgument);

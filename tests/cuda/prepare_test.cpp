@@ -13,9 +13,9 @@ using Prepare = OnDevice;
 /// What the CPU reads, [groups, Hq, W, D]; zeros where a group holds fewer.
 std::vector<float> on_cpu(const EvidenceCase& c, std::int32_t window) {
   std::vector<float> out;
-  const std::size_t pairs = c.spec.rope.inv_freq.size();
-  std::vector<float> cosines(pairs), sines(pairs), q(static_cast<std::size_t>(c.shape.dim));
-  for (const RowGroup& group : c.table.groups)
+  std::vector<float> q(static_cast<std::size_t>(c.shape.dim)), cosines(q.size()), sines(q.size());
+  for (const RowGroup& group : c.table.groups) {
+    const RopeSpec& rope = c.spec.rope_of(group.layer);
     for (std::int32_t h = 0; h < c.spec.query_heads; ++h)
       for (std::int32_t i = group.queries.count - window; i < group.queries.count; ++i) {
         std::fill(q.begin(), q.end(), 0.0F);
@@ -29,11 +29,12 @@ std::vector<float> on_cpu(const EvidenceCase& c, std::int32_t window) {
             q[static_cast<std::size_t>(d)] = *reinterpret_cast<const float*>(at);
         }
         if (i >= 0 && c.shape.pre_rope) {
-          rope_at(c.spec.rope, group.queries.position(i), cosines.data(), sines.data());
-          rope_rotate(c.spec.rope.style, static_cast<std::int64_t>(pairs), cosines.data(), sines.data(), q.data());
+          rope_at(rope, group.queries.position(i), cosines.data(), sines.data());
+          rope_rotate(rope.style, rope.rotary_dim() / 2, cosines.data(), sines.data(), q.data());
         }
         out.insert(out.end(), q.begin(), q.end());
       }
+  }
   return out;
 }
 
@@ -51,7 +52,8 @@ TEST_F(Prepare, TurnsQueriesAsTheCpuDoes) {  // B16
                                         .query = element,
                                         .pre_rope = pre_rope,
                                         .style = style,
-                                        .pairs = dim / 4 + dim / 5});
+                                        .pairs = dim / 4 + dim / 5,
+                                        .own_ropes = true});
           for (const std::int32_t window : {1, 4, 7}) {
             const std::vector<float> want = on_cpu(c, window);
             in_every_order([&] {
@@ -62,10 +64,7 @@ TEST_F(Prepare, TurnsQueriesAsTheCpuDoes) {  // B16
                               .window = window,
                               .windows = nullptr,
                               .queries = out.data(),
-                              .inv_freq = there.inv_freq(),
-                              .pairs = pre_rope ? static_cast<std::int32_t>(c.spec.rope.inv_freq.size()) : 0,
-                              .style = style,
-                              .attention_scaling = c.spec.rope.attention_scaling},
+                              .turn = pre_rope},
                              nullptr);
               const std::vector<float> got = out.download();
               for (std::size_t i = 0; i < want.size(); ++i)
@@ -111,7 +110,7 @@ TEST_F(Prepare, WritesTheNewestPositionsBehindThoseThatStayed) {
 
 TEST_F(Prepare, RefusesWhatItCannotTurn) {
   EXPECT_THROW(launch_prepare({.evidence = {.dim = 257}}, nullptr), InvalidArgument);
-  EXPECT_THROW(launch_prepare({.evidence = {.dim = 8}, .pairs = 5}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_prepare({.evidence = {.dim = 8}, .turn = true}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_prepare({.evidence = {.dim = 8, .query = Element::f8_e4m3}}, nullptr), InvalidArgument);
 }
 

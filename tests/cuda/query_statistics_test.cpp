@@ -146,10 +146,9 @@ class Twins {
   Form form_;
   oracle::Random random_;
   std::shared_ptr<Machine> machine_ = fresh_accelerator();
-  std::shared_ptr<QueryStatistics::Workspace> host_work_ =
-                                                  QueryStatistics::workspace(form_.heads, form_.dim, form_.rope),
+  std::shared_ptr<QueryStatistics::Workspace> host_work_ = QueryStatistics::workspace(form_.heads, form_.dim),
                                               device_work_ = QueryStatistics::workspace(form_.heads, form_.dim,
-                                                                                        form_.rope, machine_->memory());
+                                                                                        machine_->memory());
   Positions next_;
 };
 
@@ -268,9 +267,9 @@ TEST_F(QueryStatisticsKernel, RefusesWhatItCannotRead) {
   push.layout.dim = 257;
   EXPECT_THROW(launch_push_moments(push, nullptr), InvalidArgument);
   push.layout.dim = 8;
-  push.layout.pairs = 5;
+  push.layout.rope.pairs = 5;
   EXPECT_THROW(launch_push_moments(push, nullptr), InvalidArgument);
-  push.layout.pairs = 4;
+  push.layout.rope.pairs = 4;
   push.element = Element::f8_e4m3;
   EXPECT_THROW(launch_push_moments(push, nullptr), InvalidArgument);
   EXPECT_THROW(launch_sum_moments({.dim = 0}, nullptr), InvalidArgument);

@@ -41,9 +41,6 @@ std::vector<float> on_device(const EvidenceCase& c, const Calibration& calibrati
                                   .next_positions = positions.data(),
                                   .q_mean = means.data(),
                                   .q_abs_mean = moduli.data(),
-                                  .inv_freq = there.inv_freq(),
-                                  .style = c.shape.style,
-                                  .attention_scaling = c.spec.rope.attention_scaling,
                                   .options = options,
                                   .slots = c.table.slots,
                                   .scores = scores.data()};

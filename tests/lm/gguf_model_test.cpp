@@ -89,13 +89,21 @@ LmConfig tied(LmConfig config) {
   return config;
 }
 
+/// Of five layers, the fourth has no RoPE: GGUF files do not say it.
+LmConfig smollm3() {
+  LmConfig config = LmConfig::shape(Architecture::smollm3, 5, 32, 40, 4, 2, 8, 40);
+  config.spec.layers[3].rope = RopeSpec::absent();
+  return config;
+}
+
 TEST_F(GgufModel, GivesTheBitsOfTheFolderThatItIsMadeFrom) {
   const std::vector<LmConfig> models{LmConfig::shape(Architecture::llama, 3, 32, 48, 4, 2, 8, 64),
                                      biased_llama(),
                                      tied(LmConfig::shape(Architecture::llama, 2, 32, 40, 2, 2, 16, 40)),
                                      LmConfig::shape(Architecture::qwen2, 2, 32, 48, 4, 2, 8, 64),
                                      tied(LmConfig::shape(Architecture::qwen3, 2, 32, 48, 4, 2, 24, 64)),
-                                     LmConfig::shape(Architecture::llama, 2, 32, 48, 4, 2, 16, 64, {.theta = 5e5})};
+                                     LmConfig::shape(Architecture::llama, 2, 32, 48, 4, 2, 16, 64, {.theta = 5e5}),
+                                     smollm3()};
   for (std::size_t m = 0; m < models.size(); ++m) {
     for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
       SCOPED_TRACE(text("model ", m, " in ", dtype));

@@ -230,6 +230,35 @@ TEST(LmConfig, WhatIsWrittenReadsBackInBothLayouts) {
   }
 }
 
+TEST(LmConfig, ReadsWhichLayersOfASmolLM3HaveNoRope) {
+  const auto without = [](const Json& config) {
+    const LmConfig read = LmConfig::parse(config.dump(), "", "config.json");
+    std::vector<std::int32_t> layers;
+    for (std::int32_t l = 0; l < read.num_layers(); ++l)
+      if (read.spec.rope_of(l).style == RopeStyle::none) layers.push_back(l);
+    return layers;
+  };
+  Json config = small("smollm3");
+  config["num_hidden_layers"] = 9;
+  EXPECT_EQ(without(config), (std::vector<std::int32_t>{3, 7}));
+  config["no_rope_layer_interval"] = 3;
+  EXPECT_EQ(without(config), (std::vector<std::int32_t>{2, 5, 8}));
+  config["no_rope_layers"] = {1, 0, 1, 1, 1, 1, 1, 1, 0};
+  EXPECT_EQ(without(config), (std::vector<std::int32_t>{1, 8}));
+  const LmConfig read = LmConfig::parse(config.dump(), "", "config.json");
+  EXPECT_EQ(without(Json::parse(read.json("float32"))), (std::vector<std::int32_t>{1, 8})) << "what is written";
+  config["no_rope_layers"] = {1, 0};
+  expect_refused<InvalidArgument>(config, {"no_rope_layers", "9 layers"});
+  config["no_rope_layers"] = {1, 0, 1, 1, 2, 1, 1, 1, 0};
+  expect_refused<InvalidArgument>(config, {"no_rope_layers", "2"});
+  config.erase("no_rope_layers");
+  config["no_rope_layer_interval"] = 0;
+  expect_refused<InvalidArgument>(config, {"no_rope_layer_interval"});
+  config["no_rope_layer_interval"] = 4;
+  config["use_sliding_window"] = true;
+  expect_refused<Unsupported>(config, {"use_sliding_window"});
+}
+
 TEST(LmConfig, RefusesFrequenciesThatAreNotFinite) {
   for (const RopeConfig& rope :
        {RopeConfig{.theta = 1e-320}, RopeConfig{.type = RopeConfig::Type::linear, .theta = 1e-200, .factor = 1e-300}}) {

@@ -158,8 +158,8 @@ class PlainDecoder {
     for (auto& row : x) norm(row.data(), weight);
     return x;
   }
-  void rotate(double* head, std::size_t position) const {
-    const RopeSpec& rope = config_.spec.rope;
+  void rotate(std::int32_t layer, double* head, std::size_t position) const {
+    const RopeSpec& rope = config_.spec.rope_of(layer);
     const std::size_t pairs = rope.inv_freq.size();
     for (std::size_t f = 0; f < pairs; ++f) {
       const double angle = static_cast<double>(position) * rope.inv_freq[f];
@@ -178,11 +178,11 @@ class PlainDecoder {
     for (std::size_t i = 0; i < x.size(); ++i) {
       for (std::size_t h = 0; h < heads; ++h) {
         if (config_.qk_norm) norm(&q[i][h * dim], vector(prefix + "q_norm.weight"));
-        rotate(&q[i][h * dim], i);
+        rotate(layer, &q[i][h * dim], i);
       }
       for (std::size_t h = 0; h < kv_heads; ++h) {
         if (config_.qk_norm) norm(&k[i][h * dim], vector(prefix + "k_norm.weight"));
-        rotate(&k[i][h * dim], i);
+        rotate(layer, &k[i][h * dim], i);
       }
     }
     const LayerSpec& kind = config_.spec.layers[static_cast<std::size_t>(layer)];
@@ -252,6 +252,15 @@ TEST(Decoder, AddsEveryBiasThatTheConfigNames) {
   llama.qkv_bias = llama.output_bias = llama.mlp_bias = true;
   expect_as_plain(llama);
   expect_as_plain(LmConfig::shape(Architecture::qwen2, 2, 32, 48, 4, 2, 16, 64));
+}
+
+TEST(Decoder, LeavesLayersWithoutRopeAsTheyAre) {
+  LmConfig smollm3 = LmConfig::shape(Architecture::smollm3, 3, 40, 56, 4, 2, 12, 50);
+  smollm3.spec.layers[0].rope = smollm3.spec.layers[2].rope = RopeSpec::absent();
+  smollm3.qkv_bias = smollm3.output_bias = smollm3.mlp_bias = true;
+  expect_as_plain(smollm3);
+  smollm3.spec.layers[1].rope = RopeSpec{.inv_freq = {0.5}};
+  EXPECT_THROW(smollm3.check(), InvalidArgument);
 }
 
 TEST(Decoder, NormalisesQueryAndKeyHeads) {  // B16

@@ -46,6 +46,8 @@ std::vector<Model> models() {
           with({"qwen2_sliding", qwen2}, slide),
           with({"qwen2_sliding_bf16", qwen2, Dtype::bf16}, slide),
           {"qwen2_f16", qwen2, Dtype::f16},
+          with({"smollm3", LmConfig::shape(Architecture::smollm3, 3, 40, 56, 4, 2, 12, 90)},
+               [](LmConfig& config) { config.spec.layers[1].rope = RopeSpec::absent(); }),
           {"qwen3", LmConfig::shape(Architecture::qwen3, 3, 32, 48, 4, 2, 24, 90)},
           with({"qwen3_tied_bf16", LmConfig::shape(Architecture::qwen3, 3, 32, 48, 4, 2, 24, 90), Dtype::bf16},
                [](LmConfig& config) { config.tied = true; })};

@@ -655,7 +655,7 @@ TEST(Keeper, RefusesQueriesBeforeRopeThatNothingCanTurn) {
   const Observation before{.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = at::randn({2, 2, 4})};
   Keeper keeper(spec, make_policy("tova,budget=8"));
   keeper.join(id);
-  const std::string says = "queries are taken before RoPE, but ModelSpec::rope has no frequencies";
+  const std::string says = "queries are taken before RoPE, but the model spec does not state the RoPE of layer 0";
   EXPECT_NE(testing::message_of<InvalidArgument>([&] { keeper.observe(before); }).find("observe: " + says),
             std::string::npos);
   EXPECT_NE(testing::message_of<InvalidArgument>([&] {
@@ -667,6 +667,30 @@ TEST(Keeper, RefusesQueriesBeforeRopeThatNothingCanTurn) {
   after.basis = QueryBasis::post_rope;
   keeper.observe(after);
   EXPECT_EQ(keeper.logical_length(id), 2);
+
+  spec.rope.style = RopeStyle::none;
+  Keeper without(spec, make_policy("tova,budget=8"));
+  without.join(id);
+  without.observe(before);
+  EXPECT_EQ(without.logical_length(id), 2) << "queries before and after no RoPE are the same";
+}
+
+TEST(Keeper, RefusesPoliciesThatTurnWhereALayerLeavesRopeOpen) {
+  ModelSpec spec;
+  spec.query_heads = 2, spec.kv_heads = 1, spec.key_dim = spec.value_dim = 4;
+  spec.layers.resize(3);
+  spec.rope.inv_freq = {1, 0.1};
+  for (const char* policy : {"expected,budget=8", "ams-expected,budget=8", "expected,budget=8,statistics=stream"}) {
+    SCOPED_TRACE(policy);
+    ModelSpec open = spec;
+    open.layers[1].rope = RopeSpec();
+    const std::string said = message_of<InvalidArgument>([&] { Keeper(open, make_policy(policy)); });
+    EXPECT_NE(said.find("does not state the RoPE of layer 1"), std::string::npos) << said;
+    open.layers[1].rope = RopeSpec::absent();
+    EXPECT_NO_THROW(Keeper(open, make_policy(policy)));
+  }
+  spec.layers[2].rope = RopeSpec();
+  EXPECT_NO_THROW(Keeper(spec, make_policy("tova,budget=8"))) << "it turns nothing";
 }
 
 TEST(Keeper, RefusesTensorsWithoutAnAddress) {

@@ -315,7 +315,7 @@ QueryStatistics added(const at::Tensor& queries, std::int64_t chunk, std::int32_
   std::iota(positions.begin(), positions.end(), 0);
   const auto bytes = static_cast<std::int64_t>(queries.element_size());
   const auto workspace = QueryStatistics::workspace(static_cast<std::int32_t>(queries.size(1)),
-                                                    static_cast<std::int32_t>(queries.size(2)), rope);
+                                                    static_cast<std::int32_t>(queries.size(2)));
   for (std::int64_t at = 0; at < queries.size(0); at += chunk)
     statistics.add(static_cast<const std::byte*>(queries.const_data_ptr()) + at * queries.stride(0) * bytes,
                    dtype_of(queries.scalar_type()), queries.stride(0) * bytes, queries.stride(1) * bytes,

@@ -56,11 +56,23 @@ class CModel {
     of_c.value_dim = kValueDim;
     of_c.rope_pairs = static_cast<std::int32_t>(spec_.rope.inv_freq.size());
     of_c.inv_freq = spec_.rope.inv_freq.data();
+    for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
+      if (const auto& rope = spec_.layers[static_cast<std::size_t>(l)].rope)
+        ropes_.push_back({.layer = l,
+                          .style = static_cast<std::int32_t>(rope->style),
+                          .pairs = static_cast<std::int32_t>(rope->inv_freq.size()),
+                          .reserved = 0,
+                          .inv_freq = rope->inv_freq.data(),
+                          .attention_scaling = rope->attention_scaling});
+    of_c.layer_ropes = ropes_.data();
+    of_c.num_layer_ropes = std::ssize(ropes_);
   }
+  CModel(const CModel&) = delete;
   kvkeep_model of_c{};
 
  private:
   ModelSpec spec_ = engines::model();
+  std::vector<kvkeep_layer_rope> ropes_;
 };
 
 struct Free {

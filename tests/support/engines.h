@@ -23,14 +23,17 @@ using Ints = std::vector<std::int32_t>;
 
 inline constexpr std::int32_t kLayers = 2, kHeads = 2, kRows = kLayers * kHeads, kKeyDim = 8, kValueDim = 6;
 
+/// The last layer turns otherwise.
 inline ModelSpec model() {
-  return {.query_heads = 4,
-          .kv_heads = kHeads,
-          .key_dim = kKeyDim,
-          .value_dim = kValueDim,
-          .softmax_scale = 0,
-          .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}},
-          .layers = std::vector<LayerSpec>(kLayers)};
+  ModelSpec spec{.query_heads = 4,
+                 .kv_heads = kHeads,
+                 .key_dim = kKeyDim,
+                 .value_dim = kValueDim,
+                 .softmax_scale = 0,
+                 .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}},
+                 .layers = std::vector<LayerSpec>(kLayers)};
+  spec.layers.back().rope = {.inv_freq = {0.7, 0.2, 0.02, 0.0}, .attention_scaling = 1.1};
+  return spec;
 }
 
 /// How K and V lie in memory.
@@ -235,7 +238,8 @@ class Engine {
  private:
   /// Of every query over all slots that it sees, as attention would have it. `places`: of the tokens.
   [[nodiscard]] at::Tensor log_sum_exps(const Numbers& numbers, std::int32_t l, const Ints& places) const {
-    const RopeSpec rope = model().rope;
+    const ModelSpec spec = model();
+    const RopeSpec& rope = spec.rope_of(l);
     const auto pairs = static_cast<std::int64_t>(rope.inv_freq.size());
     std::vector<float> cosines(rope.inv_freq.size()), sines(rope.inv_freq.size());
     at::Tensor all = at::empty({numbers.indptr.back(), 4}, at::TensorOptions().dtype(at::kFloat));

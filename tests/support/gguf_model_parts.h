@@ -21,7 +21,10 @@ using lm::LmConfig;
 using lm::TensorSpec;
 
 inline std::string name_of(Architecture architecture) {
-  return architecture == Architecture::llama ? "llama" : architecture == Architecture::qwen2 ? "qwen2" : "qwen3";
+  return architecture == Architecture::llama     ? "llama"
+         : architecture == Architecture::smollm3 ? "smollm3"
+         : architecture == Architecture::qwen2   ? "qwen2"
+                                                 : "qwen3";
 }
 
 // Metadata as convert_hf_to_gguf.py of llama.cpp writes them. What `with` names has other values, or is left out where
@@ -97,12 +100,11 @@ inline at::Tensor interleaved(const at::Tensor& rows, std::int64_t heads) {
 // The tensors of a folder's model.safetensors as llama.cpp's converter writes them.
 inline GgufParts& with_tensors_of(GgufParts& parts, const std::filesystem::path& folder, const LmConfig& config) {
   const auto file = io::SafetensorsFile::open(folder / "model.safetensors");
+  const bool pairs = config.architecture == Architecture::llama || config.architecture == Architecture::smollm3;
   for (const TensorSpec& wanted : checkpoint_tensors(config)) {
     at::Tensor tensor = file.tensor(wanted.name);
-    if (config.architecture == Architecture::llama && wanted.name.find("q_proj") != std::string::npos)
-      tensor = interleaved(tensor, config.spec.query_heads);
-    if (config.architecture == Architecture::llama && wanted.name.find("k_proj") != std::string::npos)
-      tensor = interleaved(tensor, config.spec.kv_heads);
+    if (pairs && wanted.name.find("q_proj") != std::string::npos) tensor = interleaved(tensor, config.spec.query_heads);
+    if (pairs && wanted.name.find("k_proj") != std::string::npos) tensor = interleaved(tensor, config.spec.kv_heads);
     parts.tensor(gguf_name(wanted.name), tensor);
   }
   return parts;

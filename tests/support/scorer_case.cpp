@@ -224,11 +224,14 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
   spec_.rope.attention_scaling = random.chance(0.3) ? 1.2 : 1;
   const int pairs = random.chance(0.15) ? 0 : random.chance(0.2) ? dim / 4 : dim / 2;
   for (int f = 0; f < pairs; ++f) spec_.rope.inv_freq.push_back(std::pow(1e4, -1.0 * f / pairs));
-  if (spec_.rope.inv_freq.empty()) spec_.rope.attention_scaling = 1;  // nothing turns, nothing is scaled
+  if (spec_.rope.inv_freq.empty()) spec_.rope = RopeSpec::absent();  // nothing turns, nothing is scaled
   const int full = dim >= 96 ? random.between(1, 2) : random.between(1, 3);
+  Random turner(seed * 0x2545f491U + 7);
   for (int l = 0; l < full; ++l) {
     if (random.chance(0.2)) spec_.layers.push_back({.kind = LayerKind::other});
     spec_.layers.push_back({});
+    if (turner.chance(0.3)) spec_.layers.back().rope = RopeSpec::absent();
+    if (turner.chance(0.2)) spec_.layers.back().rope = {.style = RopeStyle::half, .inv_freq = {1.5, 0.02}};
   }
   basis_ = random.chance(0.5) ? QueryBasis::pre_rope : QueryBasis::post_rope;
   key_dtype_ = random_dtype(random);
@@ -245,8 +248,8 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
   told << "seed " << seed << ": heads " << spec_.query_heads << '/' << kv_heads << ", D " << dim << '/'
        << spec_.value_dim << ", " << name_of(key_dtype_) << " keys, " << name_of(value_dtype_) << " values, "
        << name_of(query_dtype_) << " queries " << (basis_ == QueryBasis::pre_rope ? "before" : "after") << " RoPE ("
-       << (spec_.rope.style == RopeStyle::half ? "half" : "interleaved") << ", " << pairs << " pairs, times "
-       << spec_.rope.attention_scaling << "), " << full << " layers";
+       << name_of(spec_.rope.style) << ", " << pairs << " pairs, times " << spec_.rope.attention_scaling << "), "
+       << full << " layers";
   const int sequences = random.between(1, dim >= 96 ? 2 : 4);
   for (int s = 0; s < sequences; ++s) {
     const Keys kind = static_cast<Keys>(random.between(0, 6));
@@ -271,9 +274,10 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
       in.Hq = spec_.query_heads, in.Hkv = kv_heads, in.D = dim, in.Dv = spec_.value_dim;
       in.scale = spec_.softmax_scale > 0 ? spec_.softmax_scale : 1 / std::sqrt(static_cast<double>(dim));
       in.P = next, in.prompt = prompt;
-      in.inv_freq = spec_.rope.inv_freq;
-      in.attention_scaling = spec_.rope.attention_scaling;
-      in.interleaved = spec_.rope.style == RopeStyle::interleaved;
+      const RopeSpec& rope = spec_.rope_of(l);
+      in.inv_freq = rope.inv_freq;
+      in.attention_scaling = rope.attention_scaling;
+      in.interleaved = rope.style == RopeStyle::interleaved;
       in.hidden = hidden;
       const Tensor& projection = projections_[static_cast<std::size_t>(l)];
       in.output_projection.assign(projection.data<float>(), projection.data<float>() + projection.numel());

@@ -243,7 +243,8 @@ TEST(PrefillTrace, RefusesPoliciesThatTheTraceCannotFeed) {
   trace.expect_refused(kAsl, "layer 0 holds the newest 5 queries of the tokens that reach it; asl reads 6");
   trace.expect_refused("pyramidinfer,keep=0.5,min_context=8", "pyramidinfer reads 13");
   trace.expect_refused("snapkv,budget=24,window=6", "snapkv reads 6");
-  trace.expect_refused("expected,budget=24", "values");
+  trace.expect_refused("expected,budget=24", "does not state the RoPE of layer 0");
+  trace.expect_refused("vnorm,budget=24", "values");
   trace.expect_refused("fastkv,budget=24,window=5,layer=9", "layer: 9; allowed 0 to 8");
   EXPECT_EQ(named(trace.replay("fastkv,budget=24,window=5,layer=3"), "tokens").size(), 24U);
   EXPECT_EQ(named(trace.replay("gemfilter,budget=24,layer=3"), "tokens").size(), 24U);

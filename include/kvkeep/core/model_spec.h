@@ -3,11 +3,14 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/rope.h"
+#include "kvkeep/core/text.h"
 
 namespace kvkeep {
 
@@ -22,8 +25,9 @@ enum class LayerKind : std::uint8_t {
 
 struct LayerSpec {
   LayerKind kind = LayerKind::full;
-  std::int32_t window = 0;   ///< tokens, `sliding` only
-  std::int32_t source = -1;  ///< layer whose cache is read, `shared` only
+  std::int32_t window = 0;                      ///< tokens, `sliding` only
+  std::int32_t source = -1;                     ///< layer whose cache is read, `shared` only
+  std::optional<RopeSpec> rope = std::nullopt;  ///< where it differs from ModelSpec::rope
 };
 
 /// Shapes and conventions of one model. Query head h reads KV head h / group().
@@ -33,7 +37,7 @@ struct ModelSpec {
   std::int32_t key_dim = 0;      ///< D of keys and queries
   std::int32_t value_dim = 0;    ///< D of values; may differ
   double softmax_scale = 0.0;    ///< factor on q.k; 0 means 1/sqrt(key_dim)
-  RopeSpec rope;                 ///< after scaling; rotates queries that are given before RoPE
+  RopeSpec rope;                 ///< after scaling, of every layer that states none of its own
   std::vector<LayerSpec> layers;
   std::int32_t first_head = 0;   ///< KV heads of the model before these, where ranks hold a part each (across_ranks())
   std::int32_t model_heads = 0;  ///< KV heads of the whole model then; 0: kv_heads
@@ -47,6 +51,18 @@ struct ModelSpec {
   [[nodiscard]] std::int32_t group() const { return query_heads / kv_heads; }
   [[nodiscard]] double scale() const {
     return softmax_scale > 0 ? softmax_scale : 1.0 / std::sqrt(static_cast<double>(key_dim));
+  }
+
+  /// RoPE of one layer. The reference lives as long as the spec.
+  [[nodiscard]] const RopeSpec& rope_of(std::int32_t layer) const {
+    const std::optional<RopeSpec>& own = layers[static_cast<std::size_t>(layer)].rope;
+    return own ? *own : rope;
+  }
+  /// The first layer that a policy may cut and whose RoPE is not stated; -1: none.
+  [[nodiscard]] std::int32_t first_without_rope() const {
+    for (const std::int32_t l : full_layers())
+      if (!rope_of(l).stated()) return l;
+    return -1;
   }
 
   /// The layers a policy may cut, ascending.
@@ -73,9 +89,7 @@ struct ModelSpec {
     KVKEEP_REQUIRE(std::isfinite(softmax_scale) && softmax_scale >= 0,
                    "ModelSpec: softmax_scale must be finite and not negative (0 means 1/sqrt(key_dim)); given ",
                    softmax_scale);
-    KVKEEP_REQUIRE(rope.rotary_dim() <= key_dim, "ModelSpec: rope.inv_freq has ", rope.inv_freq.size(),
-                   " pairs; allowed at most key_dim/2 = ", key_dim / 2);
-    rope.check("ModelSpec");
+    check_rope(rope, "ModelSpec");
     const std::size_t most_layers = static_cast<std::size_t>(kMostRows / whole_heads());
     KVKEEP_REQUIRE(!layers.empty() && layers.size() <= most_layers, "ModelSpec: there are ", layers.size(),
                    " layers; allowed 1 to ", most_layers, ", so that rows of all heads are at most ", kMostRows);
@@ -85,7 +99,15 @@ struct ModelSpec {
                      " has a sliding window of ", layer.window, "; allowed 1 or more");
       KVKEEP_REQUIRE(layer.kind != LayerKind::shared || (layer.source >= 0 && layer.source < l), "ModelSpec: layer ", l,
                      " shares the cache of layer ", layer.source, "; allowed an earlier layer");
+      if (layer.rope) check_rope(*layer.rope, text("ModelSpec: layer ", l));
     }
+  }
+
+ private:
+  void check_rope(const RopeSpec& one, std::string_view where) const {
+    KVKEEP_REQUIRE(one.rotary_dim() <= key_dim, where, ": rope.inv_freq has ", one.inv_freq.size(),
+                   " pairs; allowed at most key_dim/2 = ", key_dim / 2);
+    one.check(where);
   }
 };
 

@@ -77,12 +77,9 @@ KVKEEP_HD inline std::int64_t blocks_taken_in(std::int32_t pending, std::int32_t
 /// Where the queries of a step are, in one layer, and how they are turned back.
 struct MomentsLayout {
   QueryLayout queries;
-  Dtype dtype = Dtype::f32;          ///< f32, f16 or bf16
-  std::int32_t dim = 0;              ///< D
-  const double* inv_freq = nullptr;  ///< f64 [pairs] in the machine's memory
-  std::int32_t pairs = 0;            ///< rotary pairs; 0: queries come before RoPE
-  RopeStyle style = RopeStyle::half;
-  double attention_scaling = 1;
+  Dtype dtype = Dtype::f32;  ///< f32, f16 or bf16
+  std::int32_t dim = 0;      ///< D
+  RopeView rope;             ///< of the layer, in the machine's memory; no pairs: queries come before RoPE
 };
 
 }  // namespace kvkeep

@@ -1,9 +1,12 @@
 #pragma once
 /// Rotary position embedding: its parameters, and the rotation itself.
 
+#include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "kvkeep/core/error.h"
@@ -14,23 +17,49 @@ namespace kvkeep {
 /// Which two components form rotary pair f of F.
 enum class RopeStyle : std::uint8_t {
   half,         ///< (x[f], x[f + F]): Llama, Qwen
-  interleaved,  ///< (x[2f], x[2f + 1]): GPT-J
+  interleaved,  ///< (x[2f], x[2f + 1]): GPT-J, Cohere, GLM-4
+  none,         ///< there is no RoPE: SmolLM3's every fourth layer, Cohere 2's full layers
 };
 
-/// RoPE of a model, after any scaling (llama3, YaRN). Pair f rotates by position * inv_freq[f]; cos and sin are
+inline constexpr std::array<const char*, 3> kRopeStyleNames{"half", "interleaved", "none"};
+[[nodiscard]] constexpr const char* name_of(RopeStyle style) {
+  return kRopeStyleNames[static_cast<std::size_t>(style)];
+}
+
+/// RoPE of a layer as loops read it, on either machine.
+struct RopeView {
+  const double* inv_freq = nullptr;  ///< f64 [pairs] radians per position
+  std::int32_t pairs = 0;            ///< F; 0: nothing turns
+  RopeStyle style = RopeStyle::half;
+  double attention_scaling = 1.0;
+};
+
+/// RoPE of a layer, after any scaling (llama3, YaRN). Pair f rotates by position * inv_freq[f]; cos and sin are
 /// multiplied by `attention_scaling`. Components past 2 * inv_freq.size() are not rotated (partial RoPE).
 struct RopeSpec {
   RopeStyle style = RopeStyle::half;
-  std::vector<double> inv_freq;    ///< [F] radians per position; empty: no rotation
+  std::vector<double> inv_freq;    ///< [F] radians per position; empty: not stated, unless the style is `none`
   double attention_scaling = 1.0;  ///< 1 except for YaRN and similar
 
+  /// RoPE of a layer that has none.
+  [[nodiscard]] static RopeSpec absent() { return {.style = RopeStyle::none, .inv_freq = {}}; }
+  /// False: the engine left it open, so nothing that turns queries or keys can run.
+  [[nodiscard]] bool stated() const { return style == RopeStyle::none || !inv_freq.empty(); }
   [[nodiscard]] std::int64_t rotary_dim() const { return 2 * static_cast<std::int64_t>(inv_freq.size()); }
+  /// `frequencies`: those of inv_freq, where the reader finds them; null: here.
+  [[nodiscard]] RopeView view(const double* frequencies = nullptr) const {
+    return {frequencies != nullptr ? frequencies : inv_freq.data(), static_cast<std::int32_t>(inv_freq.size()), style,
+            attention_scaling};
+  }
+  bool operator==(const RopeSpec&) const = default;
 
   /// With a faster one the phase at the last position is lost in double. A frequency of 0 is a pair that is not
   /// rotated.
   static constexpr double kFastest = 65536, kMostScaling = 65536;
   /// Throws InvalidArgument, which begins with `where`, with the first number that no model has.
-  void check(const char* where) const {
+  void check(std::string_view where) const {
+    KVKEEP_REQUIRE(style != RopeStyle::none || inv_freq.empty(), where, ": rope.style is none, and rope.inv_freq has ",
+                   inv_freq.size(), " frequencies; allowed none");
     for (std::size_t f = 0; f < inv_freq.size(); ++f)
       KVKEEP_REQUIRE(inv_freq[f] >= 0 && inv_freq[f] <= kFastest, where, ": rope.inv_freq[", f, "] is ", inv_freq[f],
                      "; allowed 0 to ", kFastest, " radians per position");

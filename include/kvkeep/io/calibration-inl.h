@@ -11,11 +11,6 @@
 #include "kvkeep/io/calibration.h"
 
 namespace kvkeep {
-namespace calibration_detail {
-
-constexpr const char* name_of(RopeStyle style) { return style == RopeStyle::half ? "half" : "interleaved"; }
-
-}  // namespace calibration_detail
 
 KVKEEP_INLINE std::int32_t Calibration::query_heads(const std::vector<std::int32_t>& layers) const {
   std::int32_t most = 0;
@@ -35,14 +30,25 @@ KVKEEP_INLINE std::vector<std::string> Calibration::problems(const ModelSpec& sp
     say("head_dim is ", head_dim, "; allowed an even number from 2");
     return found;
   }
-  if (head_dim != spec.key_dim)
-    say("head_dim is ", head_dim, "; allowed the model's ", spec.key_dim);
-  else if (pairs() != static_cast<std::int64_t>(spec.rope.inv_freq.size()))
-    say("F = head_dim / 2 is ", pairs(), "; allowed the model's number of rotary pairs, ", spec.rope.inv_freq.size());
-  if (rope_style != spec.rope.style)
-    say("rope_style is ", calibration_detail::name_of(rope_style), "; allowed the model's ",
-        calibration_detail::name_of(spec.rope.style));
   const std::vector<std::int32_t> layers = spec.full_layers();
+  if (head_dim != spec.key_dim) say("head_dim is ", head_dim, "; allowed the model's ", spec.key_dim);
+  for (const std::int32_t l : layers) {
+    const RopeSpec& rope = spec.rope_of(l);
+    const std::size_t before = found.size();
+    if (head_dim == spec.key_dim && pairs() != static_cast<std::int64_t>(rope.inv_freq.size()))
+      say("F = head_dim / 2 is ", pairs(), "; allowed the number of rotary pairs of layer ", l, ", ",
+          rope.inv_freq.size());
+    if (rope_style != rope.style)
+      say("rope_style is ", name_of(rope_style), "; allowed that of layer ", l, ", ", name_of(rope.style));
+    for (std::size_t f = 0; inv_freq.size() == rope.inv_freq.size() && f < inv_freq.size(); ++f) {
+      const double own = rope.inv_freq[f];
+      if (std::abs(inv_freq[f] - own) <= kTolerance * std::abs(own)) continue;
+      say("inv_freq[", f, "] is ", inv_freq[f], "; allowed that of layer ", l, ", ", own, ", within ", kTolerance,
+          " of it");
+      break;
+    }
+    if (found.size() > before) break;  // the other layers lack the same
+  }
   const std::int32_t given = query_heads(layers),
                      wanted = spec.query_heads > 0 ? spec.group() * spec.whole_heads() : given;
   if (given == 0) {
@@ -80,14 +86,6 @@ KVKEEP_INLINE std::vector<std::string> Calibration::problems(const ModelSpec& sp
   if (bad > 0)
     say(infinite, bad > 1 ? text(" (and ", bad - 1, " more)") : "",
         " holds a number that is not finite; allowed finite numbers");
-  if (!inv_freq.empty() && inv_freq.size() == spec.rope.inv_freq.size()) {
-    for (std::size_t f = 0; f < inv_freq.size(); ++f) {
-      const double own = spec.rope.inv_freq[f];
-      if (std::abs(inv_freq[f] - own) <= kTolerance * std::abs(own)) continue;
-      say("inv_freq[", f, "] is ", inv_freq[f], "; allowed the model's ", own, " within ", kTolerance, " of it");
-      break;
-    }
-  }
   return found;
 }
 

@@ -505,7 +505,8 @@ inline void Evictor::place(Held& held, const PageMove& move, const Plan& plan, s
                            .width = spec.key_dim * stored,
                            .pages = cells.data(),
                            .page_stride = row_bytes};
-    rerotate(keys, plan.table.key_dtype, spec.key_dim, spec.rope, plan.decision.keep->row(r), labels);
+    rerotate(keys, plan.table.key_dtype, spec.key_dim, spec.rope_of(plan.table.rows[r].layer),
+             plan.decision.keep->row(r), labels);
   }
   freed.clear();
   for (const std::int32_t cell : move.before) owners_.count[static_cast<std::size_t>(cell)] = 0;

@@ -36,7 +36,7 @@ struct RopeConfig {
 /// Frequencies after scaling, and the factor on cos and sin, for heads of `head_dim`.
 RopeSpec make_rope(const RopeConfig& rope, std::int32_t head_dim, std::int64_t max_positions);
 
-enum class Architecture : std::uint8_t { llama, qwen2, qwen3 };
+enum class Architecture : std::uint8_t { llama, qwen2, qwen3, smollm3 };
 
 /// A decoder-only model: shapes, conventions, end tokens.
 struct LmConfig {

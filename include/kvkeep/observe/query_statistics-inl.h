@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/finite.h"
@@ -56,17 +57,17 @@ struct QueryStatistics::HeadWorkspace {
 struct QueryStatistics::Workspace {
   std::vector<HeadWorkspace> heads;
   cpu::TurnBack back;
-  DeviceMemory inv_freq;  ///< f64 [pairs] where the memory forms moments
+  std::map<const RopeSpec*, DeviceMemory> inv_freq;  ///< f64 [pairs] where the memory forms moments
 };
 
 KVKEEP_INLINE std::shared_ptr<QueryStatistics::Workspace> QueryStatistics::workspace(std::int32_t query_heads,
                                                                                      std::int32_t key_dim,
-                                                                                     const RopeSpec& rope,
                                                                                      const MachineMemory& memory) {
   auto made = std::make_shared<Workspace>();
   if (memory.forms_moments()) return made;
   for (std::int32_t h = 0; h < query_heads; ++h) made->heads.emplace_back(key_dim);
-  made->back.fill(rope, 1, [](std::int64_t) { return 0; });
+  for (std::vector<float>* turns : {&made->back.cosines, &made->back.sines})
+    turns->reserve(static_cast<std::size_t>(key_dim / 2));
   return made;
 }
 
@@ -154,16 +155,14 @@ KVKEEP_INLINE MomentsLayout QueryStatistics::layout(MachineMemory& memory, const
                                                     Workspace& workspace) {
   MomentsLayout layout{.queries = queries, .dtype = dtype, .dim = key_dim};
   if (basis == QueryBasis::pre_rope || rope.inv_freq.empty()) return layout;
-  if (workspace.inv_freq == nullptr) {
+  auto known = workspace.inv_freq.find(&rope);
+  if (known == workspace.inv_freq.end()) {
     const std::int64_t bytes = std::ssize(rope.inv_freq) * 8;
     DeviceMemory table = memory.allocate(bytes);
     memory.write(table.get(), rope.inv_freq.data(), bytes);
-    workspace.inv_freq = std::move(table);
+    known = workspace.inv_freq.emplace(&rope, std::move(table)).first;
   }
-  layout.inv_freq = static_cast<const double*>(workspace.inv_freq.get());
-  layout.pairs = static_cast<std::int32_t>(rope.inv_freq.size());
-  layout.style = rope.style;
-  layout.attention_scaling = rope.attention_scaling;
+  layout.rope = rope.view(static_cast<const double*>(known->second.get()));
   return layout;
 }
 

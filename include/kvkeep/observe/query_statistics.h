@@ -44,7 +44,6 @@ class QueryStatistics {
   /// Scratch of add(): one for all layers and sequences with the same heads. Bytes: about Hq * D * (12 D + 150).
   struct Workspace;
   [[nodiscard]] static std::shared_ptr<Workspace> workspace(std::int32_t query_heads, std::int32_t key_dim,
-                                                            const RopeSpec& rope,
                                                             const MachineMemory& memory = host_memory());
 
   /// Queries at logical positions below `from` do not count. `memory` must outlive the statistics. Bytes: Hq * D *
@@ -62,8 +61,8 @@ class QueryStatistics {
   /// `arrivals` what MachineMemory::push_moments() must be given. One arrival for each run of consecutive positions.
   void place(std::int32_t first, std::span<const std::int32_t> positions, std::vector<MomentsArrival>& arrivals);
 
-  /// How push_moments() reads the queries of a step. `workspace` keeps the table that it refers to, made at the first
-  /// queries after RoPE.
+  /// How push_moments() reads the queries of a step. `workspace` keeps the table of this `rope`, by its address, made
+  /// at the first queries after RoPE.
   [[nodiscard]] static MomentsLayout layout(MachineMemory& memory, const QueryLayout& queries, Dtype dtype,
                                             std::int32_t key_dim, QueryBasis basis, const RopeSpec& rope,
                                             Workspace& workspace);

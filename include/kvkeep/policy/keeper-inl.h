@@ -91,6 +91,10 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
     found.push_back(text("given_scores: ", policy.name(),
                          " reads a score of every token and KV head, but the engine does not say that it supplies them "
                          "with give()"));
+  if (const std::int32_t open = spec.first_without_rope(); needs.rope && open >= 0)
+    found.push_back(text("rope: ", policy.name(),
+                         " turns queries or keys, and the model spec does not state the RoPE of layer ", open,
+                         "; allowed rope.inv_freq, or RopeStyle::none for a layer that has none"));
   if (needs.queries > 0 && !provided.queries)
     found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries,
                          " of every full layer, but the engine supplies none"));
@@ -145,6 +149,7 @@ KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, P
   kvkeep::check(*policy_, spec_, provided_);
   needs_ = policy_->needs();
   full_layers_ = spec_.full_layers();
+  rope_unstated_ = spec_.first_without_rope();
   KVKEEP_REQUIRE(
       !full_layers_.empty(),
       "Keeper: the model has no full-attention layer, so there is nothing to keep or drop; allowed one or more");
@@ -152,7 +157,7 @@ KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, P
   for (std::size_t i = 0; i < full_layers_.size(); ++i)
     layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
   if (needs_.statistics_from >= 0)
-    workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, spec_.rope, provided_.machine().memory());
+    workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, provided_.machine().memory());
   if (const MemoryOptions* memory = policy_->memory())
     memory_ = provided_.machine().folded_memory(spec_, *memory, provided_.far_store);
   provided_.machine().claim();

@@ -463,6 +463,7 @@ class Keeper {
   std::map<SequenceId, Sequence> sequences_;
   QueryBasis basis_ = QueryBasis::pre_rope;
   bool basis_known_ = false;
+  std::int32_t rope_unstated_ = -1;      ///< the first full layer whose RoPE the spec leaves open
   mutable std::int64_t slot_bytes_ = 0;  ///< of one slot in every row, as the newest view has them; 0 before the first
   std::uint64_t version_ = 0;            ///< changes with every observation and event
   std::shared_ptr<const void> identity_ =

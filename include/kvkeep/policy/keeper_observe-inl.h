@@ -113,9 +113,11 @@ KVKEEP_INLINE void Keeper::require_one_basis(const char* operation, QueryBasis b
 }
 
 KVKEEP_INLINE void Keeper::check_basis(const char* operation, QueryBasis basis) const {
-  KVKEEP_REQUIRE(basis != QueryBasis::pre_rope || !spec_.rope.inv_freq.empty(), operation,
-                 ": queries are taken before RoPE, but ModelSpec::rope has no frequencies to turn them; allowed with "
-                 "rope.inv_freq, or QueryBasis::post_rope (also for a model without RoPE)");
+  KVKEEP_REQUIRE(basis != QueryBasis::pre_rope || rope_unstated_ < 0, operation,
+                 ": queries are taken before RoPE, but the model spec does not state the RoPE of layer ",
+                 rope_unstated_,
+                 " that turns them; allowed with rope.inv_freq, RopeStyle::none for a layer without RoPE, or "
+                 "QueryBasis::post_rope");
 }
 
 KVKEEP_INLINE void Keeper::check_queries(const char* operation, const Observation& o) const {
@@ -236,7 +238,7 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
   MomentsLayout moments;
   if (forms_moments)
     moments = QueryStatistics::layout(memory, keeper_observe_detail::layout_of(o, spec_), o.queries.dtype(),
-                                      spec_.key_dim, o.basis, spec_.rope, *workspace_);
+                                      spec_.key_dim, o.basis, spec_.rope_of(o.layer), *workspace_);
   if (o.queries.defined()) {
     basis_ = o.basis;
     basis_known_ = true;
@@ -264,7 +266,7 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
       s.statistics[static_cast<std::size_t>(index)].place(o.indptr[i], positions_, moments_);
     else if (!s.statistics.empty())
       s.statistics[static_cast<std::size_t>(index)].add(q.data, q.dtype, q.token_stride, q.head_stride, positions_,
-                                                        o.basis, spec_.rope, *workspace_);
+                                                        o.basis, spec_.rope_of(o.layer), *workspace_);
     std::span<const std::int32_t> seen = positions_;
     if (s.pass != nullptr &&
         s.tail < s.report->tokens) {  // of the tokens that continued, only the newest are contiguous

@@ -34,14 +34,15 @@ inline constexpr std::int64_t kUnitMeans = 16;  ///< columns are padded to a mul
 
 inline std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
 
-/// Mean of the rotations at `count` positions from `first` on: [F] cos and sin, attention scaling included.
+/// Mean of a layer's rotations at `count` positions from `first` on: [F] cos and sin, attention scaling included.
 struct MeanTurn {
+  const RopeSpec* rope;
   std::vector<double> cosines, sines;
   std::vector<float> cosines32, sines32;
 
-  MeanTurn(const RopeSpec& rope, std::int64_t first, std::int64_t count) {
-    for (const double w : rope.inv_freq) {
-      const RopeMeanTurn turn = rope_mean_turn(first, count, w, rope.attention_scaling);
+  MeanTurn(const RopeSpec& of, std::int64_t first, std::int64_t count) : rope(&of) {
+    for (const double w : of.inv_freq) {
+      const RopeMeanTurn turn = rope_mean_turn(first, count, w, of.attention_scaling);
       cosines.push_back(turn.cosine);
       sines.push_back(turn.sine);
     }
@@ -49,10 +50,10 @@ struct MeanTurn {
     sines32.assign(sines.begin(), sines.end());
   }
 
-  void turn(RopeStyle style, double* x) const {
+  void turn(double* x) const {
     const auto pairs = static_cast<std::int64_t>(cosines.size());
     for (std::int64_t f = 0; f < pairs; ++f) {
-      const auto [i, j] = rope_pair(style, f, pairs);
+      const auto [i, j] = rope_pair(rope->style, f, pairs);
       const auto k = static_cast<std::size_t>(f);
       const double a = x[i], b = x[j];
       x[i] = product(a, cosines[k]) - product(b, sines[k]);
@@ -190,7 +191,7 @@ class RowScores {
                 static_cast<double>(work_.block.products[static_cast<std::size_t>(i * gram_stride + j)]);
       }
     }
-    turn_.turn(spec_.rope.style, mean.data());
+    turn_.turn(mean.data());
     for (std::int64_t d = 0; d < dim; ++d)
       work_.means[static_cast<std::size_t>(mean_place(d, h))] =
           static_cast<float>(mean[static_cast<std::size_t>(d)] * scale);
@@ -219,7 +220,7 @@ class RowScores {
       if (i + kAhead < buffered.count)  // tokens are far apart: fetched before they are read
         for (std::int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(view.at(buffered.first + i + kAhead, head) + b);
       cpu::widen(view.at(buffered.first + i, head), view.dtype, sizes_.dim, x);
-      if (buffered.back != nullptr) buffered.back->apply(spec_.rope, i, x);
+      if (buffered.back != nullptr) buffered.back->apply(*turn_.rope, i, x);
     }
   }
 
@@ -227,11 +228,11 @@ class RowScores {
     const auto pairs = static_cast<std::int64_t>(turn_.cosines.size());
     float* x = work_.block.x.data();
     const std::int64_t stride = cpu::gram_stride(sizes_.dim);
-    if (spec_.rope.style == RopeStyle::half) {
+    if (turn_.rope->style == RopeStyle::half) {
       cpu::turn_rows(x, rows, stride, pairs, turn_.cosines32.data(), turn_.sines32.data());
     } else {
       for (std::int64_t i = 0; i < rows; ++i)
-        rope_rotate(spec_.rope.style, pairs, turn_.cosines32.data(), turn_.sines32.data(), x + i * stride);
+        rope_rotate(turn_.rope->style, pairs, turn_.cosines32.data(), turn_.sines32.data(), x + i * stride);
     }
   }
 
@@ -249,10 +250,10 @@ class RowScores {
     for (std::int64_t i = 0; i < dim; ++i)
       for (std::int64_t j = 0; j <= i; ++j, ++place)
         a[i * stride + j] = a[j * stride + i] = moments.second[place] * share;
-    for (std::int64_t i = 0; i < dim; ++i) turn_.turn(spec_.rope.style, a + i * stride);  // C R^T
+    for (std::int64_t i = 0; i < dim; ++i) turn_.turn(a + i * stride);  // C R^T
     const auto pairs = static_cast<std::int64_t>(turn_.cosines.size());
     for (std::int64_t f = 0; f < pairs; ++f) {
-      const auto [i, j] = rope_pair(spec_.rope.style, f, pairs);
+      const auto [i, j] = rope_pair(turn_.rope->style, f, pairs);
       const double c = turn_.cosines[static_cast<std::size_t>(f)], s = turn_.sines[static_cast<std::size_t>(f)];
       double *first = a + i * stride, *second = a + j * stride;
       for (std::int64_t d = 0; d < dim; ++d) {
@@ -503,16 +504,19 @@ KVKEEP_INLINE Scores Expected::score(const Evidence& evidence, const Limits& lim
     b.count = view.count - b.first;
     if (group.statistics != nullptr && stream) b.count = 0;
     most = std::max<std::int64_t>(most, b.count);
-    std::size_t twin = i;  // the layers of a sequence mostly see the same positions
+    const RopeSpec& rope = spec.rope_of(group.layer);
+    KVKEEP_REQUIRE(rope.stated(), "expected: the model spec does not state the RoPE of layer ", group.layer,
+                   "; allowed rope.inv_freq, or RopeStyle::none for a layer that has none");
+    std::size_t twin = i;  // the layers of a sequence mostly see the same positions, and turn alike
     for (std::size_t e = 0; e < i && twin == i; ++e)
       if (table.groups[e].sequence == group.sequence && table.groups[e].next_position == group.next_position &&
-          cpu::same_positions(table.groups[e].queries, view))
+          &spec.rope_of(table.groups[e].layer) == &rope && cpu::same_positions(table.groups[e].queries, view))
         twin = e;
     turn_of[i] = twin == i ? turns.size() : turn_of[twin];
-    if (twin == i) turns.emplace_back(spec.rope, group.next_position, options_.future);
-    if (b.count > 0 && evidence.basis == QueryBasis::post_rope && !spec.rope.inv_freq.empty()) {
+    if (twin == i) turns.emplace_back(rope, group.next_position, options_.future);
+    if (b.count > 0 && evidence.basis == QueryBasis::post_rope && !rope.inv_freq.empty()) {
       if (twin == i)
-        backs[i].fill(spec.rope, b.count,
+        backs[i].fill(rope, b.count,
                       [&](std::int64_t t) { return view.position(b.first + static_cast<std::int32_t>(t)); });
       b.back = twin == i ? &backs[i] : buffered[twin].back;
     }

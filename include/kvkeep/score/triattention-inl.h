@@ -5,6 +5,7 @@
 #include <cmath>
 #include <complex>
 #include <limits>
+#include <map>
 
 #include "kvkeep/core/each_row.h"
 #include "kvkeep/core/hd.h"
@@ -121,23 +122,26 @@ KVKEEP_INLINE Scores TriAttention::score(const Evidence& evidence, const Limits&
   const Scores scores{empty({table.slots}, Dtype::f32)};
   float* g = scores.data.data<float>();
   const std::int64_t group = calibration_->query_heads(spec.full_layers()) / spec.whole_heads();
-  const auto pairs = static_cast<std::int64_t>(spec.rope.inv_freq.size());
-  const std::vector<triattention_detail::Turn> later = triattention_detail::offset_turns(spec.rope, options_);
-  std::vector<std::vector<triattention_detail::Turn>> now;  // exp(i w_f P) by sequence
+  const std::int64_t pairs = calibration_->pairs();
+  using Turns = std::vector<triattention_detail::Turn>;
+  std::map<const RopeSpec*, Turns> later;                         // of the offsets
+  std::map<std::pair<const RopeSpec*, std::int32_t>, Turns> now;  // exp(i w_f P) by sequence
   for (const RowGroup& rows : table.groups) {
-    const auto s = static_cast<std::size_t>(rows.sequence);
-    if (now.size() <= s) now.resize(s + 1);
-    if (!now[s].empty()) continue;
-    for (const double w : spec.rope.inv_freq) now[s].push_back(std::polar(1.0, rope_angle(rows.next_position, w)));
+    const RopeSpec& rope = spec.rope_of(rows.layer);
+    if (!later.contains(&rope)) later[&rope] = triattention_detail::offset_turns(rope, options_);
+    Turns& turns = now[{&rope, rows.sequence}];
+    for (std::size_t f = turns.size(); f < rope.inv_freq.size(); ++f)
+      turns.push_back(std::polar(1.0, rope_angle(rows.next_position, rope.inv_freq[f])));
   }
   const auto make = [] { return triattention_detail::Workspace(); };
   each_due_row(table, limits, make, [&](std::size_t r, const Row& row, triattention_detail::Workspace& work) {
-    work.fit(group, row.length, pairs, static_cast<std::int64_t>(later.size()) / pairs);
-    const cpu::TriColumns columns = triattention_detail::columns_of(
-        *calibration_, row.layer, spec.first_head + row.head, group, spec.rope.attention_scaling,
-        now[static_cast<std::size_t>(row.sequence)], later, work);
-    cpu::tri_scores({row.keys, table.key_dtype, spec.key_dim}, row.length, spec.rope.style, columns, work.scratch,
-                    work.raw);
+    const RopeSpec& rope = spec.rope_of(row.layer);
+    const Turns& offsets = later.at(&rope);
+    work.fit(group, row.length, pairs, static_cast<std::int64_t>(offsets.size()) / pairs);
+    const cpu::TriColumns columns =
+        triattention_detail::columns_of(*calibration_, row.layer, spec.first_head + row.head, group,
+                                        rope.attention_scaling, now.at({&rope, row.sequence}), offsets, work);
+    cpu::tri_scores({row.keys, table.key_dtype, spec.key_dim}, row.length, rope.style, columns, work.scratch, work.raw);
     for (std::int64_t h = 0; options_.normalize && h < group; ++h) {
       const Standard s = triattention_detail::standard_of(work.raw + h * row.length, row.length, limits.rows[r].guarded,
                                                           options_.deviation);

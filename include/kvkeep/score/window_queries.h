@@ -14,14 +14,15 @@ namespace kvkeep::cpu {
 /// True when both hold queries at the same positions, as the layers of one sequence do.
 [[nodiscard]] bool same_positions(const QueryView& a, const QueryView& b);
 
-/// cos and sin of every window query of one sequence.
+/// cos and sin of every window query of one sequence, in layers of one RoPE.
 struct Turns {
+  const RopeSpec* rope = nullptr;
   std::int32_t window = 0;
   std::vector<float> cosines, sines;  ///< [window, F], newest query last
 };
 
-/// Turns of all groups, each as wide as the widest window of its rows. Layers of a sequence share them, because its
-/// queries are at the same positions in each.
+/// Turns of all groups, each as wide as the widest window of its rows. Layers of a sequence that turn alike share
+/// them, because its queries are at the same positions in each.
 class WindowTurns {
  public:
   WindowTurns(const Evidence& evidence, std::span<const RowWindow> windows);

@@ -61,17 +61,19 @@ FullRun::FullRun(lm::Decoder& decoder, const lm::TaskSample& sample)
   const std::vector<std::int32_t> full_layers = spec_.full_layers();
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens_));
   std::iota(positions.begin(), positions.end(), 0);
-  const std::int64_t pairs = spec_.rope.rotary_dim() / 2, heads = spec_.query_heads, dim = spec_.key_dim;
-  std::vector<float> cosines(static_cast<std::size_t>(pairs)), sines(static_cast<std::size_t>(pairs));
+  const std::int64_t heads = spec_.query_heads, dim = spec_.key_dim;
+  std::vector<float> cosines(static_cast<std::size_t>(dim / 2)), sines(cosines.size());
   lm::StepOptions options{.logits = lm::Logits::none};
   options.on_layer = [&](const lm::LayerSight& sight) {
     if (!std::binary_search(full_layers.begin(), full_layers.end(), sight.layer)) return;
     const float* from = sight.queries.const_data_ptr<float>();
     std::vector<float>& queries = queries_.emplace_back(from, from + tokens_ * heads * dim);
+    const RopeSpec& rope = spec_.rope_of(sight.layer);
     for (std::int32_t t = 0; t < tokens_; ++t) {
-      rope_at(spec_.rope, t, cosines.data(), sines.data());
+      rope_at(rope, t, cosines.data(), sines.data());
       for (std::int64_t h = 0; h < heads; ++h)
-        rope_rotate(spec_.rope.style, pairs, cosines.data(), sines.data(), queries.data() + (t * heads + h) * dim);
+        rope_rotate(rope.style, rope.rotary_dim() / 2, cosines.data(), sines.data(),
+                    queries.data() + (t * heads + h) * dim);
     }
   };
   options.view = [&](const lm::LayerSight& sight, const Attended& attended) {
