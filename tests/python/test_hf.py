@@ -1,14 +1,18 @@
 """transformers' own generate() under a policy: the same tokens under a budget that holds the text, and each sequence of a
 padded batch as if it were alone."""
 
+import copy
 import inspect
+import threading
+import warnings
 
 import kvkeep
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", minversion="4.57")
 hf = pytest.importorskip("kvkeep.hf")
+CONFIG_MAPPING = transformers.models.auto.configuration_auto.CONFIG_MAPPING
 
 SHAPE = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=None)
 KINDS = {
@@ -16,17 +20,34 @@ KINDS = {
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=24),
     "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=None),
+    "small": lambda: transformers.LlamaConfig(**(SHAPE | dict(num_hidden_layers=1))),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention", "full_attention"]),
 }
 
 
-def model_of(kind="llama"):
+CUT = "tova,budget=40,interval=8,prefill=cut,recent=4"
+EXPECTED = "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2"
+CACHE = "cache" if "cache" in inspect.signature(inspect.unwrap(transformers.LlamaForCausalLM.forward)).parameters else "past_key_values"
+
+
+def rope(**parameters):
+    """Parameters of RoPE as this version of transformers calls them."""
+    if "rope_parameters" in inspect.signature(transformers.LlamaConfig.__init__).parameters or transformers.__version__ >= "5":
+        return {"rope_parameters": {"rope_theta": 1e4, **parameters}}
+    return {"rope_scaling": parameters}
+
+
+def randomised(model):
     torch.manual_seed(5)
-    model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]()).eval()
     with torch.no_grad():  # attention that tells its tokens apart
         for parameter in model.parameters():
-            parameter.mul_(3 if parameter.dim() > 1 else 1)
-    return model
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.06 if parameter.shape[0] < 128 else 0.3)
+    return model.eval()
+
+
+def model_of(kind="llama"):
+    return randomised(transformers.AutoModelForCausalLM.from_config(KINDS[kind]()))
 
 
 def with_cache(model, cache):
@@ -44,6 +65,7 @@ def generate(model, ids, new=24, **more):
     return model.generate(ids, max_new_tokens=new, do_sample=False, **more)
 
 
+@pytest.mark.filterwarnings("ignore:kvkeep.hf. no event")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", ["full", "tova,budget=512", "expected,budget=512", "pyramidkv-snapkv,budget=512"])
 def test_a_budget_that_holds_the_text_changes_nothing(kind, policy):
@@ -82,9 +104,9 @@ def test_attention_over_the_rows_is_attention_over_the_tokens_that_are_kept():
         out = model(ids[:, :100], use_cache=True)
         cache = getattr(out, "cache", None) or out.past_key_values
         rows = next(layer.rows for layer in cache.layers)
-        held = torch.from_numpy(kept.keeper.positions(rows.ids[0], 0, 0)).long()
-        assert len(held) == 32
         cut = [model(ids[:, t : t + 1], **with_cache(model, cache), position_ids=torch.tensor([[t]])).logits for t in range(100, 104)]
+        held = torch.from_numpy(kept.keeper.positions(rows.ids[0], 0, 0)).long()[:32]
+        assert held[-1] == 99 and len(kept.events) == 1
     mask = torch.ones(104, 104, dtype=torch.bool).tril()
     mask[100:, :100] = False
     mask[100:, held] = True
@@ -93,6 +115,7 @@ def test_attention_over_the_rows_is_attention_over_the_tokens_that_are_kept():
     assert torch.allclose(torch.cat(cut, 1), whole[:, 100:], atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:kvkeep.hf. no event")
 @pytest.mark.parametrize("policy", ["tova,budget=512", "tova,budget=24,interval=8,prefill=cut", "adakv-snapkv,budget=24,interval=8,window=8,prefill=cut"])
 def test_a_padded_batch_gives_what_each_sequence_gives_alone(policy):
     model = model_of()
@@ -122,19 +145,6 @@ def test_memory_is_flat_over_a_long_text():
     assert cache.get_seq_length() == 1500
 
 
-def test_rollback_of_speculative_tokens():
-    model, ids = model_of(), tokens_of(40)
-    with hf.attach(model, "tova,budget=32,interval=16,prefill=cut") as kept, torch.no_grad():
-        cache = kept.cache()
-        model(ids, **with_cache(model, cache))
-        rows = cache.layers[0].rows
-        before = kept.keeper.logical_length(rows.ids[0]), rows.lengths.copy()
-        model(tokens_of(4, 8), **with_cache(model, cache), position_ids=torch.arange(40, 44)[None])
-        cache.crop(-4)
-        assert kept.keeper.logical_length(rows.ids[0]) == before[0] and (rows.lengths == before[1]).all()
-        assert cache.get_seq_length() == 40
-
-
 def test_what_cannot_be_served_is_refused_by_name():
     model, ids = model_of(), tokens_of(20)
     with pytest.raises(kvkeep.InvalidArgument, match="budget"):
@@ -146,12 +156,387 @@ def test_what_cannot_be_served_is_refused_by_name():
             generate(model, ids, num_beams=2)
         with pytest.raises(kvkeep.Unsupported, match="StaticCache"):
             generate(model, ids, cache_implementation="static")
-        right = torch.ones_like(ids)
-        right[0, -3:] = 0
-        with pytest.raises(kvkeep.Unsupported, match="padded on the left"):
-            generate(model, ids, attention_mask=right)
+        with pytest.raises(kvkeep.Unsupported, match="output_attentions"):
+            generate(model, ids, output_attentions=True, return_dict_in_generate=True)
     used = transformers.DynamicCache(config=model.config)
     model(ids, **with_cache(model, used))
     with hf.attach(model, "tova,budget=16"), pytest.raises(kvkeep.Unsupported, match="holds 20 tokens"):
         generate(model, torch.cat([ids, tokens_of(1)], 1), **with_cache(model, used))
     assert torch.equal(generate(model, ids), generate(model, ids))
+
+
+# ---- What a model is
+
+def spec_of(spec, **more):
+    """The same shapes, told by hand."""
+    told = dict(value_dim=spec.value_dim, softmax_scale=1 / spec.key_dim**0.5)
+    return kvkeep.ModelSpec(spec.query_heads, spec.kv_heads, spec.key_dim, spec.num_layers, **(told | more))
+
+
+def kept_under(monkeypatch, model, policy, ids, told=None, **more):
+    """{(layer, head): positions} after generate(), and its events; `told`: what the spec becomes."""
+    if told is not None:
+        learned = hf._spec
+        monkeypatch.setattr(hf, "_spec", lambda m: told(learned(m)))
+    with hf.attach(model, policy) as kept:
+        cache = kept.cache()
+        generate(model, ids, **with_cache(model, cache), **more)
+        keeper, id = kept.keeper, hf._rows_of(cache).ids[0]
+        spec = keeper.spec
+        held = {(l, h): keeper.positions(id, l, h).tolist() for l in spec.full_layers for h in range(spec.kv_heads)}
+    monkeypatch.undo()
+    return held, kept.events
+
+
+def inv_freq(model, name="inv_freq"):
+    return dict(model.get_decoder().rotary_emb.named_buffers())[name].double().tolist()
+
+
+SLIDES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+ROPES = {
+    "llama": (dict(), lambda m: dict(inv_freq=inv_freq(m))),
+    "cohere": (dict(), lambda m: dict(inv_freq=inv_freq(m), rope_style="interleaved")),
+    "smollm3": (dict(num_hidden_layers=4), lambda m: dict(inv_freq=inv_freq(m), layer_ropes={3: kvkeep.Rope(style="none")})),
+    "cohere2": (dict(num_hidden_layers=4, head_dim=16, sliding_window=12, layer_types=SLIDES), lambda m: dict(rope_style="none", sliding=[(0, 12), (2, 12)])),
+    "phi": (dict(partial_rotary_factor=0.5), lambda m: dict(inv_freq=inv_freq(m))),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_expected_turns_each_layer_as_the_model_does(monkeypatch, kind):
+    """doors 2 to 4: the slots that `expected` keeps are those under a spec that was written by hand."""
+    over, told = ROPES[kind]
+    config = transformers.AutoConfig.for_model(kind, **(SHAPE | over))
+    model, ids = randomised(transformers.AutoModelForCausalLM.from_config(config)), tokens_of(120)
+    learned = kept_under(monkeypatch, model, EXPECTED, ids)
+    by_hand = kept_under(monkeypatch, model, EXPECTED, ids, lambda spec: spec_of(spec, **told(model)))
+    assert learned == by_hand and len(learned[1]) >= 2
+    wrong = kept_under(monkeypatch, model, EXPECTED, ids, lambda spec: spec_of(spec, inv_freq=[0.9, 0.4], sliding=told(model).get("sliding", [])))
+    assert wrong[0] != learned[0], "the trial tells one RoPE from another"
+
+
+def test_gemma3_turns_full_layers_by_their_own_frequencies(monkeypatch):
+    """doors 5."""
+    model, ids = model_of("gemma3"), tokens_of(120)
+    names = dict(model.get_decoder().rotary_emb.named_buffers())
+    full = next(n for n in ("full_attention_inv_freq", "inv_freq") if n in names)
+    spec = hf._spec(model)
+    assert spec.rope(1).inv_freq == names[full].double().tolist() and spec.rope(2).inv_freq == spec.rope(1).inv_freq
+
+
+def test_a_rope_that_changes_with_the_length_is_refused_where_it_is_read():
+    for config in (
+        transformers.LlamaConfig(**SHAPE, **rope(rope_type="dynamic", factor=4.0)),
+        transformers.Phi3Config(**SHAPE, original_max_position_embeddings=512, **rope(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)),
+    ):
+        model = randomised(transformers.AutoModelForCausalLM.from_config(config))
+        with pytest.raises(kvkeep.InvalidArgument, match="does not state the RoPE of layer 0"):
+            hf.attach(model, EXPECTED)
+        hf.attach(model, "tova,budget=32")
+
+
+def test_attention_that_is_more_than_a_softmax_under_a_mask_is_refused_by_its_name():
+    """doors 1."""
+    config = transformers.GptOssConfig(**SHAPE, head_dim=16, sliding_window=12, num_local_experts=2, num_experts_per_tok=1)
+    with pytest.raises(kvkeep.Unsupported, match="s_aux, learned sinks"):
+        hf.attach(randomised(transformers.AutoModelForCausalLM.from_config(config)), "full")
+
+
+def test_a_model_whose_attention_does_not_come_by_is_refused_when_it_is_attached():
+    """doors 9."""
+    config = transformers.XGLMConfig(vocab_size=128, d_model=64, ffn_dim=96, attention_heads=4, num_layers=3, pad_token_id=0)
+    with pytest.raises(kvkeep.Unsupported, match="does not come through transformers' attention interface"):
+        hf.attach(randomised(transformers.AutoModelForCausalLM.from_config(config)), "tova,budget=24")
+
+
+def test_a_layer_that_leaves_the_interface_later_is_an_error_of_that_step():
+    model, ids = model_of(), tokens_of(20)
+    with hf.attach(model, "tova,budget=64") as kept, torch.no_grad():
+        cache = kept.cache()
+        model(ids, **with_cache(model, cache))
+        attention = model.get_decoder().layers[1].self_attn
+        attention.forward = lambda hidden_states, **more: (hidden_states, None)
+        with pytest.raises(kvkeep.Unsupported, match="attention of layer 1 did not come through"):
+            model(tokens_of(1), **with_cache(model, cache))
+
+
+def test_a_difference_that_nobody_thought_of_is_found_when_it_is_attached():
+    model = model_of()
+    attention = model.get_decoder().layers[1].self_attn
+    plain = attention.forward
+    attention.forward = lambda *a, **k: (plain(*a, **k)[0] * (2 if k.get(CACHE) is not None and hf._rows_of(k[CACHE]) else 1), None)
+    with pytest.raises(kvkeep.Unsupported, match="are not those of the model alone"):
+        hf.attach(model, "tova,budget=64")
+    hf.attach(model, "tova,budget=64", check=False)
+
+
+def test_keys_and_values_of_two_sizes():
+    """doors 11, without its sinks."""
+    if "mimo_v2_flash" not in CONFIG_MAPPING:
+        pytest.skip("this release of transformers has no such family")
+    sizes = dict(head_dim=24, v_head_dim=16, swa_head_dim=24, swa_v_head_dim=16, sliding_window=12, moe_layer_freq=[0] * 3, n_routed_experts=2, num_experts_per_tok=1)
+    config = transformers.AutoConfig.for_model("mimo_v2_flash", **(SHAPE | sizes))
+    model = randomised(transformers.AutoModelForCausalLM.from_config(config))
+    with pytest.raises(kvkeep.Unsupported, match="sink"):
+        hf.attach(model, "full")
+
+
+# ---- Which tokens a query sees
+
+@pytest.mark.parametrize("policy", ["full", CUT])
+def test_turns_of_a_padded_batch(policy):
+    """doors 8: three turns, padded on the left, in the middle of the mask, and on the right."""
+    model = model_of()
+    turns = [([40, 33], "left"), ([10, 4], "left"), ([3, 7], "right"), ([5, 5], "left")]
+    texts = [[tokens_of(n, seed=10 * t + b)[0] for t, (lengths, _) in enumerate(turns) for n in [lengths[b]]] for b in range(2)]
+
+    def alone(b, under):
+        cache = under.cache() if under else transformers.DynamicCache(config=model.config)
+        return [model(part[None], **with_cache(model, cache)).logits[0, -1] for part in texts[b]]
+
+    def together(under):
+        cache, mask, out = under.cache() if under else transformers.DynamicCache(config=model.config), torch.zeros(2, 0, dtype=torch.long), []
+        for t, (lengths, side) in enumerate(turns):
+            width = max(lengths)
+            ids, new = torch.zeros(2, width, dtype=torch.long), torch.zeros(2, width, dtype=torch.long)
+            for b, n in enumerate(lengths):
+                at = slice(width - n, width) if side == "left" else slice(0, n)
+                ids[b, at], new[b, at] = texts[b][t], 1
+            mask = torch.cat([mask, new], 1)
+            positions = (mask.cumsum(1)[:, -width:] - 1).clamp(min=0)
+            logits = model(ids, **with_cache(model, cache), attention_mask=mask, position_ids=positions).logits
+            out.append(torch.stack([logits[b, int(new[b].nonzero().max())] for b in range(2)]))
+        return out
+
+    with torch.no_grad():
+        plain = together(None)
+        with hf.attach(model, policy) as kept:
+            got, single = together(kept), [alone(b, kept) for b in range(2)]
+    for t in range(len(turns)):
+        if policy == "full":
+            assert torch.allclose(got[t], plain[t], atol=1e-4), t
+        for b in range(2):
+            assert torch.allclose(got[t][b], single[b][t], atol=1e-4), (t, b)
+
+
+def test_a_mask_of_the_programs_own_is_used():
+    """A block of the prompt sees both ways, as images do."""
+    model, ids = model_of(), tokens_of(30)
+    mask = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
+    mask[..., 5:15, 5:15] = True
+    next_mask = torch.ones(1, 1, 1, 31, dtype=torch.bool)
+    next_mask[..., 20] = False
+
+    def run(cache):
+        first = model(ids, attention_mask=mask, **with_cache(model, cache)).logits
+        return torch.cat([first, model(tokens_of(1), attention_mask=next_mask, position_ids=torch.tensor([[30]]), **with_cache(model, cache)).logits], 1)
+
+    with torch.no_grad():
+        plain = run(transformers.DynamicCache(config=model.config))
+        with hf.attach(model, "full") as kept:
+            assert torch.allclose(run(kept.cache()), plain, atol=1e-4)
+        with hf.attach(model, "streaming,budget=24,interval=1000,prefill=cut") as kept:
+            cut = run(kept.cache())[:, -1]
+    seen = torch.ones(31, 31, dtype=torch.bool).tril()
+    seen[:30, :30] = mask
+    seen[30] = False
+    seen[30, [*range(4), *range(10, 31)]] = True
+    seen[30, 20] = False
+    whole = model(torch.cat([ids, tokens_of(1)], 1), attention_mask=seen[None, None], use_cache=False).logits[:, -1]
+    assert torch.allclose(cut, whole, atol=2e-3)
+
+
+def test_masks_that_do_more_than_hide_are_refused():
+    model, ids = model_of(), tokens_of(8)
+    bias = torch.zeros(1, 1, 8, 8).masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), torch.finfo(torch.float32).min)
+    with hf.attach(model, "full") as kept, torch.no_grad():
+        plain = model(ids, use_cache=False).logits
+        assert torch.allclose(model(ids, attention_mask=bias, **with_cache(model, kept.cache())).logits, plain, atol=1e-5)
+        with pytest.raises(kvkeep.Unsupported, match="other numbers than 0 and the least"):
+            model(ids, attention_mask=bias - 0.5 * torch.ones(8, 8).tril(-3), **with_cache(model, kept.cache()))
+
+
+def test_positions_that_are_not_those_of_the_text_are_refused_where_they_are_read():
+    """doors 13b: an image takes other positions than its tokens."""
+    model, ids = model_of(), tokens_of(20)
+    jump = torch.cat([torch.arange(10), torch.arange(5, 15)])[None]
+    with hf.attach(model, EXPECTED) as kept, torch.no_grad():
+        with pytest.raises(kvkeep.Unsupported, match="token 10 of sequence 0 is at position 5"):
+            model(ids, position_ids=jump, **with_cache(model, kept.cache()))
+        model(ids, **with_cache(model, kept.cache()))
+    with hf.attach(model, CUT) as kept, torch.no_grad():
+        model(ids, position_ids=jump, **with_cache(model, kept.cache()))
+
+
+# ---- Steps that are more than a token
+
+@pytest.mark.parametrize("chunk", [7, 48, 60, 119])
+def test_a_prompt_in_pieces_is_one_prompt(monkeypatch, chunk):
+    """doors 7."""
+    model, ids = model_of(), tokens_of(120)
+    whole = kept_under(monkeypatch, model, CUT, ids)
+    assert [e.logical_length for e in whole[1]][0] == 120
+    assert kept_under(monkeypatch, model, CUT, ids, prefill_chunk_size=chunk) == whole
+    padded = torch.cat([torch.zeros(1, 100, dtype=torch.long), tokens_of(20)], 1)
+    mask = (padded > 0).long()
+    both, masks = torch.cat([ids, padded]) if padded.shape == ids.shape else None, torch.cat([torch.ones_like(ids), mask])
+    with hf.attach(model, CUT) as kept:
+        at_once = generate(model, both, attention_mask=masks)
+    events = [(e.sequence % 2, e.logical_length) for e in kept.events]
+    with hf.attach(model, CUT) as kept:
+        assert torch.equal(generate(model, both, attention_mask=masks, prefill_chunk_size=chunk), at_once)
+    assert [(e.sequence % 2, e.logical_length) for e in kept.events] == events
+
+
+def without_drafts(monkeypatch, model, policy, ids, points, **more):
+    """generate() with events at these lengths alone."""
+    from kvkeep import _rows
+
+    cut = _rows.Rows.cut
+    monkeypatch.setattr(_rows.Rows, "cut", lambda rows: cut(rows) if rows.keeper.logical_length(rows.ids[0]) in points else None)
+    with hf.attach(model, policy, check=False) as kept:
+        out = generate(model, ids, **more)
+    monkeypatch.undo()
+    return out, [e.logical_length for e in kept.events]
+
+
+DRAFTED = ["full", CUT, "ams-tova,budget=40,interval=8,prefill=cut,min_segment=8,recent=4", "snapkv,budget=40,interval=8,window=8,prefill=cut",
+           "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2", "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2,statistics=stream",
+           "adakv-snapkv,budget=40,interval=8,window=8,prefill=cut", "h2o,budget=40,interval=8,prefill=cut,recent=4", "streaming,budget=40,interval=1,prefill=cut"]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", DRAFTED)
+@pytest.mark.parametrize("how", ["prompt lookup", "40 drafts", "assistant"])
+def test_drafts_that_are_taken_back_change_nothing(monkeypatch, policy, how):
+    """doors 6: the text is that without drafts at the same event points."""
+    model, ids = model_of(), tokens_of(30).repeat(1, 4)
+    more = {"prompt lookup": dict(prompt_lookup_num_tokens=5), "40 drafts": dict(prompt_lookup_num_tokens=40), "assistant": dict(assistant_model=model_of("small"))}[how]
+    with hf.attach(model, policy) as kept:
+        drafted = generate(model, ids, new=60, **more)
+    points = [e.logical_length for e in kept.events]
+    plain, same = without_drafts(monkeypatch, model, policy, ids, points, new=60)
+    assert same == points and (policy == "full" or len(points) >= 2)
+    assert torch.equal(drafted, plain)
+
+
+def test_rollback_before_an_event_is_exact_and_behind_it_an_error():
+    model, ids = model_of(), tokens_of(40)
+    with hf.attach(model, "tova,budget=32,interval=16,prefill=cut") as kept, torch.no_grad():
+        cache = kept.cache()
+        model(ids, **with_cache(model, cache))
+        rows = hf._rows_of(cache)
+        assert kept.keeper.logical_length(rows.ids[0]) == 40 and kept.events == [], "an event waits for the next forward"
+        cache.crop(-2)
+        assert kept.keeper.logical_length(rows.ids[0]) == cache.get_seq_length() == 38
+        model(tokens_of(4, 8), **with_cache(model, cache), position_ids=torch.arange(38, 42)[None])
+        assert [e.logical_length for e in kept.events] == [38]
+        lengths = rows.lengths.copy()
+        cache.crop(38)
+        assert kept.keeper.logical_length(rows.ids[0]) == cache.get_seq_length() == 38 and (rows.lengths == lengths - 4).all()
+        with pytest.raises(kvkeep.StateError, match="was cut at length 38"):
+            cache.crop(-1)
+        assert cache.get_seq_length() == 38 and (rows.lengths == lengths - 4).all(), "nothing has changed"
+        cache.crop(0)
+        again = model(tokens_of(4, 8), **with_cache(model, cache), position_ids=torch.arange(38, 42)[None]).logits
+        assert again.shape[1] == 4
+
+
+# ---- Programs
+
+def test_two_models_in_two_threads():
+    models, ids = [model_of(), model_of()], tokens_of(80)
+    alone, got, errors = [], {}, []
+    for model in models:
+        with hf.attach(model, CUT):
+            alone.append(generate(model, ids))
+
+    def work(i):
+        try:
+            with hf.attach(models[i], CUT):
+                got[i] = [generate(models[i], ids) for _ in range(6)]
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert errors == [] and all(torch.equal(text, alone[i]) for i in range(2) for text in got[i])
+
+
+def test_two_threads_under_one_attach():
+    model, texts, got = model_of(), [tokens_of(80, 2), tokens_of(64, 3)], {}
+    alone = []
+    for ids in texts:
+        with hf.attach(model, CUT):
+            alone.append(generate(model, ids))
+    with hf.attach(model, CUT) as kept:
+        work = lambda i: got.update({i: [generate(model, texts[i], prefill_chunk_size=[None, 20][i]) for _ in range(6)]})
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        [t.start() for t in threads], [t.join() for t in threads]
+    assert all(torch.equal(text, alone[i]) for i in range(2) for text in got[i]) and len(kept.events) == 36
+
+
+def test_a_forward_that_dies_leaves_no_trace():
+    """doors 18."""
+    model, ids = model_of(), tokens_of(60)
+    with hf.attach(model, CUT) as kept, torch.no_grad():
+        want = model(tokens_of(1), **with_cache(model, prompted(model, kept, ids))).logits
+        cache = prompted(model, kept, ids)
+        layer = model.get_decoder().layers[2]
+        hook = layer.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens_of(1), **with_cache(model, cache))
+        hook.remove()
+        assert torch.equal(model(tokens_of(1), **with_cache(model, cache)).logits, want)
+    model = model_of("gemma3")
+    with hf.attach(model, CUT) as kept, torch.no_grad():
+        cache = prompted(model, kept, ids)
+        hook = model.get_decoder().layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens_of(1), **with_cache(model, cache))
+        hook.remove()
+        with pytest.raises(kvkeep.StateError, match="a forward over this cache was interrupted"):
+            model(tokens_of(1), **with_cache(model, cache))
+
+
+def prompted(model, kept, ids):
+    cache = kept.cache()
+    model(ids, **with_cache(model, cache))
+    return cache
+
+
+def test_no_event_is_said_aloud():
+    model, ids = model_of(), tokens_of(20)
+    with pytest.warns(UserWarning, match="no event came: the longest sequence had 42 tokens, and tova,budget=64 may cut one of 576"):
+        with hf.attach(model, "tova,budget=64"):
+            generate(model, ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with hf.attach(model, "full"):
+            generate(model, ids)
+
+
+def test_a_copy_of_the_model_runs_alone():
+    model, ids = model_of(), tokens_of(50)
+    plain = generate(model, ids)
+    with hf.attach(model, CUT) as kept:
+        copied = copy.deepcopy(model)
+        assert torch.equal(generate(copied, ids), plain) and kept.events == []
+        generate(model, ids)
+        assert kept.events
+        with pytest.raises(kvkeep.Unsupported, match="was to be copied"):
+            copy.deepcopy(kept.cache())
+    assert torch.equal(generate(copied, ids), plain) and "generate" not in vars(model)
+    assert repr(kept).startswith("<kvkeep.hf.attach 'tova,")
+
+
+def test_queries_are_recorded_only_where_an_event_reads_them():
+    model, ids = model_of(), tokens_of(50)
+    with hf.attach(model, "tova,budget=32,interval=16,prefill=cut") as kept, torch.no_grad():
+        rows, asked = hf._rows_of(prompted(model, kept, ids)), []
+        plan = type(rows).plan_queries
+        try:
+            type(rows).plan_queries = lambda self, columns: (plan(self, columns), asked.append(self.keep))
+            generate(model, ids, new=40)
+        finally:
+            type(rows).plan_queries = plan
+    assert asked[0] > 0 and sum(keep > 0 for keep in asked[1:]) == 2, asked

@@ -12,6 +12,7 @@ For models of Hugging Face: kvkeep.hf.attach(model, "ams-tova,budget=1024").
 from pathlib import Path as _Path
 
 from ._kvkeep import (
+    MOST_POSITIONS,
     Cut,
     DamagedData,
     DeviceError,
@@ -24,6 +25,7 @@ from ._kvkeep import (
     PageMove,
     PagePool,
     Report,
+    Rope,
     StateError,
     Totals,
     Unscored,

@@ -4,275 +4,34 @@
         model.generate(**inputs, max_new_tokens=2000)
     print(kept.events)
 
-Decoder models whose attention goes through transformers' attention interface (Llama, Qwen2, Qwen3, Mistral, Gemma and
-others), on the CPU, in f32, f16 or bf16. Layers with a sliding window keep their own cache. Batches may be padded on
-the left. Refused by name: beam search, caches other than DynamicCache, logit soft-capping, caches that hold tokens
-already.
+Decoder models whose attention goes through transformers' attention interface, on the CPU, in f32, f16 or bf16: what a
+model does is learned from two short forwards, and a third is compared with the model alone. Layers with a sliding window
+or a state keep their own cache. Batches may be padded; prompts may come in pieces; drafts may be taken back. Refused by
+name: beam search, caches other than DynamicCache or with tokens already, and attention that is more than the softmax of
+scaled products under a mask.
 
-Per layer, keys and values lie in a buffer [batch, KV heads, capacity, head size] of our own, without padding; an event
-moves the slots that stay to its front. transformers sees the logical length, so positions and masks go on as if
-nothing had been dropped.
+An event happens at the start of the forward that follows the tokens it counts, so that it sees confirmed tokens alone.
 """
 
+import threading
+import warnings
 import weakref
-from dataclasses import dataclass, field
-from inspect import signature, unwrap
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
 
-import numpy as np
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
+from transformers.cache_utils import DynamicCache
 
-from . import InvalidArgument, Keeper, ModelSpec, Unsupported
-
-_NAME = "kvkeep"
-_CACHE_NAMES = ("cache", "past_key_values")  # transformers 5 renames the argument
-_current = None  # the layer of a kept cache that was updated last: its attention comes next
-
-
-def _refuse(error, what):
-    raise error(f"kvkeep.hf: {what}")
-
-
-def _plain_cache(model):
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
-
-
-def _rows_of(cache):
-    """Of a cache under a policy; None: it is not."""
-    return next((layer.rows for layer in cache.layers if isinstance(layer, _KeptLayer)), None)
+from . import InvalidArgument, Keeper, Unsupported
+from ._model import CACHE_NAMES, cache_name, describe, our_attention, quietly, refuse, run, short_text, shown
+from ._model import plain_cache as _plain_cache
+from ._rows import KeptCache, Rows
+from ._rows import rows_of as _rows_of
 
 
 def _spec(model):
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "attn_logit_softcapping", None):
-        _refuse(Unsupported, "the model caps its attention logits (attn_logit_softcapping); allowed models that do not")
-    sliding = []
-    for index, layer in enumerate(_plain_cache(model).layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            sliding.append((index, int(layer.sliding_window)))
-        elif type(layer) is not DynamicLayer:
-            _refuse(Unsupported, f"layer {index} of the model has a cache of type {type(layer).__name__}; allowed full and sliding attention")
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    turns = getattr(rotary, "inv_freq", None)
-    fixed = getattr(rotary, "rope_type", "default") not in ("dynamic", "longrope")  # theirs change with the length
-    attention = getattr(model.get_decoder().layers[0], "self_attn", None)
-    return ModelSpec(
-        heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        dim,
-        config.num_hidden_layers,
-        inv_freq=turns.double().tolist() if turns is not None and fixed else None,
-        attention_scaling=float(getattr(rotary, "attention_scaling", 1.0)),
-        softmax_scale=float(getattr(attention, "scaling", None) or 0.0),
-        sliding=sliding,
-    )
-
-
-class _KeptLayer(DynamicLayer):
-    """A layer whose length is the logical one."""
-
-    is_croppable = True
-
-    def __init__(self, rows, index):
-        super().__init__()
-        self.rows, self.index, self.columns = rows, index, 0
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        global _current
-        self.is_initialized = True
-        self.keys, self.values = self.rows.append(self.index, key_states, value_states)
-        self.columns += key_states.shape[-2]
-        _current = self
-        return self.keys, self.values
-
-    def get_seq_length(self):
-        return self.columns
-
-    def get_mask_sizes(self, new):
-        """new: columns of the step; older releases of transformers 5 (5.2) pass their positions."""
-        return self.columns + (new if isinstance(new, int) else len(new)), 0
-
-    def crop(self, tokens_to_remove):
-        if tokens_to_remove > 0:
-            _refuse(InvalidArgument, f"crop: given {tokens_to_remove}; allowed the number of tokens to remove, negative")
-        self.rows.crop(self.index, -tokens_to_remove)
-        self.columns += tokens_to_remove
-
-    def reset(self):
-        self.rows.forget()
-        self.columns, self.is_initialized, self.keys, self.values = 0, False, None, None
-
-    def reorder_cache(self, beam_idx):
-        _refuse(Unsupported, "beam search moves a sequence's cache to another; allowed greedy decoding and sampling")
-
-    def batch_repeat_interleave(self, repeats):
-        _refuse(Unsupported, "the cache was asked to repeat its sequences; allowed one cache entry per sequence")
-
-    def batch_select_indices(self, indices):
-        _refuse(Unsupported, "the cache was asked to select sequences; allowed all of them, from the first step to the last")
-
-
-class _Rows:
-    """The sequences of one cache: their rows, and their lengths."""
-
-    def __init__(self, owner):
-        self.owner = owner
-        self.keeper = owner.keeper
-        self.spec = owner.keeper.spec
-        self.full = self.spec.full_layers
-        self.buffers = [None] * self.spec.num_layers
-        self.ids, self.lengths, self.padding = [], None, None
-        self.mask = None  # of the step that begins: what forward() was given
-
-    def forget(self):
-        for id in self.ids:
-            self.keeper.leave(id)
-        self.ids, self.lengths, self.padding = [], None, None
-        self.buffers = [None] * self.spec.num_layers
-
-    def heads(self, layer):
-        """int32 [batch, KV heads]: slots of a layer, a view."""
-        first = layer * self.spec.kv_heads
-        return self.lengths[:, first : first + self.spec.kv_heads]
-
-    def begin(self, batch, tokens):
-        self.ids = [self.owner.next_id() for _ in range(batch)]
-        for id in self.ids:
-            self.keeper.join(id)
-        self.lengths = np.zeros((batch, self.spec.num_layers * self.spec.kv_heads), np.int32)
-        self.padding = [0] * batch
-        if self.mask is None:
-            return
-        mask = self.mask.to("cpu", torch.bool)
-        if mask.dim() != 2 or mask.shape != (batch, tokens):
-            _refuse(Unsupported, f"attention_mask has the shape {list(mask.shape)}; allowed [{batch}, {tokens}] with padding on the left")
-        self.padding = [int(row.logical_not().sum()) for row in mask]
-        for b, missing in enumerate(self.padding):
-            if missing == tokens or bool(mask[b, :missing].any()):
-                _refuse(Unsupported, f"attention_mask: sequence {b} is not padded on the left alone; allowed zeros, then one or more ones")
-
-    def new_tokens(self, columns):
-        """Tokens of each sequence among new columns: padding comes before the first."""
-        first = not self.lengths[:, self.full[0] * self.spec.kv_heads].any() if self.full else False
-        return [columns - missing if first else columns for missing in self.padding]
-
-    def append(self, layer, keys, values):
-        if keys.device.type != "cpu":
-            _refuse(Unsupported, f"the cache is on {keys.device}; allowed the CPU in this build of the package")
-        batch, heads, columns, _ = keys.shape
-        if not self.ids:
-            self.begin(batch, columns)
-        if batch != len(self.ids):
-            _refuse(InvalidArgument, f"a step of {batch} sequences after steps of {len(self.ids)}; allowed the same ones")
-        if layer == self.full[0]:
-            self.tokens = self.new_tokens(columns)
-        held = self.heads(layer)
-        needed = int(held.max()) + max(self.tokens)
-        both = self.buffers[layer]
-        if both is None or both[0].shape[2] < needed:
-            room = needed if both is None else needed + needed // 2
-            both = self.buffers[layer] = tuple(self._moved(old, new, room, int(held.max())) for old, new in zip(both or (None, None), (keys, values)))
-        even = bool((held == held[0, 0]).all()) and len(set(self.tokens)) == 1
-        for buffer, new in zip(both, (keys, values)):
-            if even:
-                at, count = int(held[0, 0]), self.tokens[0]
-                buffer[:, :, at : at + count] = new[:, :, columns - count :]
-                continue
-            for b, count in enumerate(self.tokens):
-                for h in range(heads):
-                    at = int(held[b, h])
-                    buffer[b, h, at : at + count] = new[b, h, columns - count :]
-        held += np.asarray(self.tokens, np.int32)[:, None]
-        return both[0][:, :, :needed], both[1][:, :, :needed]
-
-    @staticmethod
-    def _moved(old, like, room, held):
-        new = like.new_zeros((like.shape[0], like.shape[1], room, like.shape[3]))
-        if old is not None:
-            new[:, :, :held] = old[:, :, :held]
-        return new
-
-    def observe(self, layer, query):
-        """query: [batch, Hq, columns, D] after RoPE."""
-        columns = query.shape[2]
-        by_token = query.transpose(1, 2)
-        if all(count == columns for count in self.tokens):
-            queries = by_token.reshape(-1, *by_token.shape[2:])
-        else:
-            queries = torch.cat([by_token[b, columns - count :] for b, count in enumerate(self.tokens)])
-        indptr = np.concatenate([[0], np.cumsum(self.tokens)]).tolist()
-        self.keeper.observe(layer, self.ids, indptr, queries.detach(), basis="post_rope")
-
-    def mask_of(self, layer, columns, slots):
-        """What each query sees: None (all), "causal", or bool [batch, Hkv or 1, columns, slots]."""
-        held = self.heads(layer)
-        if bool((held == slots).all()) and len(set(self.tokens)) == 1 and self.tokens[0] == columns:
-            if columns == 1:
-                return None
-            if columns == slots:
-                return "causal"
-        ragged = bool((held != held[:, :1]).any())
-        after = torch.from_numpy(np.ascontiguousarray(held if ragged else held[:, :1])).long()[:, :, None, None]
-        back = torch.arange(columns - 1, -1, -1)[None, None, :, None]  # newer columns of the same step
-        seen = (after - back).clamp(min=1)  # columns of padding see something, and are never read
-        mask = torch.arange(slots)[None, None, None, :] < seen
-        group = self.spec.query_heads // self.spec.kv_heads
-        return mask.repeat_interleave(group, dim=1) if ragged else mask
-
-    def step(self):
-        report = self.keeper.step([self.buffers[l] if l in self.full else None for l in range(self.spec.num_layers)], self.ids, self.lengths)
-        if not report.cuts:
-            return
-        self.owner.note(report)
-        for layer in self.full:
-            longest = int(self.heads(layer).max())
-            if self.buffers[layer][0].shape[2] > 2 * (longest + 256):  # a long prompt's room goes back
-                self.buffers[layer] = tuple(self._moved(b, b, longest + 128, longest) for b in self.buffers[layer])
-
-    def crop(self, layer, tokens):
-        if layer == self.full[0]:
-            for id in self.ids:
-                self.keeper.truncate(id, self.keeper.logical_length(id) - tokens)
-        held = self.heads(layer)
-        held -= tokens
-
-
-def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """Records the queries, attends, and after the last layer lets the policy decide. Arguments are in the order of
-    sdpa_attention_forward: what wraps attention functions, as kvpress does, counts on it."""
-    global _current
-    layer, _current = _current, None
-    if layer is None:  # one with a sliding window
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    if layer.keys is not key:
-        _refuse(Unsupported, f"layer {layer.index} attends to other keys than those in its cache; allowed models that attend to what the cache returned")
-    rows = layer.rows
-    rows.observe(layer.index, query)
-    mask = rows.mask_of(layer.index, query.shape[2], key.shape[2])
-    kwargs.pop("is_causal", None)
-    out = sdpa_attention_forward(
-        module,
-        query,
-        key,
-        value,
-        None if mask is None or isinstance(mask, str) else mask,
-        scaling=scaling,
-        dropout=dropout,
-        is_causal=isinstance(mask, str),
-        **kwargs,
-    )
-    if layer.index == rows.full[-1]:
-        rows.step()
-    return out
-
-
-AttentionInterface.register(_NAME, _attention)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+    return describe(model)[0]
 
 
 @dataclass
@@ -285,78 +44,173 @@ class Event:
     slots_after: int
 
 
-@dataclass
 class attach:
     """Puts a policy over the caches of a model, until the `with` block ends.
 
     policy: "name,key=value,..." or a JSON object (kvkeep.policies()). output_projections: True gives the policy each
-    layer's W_o, which CriticalKV reads. Raises InvalidArgument for a wrong policy, Unsupported for a model or a policy
-    that cannot be served: policies that narrow prompts or fold need an engine that runs layer by layer.
+    layer's W_o, which CriticalKV reads. check: False leaves out the comparison with the model alone, which costs six
+    short forwards. Raises InvalidArgument for a wrong policy, Unsupported for a model or a policy that cannot be served:
+    policies that narrow prompts or fold need an engine that runs layer by layer. Threads may share it.
     """
 
-    model: torch.nn.Module
-    policy: str
-    output_projections: bool = False
-    events: list = field(default_factory=list, init=False)
-    bytes_moved: int = field(default=0, init=False)
+    def __init__(self, model, policy, output_projections=False, check=True):
+        self.model, self.policy, self.events, self.bytes_moved = model, policy, [], 0
+        spec, projections = _spec(model), []
+        if output_projections:
+            modules = describe(model)[1]
+            projections = [modules[i].o_proj.weight.detach() if i in modules else None for i in range(spec.num_layers)]
+        self._start(Keeper(spec, policy, output_projections=projections))
+        if check:
+            self._check()
 
-    def __post_init__(self):
-        projections = []
-        if self.output_projections:
-            projections = [layer.self_attn.o_proj.weight.detach() for layer in self.model.get_decoder().layers]
-        self.keeper = Keeper(_spec(self.model), self.policy, output_projections=projections)
-        self._next, self._hook = 0, None
+    def _start(self, keeper):
+        self.keeper, self.lock = keeper, threading.RLock()
+        self._next, self._entered, self._nearest = 0, None, None
+        self._here = threading.local()  # the prompt of generate() and the rows of the forward that run in a thread
+
+    def __repr__(self):
+        return f"<kvkeep.hf.attach {self.policy!r}: {len(self.events)} events, {self.bytes_moved} bytes moved>"
+
+    def __deepcopy__(self, memo):
+        return self  # of a model that is copied inside the block: the copy runs alone
+
+    def _check(self):
+        """The model computes under `full` what it computes alone."""
+        ids, logits = short_text(self.model, 12), []
+        under_full = object.__new__(attach)
+        under_full.model, under_full.policy, under_full.events, under_full.bytes_moved = self.model, "full", [], 0
+        under_full._start(Keeper(self.keeper.spec, "full"))
+        with quietly(self.model):
+            alone = self._try(ids, _plain_cache(self.model), "alone")
+            with under_full:
+                kept = self._try(ids, under_full.cache(), "under the policy `full`")
+        tolerance = 1e-3 if alone.dtype == torch.float32 else 0.1
+        differ = float((kept.float() - alone.float()).abs().amax(-1).mean()) / max(float(alone.float().std()), 1e-30)
+        if not differ <= tolerance:
+            refuse(Unsupported, f"under the policy `full` the logits of {type(self.model).__name__} are not those of the model alone: they differ by {differ:.2g} of their spread; allowed up to {tolerance:g}")
+
+    def _try(self, ids, cache, how):
+        try:
+            return torch.cat([run(self.model, part, cache) for part in ids.split([8, 3, 1], 1)], 1)
+        except (Unsupported, InvalidArgument):
+            raise
+        except Exception as error:
+            raise Unsupported(f"kvkeep.hf: {type(self.model).__name__} does not run a short text {how} ({shown(error)}); allowed decoders of text") from error
 
     def next_id(self):
         self._next += 1
         return self._next - 1
 
-    def note(self, report):
+    def note(self, report, rows):
         self.bytes_moved += report.bytes_moved
         self.events += [Event(c.sequence, c.logical_length, c.length_before, c.length_after) for c in report.cuts]
+        if not self.events:
+            for id in rows.ids:
+                seen, away = self.keeper.logical_length(id), self.keeper.tokens_to_event(id)
+                if away is not None and (self._nearest is None or seen > self._nearest[0]):
+                    self._nearest = seen, away
 
-    def cache(self):
-        """An empty cache under the policy, for model(..., cache=...) or generate(cache=...); older releases say past_key_values=."""
-        return self._keep(_plain_cache(self.model))
+    def cache(self, prompt=None):
+        """An empty cache under the policy, for model(..., cache=...) or generate(cache=...); older releases say
+        past_key_values=. prompt: columns of a prompt that comes in pieces, where generate() does not say it."""
+        return self._keep(_plain_cache(self.model), (prompt, None) if prompt else None)
 
-    def _keep(self, cache):
-        if type(cache) is not DynamicCache or cache.offloading:
-            _refuse(Unsupported, f"the cache is a {type(cache).__name__}; allowed DynamicCache, which generate() makes")
-        rows = _rows_of(cache)
+    def _keep(self, cache, prompt=None):
+        rows = _rows_of(cache) if isinstance(cache, DynamicCache) else None
         if rows is not None:
             if rows.owner is not self:
-                _refuse(InvalidArgument, "the cache is under another attach(); allowed one that this attach() made")
+                refuse(InvalidArgument, "the cache is under another attach(); allowed one that this attach() made")
+            if not rows.ids and rows.prompt is None:
+                rows.prompt = prompt
             return cache
+        if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+            refuse(Unsupported, f"the cache is a {type(cache).__name__}; allowed DynamicCache, which generate() makes")
         if cache.get_seq_length() > 0:
-            _refuse(Unsupported, f"the cache holds {cache.get_seq_length()} tokens that kvkeep has not seen; allowed an empty one")
-        rows = _Rows(self)
-        cache.layers = [_KeptLayer(rows, i) if i in rows.full else layer for i, layer in enumerate(_plain_cache(self.model).layers)]
-        cache.layer_class_to_replicate = None
+            refuse(Unsupported, f"the cache holds {cache.get_seq_length()} tokens that kvkeep has not seen; allowed an empty one")
+        rows = Rows(self, _plain_cache(self.model).layers, prompt)
+        cache.layers, cache.layer_class_to_replicate = rows.layers, None
+        cache.__class__ = KeptCache
         weakref.finalize(cache, rows.forget)
         return cache
 
     def _before_forward(self, module, args, kwargs):
-        name = next((n for n in _CACHE_NAMES if kwargs.get(n) is not None), None)
+        self._here.running = None  # of a forward that did not end
+        if self._entered is None or module is not self._entered.decoder:  # of a copy of the model
+            return None
+        if kwargs.get("output_attentions"):
+            refuse(Unsupported, "output_attentions: weights are not formed under a policy; allowed without")
+        name = next((n for n in CACHE_NAMES if kwargs.get(n) is not None), None)
         if name is None:
             if not kwargs.get("use_cache", getattr(module.config, "use_cache", False)):
                 return None
-            name = next(n for n in _CACHE_NAMES if n in signature(unwrap(type(module).forward)).parameters)
+            name = cache_name(module)
             kwargs[name] = _plain_cache(self.model)
-        cache = kwargs[name] = self._keep(kwargs[name])
+        cache = kwargs[name] = self._keep(kwargs[name], getattr(self._here, "prompt", None))
         rows = _rows_of(cache)
-        mask = kwargs.get("attention_mask")
-        rows.mask = mask.get("full_attention") if isinstance(mask, dict) else mask
+        rows.before(kwargs.get("position_ids"))
+        self._here.running = rows
         return args, kwargs
 
+    def _after_forward(self, module, args, kwargs, output):
+        rows = getattr(self._here, "running", None)
+        if rows is not None and module is self._entered.decoder:
+            self._here.running = None
+            rows.commit()
+
+    def _generate(self, inner):
+        """generate() as it is, but how long its prompt is gets known: of a prompt in pieces, or with drafts behind it."""
+
+        @wraps(inner)
+        def generate(model, *args, **kwargs):
+            if model is not self.model:
+                return type(model).generate(model, *args, **kwargs)
+            ids = next((x for x in (*args[:1], *map(kwargs.get, ("inputs", "input_ids", "inputs_embeds"))) if isinstance(x, torch.Tensor)), None)
+            mask = kwargs.get("attention_mask")
+            if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or ids is None or mask.shape != ids.shape[:2]:
+                mask = None
+            before = getattr(self._here, "prompt", None)
+            self._here.prompt = (ids.shape[1], mask) if ids is not None and ids.dim() >= 2 else None
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._here.prompt = before
+
+        return generate
+
     def __enter__(self):
-        if self._hook is not None:
-            _refuse(InvalidArgument, "attach() is entered twice; allowed once at a time")
-        self._before = self.model.config._attn_implementation
-        self.model.set_attn_implementation(_NAME)
-        self._hook = self.model.get_decoder().register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        if self._entered is not None:
+            refuse(InvalidArgument, "attach() is entered twice; allowed once at a time")
+        self._entered = _Entered(self)
         return self
 
-    def __exit__(self, *_):
-        self._hook.remove()
-        self._hook = None
-        self.model.set_attn_implementation(self._before)
+    def __exit__(self, error, *_):
+        self._entered.leave()
+        self._entered = None
+        if error is None and not self.events and self._nearest is not None:
+            seen, away = self._nearest
+            warnings.warn(f"kvkeep.hf: no event came: the longest sequence had {seen} tokens, and {self.policy} may cut one of {seen + away}", stacklevel=2)
+
+
+class _Entered:
+    """What a model has while a `with` block runs, and gives back."""
+
+    def __init__(self, owner):
+        model = self.model = owner.model
+        self.decoder = model.get_decoder()
+        self.attention = our_attention(model)
+        self.attention.__enter__()
+        self.hooks = [
+            self.decoder.register_forward_pre_hook(owner._before_forward, with_kwargs=True),
+            self.decoder.register_forward_hook(owner._after_forward, with_kwargs=True),
+        ]
+        self.own_generate = model.__dict__.get("generate")
+        if hasattr(model, "generate"):
+            model.generate = MethodType(owner._generate(model.generate), model)
+
+    def leave(self):
+        for hook in self.hooks:
+            hook.remove()
+        self.attention.__exit__(None, None, None)
+        self.model.__dict__.pop("generate", None)
+        if self.own_generate is not None:
+            self.model.generate = self.own_generate

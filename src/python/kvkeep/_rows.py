@@ -1,0 +1,423 @@
+"""A transformers cache under a policy: the rows of its sequences, and what happens to them in a forward.
+
+Per layer, keys and values lie in a buffer [batch, KV heads, capacity, head size] of our own, without padding; an event
+moves the slots that stay to its front. transformers sees the logical length, so positions and masks go on as if
+nothing had been dropped.
+
+A forward ends in commit(). Until then lengths are those before it, so that one that was interrupted leaves no trace in
+full layers. Events come at the start of the next forward, when every token that stays is confirmed.
+"""
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from . import MOST_POSITIONS, InvalidArgument, StateError, Unsupported
+from ._model import attend_plainly, refuse, tag
+
+_ROLLBACK = 32  # tokens that Keeper.truncate() can always take back
+
+
+def rows_of(cache):
+    """Of a cache under a policy; None: it is not."""
+    return next((layer.rows for layer in cache.layers if isinstance(layer, KeptLayer)), None)
+
+
+class KeptLayer(DynamicLayer):
+    """A layer whose length is the logical one."""
+
+    is_croppable = True
+
+    def __init__(self, rows, index):
+        super().__init__()
+        self.rows, self.index, self.columns, self.new = rows, index, 0, None
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.is_initialized = True
+        self.rows.arrive(self, key_states, value_states)
+        self.columns += key_states.shape[-2]
+        tag(key_states, self)
+        return key_states, value_states
+
+    def attend(self, module, query, key, value, mask, dropout, scaling, kwargs):
+        return self.rows.attend(self, module, query, key, value, mask, dropout, scaling, kwargs)
+
+    def get_seq_length(self):
+        return self.columns
+
+    def get_mask_sizes(self, new):
+        """new: columns of the step; releases up to 5.2 pass their positions."""
+        return self.columns + (new if isinstance(new, int) else len(new)), 0
+
+    def crop(self, length):
+        refuse(Unsupported, "crop() of one layer; allowed that of the cache")
+
+    def reset(self):
+        self.rows.forget()
+        self.columns, self.is_initialized, self.keys, self.values = 0, False, None, None
+
+    def reorder_cache(self, beam_idx):
+        refuse(Unsupported, "beam search moves a sequence's cache to another; allowed greedy decoding and sampling")
+
+    def batch_repeat_interleave(self, repeats):
+        refuse(Unsupported, "the cache was asked to repeat its sequences; allowed one cache entry per sequence")
+
+    def batch_select_indices(self, indices):
+        refuse(Unsupported, "the cache was asked to select sequences; allowed all of them, from the first step to the last")
+
+
+class KeptCache(DynamicCache):
+    """A DynamicCache some of whose layers are under a policy."""
+
+    def crop(self, length):
+        """length: below 0, tokens to remove; above it, those to keep, as releases up to 5.2 call it. Throws StateError, and
+        nothing has changed, for tokens before the last event."""
+        rows = rows_of(self)
+        rows.crop(-length if length <= 0 else max(0, rows.columns - length))
+        for layer in self.layers:
+            if not isinstance(layer, KeptLayer):
+                layer.crop(length)
+
+    def __deepcopy__(self, memo):
+        refuse(Unsupported, "a cache under a policy was to be copied; allowed a cache for each text")
+
+
+class Rows:
+    """The sequences of one cache: their rows, and their lengths."""
+
+    def __init__(self, owner, layers, prompt=None):
+        self.owner, self.keeper, self.spec = owner, owner.keeper, owner.keeper.spec
+        self.full = self.spec.full_layers
+        self.layers = [KeptLayer(self, i) if i in self.full else layer for i, layer in enumerate(layers)]
+        self.prompt = prompt  # (columns, [batch, columns] mask or None) of the prompt, if they were announced
+        self.clear()
+
+    def clear(self):
+        self.buffers = [None] * self.spec.num_layers
+        self.ids, self.lengths, self.columns = [], None, 0
+        self.real = None  # bool [batch, columns]: not padding
+        self.width = 0  # columns of the prompt
+        self.open = False  # the keeper will be told of its end
+        self.early = 0  # columns of a step that the keeper has been shown before its end
+        self.pending = None  # a step that the keeper has not been shown: its tokens may be taken back
+        self.broken = None
+        self.quit_step()
+
+    def quit_step(self):
+        self.tokens, self.held, self.early = None, {}, 0
+        for index in self.full:
+            self.layers[index].new, self.layers[index].columns = None, self.columns
+
+    def forget(self):
+        with self.owner.lock:
+            for id in self.ids:
+                self.keeper.leave(id)
+            self.clear()
+
+    def heads(self, layer):
+        """int32 [batch, KV heads]: slots of a layer, a view."""
+        first = layer * self.spec.kv_heads
+        return self.lengths[:, first : first + self.spec.kv_heads]
+
+    # ---- A forward
+
+    def before(self, position_ids):
+        """A forward begins: what was computed is confirmed, and what is due is cut."""
+        if self.tokens is not None:
+            self.interrupted()
+        self.position_ids = position_ids
+        if not self.ids:
+            return
+        if self.broken:
+            refuse(StateError, self.broken)
+        with self.owner.lock:
+            if self.pending is not None:
+                self.show(*self.pending)
+                self.pending = None
+            self.cut()
+
+    def interrupted(self):
+        states = any(not isinstance(layer, KeptLayer) and type(layer).__name__ != "DummyLayer" for layer in self.layers)
+        if states or self.early:
+            self.broken = "a forward over this cache was interrupted, and its layers differ in length; allowed a new cache"
+        self.quit_step()
+
+    def arrive(self, layer, keys, values):
+        if layer.new is not None or layer.index in self.held:
+            refuse(Unsupported, f"layer {layer.index} updates its cache twice in a step; allowed once")
+        if keys.device.type != "cpu":
+            refuse(Unsupported, f"the cache is on {keys.device}; allowed the CPU in this build of the package")
+        layer.new = keys, values
+
+    def attend(self, layer, module, query, key, value, mask, dropout, scaling, kwargs):
+        columns = query.shape[2]
+        if layer.index not in self.held:
+            if layer.new is None or key is not layer.new[0] or value is not layer.new[1]:
+                refuse(Unsupported, f"layer {layer.index} attends to other keys or values than those in its cache; allowed models that attend to what the cache returned")
+            if self.tokens is None:
+                self.begin(key.shape[0], columns, mask)
+            self.append(layer)
+            self.remember(layer.index, query)
+        causal = kwargs.pop("is_causal", None)
+        if mask is None and columns > 1 and not (getattr(module, "is_causal", True) if causal is None else causal):
+            refuse(Unsupported, f"layer {layer.index} attends to later tokens; allowed causal attention")
+        seen = self.mask_of(layer.index, mask, columns, layer.keys.shape[2])
+        even = isinstance(seen, str)
+        return attend_plainly(module, query, layer.keys, layer.values, None if even else seen, dropout, scaling, is_causal=even and seen == "causal", **kwargs)
+
+    def begin(self, batch, columns, mask):
+        """The first layer of a step: which of its columns are tokens, and what will be asked of their queries."""
+        if self.ids and batch != len(self.ids):
+            refuse(InvalidArgument, f"a step of {batch} sequences after steps of {len(self.ids)}; allowed the same ones")
+        self.given, self.mask = mask, self.bools(mask, columns)
+        new = np.ones((batch, columns), bool)
+        if self.mask is not None:
+            new[:] = self.mask[:, 0].diagonal(self.columns, 1, 2).numpy()
+        real = new if self.real is None else np.concatenate([self.real, new], 1)
+        if not self.ids:
+            self.join(batch, columns, new)
+        self.check_positions(new)
+        self.after, self.new = real, new
+        if self.mask is not None and self.is_plain():
+            self.mask = None
+        self.tokens = new.sum(1).astype(np.int32)
+        with self.owner.lock:
+            self.plan_queries(columns)
+
+    def bools(self, mask, columns):
+        """The model's mask as bool [batch or 1, 1, columns, all columns]; True: is seen."""
+        if mask is None:
+            return None
+        width = self.columns + columns
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or tuple(mask.shape[2:]) != (columns, width):
+            shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+            refuse(Unsupported, f"the model's mask of a full layer is {shape}; allowed [batch, 1, {columns}, {width}]")
+        if mask.dtype == torch.bool:
+            return mask
+        least = torch.finfo(mask.dtype).min / 2
+        if bool(((mask != 0) & (mask > least)).any()):
+            refuse(Unsupported, "the model's mask of a full layer holds other numbers than 0 and the least; allowed masks that hide or show")
+        return mask == 0
+
+    def is_plain(self):
+        """Every token sees the tokens up to itself: padding is never seen, and what padding sees does not matter."""
+        real, new = torch.from_numpy(self.after), torch.from_numpy(self.new)
+        seen = real[:, None] & torch.ones(new.shape[1], real.shape[1], dtype=torch.bool).tril(self.columns)
+        return bool((self.mask[:, 0].expand_as(seen) == seen)[new].all())
+
+    def join(self, batch, columns, new):
+        """Sequences begin. Their prompts are the announced ones, or else this step."""
+        prompts = [-1] * batch
+        self.width, self.open = columns, False
+        if self.prompt is not None:
+            self.width, mask = self.prompt
+            if mask is not None and batch % len(mask) == 0:
+                prompts = mask.sum(1).repeat_interleave(batch // len(mask)).tolist()
+            elif self.width <= columns:
+                prompts = new[:, : self.width].sum(1).tolist()
+            else:
+                prompts, self.open = [MOST_POSITIONS] * batch, True
+        with self.owner.lock:
+            self.ids = [self.owner.next_id() for _ in range(batch)]
+            for id, prompt in zip(self.ids, prompts):
+                self.keeper.join(id, 0, int(prompt))
+        self.lengths = np.zeros((batch, self.spec.num_layers * self.spec.kv_heads), np.int32)
+        self.real = np.zeros((batch, 0), bool)
+
+    def check_positions(self, new):
+        """A policy that turns queries back does so from the position of a token among those of its sequence."""
+        if not self.keeper.turns:
+            return
+        first, columns = self.real.sum(1), new.shape[1]
+        given = self.position_ids
+        if given is None:
+            given = torch.arange(self.columns, self.columns + columns)
+        if given.shape[-1] != columns:
+            refuse(Unsupported, f"position_ids are {list(given.shape)} for {columns} tokens; allowed one position each")
+        given = given.cpu().reshape(-1, *([1] if given.dim() == 1 else given.shape[-2:-1]), columns)
+        for axis in given.numpy():
+            for b, row in enumerate(new):
+                at = axis[b if len(axis) > 1 else 0][row]
+                want = first[b] + np.arange(len(at))
+                if (at != want).any():
+                    wrong = int(np.flatnonzero(at != want)[0])
+                    refuse(Unsupported, f"token {int(want[wrong])} of sequence {self.ids[b]} is at position {int(at[wrong])}, and the policy turns queries or keys from where they are in the text; allowed position_ids that count the tokens of each sequence")
+
+    def plan_queries(self, columns):
+        """Which of the newest columns keep their queries for the keeper: those that an event may read."""
+        read = self.keeper.queries_read
+        self.keep = self.early = 0
+        if read is None:
+            self.early = columns - self.unsure() if columns > 4 * _ROLLBACK else 0  # so many are not held on to
+            self.keep = columns - self.early
+        elif read > 0:
+            away = [self.width - self.columns if self.open else self.keeper.tokens_to_event(id) for id in self.ids]
+            if any(a is not None and t > a - read for a, t in zip(away, [columns] * len(away) if self.open else self.tokens)):
+                self.keep = min(columns, read + max(_ROLLBACK, self.unsure()))
+
+    def unsure(self):
+        """Columns of the step behind the prompt: drafts, perhaps."""
+        return max(0, self.after.shape[1] - max(self.columns, self.width))
+
+    def append(self, layer):
+        """Writes the new rows behind those in use."""
+        keys, values = layer.new
+        held, columns, most = self.heads(layer.index), keys.shape[2], int(self.tokens.max())
+        needed = int(held.max()) + most
+        both = self.buffers[layer.index]
+        if both is None or both[0].shape[2] < needed:
+            room = needed if both is None else needed + needed // 2
+            both = self.buffers[layer.index] = tuple(moved(old, new, room, int(held.max())) for old, new in zip(both or (None, None), (keys, values)))
+        even = bool((held == held[0, 0]).all()) and bool(self.new.all())
+        for buffer, new in zip(both, (keys, values)):
+            if even:
+                at = int(held[0, 0])
+                buffer[:, :, at : at + columns] = new
+            elif most == 1 and bool((self.tokens == 1).all()):  # one token each, at places of their own
+                newest = new[torch.arange(len(self.ids)), :, torch.from_numpy(self.new.argmax(1))]
+                buffer.scatter_(2, torch.from_numpy(held.astype(np.int64))[:, :, None, None].expand(*newest.shape[:2], 1, newest.shape[2]), newest[:, :, None])
+            else:
+                for b, row in enumerate(self.new):
+                    fresh = new[b][:, torch.from_numpy(row)]
+                    for h in range(held.shape[1]):
+                        buffer[b, h, held[b, h] : held[b, h] + len(fresh[h])] = fresh[h]
+        layer.keys, layer.values = both[0][:, :, :needed], both[1][:, :, :needed]
+        layer.new = None
+
+    def remember(self, index, query):
+        columns = query.shape[2]
+        if self.early:
+            with self.owner.lock:
+                self.observe(index, self.new[:, : self.early], query[:, :, : self.early])
+        newest = query[:, :, columns - self.keep :].detach()
+        self.held[index] = newest.clone() if 2 * self.keep < columns else newest
+
+    def mask_of(self, index, mask, columns, slots):
+        """What each query sees: "all", "causal", or bool [batch, Hq or 1, columns, slots]. A layer that reads another one's
+        cache may ask for the newest columns alone."""
+        given = None if self.given is None else self.given[:, :, -columns:]
+        alike = mask is self.given or (mask is None and given is None)
+        if not alike and (mask is None or given is None or not torch.equal(mask, given)):
+            refuse(Unsupported, f"layer {index} has a mask of its own; allowed full layers of one mask")
+        held = self.heads(index) + self.tokens[:, None]
+        if self.mask is not None:
+            return self.by_column(index, held, slots)[:, :, -columns:]
+        even = bool((held == slots).all()) and bool(self.new.all())
+        if even and columns == 1:
+            return "all"
+        if even and columns == slots:
+            return "causal"
+        ragged = bool((held != held[:, :1]).any())
+        after = torch.from_numpy(np.ascontiguousarray(held if ragged else held[:, :1])).long()[:, :, None, None]
+        later = torch.from_numpy(self.tokens[:, None] - self.new.cumsum(1))  # tokens of the step behind each column
+        later = later.long()[:, None, -columns:, None]
+        seen = torch.arange(slots) < (after - later).clamp(min=1)  # padding sees something, and is never read
+        return seen.repeat_interleave(self.spec.query_heads // self.spec.kv_heads, dim=1) if ragged else seen
+
+    def by_column(self, index, held, slots):
+        """The model's own mask, at the columns of the slots that are held."""
+        batch, heads = held.shape
+        columns = np.zeros((batch, heads, slots), np.int64)
+        for b, id in enumerate(self.ids):
+            where = np.flatnonzero(self.after[b])
+            for h in range(heads):
+                known = self.keeper.positions(id, index, h)
+                count = int(held[b, h])
+                newer = np.arange(len(where) - (count - len(known)), len(where))
+                columns[b, h, :count] = where[np.concatenate([known, newer]).astype(np.int64)] if count else 0
+        at = torch.from_numpy(columns)[:, :, None].expand(-1, -1, self.mask.shape[2], -1)
+        seen = self.mask.expand(batch, -1, -1, -1).expand(-1, heads, -1, -1).gather(3, at)
+        seen = seen & (torch.arange(slots) < torch.from_numpy(held.astype(np.int64))[:, :, None, None])
+        seen[..., :1] |= ~seen.any(-1, keepdim=True)  # padding sees something, and is never read
+        return seen.repeat_interleave(self.spec.query_heads // self.spec.kv_heads, dim=1)
+
+    # ---- Between forwards
+
+    def commit(self):
+        """A forward has ended: its tokens count."""
+        missing = next((i for i in self.full if i not in self.held), None)
+        if missing is not None:
+            refuse(Unsupported, f"attention of layer {missing} did not come through transformers' attention interface in this step; allowed models where it does in every step")
+        per_layer = np.zeros(self.spec.num_layers, np.int32)
+        per_layer[self.full] = 1
+        self.lengths += self.tokens[:, None] * np.repeat(per_layer, self.spec.kv_heads)[None]
+        step = self.new[:, self.early :], self.held, self.keep
+        unsure = self.unsure()
+        self.real, self.columns = self.after, self.after.shape[1]
+        self.tokens, self.held, self.early = None, {}, 0
+        with self.owner.lock:
+            if unsure > _ROLLBACK and self.keeper.queries_read != 0:
+                self.pending = step
+            else:
+                self.show(*step)
+            if self.open and self.columns >= self.width:
+                self.open = False
+                for id in self.ids:
+                    self.keeper.end_prompt(id)
+
+    def show(self, new, held, keep):
+        """Tells the keeper of a step's tokens, with the queries of its newest `keep` columns."""
+        before = new.copy()
+        before[:, new.shape[1] - keep :] = False
+        if keep < new.shape[1] and before.any():
+            for index in self.full if self.keeper.queries_read else self.full[:1]:
+                self.observe(index, before, None)
+        if keep > 0:
+            newest = new[:, new.shape[1] - keep :]
+            for index in self.full:
+                self.observe(index, newest, held[index][:, :, : newest.shape[1]])
+
+    def observe(self, index, new, query):
+        """new: bool [batch, columns]; query: [batch, Hq, columns, D] after RoPE; None: not read."""
+        indptr = [0, *np.cumsum(new.sum(1)).tolist()]
+        if query is None:
+            self.keeper.observe(index, self.ids, indptr, unread=True)
+            return
+        by_token = query.detach().transpose(1, 2)
+        queries = by_token.reshape(-1, *by_token.shape[2:]) if new.all() else by_token[torch.from_numpy(new)]
+        self.keeper.observe(index, self.ids, indptr, queries, basis="post_rope")
+
+    def cut(self):
+        layers = [self.buffers[index] if index in self.full else None for index in range(self.spec.num_layers)]
+        report = self.keeper.step(layers, self.ids, self.lengths)
+        self.owner.note(report, self)
+        if not report.cuts:
+            return
+        for index in self.full:
+            longest = int(self.heads(index).max())
+            if self.buffers[index][0].shape[2] > 2 * (longest + 256):  # a long prompt's room goes back
+                self.buffers[index] = tuple(moved(b, b, longest + 128, longest) for b in self.buffers[index])
+
+    def crop(self, columns):
+        """Takes back the newest columns."""
+        if self.tokens is not None:
+            self.interrupted()
+        if columns == 0 or not self.ids:
+            return
+        if columns > self.columns:
+            refuse(InvalidArgument, f"crop: {columns} columns of a cache of {self.columns}; allowed up to all of them")
+        gone = self.real[:, self.columns - columns :].sum(1).astype(np.int32)
+        with self.owner.lock:
+            rest = columns
+            if self.pending is not None:
+                new, held, keep = self.pending
+                rest = max(0, columns - new.shape[1])
+                left = new.shape[1] - (columns - rest)
+                taken = new.shape[1] - left
+                self.pending = (new[:, :left], held, max(0, keep - taken)) if left > 0 else None
+            shown = self.real[:, self.columns - columns : self.columns - columns + rest].sum(1)
+            for id, tokens in zip(self.ids, shown):
+                self.keeper.truncate(id, self.keeper.logical_length(id) - int(tokens))
+        per_layer = np.zeros(self.spec.num_layers, np.int32)
+        per_layer[self.full] = 1
+        self.lengths -= gone[:, None] * np.repeat(per_layer, self.spec.kv_heads)[None]
+        self.real, self.columns = self.real[:, : self.columns - columns], self.columns - columns
+        self.quit_step()
+
+
+def moved(old, like, room, held):
+    """A buffer of `room` slots with the first `held` of an older one."""
+    new = like.new_zeros((like.shape[0], like.shape[1], room, like.shape[3]))
+    if old is not None:
+        new[:, :, :held] = old[:, :, :held]
+    return new
