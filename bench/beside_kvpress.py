@@ -27,7 +27,7 @@ weights in transformers. --length tokens of the haystack run as a prompt, the ne
                        kvpress hidden states, kvkeep queries
   event step ms        median of the steps with an event, after the first
   event ms             median of the time within those steps. kvpress: `compress` in all layers. kvkeep: what
-                       attach() does after the last layer, decision and moves
+                       attach() does before the next step, decision and moves
   first event ms       the same of the first event, which cuts the whole prompt
 """
 
@@ -304,6 +304,7 @@ class Decoding:
 
 
 def decode(args, budget):
+    import kvkeep._rows
     import kvkeep.hf
 
     other = Kvpress(args.model, args.threads)
@@ -313,7 +314,7 @@ def decode(args, budget):
     if len(ids) < args.length + args.decode:
         stop(f"--haystack has {len(ids)} tokens; allowed --length + --decode = {args.length + args.decode} or more")
     kvpress.DecodingPress.compress = Decoding.timed(kvpress.DecodingPress.compress)
-    kvkeep.hf._Rows.step = Decoding.timed(kvkeep.hf._Rows.step)
+    kvkeep._rows.Rows.cut = Decoding.timed(kvkeep._rows.Rows.cut)
     contestants = [Decoding(other, "full", "-", lambda model: contextlib.nullcontext())]
     for method in args.methods:
         make, interval = METHODS[method][1], args.interval
@@ -331,7 +332,8 @@ def decode(args, budget):
                 one.step(torch, ids[begin:end])
             progress("decoded", end - args.length, args.decode)
     for one in contestants[2:]:
-        if one.slots != contestants[1].slots:
+        events = contestants[1].events()  # attach() cuts at the start of the next step
+        if [n for i, n in enumerate(one.slots) if i not in events] != [n for i, n in enumerate(contestants[1].slots) if i not in events]:
             stop(f"{one.name} held other numbers of slots than {contestants[1].name}: the times cannot be compared")
     print("| method | step ms | event step ms | event ms | first event ms | policy |")
     print("|---|---:|---:|---:|---:|---|")

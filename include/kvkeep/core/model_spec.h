@@ -37,7 +37,7 @@ struct ModelSpec {
   std::int32_t key_dim = 0;      ///< D of keys and queries
   std::int32_t value_dim = 0;    ///< D of values; may differ
   double softmax_scale = 0.0;    ///< factor on q.k; 0 means 1/sqrt(key_dim)
-  RopeSpec rope;                 ///< after scaling, of every layer that states none of its own
+  RopeSpec rope = {};            ///< after scaling, of every layer that states none of its own
   std::vector<LayerSpec> layers;
   std::int32_t first_head = 0;   ///< KV heads of the model before these, where ranks hold a part each (across_ranks())
   std::int32_t model_heads = 0;  ///< KV heads of the whole model then; 0: kv_heads

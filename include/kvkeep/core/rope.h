@@ -38,11 +38,11 @@ struct RopeView {
 /// multiplied by `attention_scaling`. Components past 2 * inv_freq.size() are not rotated (partial RoPE).
 struct RopeSpec {
   RopeStyle style = RopeStyle::half;
-  std::vector<double> inv_freq;    ///< [F] radians per position; empty: not stated, unless the style is `none`
-  double attention_scaling = 1.0;  ///< 1 except for YaRN and similar
+  std::vector<double> inv_freq = {};  ///< [F] radians per position; empty: not stated, unless the style is `none`
+  double attention_scaling = 1.0;     ///< 1 except for YaRN and similar
 
   /// RoPE of a layer that has none.
-  [[nodiscard]] static RopeSpec absent() { return {.style = RopeStyle::none, .inv_freq = {}}; }
+  [[nodiscard]] static RopeSpec absent() { return {.style = RopeStyle::none}; }
   /// False: the engine left it open, so nothing that turns queries or keys can run.
   [[nodiscard]] bool stated() const { return style == RopeStyle::none || !inv_freq.empty(); }
   [[nodiscard]] std::int64_t rotary_dim() const { return 2 * static_cast<std::int64_t>(inv_freq.size()); }

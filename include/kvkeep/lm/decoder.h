@@ -1,5 +1,5 @@
 #pragma once
-/// The reference decoder: Llama, Qwen2 and Qwen3 on a CPU or a GPU, over a cache, dense or in pages, that the caller
+/// The reference decoder: Llama, Qwen2, Qwen3 and SmolLM3 on a CPU or a GPU, over a cache, dense or in pages, that the caller
 /// owns and may cut between steps.
 
 #include <cstdint>

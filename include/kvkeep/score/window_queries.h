@@ -18,7 +18,7 @@ namespace kvkeep::cpu {
 struct Turns {
   const RopeSpec* rope = nullptr;
   std::int32_t window = 0;
-  std::vector<float> cosines, sines;  ///< [window, F], newest query last
+  std::vector<float> cosines = {}, sines = {};  ///< [window, F], newest query last
 };
 
 /// Turns of all groups, each as wide as the widest window of its rows. Layers of a sequence that turn alike share

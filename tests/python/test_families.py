@@ -1,0 +1,45 @@
+"""A family for each way in which transformers attends (tests/python/families.py tries all of them)."""
+
+import warnings
+
+import pytest
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="4.57")
+pytest.importorskip("kvkeep.hf")
+families = pytest.importorskip("families")
+
+SAME = ["llama", "qwen3", "smollm3", "cohere", "cohere2", "gemma3_text", "gemma4_text", "gemma4_text, shared", "llama4_text", "qwen3_5_text",
+        "phi", "glm4", "gpt2", "olmo2", "llama, dynamic"]  # fmt: skip
+REFUSED = {"gpt_oss": "learned sinks", "xglm": "attention interface", "deepseek_v3": "attention interface", "bloom": "attention interface",
+           "falcon_h1": "LinearAttentionAndFullAttentionLayer"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def outcome(family):
+    if families.VARIANTS.get(family, (family,))[0] not in families.CONFIG_MAPPING:
+        pytest.skip("this release of transformers has no such family")
+    verdict, why = families.outcome(family)
+    if verdict == "not built":
+        pytest.skip(why)
+    return verdict, why
+
+
+@pytest.mark.parametrize("family", SAME)
+def test_computes_what_the_model_computes_alone(family):
+    verdict, why = outcome(family)
+    old = transformers.__version__ < "5.20" and verdict == "refused"  # what came through the interface later
+    assert verdict == "same" or old, why
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_is_refused_by_name(family):
+    verdict, why = outcome(family)
+    assert verdict == "refused" and (REFUSED[family] in why or transformers.__version__ < "5.20"), why
