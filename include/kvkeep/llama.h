@@ -19,7 +19,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -30,6 +29,7 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -38,9 +38,14 @@
 
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/llama/model.h"
+#include "kvkeep/llama/rope.h"
 #include "kvkeep/policy/keeper.h"
 
 namespace kvkeep::llama {
+
+inline constexpr const char* kMoved =
+    ": its positions were moved, or removed in the middle (llama_memory_seq_rm, _add, _div), which cannot be followed; "
+    "allowed removing the newest, or all of them (llama_memory_seq_rm(memory, id, -1, -1)) to decode it anew";
 
 /// Time that the evictor took, and how often it acted.
 struct Spent {
@@ -68,22 +73,28 @@ enum class Positions : std::uint8_t {
 ///   must be f32, f16 or bf16, in host memory, with flash attention.
 ///
 /// A sequence that llama.cpp has not seen begins at position 0. Its next token is at next_position(). Whoever removes
-/// the newest positions of a sequence (speculative decoding), or all of them, is followed; other changes by
-/// llama_memory_seq_rm(), _add(), _div() and _keep() break the sequence, and context shift must be off.
+/// the newest positions of a sequence (speculative decoding), or all of them, is followed. Positions that were moved,
+/// or removed in the middle (llama_memory_seq_rm(), _add(), _div(), context shift), are noticed before anything is
+/// computed with them: the sequence is then refused with a StateError until all of it is removed.
+///
+/// A batch in which a sequence whose prompt has ended asks for several logits verifies drafts. Its event waits until
+/// the refused ones are taken back: it comes with the next batch of the sequence, or in settle().
 class Evictor {
  public:
   /// Puts the callback into `params`; one that is there already is called as well. Turns flash attention on if the
   /// policy needs it and `params` leaves it open. Throws InvalidArgument, with every reason, if the policy cannot run
   /// on the model, and Unsupported for what spec_of() refuses, for a policy whose rows end up unequal, and for
   /// `params` that rule out rewriting (flash attention off, a quantised cache) under a `share` that needs it, for
-  /// policies that turn queries or keys back over a quantised cache or with Positions::cache, and for Positions::cache
-  /// over a quantised cache whose heads are no multiple of 64 (llama.cpp's rotation ends the program there).
+  /// policies that turn queries or keys back over a quantised cache or with Positions::cache, for Positions::cache
+  /// over a quantised cache whose heads are no multiple of 64 (llama.cpp's rotation ends the program there), and, where
+  /// queries or keys are turned, for RoPE that read_rope() cannot read. That runs one token in a context of its own.
   Evictor(const llama_model* model, llama_context_params& params, std::unique_ptr<KVPolicy> policy,
           Positions positions = Positions::text)
-      : keeper_(spec_of(model, params), std::move(policy)),
+      : keeper_(make_keeper(model, params, std::move(policy), positions)),
         needs_(keeper_.policy().needs()),
         full_layers_(keeper_.spec().full_layers()),
-        positions_(positions) {
+        positions_(positions),
+        turns_(needs_.rope || positions == Positions::cache) {
     const Trigger trigger = keeper_.policy().trigger();
     const std::string name(keeper_.policy().name());
     KVKEEP_REQUIRE_AS(Unsupported, !trigger.ragged, "llama: under ", name,
@@ -132,6 +143,7 @@ class Evictor {
                       "llama: positions of this model's cache cannot be changed; allowed Positions::text");
     detach();
     context_ = context;
+    state_ = {};
     streams_ = llama_n_ctx_seq(context) == llama_n_ctx(context) ? 1 : sequences;
   }
 
@@ -141,10 +153,13 @@ class Evictor {
     for (const auto& [id, held] : held_) keeper_.leave(id);
     held_.clear();
     announced_.clear();
+    moved_.clear();
+    strayed_.clear();
     owners_.count.clear();
     labels_.clear();
+    turning_.clear();
     context_ = nullptr;
-    running_ = reading_ = false;
+    running_ = reading_ = unseen_ = broken_off_ = false;
     error_ = nullptr;
   }
 
@@ -167,6 +182,7 @@ class Evictor {
   void copy(llama_seq_id from, llama_seq_id to, std::int32_t tokens) {
     sync();
     require_sequence(to);
+    require_followed(from);
     const Held& source = at(from);
     KVKEEP_REQUIRE_AS(StateError, !held_.contains(to) && from != to, "llama: sequence ", to,
                       " has tokens already; allowed an empty one");
@@ -197,6 +213,32 @@ class Evictor {
     held_.emplace(to, std::move(copied));
   }
 
+  /// The tokens of a sequence that follow are drafts, one or several a batch: no event cuts it until settle(). For
+  /// contexts that draft token by token; batches that verify drafts need no call. Throws StateError for a sequence that
+  /// has no tokens.
+  void draft(llama_seq_id sequence) {
+    sync();
+    require_followed(sequence);
+    static_cast<void>(at(sequence));
+    held_.at(sequence).drafts = true;
+  }
+
+  /// The drafts of a sequence that were refused are taken back, and its tokens are final: an event that is due comes
+  /// now. With Positions::cache it changes next_position(), so call it before the next batch is built; else the next
+  /// batch of the sequence does the same. report() says what it did. Throws as begin() and end() do.
+  void settle(llama_seq_id sequence) {
+    KVKEEP_REQUIRE_AS(StateError, !running_, "llama: settle() of sequence ", sequence,
+                      " before end(); allowed between batches");
+    sync();
+    require_followed(sequence);
+    const bool waits = at(sequence).waits;
+    KVKEEP_REQUIRE_AS(StateError, !waits || holds(sequence, at(sequence).cells.size()), "llama: sequence ", sequence,
+                      kMoved);
+    held_.at(sequence).waits = held_.at(sequence).drafts = false;
+    report_ = {};
+    if (waits) evict({sequence});
+  }
+
   /// llama_decode(), between begin() and end(). Returns what it returns: no event happens unless that is 0. Throws as
   /// both do. report() says what events did.
   std::int32_t decode(const llama_batch& batch) {
@@ -206,18 +248,21 @@ class Evictor {
     return status;
   }
 
-  /// Before llama_decode() of this batch. Throws, and nothing has changed: StateError without a context, for a sequence
-  /// that begins after position 0, goes back past its last event or was decoded past the evictor; InvalidArgument for a
-  /// sequence that the context does not have, and for positions that do not ascend by one; Unsupported for a token of
-  /// several sequences.
+  /// Before llama_decode() of this batch: cuts sequences of it whose events waited for drafts to be taken back. Throws,
+  /// and nothing has changed: StateError without a context, for a sequence that begins after position 0, goes back past
+  /// its last event, was decoded past the evictor or whose positions were moved, and with Positions::cache for one
+  /// whose event is due and for which settle() was not called; InvalidArgument for a sequence that the context does not
+  /// have, and for positions that do not ascend by one; Unsupported for a token of several sequences. If an event
+  /// throws, the sequences are no longer watched.
   void begin(const llama_batch& batch);
   /// After it: cuts the sequences of the batch that are due. `status`: what llama_decode() returned. If that is not 0,
-  /// takes back what is not in the cache. Throws Unsupported if the graph showed something that spec_of() could not
-  /// know, or the cache is in memory that rows cannot be rewritten in; StateError if attention was not seen. The
-  /// sequences are then no longer watched.
+  /// takes back what is not in the cache. Throws StateError if the graph showed that positions of a sequence of the
+  /// batch were moved: the batch was not computed, and nothing of it is in the cache; other sequences go on. Throws
+  /// Unsupported if the graph showed something that spec_of() could not know, or the cache is in memory that rows
+  /// cannot be rewritten in; StateError if attention was not seen. The sequences are then no longer watched.
   void end(std::int32_t status);
 
-  /// What the newest end() did.
+  /// What the newest settle(), or begin() and end(), did.
   [[nodiscard]] const Report& report() const { return report_; }
   /// Sequences are llama.cpp's ids: keeper().positions(id, layer, head), pin(id, begin, end) and so on.
   [[nodiscard]] Keeper& keeper() { return keeper_; }
@@ -236,7 +281,10 @@ class Evictor {
   struct Held {
     std::vector<std::int32_t> cells = {};
     bool prompted = false;  ///< its prompt has ended
+    bool waits = false;     ///< its newest tokens may be taken back before it is cut
+    bool drafts = false;    ///< until settle()
     std::int64_t lag = 0;   ///< by which positions are behind the text
+    llama_pos least = 0;    ///< of its positions
   };
 
   /// Sequences that hold a cell. Events take none: rows are rewritten within the cells of their sequence.
@@ -260,8 +308,16 @@ class Evictor {
     std::int32_t tokens = 0;  ///< in the batch
     std::int32_t done = 0;    ///< of them, in micro-batches that have begun
     std::int32_t now = 0;     ///< of them, in the current micro-batch
+    std::int32_t newest = 0;  ///< of them, the place of the last one in the current micro-batch
     std::int32_t from = 0;    ///< queries of its tokens from this one on are read
+    std::int32_t outputs = 0;
     bool last_output = false;
+  };
+
+  /// How the size of a sequence's saved state grows with its cells.
+  struct StateSize {
+    std::size_t cells = 0, bytes = 0;  ///< of the first that was asked for; 0: none was
+    std::size_t per_cell = 0;          ///< 0: not known yet
   };
 
   /// One layer's tensors, and what events read instead of them where they are not in host memory or not numbers.
@@ -285,19 +341,6 @@ class Evictor {
     if (type == GGML_TYPE_BF16) return Dtype::bf16;
     return {};
   }
-  static bool on_host(const ggml_tensor* t) {
-    const ggml_tensor* root = t->view_src != nullptr ? t->view_src : t;
-    return root->buffer != nullptr && ggml_backend_buffer_is_host(root->buffer);
-  }
-  /// Layer of a tensor that is, or shows, cache_k_l<layer> or cache_v_l<layer>; -1: something else.
-  static std::int32_t layer_of(const ggml_tensor* t, std::string_view prefix) {
-    while (t->view_src != nullptr) t = t->view_src;
-    const std::string_view name(t->name);
-    std::int32_t layer = -1;
-    if (name.starts_with(prefix)) std::from_chars(name.data() + prefix.size(), name.data() + name.size(), layer);
-    return layer;
-  }
-
   void set_label(std::int32_t cell, llama_pos position) {
     if (static_cast<std::size_t>(cell) >= labels_.size()) labels_.resize(static_cast<std::size_t>(cell) + 1, -1);
     labels_[static_cast<std::size_t>(cell)] = position;
@@ -309,15 +352,36 @@ class Evictor {
     return found->second;
   }
 
+  static Keeper make_keeper(const llama_model* model, const llama_context_params& params,
+                            std::unique_ptr<KVPolicy> policy, Positions positions) {
+    ModelSpec spec = spec_of(model);
+    const bool read = policy != nullptr && policy->needs().rope;
+    if (read || positions == Positions::cache) {
+      read_rope(spec, model, params);
+      const std::int32_t open = spec.first_without_rope();
+      KVKEEP_REQUIRE_AS(Unsupported, open < 0, "llama: the graph stores keys of layer ", open,
+                        " in another way than after RoPE alone, and ", read ? policy->name() : "Positions::cache",
+                        " turns them; allowed policies that read them as they are, with Positions::text");
+    }
+    return Keeper(std::move(spec), std::move(policy));
+  }
+
   static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
   bool wants(ggml_tensor* node);
   void meet(const ggml_tensor* stored);
+  void see(const ggml_tensor* mask);
+  void see_shift(const ggml_tensor* node, const ggml_tensor* keys);
   void check_attention(const ggml_tensor* node) const;
-  void check_rope(const ggml_tensor* node) const;
+  void check_rope(const ggml_tensor* node, std::int32_t layer);
   void observe(const ggml_tensor* node);
   void observe_unread();
   void complete();
   void require_sequence(llama_seq_id sequence) const;
+  void require_followed(llama_seq_id sequence) const;
+  [[nodiscard]] bool holds(llama_seq_id sequence, std::size_t cells) const;
+  void learn_state_size(llama_seq_id sequence);
+  void forget_moved();
+  void break_off();
   void sync(bool failed = false);
   void forget(llama_seq_id sequence);
   void shorten(llama_seq_id sequence, std::int64_t tokens);
@@ -325,10 +389,12 @@ class Evictor {
   [[nodiscard]] LayerKv shown(std::int32_t layer, bool refresh);
   [[nodiscard]] Tensor mirrored(const ggml_tensor* from, std::vector<std::byte>& mirror, std::int32_t heads,
                                 std::int32_t dim, bool read, bool refresh) const;
+  void evict(std::vector<SequenceId> due);
   void cut(const Plan& plan);
-  void settle(llama_seq_id sequence, const PageMove& move, const Plan& plan);
+  void rearrange(llama_seq_id sequence, const PageMove& move, const Plan& plan);
   void lower(Held& held, const PageMove& move, std::vector<std::int32_t>& freed);
   void place(Held& held, const PageMove& move, const Plan& plan, std::vector<std::int32_t>& freed);
+  void require_plain_shift() const;
   void renumber(llama_seq_id sequence);
   void move_cell(std::int32_t from, std::int32_t to);
   void remove(llama_seq_id sequence, std::span<const std::int32_t> before, std::span<const std::int32_t> freed);
@@ -337,6 +403,7 @@ class Evictor {
   Needs needs_;
   std::vector<std::int32_t> full_layers_;
   Positions positions_;
+  bool turns_;               ///< queries or keys: RoPE of the graph must be that of the spec
   bool one_set_ = false;     ///< all rows of a sequence hold the same tokens
   bool value_rows_ = true;   ///< not transposed
   bool rewritable_ = false;  ///< rows lie in host memory, as numbers
@@ -345,8 +412,12 @@ class Evictor {
   void* next_data_ = nullptr;
   bool next_asked_ = false;
   std::int32_t streams_ = 1, per_stream_ = 0;
-  std::vector<LayerCache> cache_;  ///< [layers]
-  std::vector<llama_pos> labels_;  ///< [cells]
+  std::vector<LayerCache> cache_;   ///< [layers]
+  std::vector<llama_pos> labels_;   ///< [cells]
+  std::vector<llama_pos> turning_;  ///< [cells] by which llama.cpp will turn keys, on our behalf
+  StateSize state_;
+  std::set<llama_seq_id> moved_;                 ///< sequences of which the graph showed that positions were moved
+  std::map<llama_seq_id, std::string> strayed_;  ///< those that the newest sync() could not follow, and why
   Owners owners_;
   std::map<llama_seq_id, Held> held_;
   std::map<llama_seq_id, std::int32_t> announced_;  ///< lengths of prompts
@@ -358,12 +429,21 @@ class Evictor {
   bool reading_ = false;                 ///< queries of the micro-batch are read
   std::int32_t layers_met_ = 0;          ///< whose queries were
   std::int32_t asked_layer_ = -1;        ///< whose attention runs
+  std::int32_t shifted_layer_ = -1;      ///< whose keys llama.cpp has turned last
+  bool unseen_ = false;                  ///< the mask of the micro-batch was not yet seen
+  bool broken_off_ = false;              ///< positions of a sequence of the batch were moved
   std::vector<SequenceId> ids_;
-  std::vector<std::int32_t> indptr_, places_;  ///< places_: [tokens] row of the queries, grouped by sequence
-  std::vector<std::int32_t> owner_;            ///< [tokens] index in members_
-  std::vector<std::int64_t> stored_;           ///< [tokens] cells
-  std::vector<std::byte> gathered_, fetched_;  ///< scratch
+  std::vector<std::int32_t> indptr_, places_;         ///< places_: [tokens] row of the queries, grouped by sequence
+  std::vector<std::int32_t> owner_;                   ///< [tokens] index in members_
+  std::vector<std::int64_t> stored_;                  ///< [tokens] cells
+  std::vector<std::byte> gathered_, fetched_, seen_;  ///< scratch
   std::exception_ptr error_;
+  struct NodeRope {
+    std::array<std::int32_t, 16> params = {};
+    const ggml_tensor* factors = nullptr;
+    RopeSpec rope = {};
+  };
+  std::vector<NodeRope> ropes_;  ///< that nodes of the graph had
   // The view.
   CacheView view_;
   std::vector<SequenceId> due_;
@@ -375,3 +455,4 @@ class Evictor {
 }  // namespace kvkeep::llama
 
 #include "kvkeep/llama/bodies.h"
+#include "kvkeep/llama/events.h"

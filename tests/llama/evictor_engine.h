@@ -35,6 +35,9 @@ using Context = std::unique_ptr<llama_context, Freed<llama_free>>;
 inline Model load(const std::string& path) {
   llama_model_params params = llama_model_default_params();
   params.n_gpu_layers = 0;
+#ifndef KVKEEP_TEST_FAKE_LLAMA
+  params.use_extra_bufts = false;  // of some virtual machines the processor names AMX, and does not run it
+#endif
   return Model(llama_model_load_from_file(path.c_str(), params));
 }
 
@@ -43,18 +46,30 @@ inline std::string model_name;
 
 #ifdef KVKEEP_TEST_FAKE_LLAMA
 inline Model open(const std::string&) { return load("fake:llama"); }
+/// With another RoPE than one for all layers without scaling: "factors", "yarn", or "nope", which the last layer lacks.
+inline Model of_kind(const std::string& kind) { return load("fake:" + kind); }
 #else
+inline Model load_tiny(const TinyModel& tiny) {
+  const std::string path = testing::TempDir() + "kvkeep_tiny_" + std::to_string(std::random_device{}()) + ".gguf";
+  write_tiny_model(path, tiny);
+  Model model = load(path);
+  std::filesystem::remove(path);
+  return model;
+}
+inline Model of_kind(const std::string& kind) {
+  TinyModel tiny;
+  if (kind == "nope") tiny = {.architecture = "smollm3", .layers = 4};
+  if (kind == "yarn") tiny.yarn = 4;
+  for (int f = 0; kind == "factors" && f < 32; ++f) tiny.rope_factors.push_back(1 + 0.25F * static_cast<float>(f));
+  return load_tiny(tiny);
+}
 inline Model open(const std::string& name) {
   llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
   if (name == "smollm2") {
     const char* path = std::getenv("KVKEEP_TEST_SMOLLM2");
     return path == nullptr ? nullptr : load(path);
   }
-  const std::string path = testing::TempDir() + "kvkeep_tiny_" + std::to_string(std::random_device{}()) + ".gguf";
-  write_tiny_model(path);
-  Model model = load(path);
-  std::filesystem::remove(path);
-  return model;
+  return load_tiny({});
 }
 #endif
 
@@ -115,7 +130,8 @@ struct Engine {
   struct Tokens {
     llama_seq_id sequence = 0;
     std::vector<llama_token> ids;
-    bool output = true;
+    bool output = true;  ///< of the last one
+    bool all = false;    ///< of every one: drafts are verified
   };
   /// One batch; positions go on where each sequence is. What llama_decode() returned.
   int decode(const std::vector<Tokens>& all) const {
@@ -132,7 +148,7 @@ struct Engine {
         batch.pos[t] = position++;
         batch.n_seq_id[t] = 1;
         batch.seq_id[t][0] = tokens.sequence;
-        batch.logits[t] = static_cast<std::int8_t>(tokens.output && i + 1 == tokens.ids.size());
+        batch.logits[t] = static_cast<std::int8_t>(tokens.all || (tokens.output && i + 1 == tokens.ids.size()));
       }
     }
     const auto free = [&](const llama_batch* b) { llama_batch_free(*b); };
@@ -189,6 +205,32 @@ inline void expect_sound(const Engine& run, llama_seq_id sequence) {
   for (const std::int32_t l : keeper.spec().full_layers())
     for (std::int32_t h = 0; h < keeper.spec().kv_heads; ++h)
       ASSERT_EQ(keeper.physical_length(sequence, l, h), static_cast<std::int32_t>(cells.size()));
+}
+
+/// Tensors of the cache, as the program's own callback saw them last.
+struct SeenCache {
+  std::vector<const ggml_tensor*> keys, values;
+};
+inline SeenCache seen_cache;
+inline bool watch_cache(ggml_tensor* node, bool ask, void*) {
+  if (!ask || node->op != GGML_OP_SET_ROWS) return false;
+  const ggml_tensor* root = node;
+  while (root->view_src != nullptr) root = root->view_src;
+  for (const auto& [prefix, seen] : {std::pair("cache_k_l", &seen_cache.keys), {"cache_v_l", &seen_cache.values}}) {
+    const std::int32_t layer = layer_of(root, prefix);
+    if (layer < 0) continue;
+    seen->resize(std::max(seen->size(), static_cast<std::size_t>(layer) + 1));
+    (*seen)[static_cast<std::size_t>(layer)] = root;
+  }
+  return false;
+}
+/// One head of a cell, of an f32 cache.
+inline std::vector<float> row_of(const ggml_tensor* cache, std::int32_t cell, std::int32_t head, std::int32_t dim) {
+  std::vector<float> got(static_cast<std::size_t>(dim));
+  ggml_backend_tensor_get(cache, got.data(),
+                          static_cast<std::size_t>(cell) * cache->nb[1] + static_cast<std::size_t>(head * dim) * 4,
+                          got.size() * sizeof(float));
+  return got;
 }
 
 class LlamaEvictor : public testing::TestWithParam<const char*> {

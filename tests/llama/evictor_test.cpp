@@ -436,17 +436,6 @@ TEST_P(LlamaEvictor, ARemovedSequenceMayAnnounceItsNextPrompt) {
   EXPECT_EQ(run.evictor->spent().cut, 2) << "a prompt without an announcement ends with its first output";
 }
 
-/// The tensor that holds the keys of the first layer, as the program's own callback sees it.
-const ggml_tensor* first_keys = nullptr;
-bool find_first_keys(ggml_tensor* node, bool ask, void*) {
-  if (ask && node->op == GGML_OP_SET_ROWS) {
-    const ggml_tensor* root = node;
-    while (root->view_src != nullptr) root = root->view_src;
-    if (std::string_view(root->name) == "cache_k_l0") first_keys = root;
-  }
-  return false;
-}
-
 /// In the first layer, keys depend on token and position alone: every row must be that of the position that the keeper
 /// says it is, and with Positions::cache turned to its slot.
 TEST_P(LlamaEvictor, MovesRowsWhole) {
@@ -456,14 +445,9 @@ TEST_P(LlamaEvictor, MovesRowsWhole) {
     for (std::size_t i = 130; i < text.size(); ++i) ASSERT_EQ(run.decode({{0, {text[i]}}}), 0);
   };
   const auto row = [](std::int32_t cell, std::int32_t head, std::int32_t dim) {
-    std::vector<float> got(static_cast<std::size_t>(dim));
-    ggml_backend_tensor_get(
-        first_keys, got.data(),
-        static_cast<std::size_t>(cell) * first_keys->nb[1] + static_cast<std::size_t>(head * dim) * sizeof(float),
-        got.size() * sizeof(float));
-    return got;
+    return row_of(seen_cache.keys[0], cell, head, dim);
   };
-  const Engine all("full", {.type = GGML_TYPE_F32, .watch = find_first_keys});
+  const Engine all("full", {.type = GGML_TYPE_F32, .watch = watch_cache});
   feed(all);
   const ModelSpec& spec = all.evictor->keeper().spec();
   std::vector<std::vector<float>> rows;
@@ -472,7 +456,7 @@ TEST_P(LlamaEvictor, MovesRowsWhole) {
   for (const char* policy : {"keydiff,budget=64,interval=16,recent=8,prefill=cut",
                              "ams-tova,budget=64,interval=16,prefill=cut", "tova,budget=64,interval=16,share=union"})
     for (const Positions positions : {Positions::text, Positions::cache}) {
-      const Engine cut(policy, {.type = GGML_TYPE_F32, .positions = positions, .watch = find_first_keys});
+      const Engine cut(policy, {.type = GGML_TYPE_F32, .positions = positions, .watch = watch_cache});
       feed(cut);
       ASSERT_GT(cut.evictor->spent().cut, 2);
       for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
@@ -482,8 +466,8 @@ TEST_P(LlamaEvictor, MovesRowsWhole) {
           const std::vector<float> got = row(cut.evictor->cells(0)[i], h, spec.key_dim);
           const auto slot = static_cast<std::int32_t>(i);
           if (positions == Positions::cache)
-            rerotate({.base = reinterpret_cast<std::byte*>(want.data())}, Dtype::f32, spec.key_dim, spec.rope,
-                     std::span(&held[i], 1), std::span(&slot, 1));
+            rerotate({.base = reinterpret_cast<std::byte*>(want.data())}, Dtype::f32, spec.key_dim,
+                     cut.evictor->keeper().spec().rope_of(0), std::span(&held[i], 1), std::span(&slot, 1));
           for (std::size_t d = 0; d < want.size(); ++d)
             ASSERT_NEAR(got[d], want[d], positions == Positions::text ? 0 : 2e-4 * (1 + std::abs(want[d])))
                 << policy << " head " << h << " slot " << i;
@@ -532,10 +516,6 @@ TEST_P(LlamaEvictor, PositionsInTheCacheAreThoseOfAContextShift) {
 
 /// Bytes of a sequence's state, as llama.cpp would save it: so many for none, and so many per cell.
 struct StateSize {
-#ifdef KVKEEP_TEST_FAKE_LLAMA
-  explicit StateSize(const Setting&) {}
-  void check(const Engine&, llama_seq_id) const {}
-#else
   std::size_t none = 0, cell = 0;
   explicit StateSize(const Setting& setting) {
     const Engine plain("", setting);
@@ -548,7 +528,6 @@ struct StateSize {
   void check(const Engine& run, llama_seq_id sequence) const {
     ASSERT_EQ(llama_state_seq_get_size(run.context.get(), sequence), none + run.evictor->cells(sequence).size() * cell);
   }
-#endif
 };
 
 /// Sequences begin, grow, roll back, are copied and end at random; after each operation both sides agree.
@@ -658,7 +637,6 @@ TEST_P(LlamaEvictor, AFullCacheChangesNothing) {
   EXPECT_EQ(run.evictor->keeper().logical_length(0), 110);
 }
 
-#ifndef KVKEEP_TEST_FAKE_LLAMA
 TEST_P(LlamaEvictor, GivesCellsBack) {
   for (const char* policy :
        {"tova,budget=32,interval=8,recent=8,prefill=cut", "keydiff,budget=32,interval=8,share=union"})
@@ -673,7 +651,6 @@ TEST_P(LlamaEvictor, GivesCellsBack) {
       }
     }
 }
-#endif
 
 int calls_left = -1;  // until llama.cpp is told to stop; below 0: never
 
@@ -733,6 +710,7 @@ TEST_P(LlamaEvictor, RefusesModelsWhoseCacheIsOfAnotherKind) {
                                                                     {"fake:hybrid", "hybrid"},
                                                                     {"fake:encoder", "encoder"},
                                                                     {"fake:mla", "latent"},
+                                                                    {"fake:mrope", "M-RoPE"},
                                                                     {"fake:ragged-heads", "heads that differ"},
                                                                     {"fake:softcap", "cap on logits"}}) {
     const Model model = load(path);
@@ -745,18 +723,6 @@ TEST_P(LlamaEvictor, RefusesModelsWhoseCacheIsOfAnotherKind) {
     }
     EXPECT_EQ(params.cb_eval, nullptr) << path;
   }
-}
-
-TEST_P(LlamaEvictor, ReadsRoPEOnlyWhereTheFileDescribesIt) {
-  for (const char* path : {"fake:yarn", "fake:other-base"}) {
-    const Model model = load(path);
-    EXPECT_EQ(Engine("tova,budget=32", {}, model.get()).decode({{0, some_tokens(20)}}), 0) << path;
-    EXPECT_THROW(Engine("expected,budget=32", {}, model.get()).decode({{0, some_tokens(20)}}), Unsupported) << path;
-    EXPECT_THROW(Engine("tova,budget=32", {.positions = Positions::cache}, model.get()).decode({{0, some_tokens(20)}}),
-                 Unsupported)
-        << path;
-  }
-  EXPECT_THROW(Engine("expected,budget=32", {.positions = Positions::cache}), Unsupported);
 }
 
 TEST_P(LlamaEvictor, ACacheElsewhereKeepsOneSet) {

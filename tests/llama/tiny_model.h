@@ -1,39 +1,54 @@
 #pragma once
-// A model of two layers with random weights in F32, as a file that llama.cpp loads: tests over the real thing need no
+// A model of a few layers with random weights in F32, as a file that llama.cpp loads: tests over the real thing need no
 // download, run in milliseconds, and its products differ with the size of a batch by roundings alone.
 
 #include <ggml.h>
 #include <gguf.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <random>
 #include <string>
+#include <vector>
 
 namespace kvkeep::llama {
 
-inline void write_tiny_model(const std::string& path) {
-  constexpr std::uint32_t kLayers = 2, kHeads = 4, kKvHeads = 2, kDim = 64, kEmbd = kHeads * kDim, kForward = 64,
-                          kVocabulary = 256;
+struct TinyModel {
+  std::string architecture = "llama";
+  std::uint32_t layers = 2;
+  std::vector<float> rope_factors = {};  ///< [32] by which frequencies of RoPE are divided; empty: none
+  float yarn = 0;                        ///< factor of YaRN over 64 tokens; 0: none
+};
+
+inline void write_tiny_model(const std::string& path, const TinyModel& o = {}) {
+  const std::uint32_t kLayers = o.layers;
+  constexpr std::uint32_t kHeads = 4, kKvHeads = 2, kDim = 64, kEmbd = kHeads * kDim, kForward = 64, kVocabulary = 256;
   const std::unique_ptr<gguf_context, decltype(&gguf_free)> file(gguf_init_empty(), gguf_free);
   const std::unique_ptr<ggml_context, decltype(&ggml_free)> memory(
       ggml_init({.mem_size = 32u << 20, .mem_buffer = nullptr, .no_alloc = false}), ggml_free);
-  gguf_set_val_str(file.get(), "general.architecture", "llama");
+  const auto own = [&](const char* key) { return o.architecture + "." + key; };
+  gguf_set_val_str(file.get(), "general.architecture", o.architecture.c_str());
   gguf_set_val_str(file.get(), "tokenizer.ggml.model", "none");
   for (const auto& [key, value] :
-       std::initializer_list<std::pair<const char*, std::uint32_t>>{{"llama.vocab_size", kVocabulary},
-                                                                    {"llama.context_length", 4096},
-                                                                    {"llama.embedding_length", kEmbd},
-                                                                    {"llama.block_count", kLayers},
-                                                                    {"llama.feed_forward_length", kForward},
-                                                                    {"llama.attention.head_count", kHeads},
-                                                                    {"llama.attention.head_count_kv", kKvHeads},
-                                                                    {"llama.rope.dimension_count", kDim}})
-    gguf_set_val_u32(file.get(), key, value);
-  gguf_set_val_f32(file.get(), "llama.attention.layer_norm_rms_epsilon", 1e-5F);
-  gguf_set_val_f32(file.get(), "llama.rope.freq_base", 10000.0F);
+       std::initializer_list<std::pair<const char*, std::uint32_t>>{{"vocab_size", kVocabulary},
+                                                                    {"context_length", 4096},
+                                                                    {"embedding_length", kEmbd},
+                                                                    {"block_count", kLayers},
+                                                                    {"feed_forward_length", kForward},
+                                                                    {"attention.head_count", kHeads},
+                                                                    {"attention.head_count_kv", kKvHeads},
+                                                                    {"rope.dimension_count", kDim}})
+    gguf_set_val_u32(file.get(), own(key).c_str(), value);
+  gguf_set_val_f32(file.get(), own("attention.layer_norm_rms_epsilon").c_str(), 1e-5F);
+  gguf_set_val_f32(file.get(), own("rope.freq_base").c_str(), 10000.0F);
+  if (o.yarn > 0) {
+    gguf_set_val_str(file.get(), own("rope.scaling.type").c_str(), "yarn");
+    gguf_set_val_f32(file.get(), own("rope.scaling.factor").c_str(), o.yarn);
+    gguf_set_val_u32(file.get(), own("rope.scaling.original_context_length").c_str(), 64);
+  }
   std::mt19937 random(1);
   const auto add = [&](const std::string& name, std::int64_t in, std::int64_t out, double spread) {
     ggml_tensor* t = out == 0 ? ggml_new_tensor_1d(memory.get(), GGML_TYPE_F32, in)
@@ -50,6 +65,12 @@ inline void write_tiny_model(const std::string& path) {
   add("token_embd", kEmbd, kVocabulary, 1);
   add("output_norm", kEmbd, 0, 0);
   add("output", kEmbd, kVocabulary, one);
+  if (!o.rope_factors.empty()) {
+    ggml_tensor* t = ggml_new_tensor_1d(memory.get(), GGML_TYPE_F32, static_cast<std::int64_t>(o.rope_factors.size()));
+    ggml_set_name(t, "rope_freqs.weight");
+    std::ranges::copy(o.rope_factors, static_cast<float*>(t->data));
+    gguf_add_tensor(file.get(), t);
+  }
   for (std::uint32_t l = 0; l < kLayers; ++l) {
     const std::string block = "blk." + std::to_string(l) + ".";
     add(block + "attn_norm", kEmbd, 0, 0);

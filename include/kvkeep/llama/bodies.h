@@ -1,7 +1,6 @@
 #pragma once
-// Bodies of kvkeep/llama.h, which includes this.
+// Bodies of kvkeep/llama.h, which includes this: what is decoded, and what the program does to llama.cpp's memory.
 
-#include "kvkeep/keep/rerotate.h"
 #include "kvkeep/llama.h"
 
 namespace kvkeep::llama {
@@ -25,6 +24,39 @@ inline void Evictor::shorten(llama_seq_id sequence, std::int64_t tokens) {
   }
 }
 
+/// What the program did to the sequence could be followed.
+inline void Evictor::require_followed(llama_seq_id sequence) const {
+  KVKEEP_REQUIRE_AS(StateError, !moved_.contains(sequence), "llama: sequence ", sequence, kMoved);
+  const auto strayed = strayed_.find(sequence);
+  if (strayed != strayed_.end()) throw StateError(strayed->second);
+}
+
+/// llama.cpp holds as many cells of the sequence, as far as the size of its saved state tells: positions that were
+/// moved may look like newest ones that were removed.
+inline bool Evictor::holds(llama_seq_id sequence, std::size_t cells) const {
+  return state_.per_cell == 0 || llama_state_seq_get_size(context_, sequence) + state_.cells * state_.per_cell ==
+                                     state_.bytes + cells * state_.per_cell;
+}
+
+/// Two sizes are enough. Values that are stored by element make it slow to ask.
+inline void Evictor::learn_state_size(llama_seq_id sequence) {
+  const std::size_t cells = at(sequence).cells.size();
+  if (state_.per_cell > 0 || !value_rows_ || cells == state_.cells) return;
+  const std::size_t bytes = llama_state_seq_get_size(context_, sequence);
+  if (state_.cells > 0 && cells > state_.cells && bytes > state_.bytes &&
+      (bytes - state_.bytes) % (cells - state_.cells) == 0) {
+    state_.per_cell = (bytes - state_.bytes) / (cells - state_.cells);
+  } else {
+    state_ = {.cells = cells, .bytes = bytes};
+  }
+}
+
+/// Sequences that the graph has shown to be moved are no longer held.
+inline void Evictor::forget_moved() {
+  for (const llama_seq_id sequence : moved_)
+    if (held_.contains(sequence)) forget(sequence);
+}
+
 /// llama.cpp ends the program at one that it does not have.
 inline void Evictor::require_sequence(llama_seq_id sequence) const {
   const auto sequences = static_cast<llama_seq_id>(llama_n_seq_max(context_));
@@ -32,21 +64,35 @@ inline void Evictor::require_sequence(llama_seq_id sequence) const {
                  "; allowed 0 to ", sequences - 1, " (n_seq_max)");
 }
 
-/// Follows what the program, or a decode that failed, has taken out of llama.cpp's memory.
+/// Follows what the program, or a decode that failed, has taken out of llama.cpp's memory. A sequence that cannot be
+/// followed is left as it is: it is refused as long as that lasts, and others are not.
 inline void Evictor::sync(bool failed) {
   KVKEEP_REQUIRE_AS(StateError, context_ != nullptr, "llama: no context is attached; call attach() first");
   const llama_memory_t memory = llama_get_memory(context_);
+  strayed_.clear();
+  std::erase_if(moved_, [&](llama_seq_id sequence) { return llama_memory_seq_pos_max(memory, sequence) < 0; });
   for (auto it = held_.begin(); it != held_.end();) {
-    const llama_seq_id sequence = (it++)->first;
+    const auto& [sequence, own] = *it++;
     const llama_pos held = llama_memory_seq_pos_max(memory, sequence) + 1, known = next_position(sequence);
-    KVKEEP_REQUIRE_AS(StateError, held <= known, "llama: sequence ", sequence, " goes on at position ", held,
-                      " in the cache, and the evictor knows ", known,
-                      " of its tokens; allowed every batch between begin() and end()");
+    const std::size_t taken = held < known ? static_cast<std::size_t>(known - held) : 0, cells = own.cells.size();
     if (held == 0) {
-      forget(sequence);
-      if (!failed) announced_.erase(sequence);
-    } else if (held < known) {
-      shorten(sequence, held + at(sequence).lag);
+      const llama_seq_id gone = sequence;
+      forget(gone);
+      if (!failed) announced_.erase(gone);
+    } else if (held > known) {
+      strayed_[sequence] =
+          text("llama: sequence ", sequence, " goes on at position ", held, " in the cache, and the evictor knows ",
+               known, " of its tokens; allowed every batch between begin() and end(), and no other positions");
+    } else if (taken > 0 && taken < cells && !holds(sequence, cells - taken)) {
+      strayed_[sequence] = text("llama: sequence ", sequence, kMoved);
+    } else {
+      try {
+        if (taken > 0) shorten(sequence, held + own.lag);
+        if (llama_memory_seq_pos_min(memory, sequence) != own.least)
+          strayed_[sequence] = text("llama: sequence ", sequence, kMoved);
+      } catch (const StateError& past) {  // its last event
+        strayed_[sequence] = past.what();
+      }
     }
   }
 }
@@ -65,6 +111,7 @@ inline void Evictor::begin(const llama_batch& batch) {
     auto member = std::ranges::find(members_, sequence, &Member::sequence);
     if (member == members_.end()) {
       require_sequence(sequence);
+      require_followed(sequence);
       const llama_pos known = held_.contains(sequence) ? next_position(sequence) : 0;
       const llama_pos begins =
           batch.pos != nullptr ? batch.pos[t] : llama_memory_seq_pos_max(llama_get_memory(context_), sequence) + 1;
@@ -78,9 +125,29 @@ inline void Evictor::begin(const llama_batch& batch) {
                    member->begins + member->tokens, ", after the one before it");
     ++member->tokens;
     member->last_output = batch.logits == nullptr ? t + 1 == batch.n_tokens : batch.logits[t] != 0;
+    member->outputs += member->last_output ? 1 : 0;
     member_of_[static_cast<std::size_t>(t)] = static_cast<std::int32_t>(member - members_.begin());
   }
+  // Drafts that were refused are taken back by now: what waited for it comes before the batch.
+  std::vector<SequenceId> settled;
+  for (const Member& member : members_) {
+    const auto held = held_.find(member.sequence);
+    if (held == held_.end() || !held->second.waits || held->second.drafts) continue;
+    KVKEEP_REQUIRE_AS(StateError, holds(member.sequence, held->second.cells.size()), "llama: sequence ",
+                      member.sequence, kMoved);
+    KVKEEP_REQUIRE_AS(
+        StateError,
+        positions_ == Positions::text || batch.pos == nullptr || keeper_.tokens_to_event(member.sequence) > 0,
+        "llama: an event of sequence ", member.sequence,
+        " waited for drafts to be taken back, and changes its positions; allowed settle(", member.sequence,
+        ") before the batch is built");
+    settled.push_back(member.sequence);
+  }
+  report_ = {};
+  for (const SequenceId sequence : settled) held_.at(static_cast<llama_seq_id>(sequence)).waits = false;
+  if (!settled.empty()) evict(std::move(settled));
   for (Member& member : members_) {
+    if (held_.contains(member.sequence)) member.begins = next_position(member.sequence);
     if (!held_.contains(member.sequence)) {
       keeper_.join(member.sequence, 0, kMostPositions);
       held_.emplace(member.sequence, Held{});
@@ -99,29 +166,44 @@ inline void Evictor::begin(const llama_batch& batch) {
       member.from = member.tokens > away - read ? 0 : member.tokens;
   }
   next_token_ = 0;
-  reading_ = false;
-  report_ = {};
+  reading_ = unseen_ = broken_off_ = false;
   running_ = true;
   ++spent_.decodes;
+}
+
+/// Positions of a sequence of the batch were moved: nothing of the batch stays.
+inline void Evictor::break_off() {
+  broken_off_ = false;
+  complete();
+  for (const Member& member : members_)
+    llama_memory_seq_rm(llama_get_memory(context_), member.sequence, member.begins, -1);
+  const auto moved = std::ranges::find_if(members_, [&](const Member& m) { return moved_.contains(m.sequence); });
+  forget_moved();
+  sync(true);
+  throw StateError(text("llama: sequence ", moved->sequence, kMoved));
 }
 
 inline void Evictor::end(std::int32_t status) {
   KVKEEP_REQUIRE_AS(StateError, running_, "llama: end() without begin(); allowed after it");
   running_ = false;
+  if (broken_off_ && !error_) return break_off();
+  std::vector<SequenceId> due;
   try {
-    const auto begun = Clock::now();
+    const Timer timer(spent_.observing);
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+    unseen_ = unseen_ && status == 0;
     complete();
+    forget_moved();
     if (status != 0) {
       sync(true);
       return;
     }
-    due_.clear();
     for (const Member& member : members_) {
       Held& held = held_.at(member.sequence);
       KVKEEP_REQUIRE_AS(StateError, member.done == member.tokens, "llama: ", member.done, " of ", member.tokens,
                         " tokens of sequence ", member.sequence,
                         " were stored; does the context have the evictor's params?");
+      held.waits = held.drafts || (held.prompted && member.outputs > 1);
       if (!held.prompted) {
         const auto announced = announced_.find(member.sequence);
         held.prompted = announced == announced_.end() ? member.last_output
@@ -131,30 +213,45 @@ inline void Evictor::end(std::int32_t status) {
           announced_.erase(member.sequence);
         }
       }
-      if (held.prompted) due_.push_back(member.sequence);
+      if (held.prompted && !held.waits) due.push_back(member.sequence);
     }
-    if (due_.empty()) return;
-    make_view(due_);
-    const Plan plan = keeper_.plan(view_);
-    spent_.observing += std::chrono::duration<double>(Clock::now() - begun).count();
-    const Timer timer(spent_.events);
-    cut(plan);
+    if (!members_.empty()) learn_state_size(members_.front().sequence);
   } catch (...) {
     detach();
     throw;
   }
+  if (!due.empty()) evict(std::move(due));
 }
 
 // ---- Inside llama_decode() ----
 
+/// The keys of the cache that a node turns where they are, before a batch; null: it turns others. Quantised ones come
+/// as copies.
+[[nodiscard]] inline const ggml_tensor* shifted_keys(const ggml_tensor* node) {
+  const ggml_tensor* t = node->src[0];
+  for (int i = 0; t != nullptr && i < 6; ++i) {
+    if (layer_of(t, "cache_k_l") >= 0) return t->view_src != nullptr ? t->view_src : t;
+    t = t->op == GGML_OP_MUL_MAT ? t->src[1] : t->src[0];
+  }
+  return nullptr;
+}
+
 inline bool Evictor::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
   Evictor& e = *static_cast<Evictor*>(self);
+  // Whatever node comes next runs, and ends its part of the graph.
+  if (e.running_ && e.broken_off_) return ask;
   const bool ours = e.running_ && !e.error_;
   bool go_on = true;
   if (ask) e.next_asked_ = e.next_ != nullptr && e.next_(node, true, e.next_data_);
   if (!ask && e.next_asked_) go_on = e.next_(node, false, e.next_data_);
-  if (!ours) return ask ? e.next_asked_ : go_on;
   try {
+    if (ask && e.context_ != nullptr && node->op == GGML_OP_ROPE) {
+      if (const ggml_tensor* keys = shifted_keys(node)) {
+        e.see_shift(node, keys);
+        return e.next_asked_;
+      }
+    }
+    if (!ours) return ask ? e.next_asked_ : go_on;
     if (ask) return e.wants(node) || e.next_asked_;
     if (e.asked_layer_ >= 0) e.observe(node);
   } catch (...) {
@@ -171,26 +268,33 @@ inline bool Evictor::wants(ggml_tensor* node) {
     const std::int32_t k = layer_of(node, "cache_k_l"), v = layer_of(node, "cache_v_l");
     ggml_tensor* root = node;
     while (root->view_src != nullptr) root = root->view_src;
-    if (k >= 0 && static_cast<std::size_t>(k) < cache_.size()) cache_[static_cast<std::size_t>(k)].keys = root;
+    if (k >= 0 && static_cast<std::size_t>(k) < cache_.size()) {
+      cache_[static_cast<std::size_t>(k)].keys = root;
+      if (turns_ && dtype_of(root->type)) check_rope(node->src[0], k);
+    }
     if (v >= 0 && static_cast<std::size_t>(v) < cache_.size()) {
       cache_[static_cast<std::size_t>(v)].values = root;
       value_rows_ = node->ne[0] == root->ne[0];
     }
     if (k == full_layers_.front()) meet(node);
-    return false;
+    return broken_off_;
   }
-  if (node->op == GGML_OP_ROPE) {
-    if (needs_.rope || positions_ == Positions::cache) check_rope(node);
-    return false;
+  if (node->op == GGML_OP_SOFT_MAX && std::string_view(node->name).starts_with("kq_soft_max")) {
+    check_attention(node);
+    see(node->src[1]);
+    return broken_off_;
   }
-  if (node->op == GGML_OP_SOFT_MAX && std::string_view(node->name).starts_with("kq_soft_max")) check_attention(node);
   const bool flash = node->op == GGML_OP_FLASH_ATTN_EXT;
   if (!flash && node->op != GGML_OP_MUL_MAT) return false;
   const ggml_tensor* keys = flash ? node->src[1] : node->src[0];
   if (flash && keys->op == GGML_OP_CPY) keys = keys->src[0];  // f32 caches are read as f16
   const std::int32_t layer = layer_of(keys, "cache_k_l");
   if (layer < 0) return false;
-  if (flash) check_attention(node);
+  if (flash) {
+    check_attention(node);
+    see(node->src[3]);
+    if (broken_off_) return true;
+  }
   if (!reading_) return false;
   asked_layer_ = layer;
   return true;
@@ -211,36 +315,60 @@ inline void Evictor::check_attention(const ggml_tensor* node) const {
                     options[0], ", and the model's metadata say ", scale, "; allowed equal ones");
 }
 
-/// The graph rotates as ModelSpec::rope says. Parameters of the node: i32 at 1 (rotary components); f32 at 5 to 8
-/// (base, scale, extrapolation and attention factor).
-inline void Evictor::check_rope(const ggml_tensor* node) const {
-  const RopeSpec& rope = keeper_.spec().rope;
-  std::array<float, 9> options{};
-  std::memcpy(options.data(), node->op_params, sizeof options);
-  std::int32_t rotary = 0;
-  std::memcpy(&rotary, &options[1], sizeof rotary);
-  const double last = options[6] * std::pow(double{options[5]}, 2.0 / rotary - 1.0);
-  KVKEEP_REQUIRE_AS(
-      Unsupported,
-      node->src[2] == nullptr && rotary == rope.rotary_dim() && options[7] == 0 && options[8] == 1 &&
-          std::abs(last - rope.inv_freq.back()) <= 1e-4 * last,
-      "llama: the graph rotates in another way than the model's metadata say (frequency factors, YaRN), and ",
-      keeper_.policy().name(),
-      " or Positions::cache turns queries or keys; allowed policies that read them as they are, "
-      "and Positions::text");
+/// The graph turns keys, or queries, of a layer as the spec says. What comes from another backend cannot be followed.
+inline void Evictor::check_rope(const ggml_tensor* node, std::int32_t layer) {
+  const Turned turned = turned_by(node);
+  if (!turned.known) return;
+  const RopeSpec absent = RopeSpec::absent();
+  const RopeSpec* rope = &absent;
+  if (turned.rope != nullptr) {
+    NodeRope seen{.factors = turned.rope->src[2]};
+    std::copy_n(turned.rope->op_params, seen.params.size(), seen.params.begin());
+    auto known = std::ranges::find_if(
+        ropes_, [&](const NodeRope& r) { return r.params == seen.params && r.factors == seen.factors; });
+    if (known == ropes_.end()) {
+      seen.rope = rope_of(turned.rope);
+      known = ropes_.insert(ropes_.end(), std::move(seen));
+    }
+    rope = &known->rope;
+  }
+  KVKEEP_REQUIRE_AS(Unsupported, turned.after == nullptr && *rope == keeper_.spec().rope_of(layer),
+                    "llama: the graph turns queries or keys of layer ", layer,
+                    " in another way than when the evictor was made, and ",
+                    needs_.rope ? keeper_.policy().name() : "Positions::cache",
+                    " turns them back; allowed a context with the evictor's params");
+}
+
+/// llama.cpp turns keys because positions have changed: by us, or by the program. One input says by how much, for all
+/// layers.
+inline void Evictor::see_shift(const ggml_tensor* node, const ggml_tensor* keys) {
+  const std::int32_t layer = layer_of(keys, "cache_k_l");
+  if (static_cast<std::size_t>(layer) >= cache_.size() || cache_[static_cast<std::size_t>(layer)].keys != keys)
+    return;  // of another context
+  const bool again = layer > shifted_layer_ && shifted_layer_ >= 0;
+  shifted_layer_ = layer;
+  if (again) return;
+  const ggml_tensor* by = node->src[1];
+  std::vector<std::int32_t> turned(static_cast<std::size_t>(by->ne[0]));
+  read_tensor(by, turned.data(), 0, turned.size() * sizeof(std::int32_t));
+  turning_.resize(turned.size());
+  for (const auto& [sequence, held] : held_)
+    if (std::ranges::any_of(held.cells, [&](std::int32_t cell) {
+          return turned[static_cast<std::size_t>(cell)] != turning_[static_cast<std::size_t>(cell)];
+        }))
+      moved_.insert(sequence);
+  turning_.clear();
 }
 
 /// The first full layer stores keys: a micro-batch begins, and its cells are known.
 inline void Evictor::meet(const ggml_tensor* stored) {
   const Timer timer(spent_.observing);
   complete();
+  shifted_layer_ = -1;
   const ggml_tensor* rows = stored->src[1];
   const auto tokens = static_cast<std::size_t>(rows->ne[0]);
   stored_.resize(tokens);
-  if (on_host(rows))
-    std::memcpy(stored_.data(), rows->data, tokens * sizeof(std::int64_t));
-  else
-    ggml_backend_tensor_get(rows, stored_.data(), 0, tokens * sizeof(std::int64_t));
+  read_tensor(rows, stored_.data(), 0, tokens * sizeof(std::int64_t));
   const ggml_tensor* keys = cache_[static_cast<std::size_t>(full_layers_.front())].keys;
   per_stream_ = static_cast<std::int32_t>(keys->ne[1]);
   // With one buffer, tokens come in the order of the batch; else each sequence has its own stream, in its own order.
@@ -258,7 +386,17 @@ inline void Evictor::meet(const ggml_tensor* stored) {
                       " belongs to no sequence of the batch; is the batch of begin() the one that is decoded?");
     owner_[t] = static_cast<std::int32_t>(m);
     ++members_[m].now;
+    members_[m].newest = static_cast<std::int32_t>(t);
   }
+  // A cell that is new to llama.cpp was given back behind our back by whoever is thought to hold it.
+  for (const std::int64_t cell : stored_)
+    if (static_cast<std::size_t>(cell) < owners_.count.size() &&
+        owners_.references(static_cast<std::int32_t>(cell)) > 0)
+      for (const auto& [sequence, held] : held_)
+        if (std::ranges::find(held.cells, cell) != held.cells.end()) moved_.insert(sequence);
+  broken_off_ = std::ranges::any_of(members_, [&](const Member& m) { return moved_.contains(m.sequence); });
+  if (broken_off_) return;
+  unseen_ = true;
   ids_.clear();
   indptr_.assign(1, 0);
   places_.clear();
@@ -272,6 +410,7 @@ inline void Evictor::meet(const ggml_tensor* stored) {
       if (owner_[t] != static_cast<std::int32_t>(m)) continue;
       const auto cell = static_cast<std::int32_t>(stored_[t]);
       set_label(cell, position++);
+      if (static_cast<std::size_t>(cell) < turning_.size()) turning_[static_cast<std::size_t>(cell)] = 0;
       owners_.add(cell);
       held.cells.push_back(cell);
       places_.push_back(static_cast<std::int32_t>(t));
@@ -287,6 +426,41 @@ inline void Evictor::meet(const ggml_tensor* stored) {
   } else {
     observe_unread();
   }
+}
+
+/// The mask of attention says which cells each token sees: those of its sequence that are known to llama.cpp. Others
+/// than ours: positions were moved.
+inline void Evictor::see(const ggml_tensor* mask) {
+  if (!unseen_) return;
+  const Timer timer(spent_.observing);
+  while (mask != nullptr && mask->op == GGML_OP_CPY) mask = mask->src[0];
+  if (mask == nullptr || mask->op != GGML_OP_NONE || (mask->type != GGML_TYPE_F32 && mask->type != GGML_TYPE_F16))
+    return;
+  unseen_ = false;
+  const std::size_t element = mask->type == GGML_TYPE_F32 ? 4 : 2, cells = static_cast<std::size_t>(mask->ne[0]);
+  const auto tokens = static_cast<std::int32_t>(std::ssize(stored_) / mask->ne[3]);
+  seen_.resize(cells * element);
+  for (const Member& member : members_) {
+    if (member.now == 0) continue;
+    read_tensor(mask, seen_.data(),
+                static_cast<std::size_t>(member.newest / tokens) * mask->nb[3] +
+                    static_cast<std::size_t>(member.newest % tokens) * mask->nb[1],
+                seen_.size());
+    const auto sees = [&](std::size_t cell) {  // 0, not minus infinity
+      const std::byte* at = seen_.data() + cell * element;
+      return at[0] == std::byte{0} && at[element - 1] == std::byte{0};
+    };
+    const std::int32_t first = streams_ == 1 ? 0 : member.sequence * per_stream_;
+    const Held& held = held_.at(member.sequence);
+    std::size_t seen = 0;
+    for (std::size_t cell = 0; cell < cells; ++cell) seen += sees(cell) ? 1 : 0;
+    const bool ours = std::ranges::all_of(held.cells, [&](std::int32_t cell) {
+      const auto own = static_cast<std::size_t>(cell - first);
+      return own < cells && sees(own);
+    });
+    if (seen != held.cells.size() || !ours) moved_.insert(member.sequence);
+  }
+  broken_off_ = std::ranges::any_of(members_, [&](const Member& m) { return moved_.contains(m.sequence); });
 }
 
 /// Tokens whose queries are not read, in every layer that has not shown them.
@@ -306,6 +480,7 @@ inline void Evictor::observe(const ggml_tensor* node) {
                         full_layers_[static_cast<std::size_t>(layers_met_)] == layer,
                     "llama: attention of layer ", layer, " runs out of turn; allowed layers in ascending order");
   const ggml_tensor* q = node->op == GGML_OP_FLASH_ATTN_EXT ? node->src[0] : node->src[1];
+  if (needs_.rope) check_rope(q, layer);
   const ModelSpec& spec = keeper_.spec();
   const std::optional<Dtype> dtype = dtype_of(q->type);
   const auto tokens = static_cast<std::int64_t>(places_.size());
@@ -341,223 +516,11 @@ inline void Evictor::observe(const ggml_tensor* node) {
 
 /// The micro-batch has run. If it was broken off, layers that did not run count as unread.
 inline void Evictor::complete() {
+  KVKEEP_REQUIRE_AS(Unsupported, !std::exchange(unseen_, false),
+                    "llama: the graph showed no mask of attention, by which positions that were moved are noticed; "
+                    "allowed graphs with one");
   if (!std::exchange(reading_, false)) return;
   if (static_cast<std::size_t>(layers_met_) < full_layers_.size()) observe_unread();
-}
-
-// ---- Events ----
-
-/// Rows of the sequences of the view as floats in host memory, at their cells. Rows that nobody reads take no memory.
-inline Tensor Evictor::mirrored(const ggml_tensor* from, std::vector<std::byte>& mirror, std::int32_t heads,
-                                std::int32_t dim, bool read, bool refresh) const {
-  const std::int64_t width = std::int64_t{heads} * dim;
-  std::int64_t cells = 0;
-  for (const SequenceId id : view_.sequences)
-    cells = std::max<std::int64_t>(cells, std::ranges::max(at(static_cast<llama_seq_id>(id)).cells) + 1);
-  const std::int64_t held = read ? cells : 1;
-  if (mirror.size() < static_cast<std::size_t>(held * width) * sizeof(float))
-    mirror.resize(static_cast<std::size_t>(held * width) * sizeof(float));
-  auto* out = static_cast<float*>(static_cast<void*>(mirror.data()));
-  if (!read) return {out, Dtype::f32, {cells, 1, heads, dim}, {0, 0, dim, 1}};
-  if (refresh) {
-    const ggml_to_float_t to_float = ggml_get_type_traits(from->type)->to_float;
-    std::vector<std::byte> row(from->nb[1]);
-    for (const SequenceId id : view_.sequences)
-      for (const std::int32_t cell : at(static_cast<llama_seq_id>(id)).cells) {
-        ggml_backend_tensor_get(from, row.data(), static_cast<std::size_t>(cell) * from->nb[1], row.size());
-        if (from->type == GGML_TYPE_F32)
-          std::memcpy(out + cell * width, row.data(), row.size());
-        else
-          to_float(row.data(), out + cell * width, width);
-      }
-  }
-  return {out, Dtype::f32, {cells, 1, heads, dim}};
-}
-
-inline LayerKv Evictor::shown(std::int32_t layer, bool refresh) {
-  LayerCache& own = cache_[static_cast<std::size_t>(layer)];
-  const ModelSpec& spec = keeper_.spec();
-  const auto rows = [&](const ggml_tensor* t, std::int32_t dim) -> std::optional<Tensor> {
-    const std::optional<Dtype> dtype = dtype_of(t->type);
-    if (!dtype || !on_host(t)) return {};
-    return Tensor(t->data, *dtype, {t->ne[1] * t->ne[2], 1, spec.kv_heads, dim});
-  };
-  const std::optional<Tensor> keys = rows(own.keys, spec.key_dim), values = rows(own.values, spec.value_dim);
-  // Transposed values look like rows here, and nothing moves them under one set.
-  KVKEEP_REQUIRE_AS(Unsupported, value_rows_ || (one_set_ && !needs_.values),
-                    "llama: values are stored transposed, and ", keeper_.policy().name(),
-                    " reads or rewrites them; allowed with flash attention");
-  if (keys && values) return PagedKv{.keys = *keys, .values = *values};
-  rewritable_ = false;
-  KVKEEP_REQUIRE_AS(Unsupported, one_set_, "llama: the cache of layer ", layer, " is in ",
-                    ggml_backend_buffer_name(own.keys->buffer), ", where ", keeper_.policy().name(),
-                    " cannot rewrite rows; allowed host memory (offload_kqv = false), or share=union");
-  return PagedKv{
-      .keys = mirrored(own.keys, own.key_mirror, spec.kv_heads, spec.key_dim, needs_.keys, refresh),
-      .values = mirrored(own.values, own.value_mirror, spec.kv_heads, spec.value_dim, needs_.values, refresh)};
-}
-
-inline void Evictor::make_view(std::span<const SequenceId> due) {
-  std::size_t most = 0;
-  bool refresh = false;
-  lengths_.clear();
-  for (const SequenceId id : due) {
-    const std::size_t cells = at(static_cast<llama_seq_id>(id)).cells.size();
-    lengths_.push_back(static_cast<std::int32_t>(cells));
-    most = std::max(most, cells);
-    refresh = refresh || keeper_.tokens_to_event(id) == 0;
-  }
-  table_.assign(due.size() * most, -1);
-  for (std::size_t i = 0; i < due.size(); ++i)
-    std::ranges::copy(at(static_cast<llama_seq_id>(due[i])).cells,
-                      table_.begin() + static_cast<std::ptrdiff_t>(i * most));
-  view_.sequences = due;
-  view_.lengths = {.data = lengths_};
-  view_.block_table =
-      Tensor(table_.data(), Dtype::i32, {static_cast<std::int64_t>(due.size()), static_cast<std::int64_t>(most)});
-  view_.pages = &owners_;
-  view_.shared_pages = SharedPages::refuse;
-  rewritable_ = value_rows_;
-  view_.layers.assign(cache_.size(), std::monostate{});
-  for (const std::int32_t l : full_layers_) view_.layers[static_cast<std::size_t>(l)] = shown(l, refresh);
-}
-
-inline void Evictor::cut(const Plan& plan) {
-  if (!rewritable_)
-    for (const PageMove& move : plan.pages)
-      KVKEEP_REQUIRE_AS(Unsupported, move.after.back() == move.before.back(), "llama: ", keeper_.policy().name(),
-                        " drops the newest token of sequence ", due_[static_cast<std::size_t>(move.sequence)],
-                        ", after which llama.cpp goes on; allowed policies that keep it (recent of 1 or more)");
-  report_ = keeper_.apply(plan, view_);
-  if (report_.cuts.empty()) return;
-  spent_.cut += static_cast<std::int64_t>(report_.cuts.size());
-  for (const PageMove& move : report_.pages)
-    settle(static_cast<llama_seq_id>(due_[static_cast<std::size_t>(move.sequence)]), move, plan);
-}
-
-/// The rows of a sequence are where the event put them. Puts them where they belong, and gives the other cells back.
-inline void Evictor::settle(llama_seq_id sequence, const PageMove& move, const Plan& plan) {
-  Held& held = held_.at(sequence);
-  held.cells = move.after;
-  std::vector<std::int32_t> freed = move.freed;
-  std::ranges::sort(freed);
-  if (rewritable_ && positions_ == Positions::cache)
-    place(held, move, plan, freed);
-  else if (rewritable_)
-    lower(held, move, freed);
-  remove(sequence, move.before, freed);
-  if (positions_ == Positions::cache) renumber(sequence);
-}
-
-/// Moves rows to the lowest cells of their sequence, since attention reads up to the highest one in use. The cell of
-/// the newest token stays: llama.cpp goes on after its position.
-inline void Evictor::lower(Held& held, const PageMove& move, std::vector<std::int32_t>& freed) {
-  const auto swap = [&](std::size_t slot, std::size_t free) {
-    std::swap(held.cells[slot], freed[free]);
-    move_cell(freed[free], held.cells[slot]);
-    owners_.add(held.cells[slot]);
-    owners_.give_back(freed[free]);
-  };
-  const std::int32_t newest = move.before.back();
-  std::vector<std::size_t> slots(held.cells.size());
-  std::iota(slots.begin(), slots.end(), std::size_t{0});
-  std::erase_if(slots, [&](std::size_t i) { return owners_.references(held.cells[i]) > 1 || held.cells[i] == newest; });
-  std::ranges::sort(slots, std::greater{}, [&](std::size_t i) { return held.cells[i]; });
-  std::size_t next = 0;
-  const auto at = std::ranges::lower_bound(freed, newest);
-  if (at != freed.end() && *at == newest) {
-    KVKEEP_REQUIRE_AS(StateError, !slots.empty(),
-                      "llama: the newest token is dropped, and every kept cell is shared; "
-                      "allowed policies that keep the newest token (recent of 1 or more)");
-    swap(slots[next++], static_cast<std::size_t>(at - freed.begin()));
-  }
-  for (std::size_t free = 0; free < freed.size() && next < slots.size(); ++free)
-    if (owners_.references(freed[free]) == 0 && freed[free] < held.cells[slots[next]]) swap(slots[next++], free);
-}
-
-/// Slot j goes to the cell that held slot j, and the last one to that of the newest token. Position j is known to
-/// llama.cpp as that of slot j, so keys are rotated there; renumber() does the rest of the last one.
-inline void Evictor::place(Held& held, const PageMove& move, const Plan& plan, std::vector<std::int32_t>& freed) {
-  const auto slots = static_cast<std::int64_t>(held.cells.size());
-  std::vector<std::int32_t> cells(move.before.begin(), move.before.begin() + slots - 1), labels;
-  cells.push_back(move.before.back());
-  for (const std::int32_t cell : cells) labels.push_back(label(cell));
-  const ModelSpec& spec = keeper_.spec();
-  for (const std::int32_t l : full_layers_)
-    for (const ggml_tensor* t :
-         {cache_[static_cast<std::size_t>(l)].keys, cache_[static_cast<std::size_t>(l)].values}) {
-      auto* data = static_cast<std::byte*>(t->data);
-      gathered_.resize(static_cast<std::size_t>(slots) * t->nb[1]);
-      for (std::size_t j = 0; j < cells.size(); ++j)
-        std::memcpy(gathered_.data() + j * t->nb[1], data + static_cast<std::size_t>(held.cells[j]) * t->nb[1],
-                    t->nb[1]);
-      for (std::size_t j = 0; j < cells.size(); ++j)
-        std::memcpy(data + static_cast<std::size_t>(cells[j]) * t->nb[1], gathered_.data() + j * t->nb[1], t->nb[1]);
-    }
-  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
-    const Row& row = plan.table.rows[r];
-    if (row.sequence != move.sequence) continue;
-    const std::int64_t stored = element_size(plan.table.key_dtype);
-    const auto row_bytes = static_cast<std::int64_t>(cache_[static_cast<std::size_t>(row.layer)].keys->nb[1]);
-    const SlotAddress keys{.base = static_cast<std::byte*>(cache_[static_cast<std::size_t>(row.layer)].keys->data) +
-                                   row.head * spec.key_dim * stored,
-                           .stride = row_bytes,
-                           .width = spec.key_dim * stored,
-                           .pages = cells.data(),
-                           .page_stride = row_bytes};
-    rerotate(keys, plan.table.key_dtype, spec.key_dim, spec.rope_of(plan.table.rows[r].layer),
-             plan.decision.keep->row(r), labels);
-  }
-  freed.clear();
-  for (const std::int32_t cell : move.before) owners_.count[static_cast<std::size_t>(cell)] = 0;
-  for (const std::int32_t cell : cells) owners_.add(cell);
-  for (const std::int32_t cell : move.before)
-    if (owners_.references(cell) == 0) freed.push_back(cell);
-  held.cells = std::move(cells);
-}
-
-/// Slot j gets position j. llama.cpp rotates keys by as much at its next step.
-inline void Evictor::renumber(llama_seq_id sequence) {
-  Held& held = held_.at(sequence);
-  const auto slots = static_cast<llama_pos>(held.cells.size());
-  for (llama_pos j = 0; j < slots;) {  // runs that move by as much
-    const llama_pos from = label(held.cells[static_cast<std::size_t>(j)]), shift = j - from;
-    llama_pos count = 0;
-    for (; j < slots && j - label(held.cells[static_cast<std::size_t>(j)]) == shift; ++j, ++count)
-      set_label(held.cells[static_cast<std::size_t>(j)], j);
-    if (shift != 0) llama_memory_seq_add(llama_get_memory(context_), sequence, from, from + count, shift);
-  }
-  held.lag = keeper_.logical_length(sequence) - slots;
-}
-
-/// K and V of a cell, in every layer.
-inline void Evictor::move_cell(std::int32_t from, std::int32_t to) {
-  for (const std::int32_t l : full_layers_)
-    for (const ggml_tensor* t :
-         {cache_[static_cast<std::size_t>(l)].keys, cache_[static_cast<std::size_t>(l)].values}) {
-      auto* data = static_cast<std::byte*>(t->data);
-      std::memcpy(data + static_cast<std::size_t>(to) * t->nb[1], data + static_cast<std::size_t>(from) * t->nb[1],
-                  t->nb[1]);
-    }
-}
-
-/// Gives cells back, as runs of positions under which llama.cpp knows them.
-inline void Evictor::remove(llama_seq_id sequence, std::span<const std::int32_t> before,
-                            std::span<const std::int32_t> freed) {
-  std::vector<std::pair<llama_pos, bool>> known;
-  const std::vector<std::int32_t> gone = [&] {
-    std::vector<std::int32_t> sorted(freed.begin(), freed.end());
-    std::ranges::sort(sorted);
-    return sorted;
-  }();
-  for (const std::int32_t cell : before) known.emplace_back(label(cell), std::ranges::binary_search(gone, cell));
-  std::ranges::sort(known);
-  for (std::size_t i = 0; i < known.size();) {
-    std::size_t end = i;
-    while (end < known.size() && known[end].second) ++end;
-    if (end > i) llama_memory_seq_rm(llama_get_memory(context_), sequence, known[i].first, known[end - 1].first + 1);
-    i = end + 1;
-  }
 }
 
 }  // namespace kvkeep::llama

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -23,10 +22,11 @@ namespace kvkeep::llama {
   return value.data();
 }
 
-/// Shapes and RoPE of a model that llama.cpp has loaded. Throws Unsupported, with the reason, for models whose cache is
-/// not one row per token, layer and KV head: recurrent and hybrid ones, encoders, sliding windows, latent attention,
-/// heads that differ by layer.
-[[nodiscard]] inline ModelSpec spec_of(const llama_model* model, const llama_context_params& params) {
+/// Shapes of a model that llama.cpp has loaded; RoPE is left open (read_rope()) unless the model has none. Throws
+/// Unsupported, with the reason, for models whose cache is not one row per token, layer and KV head: recurrent and
+/// hybrid ones, encoders, sliding windows, latent attention, heads that differ by layer; and for positions of more than
+/// one dimension (M-RoPE), as models with images have.
+[[nodiscard]] inline ModelSpec spec_of(const llama_model* model) {
   const std::string arch = metadata(model, "general.architecture").value_or("");
   const auto own = [&](const char* key) { return metadata(model, arch + "." + key); };
   const auto number = [&](const char* key, double otherwise) {
@@ -46,6 +46,12 @@ namespace kvkeep::llama {
   require(!own("attention.kv_lora_rank"), "latent attention");
   require(!own("attn_logit_softcapping"), "a cap on logits");
   require(!own("attention.max_alibi_bias"), "a bias by distance");
+  const llama_rope_type rope = llama_model_rope_type(model);
+  KVKEEP_REQUIRE_AS(Unsupported,
+                    rope == LLAMA_ROPE_TYPE_NONE || rope == LLAMA_ROPE_TYPE_NORM || rope == LLAMA_ROPE_TYPE_NEOX,
+                    "llama: the model (", arch,
+                    ") has positions of several dimensions (M-RoPE, for images), so tokens and positions are not the "
+                    "same; allowed models with one position per token");
   for (const char* key : {"attention.head_count", "attention.head_count_kv"})
     require(!own(key).value_or("").starts_with('['), "heads that differ by layer");
 
@@ -57,15 +63,7 @@ namespace kvkeep::llama {
   spec.value_dim = static_cast<std::int32_t>(number("attention.value_length", dim));
   spec.softmax_scale = number("attention.scale", 0.0);
   spec.layers.resize(static_cast<std::size_t>(llama_model_n_layer(model)));
-  const llama_rope_type rope = llama_model_rope_type(model);
-  if (rope == LLAMA_ROPE_TYPE_NORM || rope == LLAMA_ROPE_TYPE_NEOX) {
-    const auto rotary = static_cast<std::int64_t>(number("rope.dimension_count", spec.key_dim));
-    const double base = params.rope_freq_base > 0 ? params.rope_freq_base : number("rope.freq_base", 10000.0);
-    const double scale = params.rope_freq_scale > 0 ? params.rope_freq_scale : llama_model_rope_freq_scale_train(model);
-    spec.rope.style = rope == LLAMA_ROPE_TYPE_NORM ? RopeStyle::interleaved : RopeStyle::half;
-    for (std::int64_t f = 0; f < rotary / 2; ++f)
-      spec.rope.inv_freq.push_back(scale * std::pow(base, -2.0 * static_cast<double>(f) / static_cast<double>(rotary)));
-  }
+  if (rope == LLAMA_ROPE_TYPE_NONE) spec.rope = RopeSpec::absent();
   spec.check();
   return spec;
 }

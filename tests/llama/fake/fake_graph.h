@@ -230,14 +230,25 @@ inline void rope(ggml_tensor* t) {
   const Floats in(t->src[0]);
   const std::int64_t rotary = t->op_params[1];
   const bool halves = t->op_params[2] == GGML_ROPE_TYPE_NEOX;
+  const double base = option(t, 5), scale = option(t, 6), extrapolation = option(t, 7);
+  double magnitude = option(t, 8);
+  float ramp[2]{};
+  if (extrapolation != 0) {
+    magnitude *= 1 + 0.1 * std::log(1 / scale);
+    ggml_rope_yarn_corr_dims(t->op_params[1], t->op_params[4], option(t, 5), option(t, 9), option(t, 10), ramp);
+  }
+  const float* factors = t->src[2] != nullptr ? values<float>(t->src[2]).data() : nullptr;
   for (std::int64_t i = 0; i < in.rows(); ++i) {
     std::vector<float> head(in.row(i), in.row(i + 1));
-    const double position = double{option(t, 6)} * values<std::int32_t>(t->src[1])[z(i / t->ne[1])];
-    for (std::int64_t f = 0; position != 0 && f < rotary / 2; ++f) {
+    const double position = values<std::int32_t>(t->src[1])[z(i / t->ne[1])];
+    for (std::int64_t f = 0; f < rotary / 2 && (position != 0 || magnitude != 1); ++f) {
       float& a = head[z(halves ? f : 2 * f)];
       float& b = head[z(halves ? f + rotary / 2 : 2 * f + 1)];
-      const double angle = position * std::pow(double{option(t, 5)}, -2.0 * double(f) / double(rotary));
-      const double cosine = std::cos(angle), sine = std::sin(angle), x = a, y = b;
+      const double own = position * std::pow(base, -2.0 * double(f) / double(rotary)) / (factors ? factors[f] : 1.0F);
+      const double mix =
+          extrapolation * (1 - std::clamp((double(f) - ramp[0]) / std::max(1e-3F, ramp[1] - ramp[0]), 0.0, 1.0));
+      const double angle = own * scale * (1 - mix) + own * mix;
+      const double cosine = std::cos(angle) * magnitude, sine = std::sin(angle) * magnitude, x = a, y = b;
       a = static_cast<float>(x * cosine - y * sine);
       b = static_cast<float>(x * sine + y * cosine);
     }

@@ -8,7 +8,11 @@
 //   neox, norope, partial, linear    RoPE of halves; none; of half of each head; of positions scaled by 0.5
 //   long-heads    heads longer than n_embd / heads
 //   scale         products scaled by 0.2
-//   yarn, factors, softcap, alibi, sinks    nodes of RoPE or attention say so, but compute what they always do
+//   yarn, factors    frequencies of RoPE are so
+//   nope          the last layer has no RoPE; a shift turns its keys all the same
+//   late          keys are normalised after RoPE
+//   mrope         positions of several dimensions, say the metadata
+//   softcap, alibi, sinks    nodes of attention say so, but compute what they always do
 //   quiet         the metadata say nothing of scale, softcap and alibi
 //   swa, recurrent, hybrid, encoder, mla, ragged-heads, no-shift    metadata or predicates say so, nothing else does
 //   device        with offload_kqv, caches and nodes are in memory that the host cannot read through pointers
@@ -89,6 +93,13 @@ struct Stream {
     }
     head = least < cells.size() ? least : 0;
   }
+  void divide(llama_seq_id sequence, llama_pos p0, llama_pos p1, int by) {
+    for (Cell& cell : cells) {
+      if (!cell.sequences.test(z(sequence)) || cell.position < p0 || (p1 >= 0 && cell.position >= p1)) continue;
+      cell.shift += cell.position / by - cell.position;
+      cell.position /= by;
+    }
+  }
 };
 
 /// A token of a batch.
@@ -150,7 +161,6 @@ struct llama_model {
                 {"fake.attention.head_count", "4"},
                 {"fake.attention.head_count_kv", is("ragged-heads") ? "[2, 1, 2]" : "2"},
                 {"fake.rope.freq_base", "10000.000000"}};
-    if (is("other-base")) metadata["fake.rope.freq_base"] = "20000.000000";  // than the graph's
     if (is("partial")) metadata["fake.rope.dimension_count"] = "16";
     if (is("long-heads")) metadata["fake.attention.key_length"] = metadata["fake.attention.value_length"] = "64";
     if (is("mla")) metadata["fake.attention.kv_lora_rank"] = "16";
@@ -166,6 +176,7 @@ struct llama_model {
     matrix("token_embd", embd, vocab.tokens, 10);
     matrix("output", embd, vocab.tokens, 4);
     matrix("rope_freqs", rotary / 2, 1, 1);
+    if (is("yarn")) metadata["fake.rope.scaling.type"] = "yarn";
     matrix("attn_sinks", heads, 1, 1);
     for (std::size_t l = 0; l < layers; ++l) {
       const std::string block = "blk." + std::to_string(l) + ".attn_";
@@ -179,6 +190,7 @@ struct llama_model {
       for (float& weight : values<float>(t))
         weight =
             static_cast<float>((double(random()) / 4294967296.0 - 0.5) * gains[t] * std::sqrt(12.0 / double(t->ne[0])));
+    for (float& factor : values<float>(weights["rope_freqs"])) factor = 1 + 8 * std::abs(factor);
   }
 };
 
@@ -285,8 +297,8 @@ ggml_tensor* rotate(const llama_context& c, Graph& graph, ggml_tensor* made, ggm
                     ggml_tensor* positions) {
   made->op_params[1] = static_cast<std::int32_t>(c.model.rotary);
   made->op_params[2] = llama_model_rope_type(&c.model);
-  const float extrapolation = c.model.is("yarn") ? 1 : 0, magnitude = c.model.is("yarn") ? 1.1F : 1;
-  const float options[]{c.params.rope_freq_base, c.params.rope_freq_scale, extrapolation, magnitude};
+  made->op_params[4] = 64;
+  const float options[]{c.params.rope_freq_base, c.params.rope_freq_scale, c.model.is("yarn") ? 1.0F : 0.0F, 1, 32, 1};
   std::memcpy(made->op_params + 5, options, sizeof options);
   ggml_tensor* factors = c.model.is("factors") ? c.model.weights.at("rope_freqs") : nullptr;
   return graph.node(GGML_OP_ROPE, made, {heads, positions, factors});
@@ -379,10 +391,11 @@ bool run(llama_context& c, const MicroBatch& micro, const std::vector<Token>& ba
     ggml_tensor* q = heads("q", c.model.heads);
     ggml_tensor* k = heads("k", c.model.kv_heads);
     ggml_tensor* v = heads("v", c.model.kv_heads);
-    if (!c.model.is("norope")) {
+    if (!c.model.is("norope") && !(c.model.is("nope") && l + 1 == c.model.layers)) {
       q = rotate(c, graph, graph.like(q, "Qcur-" + number), q, positions);
       k = rotate(c, graph, graph.like(k, "Kcur-" + number), k, positions);
     }
+    if (c.model.is("late")) k = graph.normalized(k);
     const std::int64_t all = size * c.memory.keys[l]->ne[2];
     graph.set_rows(c.memory.keys[l], {width, all, 1, 1}, graph.reshape(k, {width, tokens, 1, 1}), k_at);
     graph.set_rows(c.memory.values[l], {width / columns, all * columns, 1, 1},
@@ -461,6 +474,14 @@ std::size_t ggml_nbytes(const ggml_tensor* t) {
   for (int d = 1; d < GGML_MAX_DIMS; ++d) bytes += z(t->ne[d] - 1) * t->nb[d];
   return bytes;
 }
+void ggml_rope_yarn_corr_dims(int n_dims, int n_ctx_orig, float freq_base, float beta_fast, float beta_slow,
+                              float dims[2]) {
+  const auto dim = [&](double turns) {
+    return n_dims * std::log(n_ctx_orig / (turns * 2 * std::acos(-1.0))) / (2 * std::log(double{freq_base}));
+  };
+  dims[0] = static_cast<float>(std::max(0.0, std::floor(dim(beta_fast))));
+  dims[1] = static_cast<float>(std::min(n_dims - 1.0, std::ceil(dim(beta_slow))));
+}
 const char* ggml_backend_buffer_name(ggml_backend_buffer_t buffer) { return buffer->host ? "CPU" : "FAKE0"; }
 bool ggml_backend_buffer_is_host(ggml_backend_buffer_t buffer) { return buffer->host; }
 void ggml_backend_tensor_get(const ggml_tensor* tensor, void* data, std::size_t offset, std::size_t size) {
@@ -475,6 +496,8 @@ llama_context_params llama_context_default_params() {
   params.n_batch = 2048;
   params.n_seq_max = 1;
   params.n_threads = params.n_threads_batch = 4;
+  params.rope_scaling_type = LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED;
+  params.yarn_ext_factor = params.yarn_attn_factor = params.yarn_beta_fast = params.yarn_beta_slow = -1;
   params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_AUTO;
   params.type_k = params.type_v = GGML_TYPE_F16;
   params.offload_kqv = true;
@@ -482,10 +505,10 @@ llama_context_params llama_context_default_params() {
 }
 
 llama_model* llama_model_load_from_file(const char* path, llama_model_params) {
-  static const std::set<std::string> known{"llama",   "neox",         "norope",   "partial",   "linear",  "long-heads",
-                                           "scale",   "yarn",         "alibi",    "sinks",     "factors", "quiet",
-                                           "softcap", "mla",          "swa",      "hybrid",    "encoder", "recurrent",
-                                           "device",  "ragged-heads", "no-shift", "other-base"};
+  static const std::set<std::string> known{"llama",   "neox",         "norope",   "partial", "linear",  "long-heads",
+                                           "scale",   "yarn",         "alibi",    "sinks",   "factors", "quiet",
+                                           "softcap", "mla",          "swa",      "hybrid",  "encoder", "recurrent",
+                                           "device",  "ragged-heads", "no-shift", "nope",    "late",    "mrope"};
   if (!std::string(path).starts_with("fake:")) return nullptr;
   std::istringstream words(path + 5);
   std::set<std::string> variants;
@@ -509,6 +532,7 @@ float llama_model_rope_freq_scale_train(const llama_model* model) {
 }
 llama_rope_type llama_model_rope_type(const llama_model* model) {
   if (model->is("norope")) return LLAMA_ROPE_TYPE_NONE;
+  if (model->is("mrope")) return LLAMA_ROPE_TYPE_MROPE;
   return model->is("neox") ? LLAMA_ROPE_TYPE_NEOX : LLAMA_ROPE_TYPE_NORM;
 }
 bool llama_model_has_encoder(const llama_model* model) { return model->is("encoder"); }
@@ -572,6 +596,18 @@ llama_pos llama_memory_seq_pos_max(llama_memory_t memory, llama_seq_id sequence)
 void llama_memory_seq_add(llama_memory_t memory, llama_seq_id sequence, llama_pos p0, llama_pos p1, llama_pos delta) {
   if (delta != 0 && p0 != p1) memory->streams.at(memory->stream_of(sequence)).shift(sequence, p0, p1, delta);
 }
+void llama_memory_seq_keep(llama_memory_t memory, llama_seq_id sequence) {
+  for (llama_seq_id other = 0; z(other) < kMostSequences; ++other)
+    if (other != sequence && (memory->streams.size() == 1 || other == sequence))
+      llama_memory_seq_rm(memory, other, -1, -1);
+}
+void llama_memory_seq_div(llama_memory_t memory, llama_seq_id sequence, llama_pos p0, llama_pos p1, int by) {
+  if (by != 1 && p0 != p1) memory->streams.at(memory->stream_of(sequence)).divide(sequence, p0, p1, by);
+}
+std::size_t llama_state_seq_get_size(llama_context* context, llama_seq_id sequence) {
+  const Stream& stream = context->memory.streams.at(context->memory.stream_of(sequence));
+  return 20 + 72 * z(std::ranges::count_if(stream.cells, [&](const Cell& c) { return c.sequences.test(z(sequence)); }));
+}
 bool llama_memory_can_shift(llama_memory_t memory) { return memory->can_shift; }
 void llama_memory_clear(llama_memory_t memory, bool data) {
   for (Stream& stream : memory->streams) stream = {std::vector<Cell>(stream.cells.size()), 0};
@@ -607,6 +643,9 @@ float* llama_get_logits_ith(llama_context* context, std::int32_t index) {
                                                                                  : nullptr;
 }
 
+float fake_rope_factor(const llama_model* model, int pair) {
+  return values<float>(model->weights.at("rope_freqs"))[z(pair)];
+}
 llama_pos fake_llama_cell(const llama_context* context, llama_seq_id sequence, std::int32_t cell) {
   const std::size_t size = context->memory.streams[0].cells.size();
   const Cell& found = context->memory.streams.at(z(cell) / size).cells[z(cell) % size];

@@ -20,8 +20,17 @@ enum llama_rope_type {
   LLAMA_ROPE_TYPE_NONE = -1,
   LLAMA_ROPE_TYPE_NORM = 0,
   LLAMA_ROPE_TYPE_NEOX = GGML_ROPE_TYPE_NEOX,
+  LLAMA_ROPE_TYPE_MROPE = 8,
+  LLAMA_ROPE_TYPE_IMROPE = 40,
+  LLAMA_ROPE_TYPE_VISION = 24,
 };
 
+enum llama_rope_scaling_type {
+  LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED = -1,
+  LLAMA_ROPE_SCALING_TYPE_NONE = 0,
+  LLAMA_ROPE_SCALING_TYPE_LINEAR = 1,
+  LLAMA_ROPE_SCALING_TYPE_YARN = 2,
+};
 enum llama_flash_attn_type {
   LLAMA_FLASH_ATTN_TYPE_AUTO = -1,  // on, here
   LLAMA_FLASH_ATTN_TYPE_DISABLED = 0,
@@ -50,9 +59,15 @@ struct llama_context_params {
   uint32_t n_seq_max;
   int32_t n_threads;
   int32_t n_threads_batch;
+  enum llama_rope_scaling_type rope_scaling_type;
   enum llama_flash_attn_type flash_attn_type;
   float rope_freq_base;   // 0: the model's
   float rope_freq_scale;  // 0: the model's
+  float yarn_ext_factor;  // below 0: the model's, as the three that follow
+  float yarn_attn_factor;
+  float yarn_beta_fast;
+  float yarn_beta_slow;
+  uint32_t yarn_orig_ctx;  // 0: the model's
   ggml_backend_sched_eval_callback cb_eval;
   void* cb_eval_user_data;
   enum ggml_type type_k;
@@ -94,10 +109,15 @@ bool llama_memory_seq_rm(llama_memory_t memory, llama_seq_id sequence, llama_pos
 void llama_memory_seq_cp(llama_memory_t memory, llama_seq_id from, llama_seq_id to, llama_pos p0, llama_pos p1);
 /// Keys are turned by the next llama_decode().
 void llama_memory_seq_add(llama_memory_t memory, llama_seq_id sequence, llama_pos p0, llama_pos p1, llama_pos delta);
+/// Every other sequence is gone, where they share a buffer.
+void llama_memory_seq_keep(llama_memory_t memory, llama_seq_id sequence);
+void llama_memory_seq_div(llama_memory_t memory, llama_seq_id sequence, llama_pos p0, llama_pos p1, int by);
 bool llama_memory_can_shift(llama_memory_t memory);
 /// -1: the sequence is empty.
 llama_pos llama_memory_seq_pos_min(llama_memory_t memory, llama_seq_id sequence);
 llama_pos llama_memory_seq_pos_max(llama_memory_t memory, llama_seq_id sequence);
+/// Bytes of its saved state: so many for none, and as many for each cell.
+size_t llama_state_seq_get_size(struct llama_context* context, llama_seq_id sequence);
 void llama_memory_clear(llama_memory_t memory, bool data);
 
 struct llama_batch llama_batch_get_one(llama_token* tokens, int32_t count);
@@ -111,5 +131,7 @@ float* llama_get_logits_ith(struct llama_context* context, int32_t index);
 
 }  // extern "C"
 
+/// Of the stand-in alone: a frequency factor of the variant `factors`.
+float fake_rope_factor(const llama_model* model, int pair);
 /// Of the stand-in alone: position of a cell (streams follow one another) if the sequence holds it, else -1.
 llama_pos fake_llama_cell(const llama_context* context, llama_seq_id sequence, int32_t cell);

@@ -1,0 +1,275 @@
+#pragma once
+// Bodies of kvkeep/llama.h, which includes this: events.
+
+#include "kvkeep/keep/rerotate.h"
+#include "kvkeep/llama.h"
+
+namespace kvkeep::llama {
+
+/// Rows of the sequences of the view as floats in host memory, at their cells. Rows that nobody reads take no memory.
+inline Tensor Evictor::mirrored(const ggml_tensor* from, std::vector<std::byte>& mirror, std::int32_t heads,
+                                std::int32_t dim, bool read, bool refresh) const {
+  const std::int64_t width = std::int64_t{heads} * dim;
+  std::int64_t cells = 0;
+  for (const SequenceId id : view_.sequences)
+    cells = std::max<std::int64_t>(cells, std::ranges::max(at(static_cast<llama_seq_id>(id)).cells) + 1);
+  const std::int64_t held = read ? cells : 1;
+  if (mirror.size() < static_cast<std::size_t>(held * width) * sizeof(float))
+    mirror.resize(static_cast<std::size_t>(held * width) * sizeof(float));
+  auto* out = static_cast<float*>(static_cast<void*>(mirror.data()));
+  if (!read) return {out, Dtype::f32, {cells, 1, heads, dim}, {0, 0, dim, 1}};
+  if (refresh) {
+    const ggml_to_float_t to_float = ggml_get_type_traits(from->type)->to_float;
+    std::vector<std::byte> row(from->nb[1]);
+    for (const SequenceId id : view_.sequences)
+      for (const std::int32_t cell : at(static_cast<llama_seq_id>(id)).cells) {
+        ggml_backend_tensor_get(from, row.data(), static_cast<std::size_t>(cell) * from->nb[1], row.size());
+        if (from->type == GGML_TYPE_F32)
+          std::memcpy(out + cell * width, row.data(), row.size());
+        else
+          to_float(row.data(), out + cell * width, width);
+      }
+  }
+  return {out, Dtype::f32, {cells, 1, heads, dim}};
+}
+
+inline LayerKv Evictor::shown(std::int32_t layer, bool refresh) {
+  LayerCache& own = cache_[static_cast<std::size_t>(layer)];
+  const ModelSpec& spec = keeper_.spec();
+  const auto rows = [&](const ggml_tensor* t, std::int32_t dim) -> std::optional<Tensor> {
+    const std::optional<Dtype> dtype = dtype_of(t->type);
+    if (!dtype || !on_host(t)) return {};
+    return Tensor(t->data, *dtype, {t->ne[1] * t->ne[2], 1, spec.kv_heads, dim});
+  };
+  const std::optional<Tensor> keys = rows(own.keys, spec.key_dim), values = rows(own.values, spec.value_dim);
+  // Transposed values look like rows here, and nothing moves them under one set.
+  KVKEEP_REQUIRE_AS(Unsupported, value_rows_ || (one_set_ && !needs_.values),
+                    "llama: values are stored transposed, and ", keeper_.policy().name(),
+                    " reads or rewrites them; allowed with flash attention");
+  if (keys && values) return PagedKv{.keys = *keys, .values = *values};
+  rewritable_ = false;
+  KVKEEP_REQUIRE_AS(Unsupported, one_set_, "llama: the cache of layer ", layer, " is in ",
+                    ggml_backend_buffer_name(own.keys->buffer), ", where ", keeper_.policy().name(),
+                    " cannot rewrite rows; allowed host memory (offload_kqv = false), or share=union");
+  return PagedKv{
+      .keys = mirrored(own.keys, own.key_mirror, spec.kv_heads, spec.key_dim, needs_.keys, refresh),
+      .values = mirrored(own.values, own.value_mirror, spec.kv_heads, spec.value_dim, needs_.values, refresh)};
+}
+
+inline void Evictor::make_view(std::span<const SequenceId> due) {
+  std::size_t most = 0;
+  bool refresh = false;
+  lengths_.clear();
+  for (const SequenceId id : due) {
+    const std::size_t cells = at(static_cast<llama_seq_id>(id)).cells.size();
+    lengths_.push_back(static_cast<std::int32_t>(cells));
+    most = std::max(most, cells);
+    refresh = refresh || keeper_.tokens_to_event(id) == 0;
+  }
+  table_.assign(due.size() * most, -1);
+  for (std::size_t i = 0; i < due.size(); ++i)
+    std::ranges::copy(at(static_cast<llama_seq_id>(due[i])).cells,
+                      table_.begin() + static_cast<std::ptrdiff_t>(i * most));
+  view_.sequences = due;
+  view_.lengths = {.data = lengths_};
+  view_.block_table =
+      Tensor(table_.data(), Dtype::i32, {static_cast<std::int64_t>(due.size()), static_cast<std::int64_t>(most)});
+  view_.pages = &owners_;
+  view_.shared_pages = SharedPages::refuse;
+  rewritable_ = value_rows_;
+  view_.layers.assign(cache_.size(), std::monostate{});
+  for (const std::int32_t l : full_layers_) view_.layers[static_cast<std::size_t>(l)] = shown(l, refresh);
+}
+
+/// Cuts those of these sequences that are due. What throws on the way leaves nothing to go on with.
+inline void Evictor::evict(std::vector<SequenceId> due) {
+  try {
+    const auto begun = Clock::now();
+    due_ = std::move(due);
+    make_view(due_);
+    const Plan plan = keeper_.plan(view_);
+    spent_.observing += std::chrono::duration<double>(Clock::now() - begun).count();
+    const Timer timer(spent_.events);
+    cut(plan);
+  } catch (...) {
+    detach();
+    throw;
+  }
+}
+
+/// Two events of one batch, as one report.
+inline void add(Report& to, Report&& more) {
+  const auto append = [](auto& all, auto& others) {
+    all.insert(all.end(), std::make_move_iterator(others.begin()), std::make_move_iterator(others.end()));
+  };
+  append(to.cuts, more.cuts);
+  append(to.pages, more.pages);
+  append(to.unscored, more.unscored);
+  to.slots_kept += more.slots_kept;
+  to.slots_chosen += more.slots_chosen;
+  to.slots_dropped += more.slots_dropped;
+  to.bytes_before += more.bytes_before;
+  to.bytes_after += more.bytes_after;
+  to.bytes_moved += more.bytes_moved;
+  to.pages_freed += more.pages_freed;
+}
+
+/// Where rows are not ours to rewrite, llama.cpp turns keys to new positions: every layer's, and all keys of the cache
+/// by the magnitude of RoPE.
+inline void Evictor::require_plain_shift() const {
+  const ModelSpec& spec = keeper_.spec();
+  for (const std::int32_t l : full_layers_) {
+    const RopeSpec& rope = spec.rope_of(l);
+    KVKEEP_REQUIRE_AS(Unsupported,
+                      rope == RopeSpec::absent() ? spec.rope == rope : std::abs(rope.attention_scaling - 1) < 1e-6,
+                      "llama: layer ", l,
+                      " has no RoPE, or one that scales keys (YaRN), which llama.cpp disregards when "
+                      "it changes positions; allowed Positions::text, or an f32, f16 or bf16 cache in host memory with "
+                      "flash attention");
+  }
+}
+
+inline void Evictor::cut(const Plan& plan) {
+  if (!rewritable_ && positions_ == Positions::cache && !plan.cuts.empty()) require_plain_shift();
+  if (!rewritable_)
+    for (const PageMove& move : plan.pages)
+      KVKEEP_REQUIRE_AS(Unsupported, move.after.back() == move.before.back(), "llama: ", keeper_.policy().name(),
+                        " drops the newest token of sequence ", due_[static_cast<std::size_t>(move.sequence)],
+                        ", after which llama.cpp goes on; allowed policies that keep it (recent of 1 or more)");
+  Report report = keeper_.apply(plan, view_);
+  spent_.cut += static_cast<std::int64_t>(report.cuts.size());
+  for (const PageMove& move : report.pages)
+    rearrange(static_cast<llama_seq_id>(due_[static_cast<std::size_t>(move.sequence)]), move, plan);
+  add(report_, std::move(report));
+}
+
+/// The rows of a sequence are where the event put them. Puts them where they belong, and gives the other cells back.
+inline void Evictor::rearrange(llama_seq_id sequence, const PageMove& move, const Plan& plan) {
+  Held& held = held_.at(sequence);
+  held.cells = move.after;
+  std::vector<std::int32_t> freed = move.freed;
+  std::ranges::sort(freed);
+  if (rewritable_ && positions_ == Positions::cache)
+    place(held, move, plan, freed);
+  else if (rewritable_)
+    lower(held, move, freed);
+  remove(sequence, move.before, freed);
+  if (!rewritable_ && positions_ == Positions::cache) renumber(sequence);
+  if (positions_ == Positions::cache) held.lag = keeper_.logical_length(sequence) - std::ssize(held.cells);
+  held.least = label(*std::ranges::min_element(held.cells, {}, [&](std::int32_t cell) { return label(cell); }));
+}
+
+/// Moves rows to the lowest cells of their sequence, since attention reads up to the highest one in use. The cell of
+/// the newest token stays: llama.cpp goes on after its position.
+inline void Evictor::lower(Held& held, const PageMove& move, std::vector<std::int32_t>& freed) {
+  const auto swap = [&](std::size_t slot, std::size_t free) {
+    std::swap(held.cells[slot], freed[free]);
+    move_cell(freed[free], held.cells[slot]);
+    owners_.add(held.cells[slot]);
+    owners_.give_back(freed[free]);
+  };
+  const std::int32_t newest = move.before.back();
+  std::vector<std::size_t> slots(held.cells.size());
+  std::iota(slots.begin(), slots.end(), std::size_t{0});
+  std::erase_if(slots, [&](std::size_t i) { return owners_.references(held.cells[i]) > 1 || held.cells[i] == newest; });
+  std::ranges::sort(slots, std::greater{}, [&](std::size_t i) { return held.cells[i]; });
+  std::size_t next = 0;
+  const auto at = std::ranges::lower_bound(freed, newest);
+  if (at != freed.end() && *at == newest) {
+    KVKEEP_REQUIRE_AS(StateError, !slots.empty(),
+                      "llama: the newest token is dropped, and every kept cell is shared; "
+                      "allowed policies that keep the newest token (recent of 1 or more)");
+    swap(slots[next++], static_cast<std::size_t>(at - freed.begin()));
+  }
+  for (std::size_t free = 0; free < freed.size() && next < slots.size(); ++free)
+    if (owners_.references(freed[free]) == 0 && freed[free] < held.cells[slots[next]]) swap(slots[next++], free);
+}
+
+/// Slot j goes to the cell that held slot j, which llama.cpp knows under position j: keys are rotated there, and
+/// llama.cpp has nothing to turn.
+inline void Evictor::place(Held& held, const PageMove& move, const Plan& plan, std::vector<std::int32_t>& freed) {
+  const auto slots = static_cast<std::int64_t>(held.cells.size());
+  std::vector<std::int32_t> cells(move.before.begin(), move.before.begin() + slots), labels;
+  for (const std::int32_t cell : cells) labels.push_back(label(cell));
+  const ModelSpec& spec = keeper_.spec();
+  for (const std::int32_t l : full_layers_)
+    for (const ggml_tensor* t :
+         {cache_[static_cast<std::size_t>(l)].keys, cache_[static_cast<std::size_t>(l)].values}) {
+      auto* data = static_cast<std::byte*>(t->data);
+      gathered_.resize(static_cast<std::size_t>(slots) * t->nb[1]);
+      for (std::size_t j = 0; j < cells.size(); ++j)
+        std::memcpy(gathered_.data() + j * t->nb[1], data + static_cast<std::size_t>(held.cells[j]) * t->nb[1],
+                    t->nb[1]);
+      for (std::size_t j = 0; j < cells.size(); ++j)
+        std::memcpy(data + static_cast<std::size_t>(cells[j]) * t->nb[1], gathered_.data() + j * t->nb[1], t->nb[1]);
+    }
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    if (row.sequence != move.sequence) continue;
+    const std::int64_t stored = element_size(plan.table.key_dtype);
+    const RopeSpec& rope = spec.rope_of(row.layer);
+    const auto row_bytes = static_cast<std::int64_t>(cache_[static_cast<std::size_t>(row.layer)].keys->nb[1]);
+    const SlotAddress keys{.base = static_cast<std::byte*>(cache_[static_cast<std::size_t>(row.layer)].keys->data) +
+                                   row.head * spec.key_dim * stored,
+                           .stride = row_bytes,
+                           .width = spec.key_dim * stored,
+                           .pages = cells.data(),
+                           .page_stride = row_bytes};
+    rerotate(keys, plan.table.key_dtype, spec.key_dim, rope, plan.decision.keep->row(r), labels);
+  }
+  freed.clear();
+  for (const std::int32_t cell : move.before) owners_.count[static_cast<std::size_t>(cell)] = 0;
+  for (const std::int32_t cell : cells) owners_.add(cell);
+  for (const std::int32_t cell : move.before)
+    if (owners_.references(cell) == 0) freed.push_back(cell);
+  held.cells = std::move(cells);
+}
+
+/// Slot j gets position j. llama.cpp rotates keys by as much at its next batch.
+inline void Evictor::renumber(llama_seq_id sequence) {
+  Held& held = held_.at(sequence);
+  const auto slots = static_cast<llama_pos>(held.cells.size());
+  for (llama_pos j = 0; j < slots;) {  // runs that move by as much
+    const llama_pos from = label(held.cells[static_cast<std::size_t>(j)]), shift = j - from;
+    llama_pos count = 0;
+    for (; j < slots && j - label(held.cells[static_cast<std::size_t>(j)]) == shift; ++j, ++count) {
+      const auto cell = static_cast<std::size_t>(held.cells[static_cast<std::size_t>(j)]);
+      labels_[cell] = j;
+      if (turning_.size() <= cell) turning_.resize(labels_.size());
+      turning_[cell] += shift;
+    }
+    if (shift != 0) llama_memory_seq_add(llama_get_memory(context_), sequence, from, from + count, shift);
+  }
+}
+
+/// K and V of a cell, in every layer.
+inline void Evictor::move_cell(std::int32_t from, std::int32_t to) {
+  for (const std::int32_t l : full_layers_)
+    for (const ggml_tensor* t :
+         {cache_[static_cast<std::size_t>(l)].keys, cache_[static_cast<std::size_t>(l)].values}) {
+      auto* data = static_cast<std::byte*>(t->data);
+      std::memcpy(data + static_cast<std::size_t>(to) * t->nb[1], data + static_cast<std::size_t>(from) * t->nb[1],
+                  t->nb[1]);
+    }
+}
+
+/// Gives cells back, as runs of positions under which llama.cpp knows them.
+inline void Evictor::remove(llama_seq_id sequence, std::span<const std::int32_t> before,
+                            std::span<const std::int32_t> freed) {
+  std::vector<std::pair<llama_pos, bool>> known;
+  const std::vector<std::int32_t> gone = [&] {
+    std::vector<std::int32_t> sorted(freed.begin(), freed.end());
+    std::ranges::sort(sorted);
+    return sorted;
+  }();
+  for (const std::int32_t cell : before) known.emplace_back(label(cell), std::ranges::binary_search(gone, cell));
+  std::ranges::sort(known);
+  for (std::size_t i = 0; i < known.size();) {
+    std::size_t end = i;
+    while (end < known.size() && known[end].second) ++end;
+    if (end > i) llama_memory_seq_rm(llama_get_memory(context_), sequence, known[i].first, known[end - 1].first + 1);
+    i = end + 1;
+  }
+}
+
+}  // namespace kvkeep::llama
