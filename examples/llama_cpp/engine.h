@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "extra_buffers.h"
 #include "kvkeep/llama.h"
 #include "kvkeep/policy/registry.h"
 
@@ -40,7 +41,7 @@ struct Options {
   float temperature = 0;
   std::uint32_t seed = 1;
   bool stats = false, endless = false, hold_prompt = false;
-  std::string positions = "text", text, samples, budgets = "1/4,1/8";
+  std::string positions = "text", text, samples, budgets = "1/4,1/8", extra_buffers = "auto";
   std::vector<std::string> policies;
 };
 
@@ -63,6 +64,14 @@ inline ggml_type cache_type(const std::string& name) {
 inline Model load(const Options& o) {
   llama_model_params params = llama_model_default_params();
   params.n_gpu_layers = 0;
+  params.use_extra_bufts = o.extra_buffers != "off";
+  const std::string trouble = o.extra_buffers == "auto" ? trouble_with_extra_buffers() : "";
+  if (!trouble.empty()) {
+    std::cerr
+        << "kvkeep-llama: products with weights in llama.cpp's extra buffer types end with '" << trouble
+        << "' on this machine (AMX, on a virtual one?); weights stay in plain buffers, as under --extra-buffers off\n";
+    params.use_extra_bufts = false;
+  }
   Model model(llama_model_load_from_file(o.model.c_str(), params));
   if (!model) fail("llama.cpp cannot load '" + o.model + "'");
   return model;

@@ -102,6 +102,10 @@ int main(int argc, char** argv) {
         ->check(CLI::IsMember({"text", "cache"}))
         ->capture_default_str();
     sub->add_option("--cache-type", o.cache_type, "f32, f16, bf16, q8_0 or q4_0")->capture_default_str();
+    sub->add_option("--extra-buffers", o.extra_buffers,
+                    "llama.cpp's extra buffer types for weights (AMX, repacked): on, off, or auto, which tries once")
+        ->check(CLI::IsMember({"auto", "on", "off"}))
+        ->capture_default_str();
     return sub;
   };
   const auto sampled = [&](CLI::App* sub) {
