@@ -46,7 +46,8 @@ inline std::string model_name;
 
 #ifdef KVKEEP_TEST_FAKE_LLAMA
 inline Model open(const std::string&) { return load("fake:llama"); }
-/// With another RoPE than one for all layers without scaling: "factors", "yarn", or "nope", which the last layer lacks.
+/// With another RoPE than one for all layers without scaling: "factors", "yarn", "nope", which the last layer lacks, or
+/// "mrope", of positions of several dimensions.
 inline Model of_kind(const std::string& kind) { return load("fake:" + kind); }
 #else
 inline Model load_tiny(const TinyModel& tiny) {
@@ -59,8 +60,11 @@ inline Model load_tiny(const TinyModel& tiny) {
 inline Model of_kind(const std::string& kind) {
   TinyModel tiny;
   if (kind == "nope") tiny = {.architecture = "smollm3", .layers = 4};
+  if (kind == "mrope") tiny.architecture = "qwen2vl";
   if (kind == "yarn") tiny.yarn = 4;
-  for (int f = 0; kind == "factors" && f < 32; ++f) tiny.rope_factors.push_back(1 + 0.25F * static_cast<float>(f));
+  tiny.long_only = kind == "long factors";
+  for (int f = 0; kind.ends_with("factors") && f < 32; ++f)
+    tiny.rope_factors.push_back(1 + 0.25F * static_cast<float>(f));
   return load_tiny(tiny);
 }
 inline Model open(const std::string& name) {

@@ -26,7 +26,7 @@ RopeSpec rope_by_hand(const std::string& kind, const Model& model) {
   static_cast<void>(model);
   for (int f = 0; f < rotary / 2; ++f) {
     double own = std::pow(10000.0, -2.0 * f / rotary);
-    if (kind == "factors") {
+    if (kind.ends_with("factors")) {
 #ifdef KVKEEP_TEST_FAKE_LLAMA
       own /= fake_rope_factor(model.get(), f);
 #else
@@ -61,8 +61,13 @@ std::int32_t last_layer(const Engine& run) {
 
 TEST_P(LlamaEvictor, ReadsRoPEFromTheGraph) {
   if (!exact()) return;
-  for (const std::string kind : {"factors", "yarn", "nope"}) {
+  std::vector<std::string> kinds{"factors", "yarn", "nope"};
+#ifndef KVKEEP_TEST_FAKE_LLAMA
+  kinds.emplace_back("long factors");
+#endif
+  for (const std::string& kind : kinds) {
     const Model model = of_kind(kind);
+    ASSERT_NE(model, nullptr) << kind;
     const RopeSpec want = rope_by_hand(kind, model);
     for (const Positions positions : {Positions::text, Positions::cache}) {
       const Engine run(positions == Positions::text ? "expected,budget=32" : "tova,budget=32", {.positions = positions},
@@ -269,6 +274,20 @@ TEST_P(LlamaEvictor, RefusesToLeaveUnusualRoPEToLlamaCpp) {
     else
       EXPECT_THROW(static_cast<void>(run.decode({{0, some_tokens(60)}})), Unsupported) << kind;
   }
+}
+
+TEST_P(LlamaEvictor, RefusesPositionsOfSeveralDimensions) {
+  if (!exact()) return;
+  const Model model = of_kind("mrope");
+  ASSERT_NE(model, nullptr);
+  llama_context_params params = params_of({});
+  try {
+    const Evictor evictor(model.get(), params, make_policy("full"));
+    ADD_FAILURE();
+  } catch (const Unsupported& error) {
+    EXPECT_NE(std::string(error.what()).find("M-RoPE"), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(params.cb_eval, nullptr);
 }
 
 #ifdef KVKEEP_TEST_FAKE_LLAMA

@@ -710,7 +710,6 @@ TEST_P(LlamaEvictor, RefusesModelsWhoseCacheIsOfAnotherKind) {
                                                                     {"fake:hybrid", "hybrid"},
                                                                     {"fake:encoder", "encoder"},
                                                                     {"fake:mla", "latent"},
-                                                                    {"fake:mrope", "M-RoPE"},
                                                                     {"fake:ragged-heads", "heads that differ"},
                                                                     {"fake:softcap", "cap on logits"}}) {
     const Model model = load(path);

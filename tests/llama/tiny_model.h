@@ -20,6 +20,7 @@ struct TinyModel {
   std::string architecture = "llama";
   std::uint32_t layers = 2;
   std::vector<float> rope_factors = {};  ///< [32] by which frequencies of RoPE are divided; empty: none
+  bool long_only = false;                ///< they hold beyond 64 tokens (LongRoPE), and others below
   float yarn = 0;                        ///< factor of YaRN over 64 tokens; 0: none
 };
 
@@ -49,6 +50,14 @@ inline void write_tiny_model(const std::string& path, const TinyModel& o = {}) {
     gguf_set_val_f32(file.get(), own("rope.scaling.factor").c_str(), o.yarn);
     gguf_set_val_u32(file.get(), own("rope.scaling.original_context_length").c_str(), 64);
   }
+  if (o.long_only) {
+    gguf_set_val_str(file.get(), own("rope.scaling.type").c_str(), "longrope");
+    gguf_set_val_u32(file.get(), own("rope.scaling.original_context_length").c_str(), 64);
+  }
+  if (o.architecture == "qwen2vl") {  // dimensions of positions
+    const std::int32_t sections[]{8, 12, 12, 0};
+    gguf_set_arr_data(file.get(), own("rope.dimension_sections").c_str(), GGUF_TYPE_INT32, sections, 4);
+  }
   std::mt19937 random(1);
   const auto add = [&](const std::string& name, std::int64_t in, std::int64_t out, double spread) {
     ggml_tensor* t = out == 0 ? ggml_new_tensor_1d(memory.get(), GGML_TYPE_F32, in)
@@ -65,12 +74,15 @@ inline void write_tiny_model(const std::string& path, const TinyModel& o = {}) {
   add("token_embd", kEmbd, kVocabulary, 1);
   add("output_norm", kEmbd, 0, 0);
   add("output", kEmbd, kVocabulary, one);
-  if (!o.rope_factors.empty()) {
-    ggml_tensor* t = ggml_new_tensor_1d(memory.get(), GGML_TYPE_F32, static_cast<std::int64_t>(o.rope_factors.size()));
-    ggml_set_name(t, "rope_freqs.weight");
-    std::ranges::copy(o.rope_factors, static_cast<float*>(t->data));
+  const auto add_factors = [&](const char* name, const std::vector<float>& factors) {
+    ggml_tensor* t = ggml_new_tensor_1d(memory.get(), GGML_TYPE_F32, static_cast<std::int64_t>(factors.size()));
+    ggml_set_name(t, name);
+    std::ranges::copy(factors, static_cast<float*>(t->data));
     gguf_add_tensor(file.get(), t);
-  }
+  };
+  if (!o.rope_factors.empty())
+    add_factors(o.long_only ? "rope_factors_long.weight" : "rope_freqs.weight", o.rope_factors);
+  if (o.long_only) add_factors("rope_factors_short.weight", std::vector<float>(o.rope_factors.size(), 2.0F));
   for (std::uint32_t l = 0; l < kLayers; ++l) {
     const std::string block = "blk." + std::to_string(l) + ".";
     add(block + "attn_norm", kEmbd, 0, 0);

@@ -112,7 +112,8 @@ inline void read_rope(ModelSpec& spec, const llama_model* model, const llama_con
     std::exception_ptr error = nullptr;
   } seen{spec};
   llama_context_params own = llama_context_default_params();
-  own.n_ctx = own.n_batch = own.n_ubatch = 256;
+  own.n_ctx = 256;
+  own.n_batch = own.n_ubatch = 32;
   // Of two sets of factors, a context beyond the length of training takes the second one.
   const std::string original = metadata(model, "general.architecture").value_or("") + ".rope.scaling.";
   if (metadata(model, original + "original_context_length") && metadata(model, original + "type") != "yarn")
