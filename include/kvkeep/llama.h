@@ -183,6 +183,7 @@ class Evictor {
     sync();
     require_sequence(to);
     require_followed(from);
+    require_followed(to);
     const Held& source = at(from);
     KVKEEP_REQUIRE_AS(StateError, !held_.contains(to) && from != to, "llama: sequence ", to,
                       " has tokens already; allowed an empty one");

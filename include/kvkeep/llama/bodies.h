@@ -98,7 +98,7 @@ inline void Evictor::sync(bool failed) {
 }
 
 inline void Evictor::begin(const llama_batch& batch) {
-  const Timer timer(spent_.observing);
+  std::optional<Timer> timer(spent_.observing);
   sync();
   KVKEEP_REQUIRE_AS(StateError, !running_, "llama: end() of the batch before was not called; allowed after it");
   members_.clear();
@@ -145,7 +145,9 @@ inline void Evictor::begin(const llama_batch& batch) {
   }
   report_ = {};
   for (const SequenceId sequence : settled) held_.at(static_cast<llama_seq_id>(sequence)).waits = false;
+  timer.reset();
   if (!settled.empty()) evict(std::move(settled));
+  timer.emplace(spent_.observing);
   for (Member& member : members_) {
     if (held_.contains(member.sequence)) member.begins = next_position(member.sequence);
     if (!held_.contains(member.sequence)) {
@@ -174,12 +176,17 @@ inline void Evictor::begin(const llama_batch& batch) {
 /// Positions of a sequence of the batch were moved: nothing of the batch stays.
 inline void Evictor::break_off() {
   broken_off_ = false;
-  complete();
-  for (const Member& member : members_)
-    llama_memory_seq_rm(llama_get_memory(context_), member.sequence, member.begins, -1);
   const auto moved = std::ranges::find_if(members_, [&](const Member& m) { return moved_.contains(m.sequence); });
-  forget_moved();
-  sync(true);
+  try {
+    complete();
+    for (const Member& member : members_)
+      llama_memory_seq_rm(llama_get_memory(context_), member.sequence, member.begins, -1);
+    forget_moved();
+    sync(true);
+  } catch (...) {
+    detach();
+    throw;
+  }
   throw StateError(text("llama: sequence ", moved->sequence, kMoved));
 }
 
