@@ -124,8 +124,9 @@ TEST_P(LlamaEvictor, ASequenceMayGetCellsThatAnotherLost) {
   for (const std::string policy :
        {"tova,budget=24,interval=8,share=union,prefill=cut", "knorm,budget=24,interval=8,prefill=cut"}) {
     const Engine run(policy, {.cells = 256, .sequences = 2});
-    ASSERT_EQ(run.decode({{0, some_tokens(20)}, {1, some_tokens(20, 2)}}), 0);
-    llama_memory_seq_rm(run.memory(), 0, 5, 15);
+    ASSERT_EQ(run.decode({{0, some_tokens(24)}}), 0);
+    llama_memory_seq_rm(run.memory(), 0, 1, 23);
+    ASSERT_EQ(run.decode({{1, some_tokens(20, 2)}}), 0);  // all of it in these cells
     for (unsigned i = 0; i < 40; ++i) {
       ASSERT_EQ(run.decode({{1, some_tokens(1, i)}}), 0) << policy;
       expect_sound(run, 1);
