@@ -492,6 +492,12 @@ def test_a_forward_that_dies_leaves_no_trace():
             model(tokens_of(1), **with_cache(model, cache))
         hook.remove()
         assert torch.equal(model(tokens_of(1), **with_cache(model, cache)).logits, want)
+        cache = kept.cache()
+        hook = layer.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prompted_into(model, cache, tokens_of(90))
+        hook.remove()
+        assert torch.equal(model(tokens_of(1), **with_cache(model, prompted_into(model, cache, ids))).logits, want), "its first step is another prompt"
     model = model_of("gemma3")
     with hf.attach(model, CUT) as kept, torch.no_grad():
         cache = prompted(model, kept, ids)
@@ -503,10 +509,33 @@ def test_a_forward_that_dies_leaves_no_trace():
             model(tokens_of(1), **with_cache(model, cache))
 
 
-def prompted(model, kept, ids):
-    cache = kept.cache()
+def prompted_into(model, cache, ids):
     model(ids, **with_cache(model, cache))
     return cache
+
+
+def prompted(model, kept, ids):
+    return prompted_into(model, kept.cache(), ids)
+
+
+def test_a_cache_that_is_reset_begins_another_prompt():
+    model, ids = model_of(), tokens_of(60)
+    with hf.attach(model, CUT) as kept:
+        cache = kept.cache()
+        first = generate(model, ids, **with_cache(model, cache), prefill_chunk_size=25)
+        cache.reset()
+        assert torch.equal(generate(model, ids[:, :44], **with_cache(model, cache)), generate(model, ids[:, :44]))
+        cache.reset()
+        assert torch.equal(generate(model, ids, **with_cache(model, cache)), first) or transformers.__version__ < "5.20"
+
+
+def test_gradients_are_refused():
+    model, ids = model_of(), tokens_of(20)
+    with hf.attach(model, "full") as kept:
+        assert not model(ids, **with_cache(model, kept.cache())).logits.isnan().any()
+        model.train()
+        with pytest.raises(kvkeep.Unsupported, match="no gradient goes through"):
+            model(ids, **with_cache(model, kept.cache()))
 
 
 def test_no_event_is_said_aloud():

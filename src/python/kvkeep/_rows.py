@@ -112,6 +112,7 @@ class Rows:
         with self.owner.lock:
             for id in self.ids:
                 self.keeper.leave(id)
+            self.prompt = None
             self.clear()
 
     def heads(self, layer):
@@ -126,10 +127,13 @@ class Rows:
         if self.tokens is not None:
             self.interrupted()
         self.position_ids = position_ids
-        if not self.ids:
-            return
         if self.broken:
             refuse(StateError, self.broken)
+        if self.columns == 0:  # a first step that did not end
+            prompt = self.prompt
+            self.forget()
+            self.prompt = prompt
+            return
         with self.owner.lock:
             if self.pending is not None:
                 self.show(*self.pending)
@@ -167,6 +171,8 @@ class Rows:
 
     def begin(self, batch, columns, mask):
         """The first layer of a step: which of its columns are tokens, and what will be asked of their queries."""
+        if torch.is_grad_enabled() and self.owner.model.training:
+            refuse(Unsupported, "the model trains, and no gradient goes through a cache under a policy; allowed model.eval() or torch.no_grad()")
         if self.ids and batch != len(self.ids):
             refuse(InvalidArgument, f"a step of {batch} sequences after steps of {len(self.ids)}; allowed the same ones")
         self.given, self.mask = mask, self.bools(mask, columns)
@@ -261,7 +267,7 @@ class Rows:
 
     def append(self, layer):
         """Writes the new rows behind those in use."""
-        keys, values = layer.new
+        keys, values = (new.detach() for new in layer.new)
         held, columns, most = self.heads(layer.index), keys.shape[2], int(self.tokens.max())
         needed = int(held.max()) + most
         both = self.buffers[layer.index]

@@ -120,7 +120,7 @@ class attach:
         if rows is not None:
             if rows.owner is not self:
                 refuse(InvalidArgument, "the cache is under another attach(); allowed one that this attach() made")
-            if not rows.ids and rows.prompt is None:
+            if not rows.ids and prompt is not None:
                 rows.prompt = prompt
             return cache
         if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
