@@ -20,7 +20,9 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/decoder_trace.h"
 #include "kvkeep/lm/record.h"
+#include "kvkeep/lm/weights.h"
 #include "kvkeep/policy/registry.h"
+#include "temporary_folder.h"
 
 namespace kvkeep::lm::generation_test {
 namespace {
@@ -466,16 +468,15 @@ INSTANTIATE_TEST_SUITE_P(
                       "ams-tova,variant=official,budget=32,interval=8,window=8,min_segment=4,max_segment=16"),
     [](const auto& one) { return "Case" + std::to_string(one.index); });
 
-TEST_P(Recorded, AReplayOfTheRecordedEventKeepsWhatTheRunKept) {
-  Decoder decoder = Decoder::open(llama());
+void expect_replays(Decoder& decoder, const char* policy) {
   const Request one = request(50, 40, 13);
-  const Completion run = alone(decoder, GetParam(), one);
+  const Completion run = alone(decoder, policy, one);
   ASSERT_GE(run.events.size(), 3U);
   const fs::path file = fs::temp_directory_path() / ("kvkeep-record-" + std::to_string(::getpid()) + ".safetensors");
   for (std::size_t e = 0; e < run.events.size(); ++e) {
-    const trace::Result recorded = record_event(decoder, make_policy(GetParam()), one, {.step = run.events[e].step});
+    const trace::Result recorded = record_event(decoder, make_policy(policy), one, {.step = run.events[e].step});
     io::write_safetensors(file, recorded.tensors, recorded.metadata);
-    const trace::Result replayed = trace::replay_event(io::SafetensorsFile::open(file), *make_policy(GetParam()));
+    const trace::Result replayed = trace::replay_event(io::SafetensorsFile::open(file), *make_policy(policy));
     for (const auto& [name, tensor] : replayed.tensors) {
       if (!name.ends_with(".positions")) continue;
       const std::int32_t layer = std::stoi(name.substr(6));
@@ -489,6 +490,24 @@ TEST_P(Recorded, AReplayOfTheRecordedEventKeepsWhatTheRunKept) {
     }
   }
   fs::remove(file);
+}
+
+TEST_P(Recorded, AReplayOfTheRecordedEventKeepsWhatTheRunKept) {
+  Decoder decoder = Decoder::open(llama());
+  expect_replays(decoder, GetParam());
+}
+
+using RecordingOf = testing::TemporaryFolder;
+
+TEST_F(RecordingOf, SmolLM3SaysWhichLayersHaveNoRope) {
+  LmConfig smollm3 = LmConfig::shape(Architecture::smollm3, 3, 32, 48, 4, 2, 8, 256);
+  smollm3.spec.layers[1].rope = RopeSpec::absent();
+  write_random_checkpoint(folder_, smollm3, 5);
+  Decoder decoder = Decoder::open(folder_);
+  for (const char* policy : {"tova,budget=24,interval=8", "expected,budget=24,interval=8"}) {
+    SCOPED_TRACE(policy);
+    expect_replays(decoder, policy);
+  }
 }
 
 TEST(Recording, HoldsWhatIsPinned) {

@@ -57,6 +57,31 @@ TEST(EventTrace, RefusesLayersThatAreNoLayers) {
   }
 }
 
+TEST(EventTrace, RefusesRopeThatIsLeftOpenOrWrong) {
+  testing::ReplayedTrace open = event();
+  open.metadata["inv_freq"] = "[]";
+  open.expect_refused("expected,budget=8,sink=2,recent=2", "does not state the RoPE of layer 0");
+  EXPECT_EQ(open.replay(kPolicy).metadata.at("slots_kept"), "8") << "queries after RoPE are not turned";
+  open.metadata["query_basis"] = "pre_rope";
+  open.expect_refused(kPolicy, "taken before RoPE, which the model spec does not state");
+  open.metadata["rope_style"] = "none";
+  EXPECT_EQ(open.replay(kPolicy).metadata.at("slots_kept"), "8");
+  for (const auto& [ropes, says] :
+       {std::pair{"[]", "not an object of layers"},
+        {R"({"1": {"rope_style": "none"}})", R"(names layer "1"; allowed 0 to 0)"},
+        {R"({"0x": {"rope_style": "none"}})", R"(names layer "0x")"},
+        {R"({"0": {}})", "has no rope_style"},
+        {R"({"0": {"rope_style": "round"}})", R"(is "round"; allowed half)"},
+        {R"({"0": {"rope_style": "half", "inv_freq": 1}})", "is not an array of numbers"},
+        {R"({"0": {"rope_style": "half", "inv_freq": [1, 1, 1]}})", "3 numbers for layer 0"},
+        {R"({"0": {"rope_style": "none", "inv_freq": [1]}})", "has 1 frequencies"},
+        {R"({"0": {"rope_style": "half", "attention_scaling": "x"}})", "is no number"}}) {
+    testing::ReplayedTrace wrong = event();
+    wrong.metadata["layer_ropes"] = ropes;
+    wrong.expect_refused(kPolicy, says);
+  }
+}
+
 TEST(EventTrace, RefusesMetadataThatNestsDeep) {
   const std::string deep = std::string(100000, '[') + std::string(100000, ']');
   for (const char* key :

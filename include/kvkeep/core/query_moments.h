@@ -79,7 +79,7 @@ struct MomentsLayout {
   QueryLayout queries;
   Dtype dtype = Dtype::f32;  ///< f32, f16 or bf16
   std::int32_t dim = 0;      ///< D
-  RopeView rope = {};             ///< of the layer, in the machine's memory; no pairs: queries come before RoPE
+  RopeView rope = {};        ///< of the layer, in the machine's memory; no pairs: queries come before RoPE
 };
 
 }  // namespace kvkeep

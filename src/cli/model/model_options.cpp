@@ -15,7 +15,8 @@ namespace kvkeep::cli {
 
 void ModelOptions::add(CLI::App& app) {
   as_input(app.add_option("--model", folder,
-                          "a Llama, Qwen2, Qwen3 or SmolLM3 model: a GGUF file, or a folder with config.json and *.safetensors"),
+                          "a Llama, Qwen2, Qwen3 or SmolLM3 model: a GGUF file, or a folder with config.json and "
+                          "*.safetensors"),
            io::Source::file_or_folder)
       ->required()
       ->option_text("FILE|DIR");
