@@ -162,7 +162,7 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
     e.output_projections.resize(e.spec.layers.size());
     e.output_projections[layer] = contiguous(projection);
   }
-  e.spec.layers[layer] = {};
+  e.spec.layers[layer].kind = LayerKind::full;
   e.rows[layer] = (DenseKv{clone(keys), clone(values)});
   e.positions.push_back(as<std::int32_t>(positions));
   e.query_positions.push_back(queries.defined() ? as<std::int32_t>(query_positions) : Tensor());
