@@ -122,6 +122,7 @@ Small random_small(std::int32_t group, std::int32_t dim, std::int64_t slots, std
           .queries = at::randn({queries, group, dim}).mul(size).to(dtype),
           .next = static_cast<std::int32_t>(slots)};
   for (std::int32_t f = 0; f < dim / 2; ++f) s.spec.rope.inv_freq.push_back(std::pow(1e4, -2.0 * f / dim));
+  if (dim < 2) s.spec.rope = RopeSpec::absent();
   return s;
 }
 

@@ -86,9 +86,13 @@ oracle::ScorerOutput expected(const oracle::ScorerInput& in, const Options& o) {
                                .offset_max = static_cast<long>(o.offset_max)});
 }
 
+/// A calibration is of a model whose layers turn alike.
+const ScorerCaseOptions kOneRope{.own_ropes = false};
+
 void expect_agreement(const Options& options, int cases, testing::Tolerance tolerance) {
   testing::expect_scores_agree(
-      Calibrated(options), [&](const oracle::ScorerInput& in) { return expected(in, options); }, cases, tolerance);
+      Calibrated(options), [&](const oracle::ScorerInput& in) { return expected(in, options); }, cases, tolerance,
+      kOneRope);
 }
 
 // A z-score divides by the deviation, so what float rounding did to the raw score grows where raw scores lie close
@@ -115,9 +119,10 @@ TEST(TriAttention, AgreesOnEveryInstructionSet) {
 }
 
 TEST(TriAttention, ObeysTheLawsOfScorers) {
-  testing::expect_scorer_laws(Calibrated(Options{}), 40);
-  testing::expect_scorer_laws(Calibrated(Options{.aggregate = Options::Aggregate::max, .offset_max = 128}), 12);
-  testing::expect_equal_slots_score_equal_bits(Calibrated(Options{}), 60);
+  testing::expect_scorer_laws(Calibrated(Options{}), 40, kOneRope);
+  testing::expect_scorer_laws(Calibrated(Options{.aggregate = Options::Aggregate::max, .offset_max = 128}), 12,
+                              kOneRope);
+  testing::expect_equal_slots_score_equal_bits(Calibrated(Options{}), 60, kOneRope);
 }
 
 /// A row of one KV head in plain memory.

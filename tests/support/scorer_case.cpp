@@ -230,8 +230,8 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
   for (int l = 0; l < full; ++l) {
     if (random.chance(0.2)) spec_.layers.push_back({.kind = LayerKind::other});
     spec_.layers.push_back({});
-    if (turner.chance(0.3)) spec_.layers.back().rope = RopeSpec::absent();
-    if (turner.chance(0.2)) spec_.layers.back().rope = {.style = RopeStyle::half, .inv_freq = {1.5, 0.02}};
+    if (options.own_ropes && turner.chance(0.3)) spec_.layers.back().rope = RopeSpec::absent();
+    if (options.own_ropes && dim >= 4 && turner.chance(0.2)) spec_.layers.back().rope = {.inv_freq = {1.5, 0.02}};
   }
   basis_ = random.chance(0.5) ? QueryBasis::pre_rope : QueryBasis::post_rope;
   key_dtype_ = random_dtype(random);
