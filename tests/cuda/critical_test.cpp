@@ -22,6 +22,7 @@ struct CriticalCase {
       : c(seed, shape), values(seed, c, value), projection(weight), hidden(units) {
     oracle::Random random(seed + 77);
     const std::int64_t layers = 2, each = std::int64_t{hidden} * c.spec.query_heads * shape.value_dim;
+    c.spec.layers.resize(static_cast<std::size_t>(layers));
     for (std::int64_t l = 0; l < layers; ++l) {
       weights.emplace_back(static_cast<std::size_t>(each * element_bytes(weight)));
       plain.emplace_back();

@@ -95,6 +95,7 @@ class EvidenceCase {
     spec.rope.attention_scaling = shape.pre_rope ? 1.1 : 1;
     const std::int32_t pairs = shape.pairs < 0 ? shape.dim / 2 : shape.pairs;
     for (std::int32_t f = 0; f < pairs; ++f) spec.rope.inv_freq.push_back(std::pow(1e4, -1.0 * f / pairs));
+    if (pairs == 0) spec.rope = RopeSpec::absent();
     if (shape.own_ropes) {
       spec.layers.resize(3);
       spec.layers[1].rope = RopeSpec::absent();
