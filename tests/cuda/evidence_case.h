@@ -101,6 +101,7 @@ class EvidenceCase {
       spec.layers[1].rope = RopeSpec::absent();
       spec.layers[2].rope = {.style = shape.style == RopeStyle::half ? RopeStyle::interleaved : RopeStyle::half,
                              .inv_freq = std::vector<double>(static_cast<std::size_t>(shape.dim / 3), 0.4)};
+      if (shape.dim < 3) spec.layers[2].rope = RopeSpec::absent();
     }
     table.key_dtype = dtype_of(shape.keys);
     std::int64_t first = 0;
