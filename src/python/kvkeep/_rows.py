@@ -88,6 +88,7 @@ class Rows:
     def __init__(self, owner, layers, prompt=None):
         self.owner, self.keeper, self.spec = owner, owner.keeper, owner.keeper.spec
         self.full = self.spec.full_layers
+        self.cut_rows = [index * self.spec.kv_heads + head for index in self.full for head in range(self.spec.kv_heads)]
         self.layers = [KeptLayer(self, i) if i in self.full else layer for i, layer in enumerate(layers)]
         self.prompt = prompt  # (columns, [batch, columns] mask or None) of the prompt, if they were announced
         self.clear()
@@ -187,6 +188,9 @@ class Rows:
         if self.mask is not None and self.is_plain():
             self.mask = None
         self.tokens = new.sum(1).astype(np.int32)
+        held = self.lengths[:, self.cut_rows]
+        first = int(held[0, 0])
+        self.flat = first if bool((held == first).all()) and bool(new.all()) else None  # slots of every row, if they are alike
         with self.owner.lock:
             self.plan_queries(columns)
 
@@ -267,18 +271,17 @@ class Rows:
 
     def append(self, layer):
         """Writes the new rows behind those in use."""
-        keys, values = (new.detach() for new in layer.new)
-        held, columns, most = self.heads(layer.index), keys.shape[2], int(self.tokens.max())
-        needed = int(held.max()) + most
+        keys, values = (new.detach() if new.requires_grad else new for new in layer.new)
+        held, most = self.heads(layer.index), int(self.tokens.max())
+        longest = int(held.max()) if self.flat is None else self.flat
+        needed = longest + most
         both = self.buffers[layer.index]
         if both is None or both[0].shape[2] < needed:
             room = needed if both is None else needed + needed // 2
-            both = self.buffers[layer.index] = tuple(moved(old, new, room, int(held.max())) for old, new in zip(both or (None, None), (keys, values)))
-        even = bool((held == held[0, 0]).all()) and bool(self.new.all())
+            both = self.buffers[layer.index] = tuple(moved(old, new, room, longest) for old, new in zip(both or (None, None), (keys, values)))
         for buffer, new in zip(both, (keys, values)):
-            if even:
-                at = int(held[0, 0])
-                buffer[:, :, at : at + columns] = new
+            if self.flat is not None:
+                buffer[:, :, longest:needed] = new
             elif most == 1 and bool((self.tokens == 1).all()):  # one token each, at places of their own
                 newest = new[torch.arange(len(self.ids)), :, torch.from_numpy(self.new.argmax(1))]
                 buffer.scatter_(2, torch.from_numpy(held.astype(np.int64))[:, :, None, None].expand(*newest.shape[:2], 1, newest.shape[2]), newest[:, :, None])
@@ -295,6 +298,9 @@ class Rows:
         if self.early:
             with self.owner.lock:
                 self.observe(index, self.new[:, : self.early], query[:, :, : self.early])
+        if self.keep == 0:
+            self.held[index] = None
+            return
         newest = query[:, :, columns - self.keep :].detach()
         self.held[index] = newest.clone() if 2 * self.keep < columns else newest
 
@@ -305,14 +311,11 @@ class Rows:
         alike = mask is self.given or (mask is None and given is None)
         if not alike and (mask is None or given is None or not torch.equal(mask, given)):
             refuse(Unsupported, f"layer {index} has a mask of its own; allowed full layers of one mask")
+        if self.flat is not None and self.mask is None and columns in (1, slots):
+            return "all" if columns == 1 else "causal"
         held = self.heads(index) + self.tokens[:, None]
         if self.mask is not None:
             return self.by_column(index, held, slots)[:, :, -columns:]
-        even = bool((held == slots).all()) and bool(self.new.all())
-        if even and columns == 1:
-            return "all"
-        if even and columns == slots:
-            return "causal"
         ragged = bool((held != held[:, :1]).any())
         after = torch.from_numpy(np.ascontiguousarray(held if ragged else held[:, :1])).long()[:, :, None, None]
         later = torch.from_numpy(self.tokens[:, None] - self.new.cumsum(1))  # tokens of the step behind each column
