@@ -205,7 +205,7 @@ ROPES = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_expected_turns_each_layer_as_the_model_does(monkeypatch, kind):
-    """doors 2 to 4: the slots that `expected` keeps are those under a spec that was written by hand."""
+    """the slots that `expected` keeps are those under a spec that was written by hand."""
     over, told = ROPES[kind]
     config = transformers.AutoConfig.for_model(kind, **(SHAPE | over))
     model, ids = randomised(transformers.AutoModelForCausalLM.from_config(config)), tokens_of(120)
@@ -217,7 +217,6 @@ def test_expected_turns_each_layer_as_the_model_does(monkeypatch, kind):
 
 
 def test_gemma3_turns_full_layers_by_their_own_frequencies(monkeypatch):
-    """doors 5."""
     model, ids = model_of("gemma3"), tokens_of(120)
     names = dict(model.get_decoder().rotary_emb.named_buffers())
     full = next(n for n in ("full_attention_inv_freq", "inv_freq") if n in names)
@@ -237,14 +236,12 @@ def test_a_rope_that_changes_with_the_length_is_refused_where_it_is_read():
 
 
 def test_attention_that_is_more_than_a_softmax_under_a_mask_is_refused_by_its_name():
-    """doors 1."""
     config = transformers.GptOssConfig(**SHAPE, head_dim=16, sliding_window=12, num_local_experts=2, num_experts_per_tok=1)
     with pytest.raises(kvkeep.Unsupported, match="s_aux, learned sinks"):
         hf.attach(randomised(transformers.AutoModelForCausalLM.from_config(config)), "full")
 
 
 def test_a_model_whose_attention_does_not_come_by_is_refused_when_it_is_attached():
-    """doors 9."""
     config = transformers.XGLMConfig(vocab_size=128, d_model=64, ffn_dim=96, attention_heads=4, num_layers=3, pad_token_id=0)
     with pytest.raises(kvkeep.Unsupported, match="does not come through transformers' attention interface"):
         hf.attach(randomised(transformers.AutoModelForCausalLM.from_config(config)), "tova,budget=24")
@@ -273,7 +270,6 @@ def test_a_difference_that_nobody_thought_of_is_found_when_it_is_attached():
 
 
 def test_keys_and_values_of_two_sizes():
-    """doors 11, without its sinks."""
     if "mimo_v2_flash" not in CONFIG_MAPPING:
         pytest.skip("this release of transformers has no such family")
     sizes = dict(head_dim=24, v_head_dim=16, swa_head_dim=24, swa_v_head_dim=16, sliding_window=12, moe_layer_freq=[0] * 3, n_routed_experts=2, num_experts_per_tok=1)
@@ -287,7 +283,7 @@ def test_keys_and_values_of_two_sizes():
 
 @pytest.mark.parametrize("policy", ["full", CUT])
 def test_turns_of_a_padded_batch(policy):
-    """doors 8: three turns, padded on the left, in the middle of the mask, and on the right."""
+    """three turns, padded on the left, in the middle of the mask, and on the right."""
     model = model_of()
     turns = [([40, 33], "left"), ([10, 4], "left"), ([3, 7], "right"), ([5, 5], "left")]
     texts = [[tokens_of(n, seed=10 * t + b)[0] for t, (lengths, _) in enumerate(turns) for n in [lengths[b]]] for b in range(2)]
@@ -359,7 +355,7 @@ def test_masks_that_do_more_than_hide_are_refused():
 
 
 def test_positions_that_are_not_those_of_the_text_are_refused_where_they_are_read():
-    """doors 13b: an image takes other positions than its tokens."""
+    """an image takes other positions than its tokens."""
     model, ids = model_of(), tokens_of(20)
     jump = torch.cat([torch.arange(10), torch.arange(5, 15)])[None]
     with hf.attach(model, EXPECTED) as kept, torch.no_grad():
@@ -374,7 +370,6 @@ def test_positions_that_are_not_those_of_the_text_are_refused_where_they_are_rea
 
 @pytest.mark.parametrize("chunk", [7, 48, 60, 119])
 def test_a_prompt_in_pieces_is_one_prompt(monkeypatch, chunk):
-    """doors 7."""
     model, ids = model_of(), tokens_of(120)
     logits = lambda **more: torch.stack(generate(model, return_dict_in_generate=True, output_logits=True, **more).logits)
     alike = lambda **more: torch.allclose(logits(**more), logits(**more, prefill_chunk_size=chunk), atol=1e-3)
@@ -416,7 +411,7 @@ DRAFTED = ["full", CUT, "ams-tova,budget=40,interval=8,prefill=cut,min_segment=8
 @pytest.mark.parametrize("policy", DRAFTED)
 @pytest.mark.parametrize("how", ["prompt lookup", "40 drafts", "assistant"])
 def test_drafts_that_are_taken_back_change_nothing(monkeypatch, policy, how):
-    """doors 6: the text is that without drafts at the same event points."""
+    """the text is that without drafts at the same event points."""
     model, ids = model_of(), tokens_of(30).repeat(1, 4)
     more = {"prompt lookup": dict(prompt_lookup_num_tokens=5), "40 drafts": dict(prompt_lookup_num_tokens=40), "assistant": dict(assistant_model=model_of("small"))}[how]
     with hf.attach(model, policy) as kept:
@@ -485,7 +480,6 @@ def test_two_threads_under_one_attach():
 
 
 def test_a_forward_that_dies_leaves_no_trace():
-    """doors 18."""
     model, ids = model_of(), tokens_of(60)
     with hf.attach(model, CUT) as kept, torch.no_grad():
         want = model(tokens_of(1), **with_cache(model, prompted(model, kept, ids))).logits

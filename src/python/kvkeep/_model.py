@@ -79,15 +79,11 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         refuse(Unsupported, f"attention of {type(module).__name__} has the argument {name}{meaning}; allowed the softmax of scaled products under a mask")
     if layer is not None:
         return layer.attend(module, query, key, value, attention_mask, dropout, scaling, kwargs)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def attend_plainly(module, query, key, value, mask, dropout, scaling, **kwargs):
-    return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
 @contextmanager
@@ -151,7 +147,7 @@ class _Probe(DynamicLayer):
         if value is not self.values_seen:
             refuse(Unsupported, f"layer {self.index} attends to other values than those in its cache; allowed models that attend to what the cache returned")
         self.readers.append((module, query.shape[1], scaling))
-        return attend_plainly(module, query, key, value, mask, dropout, scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
 
 
 def _kinds(model):

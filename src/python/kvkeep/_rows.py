@@ -11,9 +11,10 @@ full layers. Events come at the start of the next forward, when every token that
 import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from . import MOST_POSITIONS, InvalidArgument, StateError, Unsupported
-from ._model import attend_plainly, refuse, tag
+from ._model import refuse, tag
 
 _ROLLBACK = 32  # tokens that Keeper.truncate() can always take back
 
@@ -168,7 +169,7 @@ class Rows:
             refuse(Unsupported, f"layer {layer.index} attends to later tokens; allowed causal attention")
         seen = self.mask_of(layer.index, mask, columns, layer.keys.shape[2])
         even = isinstance(seen, str)
-        return attend_plainly(module, query, layer.keys, layer.values, None if even else seen, dropout, scaling, is_causal=even and seen == "causal", **kwargs)
+        return sdpa_attention_forward(module, query, layer.keys, layer.values, None if even else seen, dropout, scaling, is_causal=even and seen == "causal", **kwargs)
 
     def begin(self, batch, columns, mask):
         """The first layer of a step: which of its columns are tokens, and what will be asked of their queries."""
@@ -347,9 +348,7 @@ class Rows:
         missing = next((i for i in self.full if i not in self.held), None)
         if missing is not None:
             refuse(Unsupported, f"attention of layer {missing} did not come through transformers' attention interface in this step; allowed models where it does in every step")
-        per_layer = np.zeros(self.spec.num_layers, np.int32)
-        per_layer[self.full] = 1
-        self.lengths += self.tokens[:, None] * np.repeat(per_layer, self.spec.kv_heads)[None]
+        self.lengths[:, self.cut_rows] += self.tokens[:, None]
         step = self.new[:, self.early :], self.held, self.keep
         unsure = self.unsure()
         self.real, self.columns = self.after, self.after.shape[1]
@@ -417,9 +416,7 @@ class Rows:
             shown = self.real[:, self.columns - columns : self.columns - columns + rest].sum(1)
             for id, tokens in zip(self.ids, shown):
                 self.keeper.truncate(id, self.keeper.logical_length(id) - int(tokens))
-        per_layer = np.zeros(self.spec.num_layers, np.int32)
-        per_layer[self.full] = 1
-        self.lengths -= gone[:, None] * np.repeat(per_layer, self.spec.kv_heads)[None]
+        self.lengths[:, self.cut_rows] -= gone[:, None]
         self.real, self.columns = self.real[:, : self.columns - columns], self.columns - columns
         self.quit_step()
 

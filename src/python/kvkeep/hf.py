@@ -54,16 +54,16 @@ class attach:
     """
 
     def __init__(self, model, policy, output_projections=False, check=True):
-        self.model, self.policy, self.events, self.bytes_moved = model, policy, [], 0
         spec, projections = _spec(model), []
         if output_projections:
             modules = describe(model)[1]
             projections = [modules[i].o_proj.weight.detach() if i in modules else None for i in range(spec.num_layers)]
-        self._start(Keeper(spec, policy, output_projections=projections))
+        self._start(model, policy, Keeper(spec, policy, output_projections=projections))
         if check:
             self._check()
 
-    def _start(self, keeper):
+    def _start(self, model, policy, keeper):
+        self.model, self.policy, self.events, self.bytes_moved = model, policy, [], 0
         self.keeper, self.lock = keeper, threading.RLock()
         self._next, self._entered, self._nearest = 0, None, None
         self._here = threading.local()  # the prompt of generate() and the rows of the forward that run in a thread
@@ -76,10 +76,9 @@ class attach:
 
     def _check(self):
         """The model computes under `full` what it computes alone."""
-        ids, logits = short_text(self.model, 12), []
+        ids = short_text(self.model, 12)
         under_full = object.__new__(attach)
-        under_full.model, under_full.policy, under_full.events, under_full.bytes_moved = self.model, "full", [], 0
-        under_full._start(Keeper(self.keeper.spec, "full"))
+        under_full._start(self.model, "full", Keeper(self.keeper.spec, "full"))
         with quietly(self.model):
             alone = self._try(ids, _plain_cache(self.model), "alone")
             with under_full:
