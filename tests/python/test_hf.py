@@ -541,6 +541,9 @@ def test_no_event_is_said_aloud():
     with pytest.warns(UserWarning, match="no event came: the longest sequence had 42 tokens, and tova,budget=64 may cut one of 576"):
         with hf.attach(model, "tova,budget=64"):
             generate(model, ids)
+    with pytest.warns(UserWarning, match="no event came: the model ran without a cache"):
+        with hf.attach(model, "tova,budget=32"):
+            generate(model, ids, use_cache=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with hf.attach(model, "full"):

@@ -65,7 +65,7 @@ class attach:
     def _start(self, model, policy, keeper):
         self.model, self.policy, self.events, self.bytes_moved = model, policy, [], 0
         self.keeper, self.lock = keeper, threading.RLock()
-        self._next, self._entered, self._nearest = 0, None, None
+        self._next, self._entered, self._nearest, self._uncached = 0, None, None, False
         self._here = threading.local()  # the prompt of generate() and the rows of the forward that run in a thread
 
     def __repr__(self):
@@ -141,6 +141,7 @@ class attach:
         name = next((n for n in CACHE_NAMES if kwargs.get(n) is not None), None)
         if name is None:
             if not kwargs.get("use_cache", getattr(module.config, "use_cache", False)):
+                self._uncached = True
                 return None
             name = cache_name(module)
             kwargs[name] = _plain_cache(self.model)
@@ -185,9 +186,13 @@ class attach:
     def __exit__(self, error, *_):
         self._entered.leave()
         self._entered = None
-        if error is None and not self.events and self._nearest is not None:
+        if error is not None or self.events:
+            return
+        if self._nearest is not None:
             seen, away = self._nearest
             warnings.warn(f"kvkeep.hf: no event came: the longest sequence had {seen} tokens, and {self.policy} may cut one of {seen + away}", stacklevel=2)
+        elif self._uncached and self._next == 0:
+            warnings.warn("kvkeep.hf: no event came: the model ran without a cache, and a policy cuts nothing else; allowed use_cache=True", stacklevel=2)
 
 
 class _Entered:
