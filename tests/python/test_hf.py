@@ -317,6 +317,38 @@ def test_turns_of_a_padded_batch(policy):
             assert torch.allclose(got[t][b], single[b][t], atol=1e-4), (t, b)
 
 
+@pytest.mark.parametrize("pad", [0, "the end token"])
+@pytest.mark.parametrize("policy", ["full", CUT, "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2"])
+def test_a_sequence_that_ends_before_the_others_is_given_no_padding(policy, pad):
+    """generate() writes padding behind its end token, and its mask counts that as text; two turns are those of each alone."""
+    model, prompts, more = model_of(), [tokens_of(44, seed=2), tokens_of(50, seed=3)], [tokens_of(6, seed=4), tokens_of(9, seed=5)]
+    end = int(generate(model, prompts[0])[0, 46])  # the third token that the first one writes
+    pad = end if pad == "the end token" else pad
+
+    def turn(cache, seen, mask, new):
+        width = max(n.shape[1] for n in new)
+        ids = torch.cat([seen, torch.cat([torch.nn.functional.pad(n, (width - n.shape[1], 0)) for n in new])], 1)
+        mask = torch.cat([mask, torch.stack([(torch.arange(width) >= width - n.shape[1]).long() for n in new])], 1)
+        out = generate(model, ids, attention_mask=mask, eos_token_id=end, pad_token_id=pad, past_key_values=cache)
+        wrote = out[:, ids.shape[1] :]
+        real = ((wrote == end).cumsum(1) - (wrote == end).long() == 0).long()
+        return out, torch.cat([mask, real], 1), [w[r.bool()].tolist() for w, r in zip(wrote, real)]
+
+    def talk(kept, rows):
+        cache, seen, mask = kept.cache(), torch.zeros(len(rows), 0, dtype=torch.long), torch.zeros(len(rows), 0, dtype=torch.long)
+        seen, mask, first = turn(cache, seen, mask, [prompts[r] for r in rows])
+        return [list(x) for x in zip(first, turn(cache, seen, mask, [more[r] for r in rows])[2])]
+
+    with hf.attach(model, policy) as kept:
+        both = talk(kept, [0, 1])
+        events = sorted((e.sequence, e.logical_length) for e in kept.events)
+    assert len(both[0][0]) <= 3 < len(both[1][0]), "one ends before the other"
+    for r in range(2):
+        with hf.attach(model, policy) as kept:
+            assert talk(kept, [r]) == [both[r]]
+        assert [(r, e.logical_length) for e in kept.events] == [e for e in events if e[0] == r]
+
+
 def test_a_mask_of_the_programs_own_is_used():
     """A block of the prompt sees both ways, as images do."""
     model, ids = model_of(), tokens_of(30)

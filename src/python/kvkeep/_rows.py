@@ -124,11 +124,12 @@ class Rows:
 
     # ---- A forward
 
-    def before(self, position_ids):
-        """A forward begins: what was computed is confirmed, and what is due is cut."""
+    def before(self, position_ids, ended=None):
+        """A forward begins: what was computed is confirmed, and what is due is cut. ended: bool [batch]; what these
+        sequences are given is padding; None: nobody knows."""
         if self.tokens is not None:
             self.interrupted()
-        self.position_ids = position_ids
+        self.position_ids, self.ended = position_ids, ended
         if self.broken:
             refuse(StateError, self.broken)
         if self.columns == 0:  # a first step that did not end
@@ -181,6 +182,8 @@ class Rows:
         new = np.ones((batch, columns), bool)
         if self.mask is not None:
             new[:] = self.mask[:, 0].diagonal(self.columns, 1, 2).numpy()
+        if self.ended is not None and 1 < batch == len(self.ended) and self.ids and self.keeper.tokens_to_event(self.ids[0]) is not None:
+            new[self.ended] = False
         real = new if self.real is None else np.concatenate([self.real, new], 1)
         if not self.ids:
             self.join(batch, columns, new)
@@ -283,7 +286,7 @@ class Rows:
         for buffer, new in zip(both, (keys, values)):
             if self.flat is not None:
                 buffer[:, :, longest:needed] = new
-            elif most == 1 and bool((self.tokens == 1).all()):  # one token each, at places of their own
+            elif most == 1:  # one token each, at places of their own; for none, behind what is held
                 newest = new[torch.arange(len(self.ids)), :, torch.from_numpy(self.new.argmax(1))]
                 buffer.scatter_(2, torch.from_numpy(held.astype(np.int64))[:, :, None, None].expand(*newest.shape[:2], 1, newest.shape[2]), newest[:, :, None])
             else:

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
 
+import numpy as np
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 
 from . import InvalidArgument, Keeper, Unsupported
@@ -147,7 +149,8 @@ class attach:
             kwargs[name] = _plain_cache(self.model)
         cache = kwargs[name] = self._keep(kwargs[name], getattr(self._here, "prompt", None))
         rows = _rows_of(cache)
-        rows.before(kwargs.get("position_ids"))
+        ended = getattr(self._here, "ended", None)
+        rows.before(kwargs.get("position_ids"), None if ended is None else ended.now)
         self._here.running = rows
         return args, kwargs
 
@@ -168,12 +171,15 @@ class attach:
             mask = kwargs.get("attention_mask")
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or ids is None or mask.shape != ids.shape[:2]:
                 mask = None
-            before = getattr(self._here, "prompt", None)
+            before = getattr(self._here, "prompt", None), getattr(self._here, "ended", None)
             self._here.prompt = (ids.shape[1], mask) if ids is not None and ids.dim() >= 2 else None
+            self._here.ended = ended = _Ended.of(model, args, kwargs)
+            if ended is not None and len(args) < 4:  # the fourth is the stopping criteria
+                kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), ended])
             try:
                 return inner(*args, **kwargs)
             finally:
-                self._here.prompt = before
+                self._here.prompt, self._here.ended = before
 
         return generate
 
@@ -193,6 +199,36 @@ class attach:
             warnings.warn(f"kvkeep.hf: no event came: the longest sequence had {seen} tokens, and {self.policy} may cut one of {seen + away}", stacklevel=2)
         elif self._uncached and self._next == 0:
             warnings.warn("kvkeep.hf: no event came: the model ran without a cache, and a policy cuts nothing else; allowed use_cache=True", stacklevel=2)
+
+
+class _Ended(StoppingCriteria):
+    """Stops nothing. Learns which sequences of a batch have ended: after its end token, a sequence is given padding until
+    all have ended, and generate() counts that as text."""
+
+    def __init__(self, ends, pad):
+        self.ends, self.pad, self.at_end, self.now = torch.tensor(ends), pad, None, None
+
+    @classmethod
+    def of(cls, model, args, kwargs):
+        """None: generate() has no end token, or was told so."""
+        configs = [kwargs.get("generation_config"), *args[1:2], getattr(model, "generation_config", None)]
+
+        def value(name):
+            if name in kwargs:
+                return kwargs[name]
+            return next((v for c in configs if (v := getattr(c, name, None)) is not None), None)
+
+        ends, pad = value("eos_token_id"), value("pad_token_id")
+        ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
+        return cls(ends, ends[0] if pad is None else int(pad)) if ends else None
+
+    def __call__(self, input_ids, scores, **kwargs):
+        newest = input_ids[:, -1].cpu()
+        if self.at_end is None:
+            self.now = self.at_end = np.zeros(len(newest), bool)
+        self.now = (self.now | self.at_end) & (newest == self.pad).numpy()
+        self.at_end = torch.isin(newest, self.ends).numpy()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class _Entered:
