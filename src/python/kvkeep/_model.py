@@ -64,6 +64,12 @@ def run(model, ids, cache, **more):
     return model(input_ids=ids, use_cache=True, **{cache_name(model): cache}, **more).logits
 
 
+def decoder_of(model):
+    """The module whose forward is a step. get_decoder() of ModernBERT returns its head."""
+    decoder = model.get_decoder()
+    return decoder if hasattr(decoder, "config") else model.base_model
+
+
 def tag(keys, layer):
     setattr(keys, _TAG, layer)
 
@@ -89,7 +95,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 @contextmanager
 def our_attention(model):
     """Attention of the text decoder, and of nothing else of the model, comes to attention()."""
-    decoder, text = model.get_decoder(), model.config.get_text_config(decoder=True)
+    decoder, text = decoder_of(model), model.config.get_text_config(decoder=True)
     configs = {id(c): c for m in decoder.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation_internal")}
     configs.setdefault(id(text), text)
     before = [(c, c._attn_implementation_internal) for c in configs.values()]
@@ -268,7 +274,7 @@ def describe(model):
         refuse(Unsupported, "a layer attends to the cache of another one and has its own; allowed one cache for each layer")
     of = lambda value: {index: value(layer) for index, layer in here.items()}
     dim = _one("keys of size", of(lambda l: l.new.shape[-1]))
-    ropes = _ropes(here, there, alike, _frequencies(model.get_decoder()))
+    ropes = _ropes(here, there, alike, _frequencies(decoder_of(model)))
     key = lambda rope: (rope.style, rope.attention_scaling, tuple(rope.inv_freq))
     common = Counter(key(r) for r in ropes.values()).most_common(1)[0][0]
     spec = ModelSpec(

@@ -92,6 +92,7 @@ class Rows:
         self.cut_rows = [index * self.spec.kv_heads + head for index in self.full for head in range(self.spec.kv_heads)]
         self.layers = [KeptLayer(self, i) if i in self.full else layer for i, layer in enumerate(layers)]
         self.prompt = prompt  # (columns, [batch, columns] mask or None) of the prompt, if they were announced
+        self.position_ids = self.ended = None
         self.clear()
 
     def clear(self):

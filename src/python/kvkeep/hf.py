@@ -26,7 +26,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 
 from . import InvalidArgument, Keeper, Unsupported
-from ._model import CACHE_NAMES, cache_name, describe, our_attention, quietly, refuse, run, short_text, shown
+from ._model import CACHE_NAMES, cache_name, decoder_of, describe, our_attention, quietly, refuse, run, short_text, shown
 from ._model import plain_cache as _plain_cache
 from ._rows import KeptCache, Rows
 from ._rows import rows_of as _rows_of
@@ -236,7 +236,7 @@ class _Entered:
 
     def __init__(self, owner):
         model = self.model = owner.model
-        self.decoder = model.get_decoder()
+        self.decoder = decoder_of(model)
         self.attention = our_attention(model)
         self.attention.__enter__()
         self.hooks = [
