@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) expected_turns_kernel(Ex
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} / e.kv_heads * each; n += gridDim.x) {
     const std::int64_t group = n / each;
     const auto i = static_cast<std::int32_t>(n - group * each);
-    const RopeView& rope = e.ropes[group];
+    const RopeView& rope = e.ropes[group];  // a copy spills registers on sm_80
     if (i == task.backs()) {
       for (auto f = static_cast<std::int32_t>(threadIdx.x); f < rope.pairs; f += tuning::kTurnThreads) {
         const RopeMeanTurn turn =
