@@ -68,7 +68,7 @@ def test_traces_that_run_a_model_are_refused(tmp_path):
 
 
 def test_wrong_words_end_with_2():
-    for words, said in [([], "kvkeep --help"), (["frobnicate"], "no sub-command 'frobnicate'; allowed policies, plan, replay, doctor"), (["policies", "--wrong"], "--wrong"), (["policies", "lru"], "lru"), (["plan", "--shape", "round", "--policy", "full"], "round")]:
+    for words, said in [([], "Usage: kvkeep [OPTIONS] SUBCOMMAND"), (["frobnicate"], "no sub-command 'frobnicate'; allowed policies, plan, replay, doctor"), (["policies", "--wrong"], "--wrong"), (["policies", "lru"], "lru"), (["plan", "--shape", "round", "--policy", "full"], "round")]:
         refused = run(*words)
         assert refused.returncode == 2 and refused.stdout == "" and said in refused.stderr, words
 

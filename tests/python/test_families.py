@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+from packaging.version import Version
 
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.57")
@@ -32,14 +33,16 @@ def outcome(family):
     return verdict, why
 
 
+OLD = Version(transformers.__version__) < Version("5.20")  # fewer, or others, attend through the interface
+
+
 @pytest.mark.parametrize("family", SAME)
 def test_computes_what_the_model_computes_alone(family):
     verdict, why = outcome(family)
-    old = transformers.__version__ < "5.20" and verdict == "refused"  # what came through the interface later
-    assert verdict == "same" or old, why
+    assert verdict == "same" or (OLD and verdict == "refused"), why
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_is_refused_by_name(family):
     verdict, why = outcome(family)
-    assert verdict == "refused" and (REFUSED[family] in why or transformers.__version__ < "5.20"), why
+    assert (verdict == "refused" and REFUSED[family] in why) or (OLD and verdict in ("same", "refused")), why
