@@ -61,6 +61,10 @@ class Break:
         self.file, self.tests = where
         self.after, self.code, self.broken = (
             "\n".join(line[1:].strip() for line in block[2:] if line[0] == sign) for sign in "@-+")
+        for code in (self.code, self.broken):
+            whole = all(code.count(a) == code.count(b) for a, b in ("()", "[]", "{}"))
+            if not whole or re.search(r"^(&&|[|][|])|(&&|[|][|])$|^(const )?[\w:]+[&*]? \w+ = ", code):
+                raise ValueError(f"tests/breaks/{room}.txt: '{self.name}' is half a statement or a declaration: {code}")
         self.program = PROGRAMS.get(room, ALL_PROGRAMS[0])
 
     def place(self, source):

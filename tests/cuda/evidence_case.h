@@ -33,7 +33,8 @@ struct EvidenceShape {
   bool ragged = false;      ///< heads hold different numbers of slots
   bool gaps = true;         ///< in positions
   double loudness = 1;      ///< of the keys
-  bool own_ropes = false;   ///< every second group is in a layer without RoPE, every third in one that turns otherwise
+  /// Other than one: every group is in the next of three layers.
+  oracle::Ropes ropes = oracle::Ropes::one;
 };
 
 /// Bytes of one stored number.
@@ -96,7 +97,13 @@ class EvidenceCase {
     const std::int32_t pairs = shape.pairs < 0 ? shape.dim / 2 : shape.pairs;
     for (std::int32_t f = 0; f < pairs; ++f) spec.rope.inv_freq.push_back(std::pow(1e4, -1.0 * f / pairs));
     if (pairs == 0) spec.rope = RopeSpec::absent();
-    if (shape.own_ropes) {
+    if (shape.ropes == oracle::Ropes::same_pairs) {
+      spec.layers.resize(3);
+      spec.layers[1].rope = spec.rope;
+      spec.layers[1].rope->attention_scaling *= 1.4;
+      for (double& frequency : spec.layers[1].rope->inv_freq) frequency *= 0.7;
+    }
+    if (shape.ropes == oracle::Ropes::any) {
       spec.layers.resize(3);
       spec.layers[1].rope = RopeSpec::absent();
       spec.layers[2].rope = {.style = shape.style == RopeStyle::half ? RopeStyle::interleaved : RopeStyle::half,
@@ -310,7 +317,7 @@ class DeviceEvidence {
     return {.rows = rows_.data(),
             .limits = limits_.data(),
             .queries = queries_.data(),
-            .ropes = from_.spec.rope.inv_freq.empty() && !from_.shape.own_ropes ? nullptr : ropes_.data(),
+            .ropes = from_.spec.rope.inv_freq.empty() && from_.spec.num_layers() == 1 ? nullptr : ropes_.data(),
             .count = static_cast<std::int32_t>(from_.table.rows.size()),
             .longest = longest,
             .kv_heads = from_.shape.kv_heads,

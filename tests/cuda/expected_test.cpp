@@ -123,7 +123,7 @@ TEST_F(ExpectedKernel, AgreesWithTheCpuForEveryHeadSizeAndElement) {  // B25
                         .query = kStored[seed % 3],
                         .pre_rope = seed % 3 == 0,
                         .style = seed % 2 == 0 ? RopeStyle::half : RopeStyle::interleaved,
-                        .own_ropes = true},
+                        .ropes = oracle::Ropes::any},
                        {.future = 50, .epsilon = 0}, kStored[(seed / 2) % std::size(kStored)]);
     }
 }
@@ -205,7 +205,7 @@ TEST_F(ExpectedKernel, TakesGivenMoments) {
                                 .keys = keys,
                                 .style = style,
                                 .pairs = dim == 17 ? 5 : -1,
-                                .own_ropes = true});
+                                .ropes = oracle::Ropes::any});
         const ValueCase values(seed, c, Element::f16);
         for (const std::int32_t tokens : {3, 5, 20, 150}) {
           if (dim > 64 && tokens != 20) continue;

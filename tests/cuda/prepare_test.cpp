@@ -53,7 +53,7 @@ TEST_F(Prepare, TurnsQueriesAsTheCpuDoes) {  // B16
                                         .pre_rope = pre_rope,
                                         .style = style,
                                         .pairs = dim / 4 + dim / 5,
-                                        .own_ropes = true});
+                                        .ropes = oracle::Ropes::any});
           for (const std::int32_t window : {1, 4, 7}) {
             const std::vector<float> want = on_cpu(c, window);
             in_every_order([&] {

@@ -14,13 +14,14 @@ Calibration calibration_of(const EvidenceCase& c, std::uint64_t seed) {
   Calibration calibration;
   calibration.head_dim = c.shape.dim;
   calibration.rope_style = c.shape.style;
-  for (std::int32_t h = 0; h < c.spec.query_heads; ++h) {
-    Calibration::Head& head = calibration.heads[{0, h}];
-    for (std::int32_t f = 0; f < c.shape.dim / 2; ++f) {
-      head.q_mean.emplace_back(static_cast<float>(random.normal()), static_cast<float>(random.normal()));
-      head.q_abs_mean.push_back(std::abs(head.q_mean.back()) + static_cast<float>(random.unit()));
+  for (std::int32_t l = 0; l < c.spec.num_layers(); ++l)
+    for (std::int32_t h = 0; h < c.spec.query_heads; ++h) {
+      Calibration::Head& head = calibration.heads[{l, h}];
+      for (std::int32_t f = 0; f < c.shape.dim / 2; ++f) {
+        head.q_mean.emplace_back(static_cast<float>(random.normal()), static_cast<float>(random.normal()));
+        head.q_abs_mean.push_back(std::abs(head.q_mean.back()) + static_cast<float>(random.unit()));
+      }
     }
-  }
   return calibration;
 }
 
@@ -89,6 +90,19 @@ TEST_F(TriAttentionKernel, AgreesWithTheCpuForEveryHeadSizeGroupAndElement) {  /
                        {.aggregate = aggregate});
     }
   }
+}
+
+TEST_F(TriAttentionKernel, TurnsEveryLayerByFrequenciesOfItsOwn) {
+  for (const std::int32_t dim : {2, 16, 96})
+    for (const auto style : {RopeStyle::half, RopeStyle::interleaved})
+      expect_as_on_cpu(EvidenceCase(static_cast<std::uint64_t>(dim), {.group = 2,
+                                                                      .kv_heads = 2,
+                                                                      .dim = dim,
+                                                                      .lengths = {37, 9, 21, 5},
+                                                                      .keys = kStored[dim % std::size(kStored)],
+                                                                      .style = style,
+                                                                      .ropes = oracle::Ropes::same_pairs}),
+                       {.normalize = false, .offset_max = 300});
 }
 
 TEST_F(TriAttentionKernel, KnowsEveryWayToShareAndNormalise) {

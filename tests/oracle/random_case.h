@@ -28,6 +28,13 @@ class Random {
   uint64_t state_;
 };
 
+/// How layers turn beside the model's RoPE.
+enum class Ropes : uint8_t {
+  one,         ///< as the model's
+  same_pairs,  ///< some by other frequencies and another factor
+  any,         ///< some not at all, some by fewer pairs
+};
+
 struct RandomCase {
   Options options;
   Sequence sequence;

@@ -11,9 +11,8 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <sstream>
-
-#include "oracle/random_case.h"
 
 namespace kvkeep::testing {
 namespace {
@@ -230,8 +229,14 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
   for (int l = 0; l < full; ++l) {
     if (random.chance(0.2)) spec_.layers.push_back({.kind = LayerKind::other});
     spec_.layers.push_back({});
-    if (options.own_ropes && turner.chance(0.3)) spec_.layers.back().rope = RopeSpec::absent();
-    if (options.own_ropes && dim >= 4 && turner.chance(0.2)) spec_.layers.back().rope = {.inv_freq = {1.5, 0.02}};
+    std::optional<RopeSpec>& own = spec_.layers.back().rope;
+    if (options.ropes == oracle::Ropes::any && turner.chance(0.3)) own = RopeSpec::absent();
+    if (options.ropes == oracle::Ropes::any && dim >= 4 && turner.chance(0.2)) own = {.inv_freq = {1.5, 0.02}};
+    if (options.ropes == oracle::Ropes::same_pairs && !spec_.rope.inv_freq.empty() && turner.chance(0.5)) {
+      own = spec_.rope;
+      own->attention_scaling = 1.4;
+      for (double& frequency : own->inv_freq) frequency *= 0.7;
+    }
   }
   basis_ = random.chance(0.5) ? QueryBasis::pre_rope : QueryBasis::post_rope;
   key_dtype_ = random_dtype(random);

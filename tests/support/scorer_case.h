@@ -14,6 +14,7 @@
 
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/torch.h"
+#include "oracle/random_case.h"
 #include "oracle/scorer_input.h"
 
 namespace kvkeep::testing {
@@ -23,7 +24,7 @@ struct ScorerCaseOptions {
   std::int32_t most_queries = 70;  ///< queries seen of a sequence; often fewer, sometimes none
   std::int32_t least_dim = 1;      ///< head size of keys
   bool ragged = true;              ///< heads of a sequence may hold different numbers of slots
-  bool own_ropes = true;           ///< layers may have no RoPE, or another than the model's
+  oracle::Ropes ropes = oracle::Ropes::any;
 };
 
 class ScorerArrangement;
