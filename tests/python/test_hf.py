@@ -435,17 +435,33 @@ def without_drafts(monkeypatch, model, policy, ids, points, **more):
     return out, [e.logical_length for e in kept.events]
 
 
+def predicts_further(monkeypatch):
+    """A model with layers that draft the next two tokens (MTP), random as its own are; transformers reads them from a file."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("this release of transformers has no MTP")
+    config = transformers.Glm4MoeConfig(**SHAPE, head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1, num_mtp_layers=2)
+
+    def drafter(main, **_):
+        made = layers.MtpModel(main, 2).eval()
+        randomised(made.layers)
+        return made
+
+    monkeypatch.setattr(layers.MtpModel, "from_pretrained", drafter)
+    return randomised(transformers.AutoModelForCausalLM.from_config(config))
+
+
 DRAFTED = ["full", CUT, "ams-tova,budget=40,interval=8,prefill=cut,min_segment=8,recent=4", "snapkv,budget=40,interval=8,window=8,prefill=cut",
            "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2", "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2,statistics=stream",
            "adakv-snapkv,budget=40,interval=8,window=8,prefill=cut", "h2o,budget=40,interval=8,prefill=cut,recent=4", "streaming,budget=40,interval=1,prefill=cut"]  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", DRAFTED)
-@pytest.mark.parametrize("how", ["prompt lookup", "40 drafts", "assistant"])
+@pytest.mark.parametrize("how", ["prompt lookup", "40 drafts", "assistant", "MTP"])
 def test_drafts_that_are_taken_back_change_nothing(monkeypatch, policy, how):
     """the text is that without drafts at the same event points."""
-    model, ids = model_of(), tokens_of(30).repeat(1, 4)
-    more = {"prompt lookup": dict(prompt_lookup_num_tokens=5), "40 drafts": dict(prompt_lookup_num_tokens=40), "assistant": dict(assistant_model=model_of("small"))}[how]
+    model, ids = predicts_further(monkeypatch) if how == "MTP" else model_of(), tokens_of(30).repeat(1, 4)
+    more = {"prompt lookup": dict(prompt_lookup_num_tokens=5), "40 drafts": dict(prompt_lookup_num_tokens=40), "assistant": dict(assistant_model=model_of("small")), "MTP": dict(use_mtp=True)}[how]
     with hf.attach(model, policy) as kept:
         drafted = generate(model, ids, new=60, **more)
     points = [e.logical_length for e in kept.events]
