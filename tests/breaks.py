@@ -15,7 +15,8 @@ Breaks are in tests/breaks/ROOM.txt, apart from each other by an empty line:
   - spans_.pop_back();                                    the code: the first after @, or once in the file
   + spans_.clear();                                       what stands there instead; left out: nothing
 
-White space does not count. Code that ends with ; is statements, other code is an expression. Neither may be constexpr.
+White space does not count. Code that ends with ; is statements, other code is an expression. Neither may be constexpr,
+nor begin with a declaration.
 
 All breaks are compiled together, into a copy of the sources, each behind a condition that a number in the environment
 turns on: one build serves them all. Without a break every test that is tried first must pass. Then each break runs

@@ -97,14 +97,13 @@ class EvidenceCase {
     const std::int32_t pairs = shape.pairs < 0 ? shape.dim / 2 : shape.pairs;
     for (std::int32_t f = 0; f < pairs; ++f) spec.rope.inv_freq.push_back(std::pow(1e4, -1.0 * f / pairs));
     if (pairs == 0) spec.rope = RopeSpec::absent();
+    if (shape.ropes != oracle::Ropes::one) spec.layers.resize(3);
     if (shape.ropes == oracle::Ropes::same_pairs) {
-      spec.layers.resize(3);
       spec.layers[1].rope = spec.rope;
       spec.layers[1].rope->attention_scaling *= 1.4;
       for (double& frequency : spec.layers[1].rope->inv_freq) frequency *= 0.7;
     }
     if (shape.ropes == oracle::Ropes::any) {
-      spec.layers.resize(3);
       spec.layers[1].rope = RopeSpec::absent();
       spec.layers[2].rope = {.style = shape.style == RopeStyle::half ? RopeStyle::interleaved : RopeStyle::half,
                              .inv_freq = std::vector<double>(static_cast<std::size_t>(shape.dim / 3), 0.4)};

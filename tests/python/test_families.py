@@ -45,4 +45,7 @@ def test_computes_what_the_model_computes_alone(family):
 @pytest.mark.parametrize("family", REFUSED)
 def test_is_refused_by_name(family):
     verdict, why = outcome(family)
-    assert (verdict == "refused" and REFUSED[family] in why) or (OLD and verdict in ("same", "refused")), why
+    if OLD and family == "deepseek_v3":  # attends through the interface there
+        assert verdict in ("same", "refused"), why
+    else:
+        assert verdict == "refused" and (REFUSED[family] in why or OLD), why
