@@ -31,11 +31,15 @@ class Checkpoint {
   /// if nothing changes and the file allows it. Throws: as check().
   [[nodiscard]] virtual Tensor tensor(const TensorSpec& wanted, std::optional<Dtype> dtype = {}) const = 0;
 
+  /// What the factors of norms are above the stored numbers: 1 where they are stored less one, else 0.
+  [[nodiscard]] virtual double norms_above_stored() const = 0;
+
   /// Bytes of memory that tensor() of a checked tensor takes; 0 for a view.
   [[nodiscard]] virtual double copied_bytes(const TensorSpec& wanted, std::optional<Dtype> dtype) const = 0;
 };
 
-[[nodiscard]] std::unique_ptr<const Checkpoint> open_folder_checkpoint(const std::filesystem::path& folder);
+[[nodiscard]] std::unique_ptr<const Checkpoint> open_folder_checkpoint(const std::filesystem::path& folder,
+                                                                       const LmConfig& config);
 
 /// Also throws InvalidArgument for a tensor that a model of `config` does not have: its effect would be silently left
 /// out.

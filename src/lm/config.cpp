@@ -1,6 +1,7 @@
 #include "kvkeep/lm/config.h"
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "config_fields.h"
@@ -51,14 +52,12 @@ std::string name_of(RopeConfig::Type type) {
 
 // The base of the frequencies may be in `rope_parameters` (transformers 5), at the top level (4), or, rarely, in
 // `rope_scaling`. Reading one place only would silently fall back to 10000 on a file of the other release.
-double rope_theta(const ConfigFields& config, const ConfigFields* scaling) {
-  const std::optional<double> outer = config.number("rope_theta");
-  if (scaling == nullptr) return outer.value_or(10000.0);
-  const std::optional<double> inner = scaling->number("rope_theta");
+double rope_theta(const ConfigFields& config, const ConfigFields& scaling, double usual) {
+  const std::optional<double> outer = config.number("rope_theta"), inner = scaling.number("rope_theta");
   KVKEEP_REQUIRE(!outer || !inner || *outer == *inner, "read config: ", config.where(), " has rope_theta ",
-                 outer.value_or(0), " at the top and ", inner.value_or(0), " in ", scaling->where(),
+                 outer.value_or(0), " at the top and ", inner.value_or(0), " in ", scaling.where(),
                  "; allowed one value");
-  return inner ? *inner : outer.value_or(10000.0);
+  return inner ? *inner : outer.value_or(usual);
 }
 
 void refuse_partial_rotation(const ConfigFields& fields) {
@@ -67,26 +66,15 @@ void refuse_partial_rotation(const ConfigFields& fields) {
                     " has a partial_rotary_factor; the decoder rotates whole heads only");
 }
 
-RopeConfig read_rope(const ConfigFields& config) {
-  refuse_partial_rotation(config);
-  const Json* new_place = config.find("rope_parameters");
-  const Json* old_place = config.find("rope_scaling");
-  KVKEEP_REQUIRE(new_place == nullptr || old_place == nullptr || *new_place == *old_place,
-                 "read config: ", config.where(), " has rope_parameters and another rope_scaling; allowed one of them");
-  const Json* place = new_place != nullptr ? new_place : old_place;
-  RopeConfig rope;
-  if (place == nullptr) {
-    rope.theta = rope_theta(config, nullptr);
-    return rope;
-  }
-  const ConfigFields scaling(*place,
-                             text(new_place != nullptr ? "rope_parameters" : "rope_scaling", " of ", config.where()));
-  for (const auto& [key, value] : place->items())
+// One set of parameters, `scaling`, whose base may stand in `config`, and is `usual` if it stands nowhere.
+RopeConfig read_rope(const ConfigFields& config, const ConfigFields& scaling, double usual) {
+  for (const auto& [key, value] : scaling.object().items())
     KVKEEP_REQUIRE_AS(Unsupported, !value.is_object(), "read config: ", scaling.where(),
                       " holds parameters by layer type ('", shortened(key),
-                      "'); the decoder has one RoPE for all layers");
+                      "'); the decoder has one RoPE for all layers of this model type");
   refuse_partial_rotation(scaling);
-  rope.theta = rope_theta(config, &scaling);
+  RopeConfig rope;
+  rope.theta = rope_theta(config, scaling, usual);
   const std::optional<std::string> type = scaling.word("rope_type");
   rope.type = rope_type_called(type ? *type : scaling.word("type").value_or("default"), config.where());
   if (rope.type == RopeConfig::Type::standard) return rope;
@@ -126,6 +114,38 @@ RopeConfig read_rope(const ConfigFields& config) {
   return rope;
 }
 
+void read_ropes(const ConfigFields& config, LmConfig& model) {
+  refuse_partial_rotation(config);
+  const Json* new_place = config.find("rope_parameters");
+  const Json* old_place = config.find("rope_scaling");
+  KVKEEP_REQUIRE(new_place == nullptr || old_place == nullptr || *new_place == *old_place,
+                 "read config: ", config.where(), " has rope_parameters and another rope_scaling; allowed one of them");
+  const Json* place = new_place != nullptr ? new_place : old_place;
+  const bool gemma = model.architecture == Architecture::gemma3;
+  // Gemma 3 in transformers 4: the bases of full and sliding layers at the top, scaling for full ones alone.
+  if (gemma) model.sliding_rope = RopeConfig{.theta = config.number("rope_local_base_freq").value_or(10000.0)};
+  constexpr double kUsual = 10000.0, kGemma = 1e6;
+  if (place == nullptr) {
+    model.rope.theta = config.number("rope_theta").value_or(gemma ? kGemma : kUsual);
+    return;
+  }
+  const ConfigFields scaling(*place,
+                             text(new_place != nullptr ? "rope_parameters" : "rope_scaling", " of ", config.where()));
+  if (!gemma || scaling.find("full_attention") == nullptr) {
+    model.rope = read_rope(config, scaling, gemma ? kGemma : kUsual);
+    return;
+  }
+  const auto of = [&](const char* type, double usual) {
+    const Json* own = scaling.find(type);
+    KVKEEP_REQUIRE(own != nullptr, "read config: ", scaling.where(), " has no ", type,
+                   "; allowed parameters for full_attention and for sliding_attention");
+    const ConfigFields fields(*own, text(type, " of ", scaling.where()));
+    return read_rope(fields, fields, usual);
+  };
+  model.rope = of("full_attention", kGemma);
+  model.sliding_rope = of("sliding_attention", kUsual);
+}
+
 // transformers' SmolLM3Config: 1 in `no_rope_layers` is a layer that has RoPE.
 void read_layers_without_rope(const ConfigFields& config, std::vector<LayerSpec>& layers) {
   KVKEEP_REQUIRE_AS(Unsupported, !config.truth("use_sliding_window").value_or(false), "read config: ", config.where(),
@@ -137,26 +157,31 @@ void read_layers_without_rope(const ConfigFields& config, std::vector<LayerSpec>
                  "read config: no_rope_layers of ", config.where(), " must list ", count, " layers");
   for (std::int32_t l = 0; l < count; ++l) {
     const auto at = static_cast<std::size_t>(l);
-    const std::optional<std::int64_t> given =
-        list == nullptr ? std::optional<std::int64_t>(!detail::is_nope(l, step)) : io::whole_number((*list)[at], 0, 1);
+    const std::optional<std::int64_t> given = list == nullptr
+                                                  ? std::optional<std::int64_t>(!detail::is_last_of(l, step))
+                                                  : io::whole_number((*list)[at], 0, 1);
     KVKEEP_REQUIRE(given.has_value(), "read config: no_rope_layers of ", config.where(), " holds ",
                    io::shown((*list)[at]), "; allowed 1 (RoPE) and 0 (none)");
     if (*given == 0) layers[at].rope = RopeSpec::absent();
   }
 }
 
-// Qwen's layers slide from `max_window_layers` up if `use_sliding_window` is set; newer configs also list
-// `layer_types`.
+// Qwen's layers slide from `max_window_layers` up if `use_sliding_window` is set, Gemma's all but the last of each
+// `sliding_window_pattern`; newer configs list `layer_types`.
 std::vector<LayerSpec> read_layers(const ConfigFields& config, Architecture architecture, std::int32_t count) {
   std::vector<LayerSpec> layers(static_cast<std::size_t>(count));
   const Json* types = config.find("layer_types");
-  const bool slides = is_qwen(architecture) && config.truth("use_sliding_window").value_or(false);
+  const bool gemma = architecture == Architecture::gemma3;
+  const bool slides = gemma || (is_qwen(architecture) && config.truth("use_sliding_window").value_or(false));
   const std::int32_t window = slides ? config.size("sliding_window", 4096) : 0;
-  const bool has_window = slides && config.find("sliding_window") != nullptr;
+  const bool has_window = gemma || (slides && config.find("sliding_window") != nullptr);
   if (types == nullptr) {
     const std::int64_t first_sliding = config.whole("max_window_layers").value_or(28);
+    const std::int32_t step =
+        config.size("sliding_window_pattern", config.size("_sliding_window_pattern", detail::kGemma3Step));
     for (std::int32_t l = 0; l < count; ++l)
-      if (has_window && l >= first_sliding) layers[static_cast<std::size_t>(l)] = {LayerKind::sliding, window, -1};
+      if (has_window && (gemma ? !detail::is_last_of(l, step) : l >= first_sliding))
+        layers[static_cast<std::size_t>(l)] = {LayerKind::sliding, window, -1};
     return layers;
   }
   KVKEEP_REQUIRE(types->is_array() && types->size() == layers.size(), "read config: layer_types of ", config.where(),
@@ -174,12 +199,21 @@ std::vector<LayerSpec> read_layers(const ConfigFields& config, Architecture arch
   return layers;
 }
 
-void refuse_what_has_no_code(const ConfigFields& config) {
+void refuse_what_has_no_code(const ConfigFields& config, Architecture architecture) {
   KVKEEP_REQUIRE_AS(Unsupported, config.find("quantization_config") == nullptr, "read config: ", config.where(),
                     " has a quantization_config; the decoder reads f32, f16 and bf16 weights");
-  const std::string activation = config.word("hidden_act").value_or("silu");
-  KVKEEP_REQUIRE_AS(Unsupported, activation == "silu" || activation == "swish", "read config: ", config.where(),
-                    " has hidden_act '", shortened(activation), "'; the decoder has code for silu");
+  const bool gemma = architecture == Architecture::gemma3;
+  const char* field = gemma ? "hidden_activation" : "hidden_act";
+  const std::string own = gemma ? "gelu_pytorch_tanh" : "silu", activation = config.word(field).value_or(own);
+  KVKEEP_REQUIRE_AS(Unsupported, activation == own || (!gemma && activation == "swish"),
+                    "read config: ", config.where(), " has ", field, " '", shortened(activation),
+                    "'; the decoder has code for ", own);
+  for (const char* cap : {"final_logit_softcapping", "attn_logit_softcapping"})
+    KVKEEP_REQUIRE_AS(Unsupported, config.find(cap) == nullptr, "read config: ", config.where(), " has ", cap,
+                      "; the decoder caps no logits");
+  KVKEEP_REQUIRE_AS(Unsupported, !config.truth("use_bidirectional_attention").value_or(false),
+                    "read config: ", config.where(),
+                    " has use_bidirectional_attention; the decoder's attention is causal");
 }
 
 std::optional<std::vector<std::int32_t>> read_end_tokens(const ConfigFields& fields) {
@@ -196,15 +230,26 @@ std::optional<std::vector<std::int32_t>> read_end_tokens(const ConfigFields& fie
   return tokens;
 }
 
-void set_biases(LmConfig& model, bool attention_bias, bool mlp_bias) {
-  const bool qwen2 = model.architecture == Architecture::qwen2;
-  model.qkv_bias = qwen2 || attention_bias;
-  model.output_bias = !qwen2 && attention_bias;
-  model.mlp_bias = !is_qwen(model.architecture) && mlp_bias;
-  model.qk_norm = model.architecture == Architecture::qwen3;
+}  // namespace
+
+void detail::make_ropes(LmConfig& model) {
+  model.spec.rope = make_rope(model.rope, model.spec.key_dim, model.max_positions);
+  if (!model.sliding_rope) return;
+  const RopeSpec sliding = make_rope(*model.sliding_rope, model.spec.key_dim, model.max_positions);
+  for (LayerSpec& layer : model.spec.layers)
+    if (layer.kind == LayerKind::sliding) layer.rope = sliding;
 }
 
-}  // namespace
+void detail::set_habits(LmConfig& model, bool attention_bias, bool mlp_bias) {
+  const bool qwen2 = model.architecture == Architecture::qwen2, gemma = model.architecture == Architecture::gemma3;
+  model.qkv_bias = qwen2 || attention_bias;
+  model.output_bias = !qwen2 && attention_bias;
+  model.mlp_bias = !is_qwen(model.architecture) && !gemma && mlp_bias;
+  model.qk_norm = gemma || model.architecture == Architecture::qwen3;
+  model.post_norms = gemma;
+  model.activation = gemma ? Activation::gelu_tanh : Activation::silu;
+  model.embedding_scale = gemma ? std::sqrt(static_cast<double>(model.hidden)) : 1.0;
+}
 
 bool LmConfig::ends(std::int32_t token) const {
   return std::find(end_tokens.begin(), end_tokens.end(), token) != end_tokens.end();
@@ -221,9 +266,6 @@ void LmConfig::check() const {
                  "model config: head_dim must be even and the same for keys and values; given ", spec.key_dim, " and ",
                  spec.value_dim);
   spec.check();
-  for (std::int32_t l = 0; l < num_layers(); ++l)
-    KVKEEP_REQUIRE(spec.rope_of(l).style == RopeStyle::none || spec.rope_of(l) == spec.rope, "model config: layer ", l,
-                   " has a RoPE of its own; allowed the model's, or none");
 }
 
 LmConfig LmConfig::read(const std::filesystem::path& path) {
@@ -244,32 +286,33 @@ LmConfig LmConfig::parse(std::string_view config_text, std::string_view generati
   const std::optional<std::string> model_type = config.word("model_type");
   KVKEEP_REQUIRE(model_type.has_value(), "read config: ", where,
                  " has no model_type; the decoder has code for llama, qwen2, qwen3, smollm3");
-  model.architecture = detail::architecture_called(*model_type, where, "model_type");
-  refuse_what_has_no_code(config);
+  model.architecture = detail::architecture_called(*model_type, where, "model_type", detail::model_type_of);
+  refuse_what_has_no_code(config, model.architecture);
 
   model.vocab = config.size("vocab_size");
   model.hidden = config.size("hidden_size");
   model.intermediate = config.size("intermediate_size");
   model.rms_eps = config.number("rms_norm_eps").value_or(1e-6);
   model.max_positions = config.whole("max_position_embeddings").value_or(2048);
-  model.tied = config.truth("tie_word_embeddings").value_or(false);
-  set_biases(model, config.truth("attention_bias").value_or(false), config.truth("mlp_bias").value_or(false));
+  const bool gemma = model.architecture == Architecture::gemma3;
+  model.tied = config.truth("tie_word_embeddings").value_or(gemma);
+  detail::set_habits(model, config.truth("attention_bias").value_or(false), config.truth("mlp_bias").value_or(false));
 
   ModelSpec& spec = model.spec;
   spec.query_heads = config.size("num_attention_heads");
   spec.kv_heads = config.size("num_key_value_heads", spec.query_heads);
-  const bool head_dim_given = config.find("head_dim") != nullptr || model.architecture == Architecture::qwen3;
-  KVKEEP_REQUIRE(head_dim_given || model.hidden % spec.query_heads == 0, "read config: ", where,
-                 " has no head_dim, and hidden_size ", model.hidden, " is not a multiple of num_attention_heads ",
-                 spec.query_heads);
-  // transformers' Qwen3 does not derive head_dim: it is 128 unless the file says otherwise.
-  spec.key_dim =
-      config.size("head_dim", model.architecture == Architecture::qwen3 ? 128 : model.hidden / spec.query_heads);
+  // transformers' Qwen3 and Gemma 3 do not derive head_dim: it is 128 and 256 unless the file says otherwise.
+  const std::int32_t usual = model.architecture == Architecture::qwen3 ? 128 : gemma ? 256 : 0;
+  KVKEEP_REQUIRE(config.find("head_dim") != nullptr || usual > 0 || model.hidden % spec.query_heads == 0,
+                 "read config: ", where, " has no head_dim, and hidden_size ", model.hidden,
+                 " is not a multiple of num_attention_heads ", spec.query_heads);
+  spec.key_dim = config.size("head_dim", usual > 0 ? usual : model.hidden / spec.query_heads);
   spec.value_dim = spec.key_dim;
+  if (gemma) spec.softmax_scale = 1 / std::sqrt(static_cast<double>(config.size("query_pre_attn_scalar", 256)));
   spec.layers = read_layers(config, model.architecture, config.size_up_to("num_hidden_layers", detail::kMostLayers));
   if (model.architecture == Architecture::smollm3) read_layers_without_rope(config, spec.layers);
-  model.rope = read_rope(config);
-  spec.rope = make_rope(model.rope, spec.key_dim, model.max_positions);
+  read_ropes(config, model);
+  detail::make_ropes(model);
 
   if (!generation_text.empty()) {
     const std::string generation_where =
@@ -290,57 +333,42 @@ LmConfig LmConfig::shape(Architecture architecture, std::int32_t layers, std::in
   model.vocab = vocab;
   model.hidden = hidden;
   model.intermediate = intermediate;
-  model.rope = rope;
-  set_biases(model, false, false);
+  model.rope = std::move(rope);
+  detail::set_habits(model, false, false);
   model.spec.query_heads = query_heads;
   model.spec.kv_heads = kv_heads;
   model.spec.key_dim = model.spec.value_dim = head_dim;
   model.spec.layers.resize(static_cast<std::size_t>(layers));
-  model.spec.rope = make_rope(rope, head_dim, model.max_positions);
+  if (architecture == Architecture::gemma3) {
+    model.tied = true;
+    model.sliding_rope = RopeConfig{};
+    for (std::int32_t l = 0; l < layers; ++l)
+      if (!detail::is_last_of(l, detail::kGemma3Step))
+        model.spec.layers[static_cast<std::size_t>(l)] = {LayerKind::sliding, 512, -1};
+  }
+  detail::make_ropes(model);
   model.check();
   return model;
 }
 
-std::string LmConfig::json(std::string_view dtype, Layout layout) const {
-  KVKEEP_REQUIRE(rope.divisors.empty(),
-                 "write config: RoPE has divisors of a GGUF file; config.json cannot express them");
-  const bool qwen = is_qwen(architecture);
-  const std::string class_name = architecture == Architecture::llama     ? "LlamaForCausalLM"
-                                 : architecture == Architecture::smollm3 ? "SmolLM3ForCausalLM"
-                                 : architecture == Architecture::qwen2   ? "Qwen2ForCausalLM"
-                                                                         : "Qwen3ForCausalLM";
-  Json config{{"architectures", {class_name}},
-              {"model_type", detail::name_of(architecture)},
-              {"vocab_size", vocab},
-              {"hidden_size", hidden},
-              {"intermediate_size", intermediate},
-              {"num_hidden_layers", num_layers()},
-              {"num_attention_heads", spec.query_heads},
-              {"num_key_value_heads", spec.kv_heads},
-              {"head_dim", spec.key_dim},
-              {"hidden_act", "silu"},
-              {"rms_norm_eps", rms_eps},
-              {"max_position_embeddings", max_positions},
-              {"tie_word_embeddings", tied}};
-  config[layout == Layout::transformers5 ? "dtype" : "torch_dtype"] = dtype;
-  if (architecture != Architecture::qwen2) config["attention_bias"] = qkv_bias;
-  if (!qwen) config["mlp_bias"] = mlp_bias;
-  if (end_tokens.size() == 1) config["eos_token_id"] = end_tokens[0];
-  if (end_tokens.size() > 1) config["eos_token_id"] = end_tokens;
+namespace {
 
-  if (qwen) {
-    const auto slides = [](const LayerSpec& layer) { return layer.kind == LayerKind::sliding; };
-    const auto first = std::find_if(spec.layers.begin(), spec.layers.end(), slides);
-    config["use_sliding_window"] = first != spec.layers.end();
-    config["sliding_window"] = first != spec.layers.end() ? Json(first->window) : Json();
-    for (const LayerSpec& layer : spec.layers)
-      config["layer_types"].push_back(slides(layer) ? "sliding_attention" : "full_attention");
+std::string_view class_of(Architecture architecture) {
+  switch (architecture) {
+    case Architecture::qwen2:
+      return "Qwen2ForCausalLM";
+    case Architecture::qwen3:
+      return "Qwen3ForCausalLM";
+    case Architecture::smollm3:
+      return "SmolLM3ForCausalLM";
+    case Architecture::gemma3:
+      return "Gemma3ForCausalLM";
+    default:
+      return "LlamaForCausalLM";
   }
+}
 
-  if (architecture == Architecture::smollm3)
-    for (std::int32_t l = 0; l < num_layers(); ++l)
-      config["no_rope_layers"].push_back(spec.rope_of(l).style == RopeStyle::none ? 0 : 1);
-
+Json json_of(const RopeConfig& rope) {
   Json scaling{{"rope_type", name_of(rope.type)}};
   if (rope.type != RopeConfig::Type::standard) scaling["factor"] = rope.factor;
   if (rope.original_max > 0) scaling["original_max_position_embeddings"] = rope.original_max;
@@ -356,12 +384,65 @@ std::string LmConfig::json(std::string_view dtype, Layout layout) const {
     if (rope.mscale) scaling["mscale"] = *rope.mscale;
     if (rope.mscale_all_dim) scaling["mscale_all_dim"] = *rope.mscale_all_dim;
   }
+  return scaling;
+}
+
+Json with_theta(Json scaling, double theta) {
+  scaling["rope_theta"] = theta;
+  return scaling;
+}
+
+}  // namespace
+
+std::string LmConfig::json(std::string_view dtype, Layout layout) const {
+  KVKEEP_REQUIRE(rope.divisors.empty(),
+                 "write config: RoPE has divisors of a GGUF file; config.json cannot express them");
+  const bool qwen = is_qwen(architecture), gemma = architecture == Architecture::gemma3;
+  Json config{{"architectures", {class_of(architecture)}},
+              {"model_type", detail::model_type_of(architecture)},
+              {"vocab_size", vocab},
+              {"hidden_size", hidden},
+              {"intermediate_size", intermediate},
+              {"num_hidden_layers", num_layers()},
+              {"num_attention_heads", spec.query_heads},
+              {"num_key_value_heads", spec.kv_heads},
+              {"head_dim", spec.key_dim},
+              {gemma ? "hidden_activation" : "hidden_act", gemma ? "gelu_pytorch_tanh" : "silu"},
+              {"rms_norm_eps", rms_eps},
+              {"max_position_embeddings", max_positions},
+              {"tie_word_embeddings", tied}};
+  config[layout == Layout::transformers5 ? "dtype" : "torch_dtype"] = dtype;
+  if (architecture != Architecture::qwen2) config["attention_bias"] = qkv_bias;
+  if (!qwen && !gemma) config["mlp_bias"] = mlp_bias;
+  if (end_tokens.size() == 1) config["eos_token_id"] = end_tokens[0];
+  if (end_tokens.size() > 1) config["eos_token_id"] = end_tokens;
+
+  if (qwen || gemma) {
+    const auto slides = [](const LayerSpec& layer) { return layer.kind == LayerKind::sliding; };
+    const auto first = std::find_if(spec.layers.begin(), spec.layers.end(), slides);
+    if (qwen) config["use_sliding_window"] = first != spec.layers.end();
+    config["sliding_window"] = first != spec.layers.end() ? Json(first->window) : Json();
+    for (const LayerSpec& layer : spec.layers)
+      config["layer_types"].push_back(slides(layer) ? "sliding_attention" : "full_attention");
+  }
+
+  if (architecture == Architecture::smollm3)
+    for (std::int32_t l = 0; l < num_layers(); ++l)
+      config["no_rope_layers"].push_back(spec.rope_of(l).style == RopeStyle::none ? 0 : 1);
+
+  // transformers' Gemma 3 divides by the root of this number, whatever the head's size.
+  if (gemma) config["query_pre_attn_scalar"] = std::llround(1 / (spec.scale() * spec.scale()));
+
   if (layout == Layout::transformers5) {
-    scaling["rope_theta"] = rope.theta;
-    config["rope_parameters"] = scaling;
+    const Json all = with_theta(json_of(rope), rope.theta);
+    config["rope_parameters"] =
+        sliding_rope ? Json{{"full_attention", all},
+                            {"sliding_attention", with_theta(json_of(*sliding_rope), sliding_rope->theta)}}
+                     : all;
   } else {
     config["rope_theta"] = rope.theta;
-    config["rope_scaling"] = rope.type == RopeConfig::Type::standard ? Json() : scaling;
+    config["rope_scaling"] = rope.type == RopeConfig::Type::standard ? Json() : json_of(rope);
+    if (sliding_rope) config["rope_local_base_freq"] = sliding_rope->theta;
   }
   return config.dump(1) + "\n";
 }

@@ -24,23 +24,46 @@ inline std::string_view name_of(Architecture architecture) {
       return "qwen3";
     case Architecture::smollm3:
       return "smollm3";
+    case Architecture::gemma3:
+      return "gemma3";
     default:
       return "llama";
   }
 }
 
-/// The architecture that `field` of a file names. Throws Unsupported, naming it, for one that the decoder has no code
-/// for.
-inline Architecture architecture_called(std::string_view name, const std::string& where, std::string_view field) {
-  for (const Architecture one : {Architecture::llama, Architecture::qwen2, Architecture::qwen3, Architecture::smollm3})
-    if (name == name_of(one)) return one;
-  refuse<Unsupported>("read config: ", where, " has ", field, " '", shortened(name),
-                      "'; the decoder has code for llama, qwen2, qwen3, smollm3");
+/// `model_type` of config.json. Gemma 3's text models have one of their own: `gemma3` names those that see images.
+inline std::string_view model_type_of(Architecture architecture) {
+  return architecture == Architecture::gemma3 ? "gemma3_text" : name_of(architecture);
 }
+
+/// The architecture that `field` of a file names in the words of `name_of`. Throws Unsupported, naming it, for one that
+/// the decoder has no code for.
+inline Architecture architecture_called(std::string_view name, const std::string& where, std::string_view field,
+                                        std::string_view (*name_of)(Architecture)) {
+  std::string known;
+  for (const Architecture one :
+       {Architecture::llama, Architecture::qwen2, Architecture::qwen3, Architecture::smollm3, Architecture::gemma3}) {
+    if (name == name_of(one)) return one;
+    known += text(known.empty() ? "" : ", ", name_of(one));
+  }
+  refuse<Unsupported>("read config: ", where, " has ", field, " '", shortened(name), "'; the decoder has code for ",
+                      known);
+}
+
+/// Gemma 3: every `kGemma3Step`-th layer is full, unless a file says otherwise; the others slide.
+inline constexpr std::int32_t kGemma3Step = 6;
 
 /// SmolLM3: every `kSmollm3Step`-th layer has no RoPE, unless config.json lists others. GGUF files do not say it.
 inline constexpr std::int32_t kSmollm3Step = 4;
-inline bool is_nope(std::int32_t layer, std::int32_t step) { return (layer + 1) % step == 0; }
+
+/// The last of each `step` layers.
+inline bool is_last_of(std::int32_t layer, std::int32_t step) { return (layer + 1) % step == 0; }
+
+/// What follows from the architecture alone.
+void set_habits(LmConfig& model, bool attention_bias, bool mlp_bias);
+
+/// RoPE of `model.spec`, and of its sliding layers where it differs, from `rope` and `sliding_rope`.
+void make_ropes(LmConfig& model);
 
 class ConfigFields {
  public:
@@ -49,6 +72,7 @@ class ConfigFields {
   }
 
   [[nodiscard]] const std::string& where() const { return where_; }
+  [[nodiscard]] const nlohmann::json& object() const { return object_; }
 
   /// The value, or null if it is missing or null: transformers writes null for "not set".
   [[nodiscard]] const nlohmann::json* find(const char* name) const {

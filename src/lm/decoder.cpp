@@ -16,6 +16,7 @@
 #include "kernels.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/row.h"
+#include "layer_ropes.h"
 #include "lazy_memory.h"
 #include "narrowing.h"
 #include "op_pass.h"
@@ -214,6 +215,7 @@ class Decoder::Pass {
         block_table_(block_table),
         options_(options),
         present_(step),
+        ropes_(spec_),
         work_(*decoder.workspace_) {}
 
   Tensor run() {
@@ -228,7 +230,7 @@ class Decoder::Pass {
       if (options_.view) options_.view(sight(layer), attended());
       if (options_.on_attended) narrow(layer);
       if (tokens() == 0) break;
-      add_product(weights.o, work_.attended.data(), 0, tokens());
+      add_product(weights.o, work_.attended.data(), 0, tokens(), weights.attention_after);
       feed_forward(weights);
     }
     if (options_.on_logits) show_logits();
@@ -253,19 +255,29 @@ class Decoder::Pass {
     sized(work_.normed, tokens() * config_.hidden);
     sized(work_.projected, tokens() * config_.hidden);
     const Rows embedding = rows_of(weights_.embedding);
+    const auto scale = static_cast<float>(config_.embedding_scale);
     for_tokens(tokens(), config_.hidden, [&](std::int64_t i) {
-      widen_row(embedding.from(step_.ids[static_cast<std::size_t>(i)]), config_.hidden, hidden + i * config_.hidden);
+      float* row = hidden + i * config_.hidden;
+      widen_row(embedding.from(step_.ids[static_cast<std::size_t>(i)]), config_.hidden, row);
+      for (std::int64_t j = 0; scale != 1.0F && j < config_.hidden; ++j) row[j] *= scale;
     });
   }
 
-  // cos and sin per token, for all layers.
+  // cos and sin per token, once for all layers that turn alike.
   void turn_tables() {
-    const std::int64_t pairs = spec_.rope.rotary_dim() / 2;
-    float* cosines = sized(work_.cosines, tokens() * pairs);
-    float* sines = sized(work_.sines, tokens() * pairs);
-    for_tokens(tokens(), pairs * 32, [&](std::int64_t i) {
-      rope_at(spec_.rope, step_.positions[static_cast<std::size_t>(i)], cosines + i * pairs, sines + i * pairs);
-    });
+    std::int64_t numbers = 0;
+    for (const RopeSpec* rope : ropes_.all()) numbers += tokens() * rope->rotary_dim() / 2;
+    float* cosines = sized(work_.cosines, numbers);
+    float* sines = sized(work_.sines, numbers);
+    for (const RopeSpec* rope : ropes_.all()) {
+      const std::int64_t pairs = rope->rotary_dim() / 2;
+      for_tokens(tokens(), pairs * 32, [&](std::int64_t i) {
+        rope_at(*rope, step_.positions[static_cast<std::size_t>(i)], cosines + i * pairs, sines + i * pairs);
+      });
+      turns_.push_back({rope->style, pairs, cosines, sines});
+      cosines += tokens() * pairs;
+      sines += tokens() * pairs;
+    }
   }
 
   // With the queries in their current state.
@@ -285,17 +297,17 @@ class Decoder::Pass {
   void narrow(std::int32_t layer) {
     std::optional<Onward> onward = detail::who_goes_on(spec_, options_, sight(layer));
     if (!onward) return;
-    const std::int64_t pairs = spec_.rope.rotary_dim() / 2;
-    const auto keep_rows = [&](std::vector<float>& rows, std::int64_t width) {
+    const auto keep_rows = [&](float* rows, std::int64_t width) {
       for (std::size_t i = 0; i < onward->tokens.size(); ++i)
         if (onward->tokens[i] != static_cast<std::int64_t>(i))
-          std::copy_n(rows.data() + onward->tokens[i] * width, width,
-                      rows.data() + static_cast<std::int64_t>(i) * width);
+          std::copy_n(rows + onward->tokens[i] * width, width, rows + static_cast<std::int64_t>(i) * width);
     };
-    keep_rows(work_.hidden, config_.hidden);
-    keep_rows(work_.attended, std::int64_t{spec_.query_heads} * spec_.value_dim);
-    keep_rows(work_.cosines, pairs);
-    keep_rows(work_.sines, pairs);
+    keep_rows(work_.hidden.data(), config_.hidden);
+    keep_rows(work_.attended.data(), std::int64_t{spec_.query_heads} * spec_.value_dim);
+    for (const Turns& turns : turns_) {
+      keep_rows(turns.cosines, turns.pairs);
+      keep_rows(turns.sines, turns.pairs);
+    }
     present_.narrow(*std::move(onward));
   }
 
@@ -332,13 +344,13 @@ class Decoder::Pass {
     });
   }
 
-  // LmConfig::check(): a layer has the model's RoPE, or none.
   void rotate(std::int32_t layer, float* vectors, std::int64_t heads) {
-    if (spec_.rope_of(layer).style == RopeStyle::none) return;
-    const std::int64_t pairs = spec_.rope.rotary_dim() / 2, dim = spec_.key_dim;
+    if (ropes_.of(layer) == detail::LayerRopes::kNone) return;
+    const Turns& turns = turns_[static_cast<std::size_t>(ropes_.of(layer))];
+    const std::int64_t pairs = turns.pairs, dim = spec_.key_dim;
     for_tokens(tokens(), heads * dim, [&](std::int64_t i) {
       for (std::int64_t h = 0; h < heads; ++h)
-        rope_rotate(spec_.rope.style, pairs, work_.cosines.data() + i * pairs, work_.sines.data() + i * pairs,
+        rope_rotate(turns.style, pairs, turns.cosines + i * pairs, turns.sines + i * pairs,
                     vectors + (i * heads + h) * dim);
     });
   }
@@ -387,13 +399,15 @@ class Decoder::Pass {
                    options_.view ? sized(work_.sums, tokens() * spec_.query_heads) : nullptr);
   }
 
-  // hidden[first..last) += map(x), x [last - first, in]
-  void add_product(const Linear& map, const float* x, std::int64_t first, std::int64_t last) {
+  // hidden[first..last) += norm(map(x)), x [last - first, in]; an undefined norm is none.
+  void add_product(const Linear& map, const float* x, std::int64_t first, std::int64_t last, const Tensor& norm) {
     multiply({{&map, work_.projected.data()}}, x, last - first);
     const std::int64_t n = config_.hidden;
+    const float* scale = norm.defined() ? norm.const_data_ptr<float>() : nullptr;
     for_tokens(last - first, n, [&](std::int64_t i) {
       float* hidden = work_.hidden.data() + (first + i) * n;
-      const float* addend = work_.projected.data() + i * n;
+      float* addend = work_.projected.data() + i * n;
+      if (scale != nullptr) detail::rms_norm(addend, scale, epsilon(), n, addend);
       for (std::int64_t j = 0; j < n; ++j) hidden[j] += addend[j];
     });
   }
@@ -408,9 +422,10 @@ class Decoder::Pass {
     for (std::int64_t first = 0; first < tokens(); first += kBlock) {
       const std::int64_t last = std::min(first + kBlock, tokens());
       multiply({{&weights.gate, gate}, {&weights.up, up}}, work_.normed.data() + first * config_.hidden, last - first);
-      for_tokens(last - first, inner * 8,
-                 [&](std::int64_t i) { detail::silu_times(gate + i * inner, up + i * inner, inner); });
-      add_product(weights.down, gate, first, last);
+      for_tokens(last - first, inner * 8, [&](std::int64_t i) {
+        detail::activate_times(config_.activation, gate + i * inner, up + i * inner, inner);
+      });
+      add_product(weights.down, gate, first, last, weights.mlp_after);
     }
   }
 
@@ -488,6 +503,14 @@ class Decoder::Pass {
   const Tensor& block_table_;
   const StepOptions& options_;
   detail::Present present_;
+  detail::LayerRopes ropes_;
+  // Of one RoPE, for the tokens present: [tokens, pairs] each.
+  struct Turns {
+    RopeStyle style;
+    std::int64_t pairs;
+    float *cosines, *sines;
+  };
+  std::vector<Turns> turns_;  // by index in ropes_
   Workspace& work_;
 };
 

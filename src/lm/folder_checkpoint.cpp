@@ -18,7 +18,8 @@ using Json = nlohmann::json;
 
 class FolderCheckpoint final : public Checkpoint {
  public:
-  explicit FolderCheckpoint(const fs::path& folder) {
+  FolderCheckpoint(const fs::path& folder, const LmConfig& config)
+      : norms_above_stored_(config.architecture == Architecture::gemma3 ? 1 : 0) {
     const fs::path single = folder / "model.safetensors", index = folder / "model.safetensors.index.json";
     std::error_code none;
     if (fs::exists(single, none)) {
@@ -39,6 +40,8 @@ class FolderCheckpoint final : public Checkpoint {
     const Tensor tensor = stored(wanted);
     return dtype ? tensor.to(torch_dtype(*dtype)) : tensor;
   }
+
+  [[nodiscard]] double norms_above_stored() const override { return norms_above_stored_; }
 
   [[nodiscard]] double copied_bytes(const TensorSpec& wanted, std::optional<Dtype> dtype) const override {
     const Tensor tensor = stored(wanted);
@@ -81,6 +84,7 @@ class FolderCheckpoint final : public Checkpoint {
     }
   }
 
+  double norms_above_stored_;
   std::string where_;
   std::map<std::string, io::SafetensorsFile> files_;
   std::map<std::string, std::string> file_of_;
@@ -88,13 +92,13 @@ class FolderCheckpoint final : public Checkpoint {
 
 }  // namespace
 
-std::unique_ptr<const Checkpoint> open_folder_checkpoint(const fs::path& folder) {
-  return std::make_unique<FolderCheckpoint>(folder);
+std::unique_ptr<const Checkpoint> open_folder_checkpoint(const fs::path& folder, const LmConfig& config) {
+  return std::make_unique<FolderCheckpoint>(folder, config);
 }
 
 std::unique_ptr<const Checkpoint> Checkpoint::open(const fs::path& path, const LmConfig& config) {
   std::error_code none;
-  return fs::is_regular_file(path, none) ? open_gguf_checkpoint(path, config) : open_folder_checkpoint(path);
+  return fs::is_regular_file(path, none) ? open_gguf_checkpoint(path, config) : open_folder_checkpoint(path, config);
 }
 
 }  // namespace kvkeep::lm::detail

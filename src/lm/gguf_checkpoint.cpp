@@ -17,15 +17,18 @@ namespace kvkeep::lm::detail {
 namespace {
 
 using NamePair = std::pair<std::string_view, std::string_view>;  // Hugging Face's, GGUF's; ".weight" or ".bias" follows
-constexpr std::string_view kLayers = "model.layers.", kQuery = "self_attn.q_proj", kKey = "self_attn.k_proj";
-constexpr std::array<NamePair, 11> kLayerNames{{{"input_layernorm", "attn_norm"},
+constexpr std::string_view kLayers = "model.layers.", kQuery = "self_attn.q_proj", kKey = "self_attn.k_proj",
+                           kAfterAttention = "post_attention_layernorm";
+constexpr std::array<NamePair, 13> kLayerNames{{{"input_layernorm", "attn_norm"},
                                                 {kQuery, "attn_q"},
                                                 {kKey, "attn_k"},
                                                 {"self_attn.v_proj", "attn_v"},
                                                 {"self_attn.o_proj", "attn_output"},
                                                 {"self_attn.q_norm", "attn_q_norm"},
                                                 {"self_attn.k_norm", "attn_k_norm"},
-                                                {"post_attention_layernorm", "ffn_norm"},
+                                                {kAfterAttention, "ffn_norm"},
+                                                {"pre_feedforward_layernorm", "ffn_norm"},
+                                                {"post_feedforward_layernorm", "post_ffw_norm"},
                                                 {"mlp.gate_proj", "ffn_gate"},
                                                 {"mlp.up_proj", "ffn_up"},
                                                 {"mlp.down_proj", "ffn_down"}}};
@@ -43,11 +46,13 @@ std::string_view map_in_layer(std::string_view name) {
   return name.substr(0, name.rfind('.'));
 }
 
-std::string gguf_name(std::string_view name) {
+std::string gguf_name(std::string_view name, bool post_norms) {
   const std::string_view kind = name.substr(name.rfind('.'));
   if (!name.starts_with(kLayers)) return text(other_name(kModelNames, name.substr(0, name.size() - kind.size())), kind);
   const std::string_view layer = name.substr(kLayers.size(), name.find('.', kLayers.size()) - kLayers.size());
-  return text("blk.", layer, ".", other_name(kLayerNames, map_in_layer(name)), kind);
+  const std::string_view map = map_in_layer(name);
+  return text("blk.", layer, ".",
+              post_norms && map == kAfterAttention ? "post_attention_norm" : other_name(kLayerNames, map), kind);
 }
 
 class GgufCheckpoint final : public Checkpoint {
@@ -55,14 +60,14 @@ class GgufCheckpoint final : public Checkpoint {
   GgufCheckpoint(const std::filesystem::path& path, const LmConfig& config)
       : file_(io::GgufFile::open(path)), config_(config) {
     std::set<std::string> known{"rope_freqs.weight"};
-    for (const TensorSpec& tensor : checkpoint_tensors(config)) known.insert(gguf_name(tensor.name));
+    for (const TensorSpec& tensor : checkpoint_tensors(config)) known.insert(name_of(tensor));
     for (const std::string_view name : file_.names())
       KVKEEP_REQUIRE(known.contains(std::string(name)), "read weights: tensor '", shortened(name), "' in ",
                      file_.where(), " is not one that its metadata ask for; the decoder has no code for it");
   }
 
   void check(const TensorSpec& wanted) const override {
-    const std::string name = gguf_name(wanted.name);
+    const std::string name = name_of(wanted);
     KVKEEP_REQUIRE(file_.has(name), "read weights: tensor '", name, "' is missing in ", file_.where(),
                    "; the model of its metadata needs it");
     const auto& shape = file_.described(name).shape;
@@ -72,7 +77,7 @@ class GgufCheckpoint final : public Checkpoint {
 
   [[nodiscard]] Tensor tensor(const TensorSpec& wanted, std::optional<Dtype> dtype) const override {
     check(wanted);
-    const std::string name = gguf_name(wanted.name);
+    const std::string name = name_of(wanted);
     const Tensor stored = file_.tensor(name, stored_as(name, dtype));
     const bool interleaved =
         config_.architecture == Architecture::llama || config_.architecture == Architecture::smollm3;
@@ -84,12 +89,17 @@ class GgufCheckpoint final : public Checkpoint {
   }
 
   [[nodiscard]] double copied_bytes(const TensorSpec& wanted, std::optional<Dtype> dtype) const override {
-    double bytes = static_cast<double>(element_size(stored_as(gguf_name(wanted.name), dtype)));
+    double bytes = static_cast<double>(element_size(stored_as(name_of(wanted), dtype)));
     for (const std::int64_t size : wanted.shape) bytes *= static_cast<double>(size);
     return bytes;
   }
 
+  [[nodiscard]] double norms_above_stored() const override { return 0; }  // Gemma's converter adds the one
+
  private:
+  [[nodiscard]] std::string name_of(const TensorSpec& tensor) const {
+    return gguf_name(tensor.name, config_.post_norms);
+  }
   [[nodiscard]] Dtype stored_as(const std::string& name, std::optional<Dtype> dtype) const {
     return dtype.value_or(file_.described(name).dtype.value_or(Dtype::f32));
   }

@@ -1,6 +1,7 @@
 #include "gguf_config.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -74,6 +75,20 @@ std::vector<double> read_divisors(const io::GgufFile& file, std::int32_t head_di
   return {data, data + divisors.numel()};
 }
 
+// Source of what Gemma 3 files leave out: llama.cpp, src/models/gemma3.cpp.
+void read_gemma3(const GgufFields& fields, LmConfig& model) {
+  fields.refuse_unless("final_logit_softcapping", 0.0, "the decoder caps no logits");
+  const std::int32_t window = fields.size("attention.sliding_window"),
+                     step = fields.size_or("attention.sliding_window_pattern", kGemma3Step);
+  ModelSpec& spec = model.spec;
+  for (std::int32_t l = 0; l < spec.num_layers(); ++l)
+    if (!is_last_of(l, step)) spec.layers[static_cast<std::size_t>(l)] = {LayerKind::sliding, window, -1};
+  model.sliding_rope = RopeConfig{.theta = fields.number_or("rope.freq_base_swa", 10000.0)};
+  constexpr std::int32_t kLayersOf27B = 62;  // its queries are scaled by the width of the model by heads
+  if (spec.num_layers() == kLayersOf27B)
+    spec.softmax_scale = 1 / std::sqrt(static_cast<double>(model.hidden / spec.query_heads));
+}
+
 RopeConfig read_rope(const io::GgufFile& file, const GgufFields& fields, std::int32_t head_dim) {
   const std::int32_t rotated = fields.size_or("rope.dimension_count", head_dim);
   KVKEEP_REQUIRE_AS(Unsupported, rotated == head_dim, "read config: ", file.where(), " rotates ", rotated, " of ",
@@ -122,7 +137,6 @@ void refuse_what_has_no_code(const io::GgufFile& file, const GgufFields& fields)
       Unsupported, !file.has_key("split.count") || file.whole_number("split.count") <= 1, "read config: ", file.where(),
       " is one of several files of its model; allowed a model in one file (llama-gguf-split --merge makes it)");
   fields.refuse_any("expert_count", "the decoder has no code for mixtures of experts");
-  fields.refuse_any("attention.sliding_window", "the decoder cannot tell which layers slide");
   fields.refuse_unless("attention.scale", 0.0, "the decoder scales by 1 / sqrt(head size)");
 }
 
@@ -131,9 +145,11 @@ void refuse_what_has_no_code(const io::GgufFile& file, const GgufFields& fields)
 LmConfig read_gguf_config(const io::GgufFile& file) {
   const std::string_view architecture = file.string("general.architecture");
   LmConfig model;
-  model.architecture = architecture_called(architecture, file.where(), "general.architecture");
+  model.architecture = architecture_called(architecture, file.where(), "general.architecture", name_of);
   const GgufFields fields(file, architecture);
   refuse_what_has_no_code(file, fields);
+  const bool gemma = model.architecture == Architecture::gemma3;
+  if (!gemma) fields.refuse_any("attention.sliding_window", "the decoder cannot tell which layers slide");
 
   const auto& embedding = shape_of(file, "token_embd.weight", 2);
   model.vocab = static_cast<std::int32_t>(embedding[0]);
@@ -144,10 +160,8 @@ LmConfig read_gguf_config(const io::GgufFile& file) {
   model.max_positions = fields.size("context_length");
   model.rms_eps = file.number(fields.key("attention.layer_norm_rms_epsilon"));
   model.tied = !file.has("output.weight");
-  model.qkv_bias = model.architecture == Architecture::qwen2 || file.has("blk.0.attn_q.bias");
+  set_habits(model, file.has("blk.0.attn_q.bias"), file.has("blk.0.ffn_gate.bias"));
   model.output_bias = file.has("blk.0.attn_output.bias");
-  model.mlp_bias = file.has("blk.0.ffn_gate.bias");
-  model.qk_norm = model.architecture == Architecture::qwen3;
 
   ModelSpec& spec = model.spec;
   spec.query_heads = fields.size("attention.head_count");
@@ -169,9 +183,10 @@ LmConfig read_gguf_config(const io::GgufFile& file) {
                     "; the decoder has code for heads of one size");
   spec.layers.resize(static_cast<std::size_t>(fields.size("block_count", kMostLayers)));
   for (std::int32_t l = 0; model.architecture == Architecture::smollm3 && l < spec.num_layers(); ++l)
-    if (is_nope(l, kSmollm3Step)) spec.layers[static_cast<std::size_t>(l)].rope = RopeSpec::absent();
+    if (is_last_of(l, kSmollm3Step)) spec.layers[static_cast<std::size_t>(l)].rope = RopeSpec::absent();
+  if (gemma) read_gemma3(fields, model);
   model.rope = read_rope(file, fields, spec.key_dim);
-  spec.rope = make_rope(model.rope, spec.key_dim, model.max_positions);
+  make_ropes(model);
   model.end_tokens = read_end_tokens(file);
   model.check();
   return model;

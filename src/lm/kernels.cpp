@@ -237,12 +237,16 @@ float exponentials_any(float* x, std::int64_t n, float scale, float* most) {
   return sum_lanes(sum);
 }
 
-void silu_times_any(float* gate, const float* up, std::int64_t n) {
-  const Vector one = hn::Set(kLanes32, 1.0F);
+void activate_times_any(Activation activation, float* gate, const float* up, std::int64_t n) {
+  // Either is g times the sigmoid of something: (1 + tanh(y)) / 2 is that of 2 y.
+  constexpr float kLinear = 1.5957691216057308F, kCubic = kLinear * 0.044715F;  // 2 sqrt(2 / pi)
+  const bool gelu = activation == Activation::gelu_tanh;
+  const Vector one = hn::Set(kLanes32, 1.0F), linear = hn::Set(kLanes32, kLinear), cubic = hn::Set(kLanes32, kCubic);
   for_each_vector(gate, n, 0.0F, [&](Vector g, std::int64_t i, std::int64_t count) HWY_ATTR {
     const Vector u = count == kStride ? hn::LoadU(kLanes32, up + i) : widen_first(up + i, count);
-    const Vector decay = hn::Exp(kLanes32, hn::Neg(hn::Abs(g)));  // never positive, so exp cannot overflow
-    const Vector numerator = hn::IfThenElse(hn::Lt(g, hn::Zero(kLanes32)), decay, one);
+    const Vector of = gelu ? hn::Mul(g, hn::MulAdd(hn::Mul(g, g), cubic, linear)) : g;
+    const Vector decay = hn::Exp(kLanes32, hn::Neg(hn::Abs(of)));  // never positive, so exp cannot overflow
+    const Vector numerator = hn::IfThenElse(hn::Lt(of, hn::Zero(kLanes32)), decay, one);
     return hn::Mul(hn::Mul(g, hn::Div(numerator, hn::Add(one, decay))), u);
   });
 }
@@ -272,7 +276,7 @@ namespace kvkeep::lm::detail {
 HWY_EXPORT(dots_any);
 HWY_EXPORT(add_weighted_rows_any);
 HWY_EXPORT(exponentials_any);
-HWY_EXPORT(silu_times_any);
+HWY_EXPORT(activate_times_any);
 HWY_EXPORT(rms_norm_any);
 
 void dots(const Rows& rows, std::int64_t n_rows, std::int64_t length, const float* x, std::int64_t x_stride,
@@ -290,7 +294,9 @@ float exponentials(float* x, std::int64_t n, float scale, float* most) {
   return HWY_DYNAMIC_DISPATCH(exponentials_any)(x, n, scale, most);
 }
 
-void silu_times(float* gate, const float* up, std::int64_t n) { HWY_DYNAMIC_DISPATCH(silu_times_any)(gate, up, n); }
+void activate_times(Activation activation, float* gate, const float* up, std::int64_t n) {
+  HWY_DYNAMIC_DISPATCH(activate_times_any)(activation, gate, up, n);
+}
 
 void rms_norm(const float* x, const float* weight, float eps, std::int64_t n, float* out) {
   HWY_DYNAMIC_DISPATCH(rms_norm_any)(x, weight, eps, n, out);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "kvkeep/lm/config.h"
 #include "kvkeep/lm/tensor.h"
 
 namespace kvkeep::lm::detail {
@@ -35,8 +36,8 @@ void add_weighted_rows(const Rows& rows, std::int64_t n_rows, std::int64_t lengt
 /// padded with it. `most`: if not null, receives max.
 float exponentials(float* x, std::int64_t n, float scale, float* most = nullptr);
 
-/// gate = silu(gate) * up.
-void silu_times(float* gate, const float* up, std::int64_t n);
+/// gate = activation(gate) * up.
+void activate_times(Activation activation, float* gate, const float* up, std::int64_t n);
 
 /// out = weight * x / sqrt(mean(x^2) + eps). `out` may be `x`.
 void rms_norm(const float* x, const float* weight, float eps, std::int64_t n, float* out);

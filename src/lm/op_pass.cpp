@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/gelu.h>
 #include <ATen/ops/index.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/logsumexp.h>
@@ -25,6 +26,7 @@
 #include <vector>
 
 #include "kvkeep/core/rope.h"
+#include "layer_ropes.h"
 #include "narrowing.h"
 
 namespace kvkeep::lm::detail {
@@ -75,14 +77,16 @@ class OpPass {
         cache_(cache),
         options_(options),
         device_(weights.embedding.device()),
-        present_(step) {
+        present_(step),
+        ropes_(spec_),
+        turns_(ropes_.all().size()) {
     if (const auto* pages = std::get_if<PagedKv>(&cache.front()))
       page_size_ = pages->keys.size(pages->layout == PageLayout::slot_head ? 1 : 2);
     gather_numbers(block_table);
   }
 
   Tensor run() {
-    Tensor hidden = weights_.embedding.index_select(0, ids_).to(at::kFloat);
+    Tensor hidden = weights_.embedding.index_select(0, ids_).to(at::kFloat).mul_(config_.embedding_scale);
     for (std::int32_t layer = 0; layer < spec_.num_layers(); ++layer) {
       const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
       const Tensor normed = normalised(hidden, weights.input_norm);
@@ -104,9 +108,10 @@ class OpPass {
       }
       if (options_.on_attended) narrow(layer, queries, hidden, attended);
       if (tokens() == 0) break;
-      hidden.add_(product(weights.o, attended));
+      hidden.add_(after(product(weights.o, attended), weights.attention_after));
       const Tensor inner = normalised(hidden, weights.mlp_norm);
-      hidden.add_(product(weights.down, at::silu(product(weights.gate, inner)).mul_(product(weights.up, inner))));
+      const Tensor gate = activated(product(weights.gate, inner)).mul_(product(weights.up, inner));
+      hidden.add_(after(product(weights.down, gate), weights.mlp_after));
     }
     if (options_.on_logits) show_logits(hidden);
     return logits(hidden);
@@ -164,15 +169,17 @@ class OpPass {
       });
     }
     // cos and sin, computed in double on the host, travel as one 64-bit number.
-    const std::vector<double>& inv_freq = spec_.rope.inv_freq;
-    const auto pairs = static_cast<std::int64_t>(inv_freq.size());
-    numbers_.add(turns_, {tokens(), pairs}, [&](std::int64_t i) {
-      const RopeTurn turn = rope_turn(step_.positions[static_cast<std::size_t>(i / pairs)],
-                                      inv_freq[static_cast<std::size_t>(i % pairs)], spec_.rope.attention_scaling);
-      return std::bit_cast<std::int64_t>(std::array{turn.cosine, turn.sine});
-    });
+    for (std::size_t r = 0; r < turns_.size(); ++r) {
+      const RopeSpec& rope = *ropes_.all()[r];
+      const auto pairs = static_cast<std::int64_t>(rope.inv_freq.size());
+      numbers_.add(turns_[r], {tokens(), pairs}, [&](std::int64_t i) {
+        const RopeTurn turn = rope_turn(step_.positions[static_cast<std::size_t>(i / pairs)],
+                                        rope.inv_freq[static_cast<std::size_t>(i % pairs)], rope.attention_scaling);
+        return std::bit_cast<std::int64_t>(std::array{turn.cosine, turn.sine});
+      });
+    }
     numbers_.send(device_);
-    turns_ = turns_.view(at::kFloat).view({tokens(), 1, pairs, 2});
+    for (Tensor& turns : turns_) turns = turns.view(at::kFloat).view({tokens(), 1, turns.size(1), 2});
     every_slot_ = at::arange(slots_, at::TensorOptions(kIndex).device(device_));
   }
 
@@ -213,7 +220,8 @@ class OpPass {
     if (tokens() == 0) return;
     add_numbers_in_order(numbers, layer + 1);
     numbers.send(device_);
-    for (Tensor* rows : {&hidden, &attended, &owners_, &turns_}) *rows = rows->index_select(0, kept);
+    for (Tensor* rows : {&hidden, &attended, &owners_}) *rows = rows->index_select(0, kept);
+    for (Tensor& turns : turns_) turns = turns.index_select(0, kept);
     if (page_size_ == 0) places_ = places_.index_select(0, kept);
     new_slots_ = Tensor();
     narrowed_ = std::move(numbers);
@@ -243,12 +251,23 @@ class OpPass {
     return at::rms_norm(x, weight.sizes(), weight, config_.rms_eps);
   }
 
-  // x [n, heads, D], every token turned by its position. LmConfig::check(): a layer has the model's RoPE, or none.
+  // An undefined norm is none.
+  [[nodiscard]] Tensor after(const Tensor& x, const Tensor& norm) const {
+    return norm.defined() ? normalised(x, norm) : x;
+  }
+
+  [[nodiscard]] Tensor activated(const Tensor& x) const {
+    return config_.activation == Activation::silu ? at::silu(x) : at::gelu(x, "tanh");
+  }
+
+  // x [n, heads, D], every token turned by its position.
   [[nodiscard]] Tensor rotated(std::int32_t layer, const Tensor& x) const {
-    if (spec_.rope_of(layer).style == RopeStyle::none) return x;
-    const std::int64_t pairs = turns_.size(2), rest = x.size(2) - 2 * pairs;
-    const Tensor cosines = turns_.select(3, 0), sines = turns_.select(3, 1), turning = x.narrow(2, 0, 2 * pairs);
-    const bool half = spec_.rope.style == RopeStyle::half;
+    if (ropes_.of(layer) == LayerRopes::kNone) return x;
+    const auto own = static_cast<std::size_t>(ropes_.of(layer));
+    const Tensor& turns = turns_[own];
+    const std::int64_t pairs = turns.size(2), rest = x.size(2) - 2 * pairs;
+    const Tensor cosines = turns.select(3, 0), sines = turns.select(3, 1), turning = x.narrow(2, 0, 2 * pairs);
+    const bool half = ropes_.all()[own]->style == RopeStyle::half;
     const Tensor split = half ? turning.reshape({x.size(0), x.size(1), 2, pairs}).transpose(2, 3)
                               : turning.reshape({x.size(0), x.size(1), pairs, 2});
     const Tensor a = split.select(3, 0), b = split.select(3, 1);
@@ -392,6 +411,8 @@ class OpPass {
   const StepOptions& options_;
   at::Device device_;
   Present present_;
+  LayerRopes ropes_;
+  std::vector<Tensor> turns_;   // f32 [n, 1, pairs, 2] cos and sin, by index in ropes_
   std::int64_t page_size_ = 0;  // 0: dense
   std::int64_t slots_ = 0;      // of the longest row, new ones included
 
@@ -402,7 +423,6 @@ class OpPass {
   Tensor heads_, pages_;         // i64 [1, Hkv] 0, 1, ...; [sequences, pages]
   std::vector<Tensor> lengths_;  // i64 [layers] [sequences, Hkv]
   std::vector<Tensor> offsets_;  // i64 [layers] [n, 1] first_seen(); undefined if nothing slides
-  Tensor turns_;                 // f32 [n, 1, pairs, 2] cos and sin
   Tensor every_slot_;            // i64 [slots] 0, 1, ...
   Tensor new_slots_,
       new_pages_;  // i64 [n, Hkv] where the step's tokens go in the current layer; slots within their pages

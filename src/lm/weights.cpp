@@ -45,6 +45,15 @@ std::vector<LinearSpec> linears_of(const LmConfig& config, std::int32_t layer) {
 
 Tensor widened(const Tensor& tensor) { return tensor.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true); }
 
+Tensor norm_from(const Checkpoint& checkpoint, const TensorSpec& norm) {
+  return widened(checkpoint.tensor(norm)).add_(checkpoint.norms_above_stored());
+}
+
+// Where attention's result has a norm of its own, that one has the name.
+std::string mlp_norm_of(const LmConfig& config) {
+  return config.post_norms ? "pre_feedforward_layernorm" : "post_attention_layernorm";
+}
+
 Linear linear_from(const Checkpoint& checkpoint, const LinearSpec& linear, std::optional<Dtype> dtype) {
   Linear loaded{checkpoint.tensor({linear.name + ".weight", {linear.out, linear.in}}, dtype), {}};
   if (linear.bias) loaded.bias = widened(checkpoint.tensor({linear.name + ".bias", {linear.out}}));
@@ -53,19 +62,22 @@ Linear linear_from(const Checkpoint& checkpoint, const LinearSpec& linear, std::
 
 LayerWeights layer_from(const Checkpoint& checkpoint, const LmConfig& config, std::int32_t layer,
                         std::optional<Dtype> dtype) {
-  const std::string prefix = layer_prefix(layer);
   const auto norm = [&](const std::string& name, std::int64_t size) {
-    return widened(checkpoint.tensor({prefix + name + ".weight", {size}}));
+    return norm_from(checkpoint, {layer_prefix(layer) + name + ".weight", {size}});
   };
   const std::vector<LinearSpec> linears = linears_of(config, layer);
   LayerWeights weights;
   Linear* const targets[] = {&weights.q, &weights.k, &weights.v, &weights.o, &weights.gate, &weights.up, &weights.down};
   for (std::size_t i = 0; i < linears.size(); ++i) *targets[i] = linear_from(checkpoint, linears[i], dtype);
   weights.input_norm = norm("input_layernorm", config.hidden);
-  weights.mlp_norm = norm("post_attention_layernorm", config.hidden);
+  weights.mlp_norm = norm(mlp_norm_of(config), config.hidden);
   if (config.qk_norm) {
     weights.q_norm = norm("self_attn.q_norm", config.spec.key_dim);
     weights.k_norm = norm("self_attn.k_norm", config.spec.key_dim);
+  }
+  if (config.post_norms) {
+    weights.attention_after = norm("post_attention_layernorm", config.hidden);
+    weights.mlp_after = norm("post_feedforward_layernorm", config.hidden);
   }
   return weights;
 }
@@ -91,10 +103,10 @@ class Normal {
   std::optional<float> spare_;
 };
 
-Tensor random_tensor(const TensorSpec& spec, Normal& normal, Dtype dtype) {
+Tensor random_tensor(const TensorSpec& spec, bool norms_less_one, Normal& normal, Dtype dtype) {
   Tensor values = at::empty(spec.shape, at::TensorOptions(at::kFloat));
   const bool is_norm = spec.name.ends_with("norm.weight"), is_bias = spec.name.ends_with(".bias");
-  const float mean = is_norm ? 1.0F : 0.0F;
+  const float mean = is_norm && !norms_less_one ? 1.0F : 0.0F;
   const float deviation = is_norm || is_bias ? 0.1F : 1.0F / std::sqrt(static_cast<float>(spec.shape.back()));
   float* data = values.mutable_data_ptr<float>();
   for (std::int64_t i = 0; i < values.numel(); ++i) data[i] = mean + deviation * normal();
@@ -116,7 +128,10 @@ std::vector<TensorSpec> checkpoint_tensors(const LmConfig& config) {
       tensors.push_back({prefix + "self_attn.q_norm.weight", {config.spec.key_dim}});
       tensors.push_back({prefix + "self_attn.k_norm.weight", {config.spec.key_dim}});
     }
-    tensors.push_back({prefix + "post_attention_layernorm.weight", {config.hidden}});
+    tensors.push_back({prefix + mlp_norm_of(config) + ".weight", {config.hidden}});
+    if (config.post_norms)
+      for (const char* name : {"post_attention_layernorm.weight", "post_feedforward_layernorm.weight"})
+        tensors.push_back({prefix + name, {config.hidden}});
   }
   tensors.push_back({"model.norm.weight", {config.hidden}});
   if (!config.tied) tensors.push_back({"lm_head.weight", {config.vocab, config.hidden}});
@@ -136,7 +151,7 @@ Weights Weights::read(const fs::path& path, const LmConfig& config, std::optiona
   weights.embedding = checkpoint->tensor({"model.embed_tokens.weight", {config.vocab, config.hidden}}, dtype);
   for (std::int32_t layer = 0; layer < config.num_layers(); ++layer)
     weights.layers.push_back(layer_from(*checkpoint, config, layer, dtype));
-  weights.final_norm = widened(checkpoint->tensor({"model.norm.weight", {config.hidden}}));
+  weights.final_norm = norm_from(*checkpoint, {"model.norm.weight", {config.hidden}});
   weights.output =
       config.tied ? weights.embedding : checkpoint->tensor({"lm_head.weight", {config.vocab, config.hidden}}, dtype);
   return weights;
@@ -156,7 +171,9 @@ Weights Weights::to(Device device) const {
       move(moved.output);
     }
     for (LayerWeights& layer : moved.layers) {
-      for (Tensor* vector : {&layer.input_norm, &layer.q_norm, &layer.k_norm, &layer.mlp_norm}) move(*vector);
+      for (Tensor* vector :
+           {&layer.input_norm, &layer.q_norm, &layer.k_norm, &layer.attention_after, &layer.mlp_norm, &layer.mlp_after})
+        move(*vector);
       for (Linear* map : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) {
         move(map->weight);
         move(map->bias);
@@ -192,7 +209,7 @@ void write_random_checkpoint(const fs::path& folder, const LmConfig& config, std
                                          : text("model-", numbered(shard + 1), "-of-", numbered(count), ".safetensors");
     std::vector<std::pair<std::string, kvkeep::Tensor>> part;
     for (std::size_t i = shard * tensors.size() / count; i < (shard + 1) * tensors.size() / count; ++i) {
-      part.emplace_back(tensors[i].name, random_tensor(tensors[i], normal, dtype));
+      part.emplace_back(tensors[i].name, random_tensor(tensors[i], config.post_norms, normal, dtype));
       index["weight_map"][tensors[i].name] = file;
     }
     io::write_safetensors(folder / file, part, {{"format", "pt"}});

@@ -96,6 +96,14 @@ LmConfig smollm3() {
   return config;
 }
 
+/// The converter writes norms as they are applied; seven layers, of which the sixth is full.
+LmConfig gemma3() {
+  LmConfig config = LmConfig::shape(Architecture::gemma3, 7, 32, 40, 4, 2, 12, 40, {.theta = 1e6});
+  for (LayerSpec& layer : config.spec.layers) layer.window = 4;
+  config.spec.layers[5] = {};
+  return config;
+}
+
 TEST_F(GgufModel, GivesTheBitsOfTheFolderThatItIsMadeFrom) {
   const std::vector<LmConfig> models{LmConfig::shape(Architecture::llama, 3, 32, 48, 4, 2, 8, 64),
                                      biased_llama(),
@@ -103,7 +111,8 @@ TEST_F(GgufModel, GivesTheBitsOfTheFolderThatItIsMadeFrom) {
                                      LmConfig::shape(Architecture::qwen2, 2, 32, 48, 4, 2, 8, 64),
                                      tied(LmConfig::shape(Architecture::qwen3, 2, 32, 48, 4, 2, 24, 64)),
                                      LmConfig::shape(Architecture::llama, 2, 32, 48, 4, 2, 16, 64, {.theta = 5e5}),
-                                     smollm3()};
+                                     smollm3(),
+                                     gemma3()};
   for (std::size_t m = 0; m < models.size(); ++m) {
     for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
       SCOPED_TRACE(text("model ", m, " in ", dtype));
@@ -258,7 +267,7 @@ TEST_F(GgufModel, RefusesWhatItHasNoCodeForByName) {
   const auto say = [](const char* value) {
     return [=](GgufParts& to, const std::string& key) { to.text(key, value); };
   };
-  refused({{"general.architecture", say("gemma3")}}, {"general.architecture 'gemma3'", "llama, qwen2, qwen3"});
+  refused({{"general.architecture", say("gemma2")}}, {"general.architecture 'gemma2'", "llama, qwen2, qwen3"});
   refused({{"general.architecture", {}}}, {"no key 'general.architecture'"});
   refused({{"llama.expert_count", count(8)}}, {"llama.expert_count", "experts"});
   refused({{"llama.attention.sliding_window", count(4096)}}, {"llama.attention.sliding_window"});

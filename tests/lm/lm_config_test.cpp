@@ -259,6 +259,59 @@ TEST(LmConfig, ReadsWhichLayersOfASmolLM3HaveNoRope) {
   expect_refused<Unsupported>(config, {"use_sliding_window"});
 }
 
+// The fields of Gemma 3 270M as transformers 4.57 and 5.2 write them.
+TEST(LmConfig, ReadsGemma3InBothLayouts) {
+  const Json shape{{"model_type", "gemma3_text"},
+                   {"vocab_size", 262144},
+                   {"hidden_size", 640},
+                   {"intermediate_size", 2048},
+                   {"num_hidden_layers", 18},
+                   {"num_attention_heads", 4},
+                   {"num_key_value_heads", 1},
+                   {"head_dim", 256},
+                   {"hidden_activation", "gelu_pytorch_tanh"},
+                   {"query_pre_attn_scalar", 256},
+                   {"max_position_embeddings", 32768},
+                   {"rms_norm_eps", 1e-6},
+                   {"sliding_window", 512},
+                   {"final_logit_softcapping", nullptr},
+                   {"attn_logit_softcapping", nullptr},
+                   {"use_bidirectional_attention", false}};
+  Json old = shape, young = shape;
+  old["rope_theta"] = 1e6;
+  old["rope_local_base_freq"] = 1e4;
+  old["rope_scaling"] = {{"rope_type", "linear"}, {"factor", 8.0}};
+  old["_sliding_window_pattern"] = 6;
+  young["rope_parameters"] = {{"full_attention", {{"rope_type", "linear"}, {"factor", 8.0}, {"rope_theta", 1e6}}},
+                              {"sliding_attention", {{"rope_type", "default"}, {"rope_theta", 1e4}}}};
+  for (int l = 0; l < 18; ++l)
+    young["layer_types"].push_back((l + 1) % 6 == 0 ? "full_attention" : "sliding_attention");
+  for (const Json& config : {old, young, Json::parse(parse(old).json("float32")),
+                             Json::parse(parse(old).json("float32", LmConfig::Layout::transformers5))}) {
+    const LmConfig read = parse(config);
+    EXPECT_EQ(read.architecture, Architecture::gemma3);
+    EXPECT_EQ(read.spec.full_layers(), (std::vector<std::int32_t>{5, 11, 17}));
+    EXPECT_EQ(read.spec.layers[0].window, 512);
+    EXPECT_DOUBLE_EQ(read.spec.rope_of(5).inv_freq[1], std::pow(1e6, -2.0 / 256) / 8);
+    EXPECT_DOUBLE_EQ(read.spec.rope_of(6).inv_freq[1], std::pow(1e4, -2.0 / 256));
+    EXPECT_DOUBLE_EQ(read.spec.scale(), 1.0 / 16);
+    EXPECT_DOUBLE_EQ(read.embedding_scale, std::sqrt(640.0));
+    EXPECT_TRUE(read.tied && read.qk_norm && read.post_norms);
+    EXPECT_EQ(read.activation, Activation::gelu_tanh);
+  }
+  const auto with = [&](const char* key, const Json& value) {
+    Json config = old;
+    config[key] = value;
+    return config;
+  };
+  expect_refused<Unsupported>(with("final_logit_softcapping", 30.0), {"final_logit_softcapping"});
+  expect_refused<Unsupported>(with("use_bidirectional_attention", true), {"use_bidirectional_attention"});
+  expect_refused<Unsupported>(with("hidden_activation", "silu"), {"hidden_activation", "gelu_pytorch_tanh"});
+  expect_refused<Unsupported>(with("model_type", "gemma3"), {"gemma3_text"});
+  young["rope_parameters"].erase("sliding_attention");
+  expect_refused<InvalidArgument>(young, {"sliding_attention"});
+}
+
 TEST(LmConfig, RefusesFrequenciesThatAreNotFinite) {
   for (const RopeConfig& rope :
        {RopeConfig{.theta = 1e-320}, RopeConfig{.type = RopeConfig::Type::linear, .theta = 1e-200, .factor = 1e-300}}) {

@@ -99,22 +99,35 @@ class PlainDecoder {
     const Matrix embedding = matrix("model.embed_tokens.weight");
     Matrix x;
     for (const auto id : ids) x.push_back(embedding[static_cast<std::size_t>(id)]);
+    if (gemma())
+      for (auto& row : x)
+        for (double& number : row) number *= std::sqrt(static_cast<double>(config_.hidden));
     for (std::int32_t l = 0; l < config_.num_layers(); ++l) {
       const std::string prefix = text("model.layers.", l, ".");
       const Matrix a = attention(prefix + "self_attn.", l, normed(x, prefix + "input_layernorm.weight"));
-      add(x, linear(prefix + "self_attn.o_proj", a));
-      const Matrix h = normed(x, prefix + "post_attention_layernorm.weight");
+      Matrix added = linear(prefix + "self_attn.o_proj", a);
+      if (gemma()) added = normed(added, prefix + "post_attention_layernorm.weight");
+      add(x, added);
+      const Matrix h =
+          normed(x, prefix + (gemma() ? "pre_feedforward_layernorm.weight" : "post_attention_layernorm.weight"));
       Matrix gate = linear(prefix + "mlp.gate_proj", h);
       const Matrix up = linear(prefix + "mlp.up_proj", h);
       for (std::size_t i = 0; i < gate.size(); ++i)
-        for (std::size_t j = 0; j < gate[i].size(); ++j)
-          gate[i][j] = gate[i][j] / (1 + std::exp(-gate[i][j])) * up[i][j];
-      add(x, linear(prefix + "mlp.down_proj", gate));
+        for (std::size_t j = 0; j < gate[i].size(); ++j) gate[i][j] = activated(gate[i][j]) * up[i][j];
+      added = linear(prefix + "mlp.down_proj", gate);
+      if (gemma()) added = normed(added, prefix + "post_feedforward_layernorm.weight");
+      add(x, added);
     }
     return times(matrix(config_.tied ? "model.embed_tokens.weight" : "lm_head.weight"), normed(x, "model.norm.weight"));
   }
 
  private:
+  // As transformers' modeling_gemma3.py has it: norms stored less one, four of them a layer, embeddings scaled, GeGLU.
+  [[nodiscard]] bool gemma() const { return config_.architecture == Architecture::gemma3; }
+  [[nodiscard]] double activated(double x) const {
+    if (!gemma()) return x / (1 + std::exp(-x));
+    return 0.5 * x * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+  }
   std::vector<double> vector(const std::string& name) const {
     const at::Tensor t = torch_tensor(file_.tensor(name)).to(at::kDouble).contiguous();
     return {t.const_data_ptr<double>(), t.const_data_ptr<double>() + t.numel()};
@@ -151,7 +164,7 @@ class PlainDecoder {
     double squares = 0;
     for (std::size_t j = 0; j < weight.size(); ++j) squares += x[j] * x[j];
     const double root = std::sqrt(squares / static_cast<double>(weight.size()) + config_.rms_eps);
-    for (std::size_t j = 0; j < weight.size(); ++j) x[j] = x[j] / root * weight[j];
+    for (std::size_t j = 0; j < weight.size(); ++j) x[j] = x[j] / root * (weight[j] + (gemma() ? 1 : 0));
   }
   Matrix normed(Matrix x, const std::string& name) const {
     const std::vector<double> weight = vector(name);
@@ -195,7 +208,7 @@ class PlainDecoder {
           double dot = 0;
           for (std::size_t d = 0; d < dim; ++d) dot += q[i][h * dim + d] * k[t][h / group * dim + d];
           const bool in_window = kind.kind == LayerKind::full || i - t < static_cast<std::size_t>(kind.window);
-          p[t] = in_window ? std::exp(dot / std::sqrt(static_cast<double>(dim))) : 0;
+          p[t] = in_window ? std::exp(dot * config_.spec.scale()) : 0;
           sum += p[t];
         }
         for (std::size_t t = 0; t <= i; ++t)
@@ -259,8 +272,19 @@ TEST(Decoder, LeavesLayersWithoutRopeAsTheyAre) {
   smollm3.spec.layers[0].rope = smollm3.spec.layers[2].rope = RopeSpec::absent();
   smollm3.qkv_bias = smollm3.output_bias = smollm3.mlp_bias = true;
   expect_as_plain(smollm3);
-  smollm3.spec.layers[1].rope = RopeSpec{.inv_freq = {0.5}};
-  EXPECT_THROW(smollm3.check(), InvalidArgument);
+}
+
+// Layers 0 and 2 slide with a RoPE of their own, layer 1 is full; queries are not scaled by the head's size.
+TEST(Decoder, ReadsGemma3WithBothKindsOfLayersAndAllOfItsNorms) {
+  LmConfig gemma = LmConfig::shape(Architecture::gemma3, 3, 40, 56, 4, 2, 12, 50, {.theta = 1e6});
+  ASSERT_TRUE(gemma.qk_norm && gemma.post_norms && gemma.tied);
+  gemma.spec.softmax_scale = 0.25;
+  for (LayerSpec& layer : gemma.spec.layers) layer.window = 5;
+  gemma.spec.layers[1] = {};
+  expect_as_plain(gemma);
+  expect_as_plain(gemma, Dtype::bf16);
+  gemma.rope = {.type = RopeConfig::Type::linear, .theta = 1e6, .factor = 8};
+  expect_as_plain(gemma);
 }
 
 TEST(Decoder, NormalisesQueryAndKeyHeads) {  // B16

@@ -48,6 +48,13 @@ std::vector<Model> models() {
                  config.spec.layers[3] = {LayerKind::sliding, 11, -1};
                  config.spec.layers[8] = {LayerKind::sliding, 5, -1};
                }),
+          with({"gemma3", LmConfig::shape(Architecture::gemma3, 9, 40, 56, 4, 2, 12, 90, {.theta = 1e6})},
+               [](LmConfig& config) {
+                 for (std::size_t l = 0; l < config.spec.layers.size(); ++l) {
+                   config.spec.layers[l].window = 5;
+                   if (l != 3 && l != 8) config.spec.layers[l] = {};
+                 }
+               }),
           with({"qwen3_tied_bf16", LmConfig::shape(Architecture::qwen3, 11, 32, 48, 4, 4, 24, 90), Dtype::bf16},
                [](LmConfig& config) { config.tied = true; })};
 }

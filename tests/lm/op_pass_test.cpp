@@ -48,6 +48,11 @@ std::vector<Model> models() {
           {"qwen2_f16", qwen2, Dtype::f16},
           with({"smollm3", LmConfig::shape(Architecture::smollm3, 3, 40, 56, 4, 2, 12, 90)},
                [](LmConfig& config) { config.spec.layers[1].rope = RopeSpec::absent(); }),
+          with({"gemma3", LmConfig::shape(Architecture::gemma3, 4, 40, 56, 4, 1, 12, 90, {.theta = 1e6})},
+               [](LmConfig& config) {
+                 for (LayerSpec& layer : config.spec.layers) layer.window = 11;
+                 config.spec.layers[1] = {};
+               }),
           {"qwen3", LmConfig::shape(Architecture::qwen3, 3, 32, 48, 4, 2, 24, 90)},
           with({"qwen3_tied_bf16", LmConfig::shape(Architecture::qwen3, 3, 32, 48, 4, 2, 24, 90), Dtype::bf16},
                [](LmConfig& config) { config.tied = true; })};

@@ -23,6 +23,7 @@ using lm::TensorSpec;
 inline std::string name_of(Architecture architecture) {
   return architecture == Architecture::llama     ? "llama"
          : architecture == Architecture::smollm3 ? "smollm3"
+         : architecture == Architecture::gemma3  ? "gemma3"
          : architecture == Architecture::qwen2   ? "qwen2"
                                                  : "qwen3";
 }
@@ -57,6 +58,8 @@ inline GgufParts metadata(const LmConfig& config, const Changes& with = {}) {
   whole(own + "attention.value_length", config.spec.value_dim);
   number(own + "attention.layer_norm_rms_epsilon", config.rms_eps);
   number(own + "rope.freq_base", config.rope.theta);
+  if (config.architecture == Architecture::gemma3)
+    whole(own + "attention.sliding_window", config.spec.layers.front().window);
   whole("tokenizer.ggml.eos_token_id", 2);
   for (const auto& [key, write] : with)
     if (write && !written.contains(key)) write(parts, key);
@@ -64,7 +67,7 @@ inline GgufParts metadata(const LmConfig& config, const Changes& with = {}) {
 }
 
 // The name of llama.cpp for a tensor.
-inline std::string gguf_name(std::string name) {
+inline std::string gguf_name(std::string name, bool gemma = false) {
   const std::vector<std::pair<std::string, std::string>> pairs{{"model.layers.", "blk."},
                                                                {"self_attn.q_proj", "attn_q"},
                                                                {"self_attn.k_proj", "attn_k"},
@@ -80,6 +83,12 @@ inline std::string gguf_name(std::string name) {
                                                                {"model.embed_tokens", "token_embd"},
                                                                {"model.norm", "output_norm"},
                                                                {"lm_head", "output"}};
+  // Gemma has a norm behind attention; what llama.cpp calls ffn_norm has another name there.
+  const std::vector<std::pair<std::string, std::string>> gemmas{{"post_attention_layernorm", "post_attention_norm"},
+                                                                {"pre_feedforward_layernorm", "ffn_norm"},
+                                                                {"post_feedforward_layernorm", "post_ffw_norm"}};
+  for (const auto& [theirs, ours] : gemmas)
+    if (const auto at = name.find(theirs); gemma && at != std::string::npos) name.replace(at, theirs.size(), ours);
   for (const auto& [theirs, ours] : pairs)
     if (const auto at = name.find(theirs); at != std::string::npos) name.replace(at, theirs.size(), ours);
   return name;
@@ -105,7 +114,9 @@ inline GgufParts& with_tensors_of(GgufParts& parts, const std::filesystem::path&
     at::Tensor tensor = file.tensor(wanted.name);
     if (pairs && wanted.name.find("q_proj") != std::string::npos) tensor = interleaved(tensor, config.spec.query_heads);
     if (pairs && wanted.name.find("k_proj") != std::string::npos) tensor = interleaved(tensor, config.spec.kv_heads);
-    parts.tensor(gguf_name(wanted.name), tensor);
+    const bool gemma = config.architecture == Architecture::gemma3;
+    if (gemma && wanted.name.ends_with("norm.weight")) tensor = tensor.to(at::kFloat).add(1);
+    parts.tensor(gguf_name(wanted.name, gemma), tensor);
   }
   return parts;
 }

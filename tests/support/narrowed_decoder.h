@@ -7,6 +7,7 @@
 #include <ATen/ops/cos.h>
 #include <ATen/ops/einsum.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/gelu.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/silu.h>
@@ -67,12 +68,17 @@ class Plain {
 
   [[nodiscard]] Result run(const Ints& ids, const Plan& plan) const {
     Result result{counted(0, static_cast<std::int32_t>(ids.size())), {}, {}};
-    at::Tensor x = weights_.embedding.index_select(0, index(ids)).to(kDouble);
+    at::Tensor x = weights_.embedding.index_select(0, index(ids)).to(kDouble) * config_.embedding_scale;
     for (std::int32_t l = 0; l < config_.num_layers(); ++l) {
       const LayerWeights& w = weights_.layers[static_cast<std::size_t>(l)];
-      x = x + linear(w.o, attention(w, l, norm(x, w.input_norm), result.positions, result.queries));
-      const at::Tensor h = norm(x, w.mlp_norm);
-      x = x + linear(w.down, at::silu(linear(w.gate, h)) * linear(w.up, h));
+      const auto after = [&](const at::Tensor& added, const at::Tensor& weight) {
+        return weight.defined() ? norm(added, weight) : added;
+      };
+      x = x + after(linear(w.o, attention(w, l, norm(x, w.input_norm), result.positions, result.queries)),
+                    w.attention_after);
+      const at::Tensor h = norm(x, w.mlp_norm), gate = linear(w.gate, h);
+      const bool gelu = config_.activation == Activation::gelu_tanh;
+      x = x + after(linear(w.down, (gelu ? at::gelu(gate, "tanh") : at::silu(gate)) * linear(w.up, h)), w.mlp_after);
       const Ints kept = plan.among(result.positions, l);
       Ints rows;
       for (std::int32_t i = 0; i < static_cast<std::int32_t>(result.positions.size()); ++i)
@@ -100,8 +106,8 @@ class Plain {
   }
 
   // x [n, heads, D]
-  [[nodiscard]] at::Tensor rotated(const at::Tensor& x, const Ints& positions) const {
-    const RopeSpec& rope = spec_.rope;
+  [[nodiscard]] at::Tensor rotated(std::int32_t layer, const at::Tensor& x, const Ints& positions) const {
+    const RopeSpec& rope = spec_.rope_of(layer);
     const auto pairs = static_cast<std::int64_t>(rope.inv_freq.size());
     const at::Tensor speed =
         at::from_blob(const_cast<double*>(rope.inv_freq.data()), {pairs}, at::TensorOptions(kDouble));
@@ -120,15 +126,14 @@ class Plain {
     at::Tensor q = linear(w.q, x).view({n, spec_.query_heads, dim}), k = linear(w.k, x).view({n, spec_.kv_heads, dim});
     const at::Tensor v = linear(w.v, x).view({n, spec_.kv_heads, spec_.value_dim}).repeat_interleave(spec_.group(), 1);
     if (config_.qk_norm) q = norm(q, w.q_norm), k = norm(k, w.k_norm);
-    q = rotated(q, positions);
+    q = rotated(layer, q, positions);
     seen.push_back(q);
-    k = rotated(k, positions).repeat_interleave(spec_.group(), 1);
+    k = rotated(layer, k, positions).repeat_interleave(spec_.group(), 1);
     const at::Tensor at = index(positions), distance = at.unsqueeze(1) - at.unsqueeze(0);
     at::Tensor hidden = distance.lt(0);
     const LayerSpec& kind = spec_.layers[static_cast<std::size_t>(layer)];
     if (kind.kind == LayerKind::sliding) hidden = hidden.logical_or(distance.ge(kind.window));
-    const at::Tensor logits =
-        (at::einsum("ihd,jhd->hij", {q, k}) / std::sqrt(static_cast<double>(dim))).masked_fill(hidden, -INFINITY);
+    const at::Tensor logits = (at::einsum("ihd,jhd->hij", {q, k}) * spec_.scale()).masked_fill(hidden, -INFINITY);
     return at::einsum("hij,jhd->ihd", {at::softmax(logits, 2), v}).reshape({n, -1});
   }
 

@@ -36,7 +36,13 @@ struct RopeConfig {
 /// Frequencies after scaling, and the factor on cos and sin, for heads of `head_dim`.
 RopeSpec make_rope(const RopeConfig& rope, std::int32_t head_dim, std::int64_t max_positions);
 
-enum class Architecture : std::uint8_t { llama, qwen2, qwen3, smollm3 };
+enum class Architecture : std::uint8_t { llama, qwen2, qwen3, smollm3, gemma3 };
+
+/// What multiplies the MLP's `up` half.
+enum class Activation : std::uint8_t {
+  silu,       ///< x * sigmoid(x)
+  gelu_tanh,  ///< x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2: Gemma
+};
 
 /// A decoder-only model: shapes, conventions, end tokens.
 struct LmConfig {
@@ -50,8 +56,12 @@ struct LmConfig {
   bool qkv_bias = false;
   bool output_bias = false;  ///< on o_proj
   bool mlp_bias = false;
-  bool qk_norm = false;  ///< RMSNorm on each query and key head, before RoPE
+  bool qk_norm = false;     ///< RMSNorm on each query and key head, before RoPE
+  bool post_norms = false;  ///< RMSNorm also behind attention and MLP, before each is added (Gemma)
+  Activation activation = Activation::silu;
+  double embedding_scale = 1.0;  ///< factor on embeddings: sqrt(hidden) for Gemma
   RopeConfig rope;
+  std::optional<RopeConfig> sliding_rope = {};  ///< of sliding layers, where it differs: Gemma 3
   std::vector<std::int32_t> end_tokens;  ///< from generation_config.json, from config.json if that names none, or from
                                          ///< a GGUF file's metadata; may be empty
   ModelSpec spec;                        ///< heads, head size, layers and their kinds, final RoPE
@@ -64,7 +74,7 @@ struct LmConfig {
 
   /// Reads `path`/config.json and, if present, generation_config.json. Understands the layout of transformers 4
   /// (`rope_theta`, `rope_scaling` with `rope_type` or `type`) and of 5 (`rope_parameters`). If `path` is not a folder,
-  /// reads the metadata of a GGUF file: architectures llama, qwen2 and qwen3; `vocab` is the number of rows of its
+  /// reads the metadata of a GGUF file: the same architectures; `vocab` is the number of rows of its
   /// embedding. Throws: InvalidArgument for a missing or malformed field; Unsupported, by name, for a model type, RoPE
   /// type, activation or quantisation that the decoder does not support. Does not touch the weights.
   static LmConfig read(const std::filesystem::path& path);

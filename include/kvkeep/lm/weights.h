@@ -21,13 +21,15 @@ struct Linear {
 struct LayerWeights {
   Tensor input_norm;  ///< f32 [hidden]
   Linear q, k, v, o;
-  Tensor q_norm, k_norm;  ///< f32 [D], Qwen3 only
-  Tensor mlp_norm;        ///< f32 [hidden]
+  Tensor q_norm, k_norm;   ///< f32 [D], with LmConfig::qk_norm
+  Tensor attention_after;  ///< f32 [hidden], with LmConfig::post_norms: of what attention adds
+  Tensor mlp_norm;         ///< f32 [hidden]
   Linear gate, up, down;
+  Tensor mlp_after;  ///< f32 [hidden], with LmConfig::post_norms: of what the MLP adds
 };
 
 /// All weights of one model. Matrices stay in the dtype they are stored in (views of a folder's mapped files); vectors
-/// are widened to f32.
+/// are widened to f32. Norms are the factors themselves: Gemma's folders hold them less one, its GGUF files whole.
 struct Weights {
   Tensor embedding;  ///< f32/f16/bf16 [vocab, hidden]
   std::vector<LayerWeights> layers;
