@@ -1,5 +1,6 @@
 #include "ggml_blocks.h"
 #include "kvkeep/core/dtype.h"
+#include "kvkeep/simd/stored_side.h"
 
 #include <array>
 #include <bit>
@@ -45,8 +46,7 @@ struct BF16 {
 struct Q8_0 {
   static constexpr std::int32_t kValues = kSmall, kBytes = 2 + kSmall;
   static void widen(const std::uint8_t* block, float* out) {
-    const float scale = half(block);
-    for (int i = 0; i < kSmall; ++i) out[i] = scale * static_cast<float>(static_cast<std::int8_t>(block[2 + i]));
+    cpu::widen_block(reinterpret_cast<const std::byte*>(block), Dtype::q8_0, out);
   }
 };
 
@@ -54,12 +54,7 @@ struct Q8_0 {
 struct Q4_0 {
   static constexpr std::int32_t kValues = kSmall, kBytes = 2 + 16;
   static void widen(const std::uint8_t* block, float* out) {
-    const float scale = half(block);
-    const std::uint8_t* halves = block + 2;
-    for (int i = 0; i < 16; ++i) {
-      out[i] = scale * static_cast<float>((halves[i] & 15) - 8);
-      out[i + 16] = scale * static_cast<float>((halves[i] >> 4) - 8);
-    }
+    cpu::widen_block(reinterpret_cast<const std::byte*>(block), Dtype::q4_0, out);
   }
 };
 

@@ -45,12 +45,26 @@ std::int64_t first_visible(const AttentionRow& row, const AttentionShape& shape,
 }
 
 // Calls f(rows, first, count) for the slots [begin, begin + slots), in order, split where they stop being one stride
-// apart; short runs (small pages) are gathered in `scratch` first. Each output of the kernels is one sum over a slot's
-// numbers, or continues where the last call left it, so the splits do not change a bit.
+// apart; short runs (small pages) are gathered in `scratch` first, and numbers that the kernels do not read are widened
+// there. Each output of the kernels is one sum over a slot's numbers, or continues where the last call left it, so the
+// splits do not change a bit.
 template <class F>
-void for_runs(const SlotAddress& side, at::ScalarType dtype, std::int64_t begin, std::int64_t slots,
-              std::vector<std::byte>& scratch, const F& f) {
+void for_runs(const cpu::StoredSide& stored, std::int64_t begin, std::int64_t slots, std::vector<std::byte>& scratch,
+              const F& f) {
   constexpr std::int64_t kShortRun = 8, kGathered = 64;
+  const SlotAddress& side = stored.slots;
+  if (!is_scorable(stored.dtype)) {
+    const std::int64_t width = stored.dim * std::int64_t{sizeof(float)};
+    scratch.resize(static_cast<std::size_t>(kGathered * width));
+    auto* const numbers = reinterpret_cast<float*>(scratch.data());
+    for (std::int64_t done = 0; done < slots; done += kGathered) {
+      const std::int64_t count = std::min(kGathered, slots - done);
+      for (std::int64_t i = 0; i < count; ++i) cpu::widen_slot(stored, begin + done + i, numbers + i * stored.dim);
+      f(Rows{numbers, at::kFloat, stored.dim}, done, count);
+    }
+    return;
+  }
+  const at::ScalarType dtype = torch_dtype(stored.dtype);
   const auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   const auto run = [&](std::int64_t slot) {
     std::int64_t count = std::min(side.run(slot), begin + slots - slot);
@@ -98,7 +112,7 @@ class TileAttention {
   [[nodiscard]] std::int64_t vectors() const { return vectors_; }
 
   void logits(std::int64_t from, std::int64_t to, std::vector<std::byte>& scratch) {
-    for_runs(row_->keys, row_->key_dtype, begin_ + from, to - from, scratch,
+    for_runs(row_->keys, begin_ + from, to - from, scratch,
              [&](const Rows& keys, std::int64_t first, std::int64_t count) {
                dots(keys, count, shape_.key_dim, queries_.data(), shape_.key_dim, vectors_,
                     logits_.data() + from + first, slots_);
@@ -113,11 +127,10 @@ class TileAttention {
   }
 
   void outputs(std::int64_t from, std::int64_t to, std::vector<std::byte>& scratch) {
-    for_runs(row_->values, row_->value_dtype, begin_, slots_, scratch,
-             [&](const Rows& values, std::int64_t first, std::int64_t count) {
-               add_weighted_rows(values.columns(from), count, to - from, logits_.data() + first, slots_, vectors_,
-                                 outputs_.data() + from, shape_.value_dim);
-             });
+    for_runs(row_->values, begin_, slots_, scratch, [&](const Rows& values, std::int64_t first, std::int64_t count) {
+      add_weighted_rows(values.columns(from), count, to - from, logits_.data() + first, slots_, vectors_,
+                        outputs_.data() + from, shape_.value_dim);
+    });
   }
 
   void end(float* out, float* log_sum_exp) const {

@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/lm/tensor.h"
+#include "kvkeep/simd/stored_side.h"
 
 namespace kvkeep::lm::detail {
 
@@ -18,8 +19,7 @@ struct AttentionRow {
   std::int32_t begin =
       0;  ///< position where the step begins for the sequence; old slots of a sliding layer hold those just before it
   std::int64_t kv_head = 0;
-  SlotAddress keys, values;  ///< the row's slots, side by side or by page
-  at::ScalarType key_dtype = at::kFloat, value_dtype = at::kFloat;
+  cpu::StoredSide keys, values;           ///< the row's slots, side by side or by page
   const std::uint8_t* visible = nullptr;  ///< [slots_before], 0 hides the slot; null: all visible
 };
 

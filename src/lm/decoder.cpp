@@ -16,6 +16,7 @@
 #include "kernels.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/row.h"
+#include "kvkeep/simd/stored_side.h"
 #include "layer_ropes.h"
 #include "lazy_memory.h"
 #include "narrowing.h"
@@ -36,12 +37,6 @@ void widen_row(const Rows& from, std::int64_t n, float* to) {
   if (from.dtype == at::kFloat) return copy(static_cast<const float*>(from.data));
   if (from.dtype == at::kHalf) return copy(static_cast<const c10::Half*>(from.data));
   copy(static_cast<const c10::BFloat16*>(from.data));
-}
-
-void narrow_row(const float* from, std::int64_t n, at::ScalarType dtype, void* to) {
-  if (dtype == at::kFloat) std::copy_n(from, n, static_cast<float*>(to));
-  if (dtype == at::kHalf) std::copy_n(from, n, static_cast<c10::Half*>(to));
-  if (dtype == at::kBFloat16) std::copy_n(from, n, static_cast<c10::BFloat16*>(to));
 }
 
 // One linear map of x, and where its outputs go: [n, out].
@@ -123,40 +118,59 @@ void Decoder::use(Path path) {
 
 namespace {
 
-/// Zeros on the weights' device, for `slots` slots of every KV head: checked whole, then made side by side.
+/// Layers of zeros on the weights' device, `slots` slots of every KV head each: checked whole, then made one by one.
 class CacheMaker {
  public:
   CacheMaker(std::string_view operation, const ModelSpec& spec, at::Device device, std::string_view what, double slots,
              Dtype dtype)
-      : device_(device), dtype_(dtype) {
-    const double bytes = slots * spec.num_layers() * spec.kv_heads *
-                         static_cast<double>((spec.key_dim + spec.value_dim) * element_size(dtype));
+      : spec_(spec), device_(device), dtype_(dtype) {
+    KVKEEP_REQUIRE(is_scorable(dtype) || is_blocks(dtype) || dtype == Dtype::i8, operation, ": dtype is ", dtype,
+                   "; allowed f32, f16, bf16 and, on the CPU, i8, q8_0, q4_0");
+    KVKEEP_REQUIRE_AS(Unsupported, device.is_cpu() || is_scorable(dtype), operation, ": dtype is ", dtype,
+                      " off the CPU; allowed f32, f16, bf16");
+    for (const std::int32_t dim : {spec.key_dim, spec.value_dim})
+      KVKEEP_REQUIRE(dim % numbers_of(dtype) == 0, operation, ": ", dtype, " has blocks of ", numbers_of(dtype),
+                     " numbers, and heads have ", dim, "; allowed heads of whole blocks");
+    const double bytes = slots * spec.num_layers() * spec.kv_heads * static_cast<double>(bytes_of_slot(spec, dtype));
     if (device.is_cpu()) detail::require_room(operation, what, bytes);
   }
-  [[nodiscard]] Tensor side(std::initializer_list<std::int64_t> sizes) const {
-    return device_.is_cpu() ? detail::lazy_zeros(sizes, dtype_)
-                            : at::zeros(sizes, at::TensorOptions(torch_dtype(dtype_)).device(device_));
+
+  /// `slots`: the sizes of a layer without that of its vectors.
+  [[nodiscard]] LayerCache layer(const Shape& slots) const {
+    const auto scales = [&] { return dtype_ == Dtype::i8 ? detail::lazy_zeros(slots, Dtype::f32) : kvkeep::Tensor(); };
+    return {side(slots, spec_.key_dim), side(slots, spec_.value_dim), scales(), scales()};
   }
 
  private:
+  [[nodiscard]] kvkeep::Tensor side(const Shape& slots, std::int64_t dim) const {
+    std::vector<std::int64_t> sizes(slots.begin(), slots.end());
+    sizes.push_back(dim / numbers_of(dtype_));
+    if (device_.is_cpu()) return detail::lazy_zeros(sizes, dtype_);
+    return at::zeros(sizes, at::TensorOptions(torch_dtype(dtype_)).device(device_));
+  }
+
+  const ModelSpec& spec_;
   at::Device device_;
   Dtype dtype_;
 };
 
 }  // namespace
 
+std::int64_t bytes_of_slot(const ModelSpec& spec, Dtype dtype) {
+  return (spec.key_dim + spec.value_dim) / numbers_of(dtype) * element_size(dtype) +
+         (dtype == Dtype::i8 ? 2 * element_size(Dtype::f32) : 0);
+}
+
 std::vector<LayerCache> Decoder::make_cache(std::int64_t sequences, std::int64_t capacity, Dtype dtype) const {
   KVKEEP_REQUIRE(sequences >= 1 && capacity >= 1, "make cache: sequences and capacity must be positive; given ",
                  sequences, " and ", capacity);
-  KVKEEP_REQUIRE(is_scorable(dtype), "make cache: dtype is ", dtype, "; allowed f32, f16, bf16");
-  const ModelSpec& model = spec();
   const CacheMaker make(
-      "make cache", model, weights_.embedding.device(),
+      "make cache", spec(), weights_.embedding.device(),
       text("a cache for ", sequences, sequences == 1 ? " sequence" : " sequences", " of ", capacity, " slots"),
       static_cast<double>(sequences) * static_cast<double>(capacity), dtype);
-  const auto side = [&](std::int64_t dim) { return make.side({sequences, model.kv_heads, capacity, dim}); };
   std::vector<LayerCache> cache;
-  for (std::int32_t l = 0; l < model.num_layers(); ++l) cache.push_back({side(model.key_dim), side(model.value_dim)});
+  for (std::int32_t l = 0; l < spec().num_layers(); ++l)
+    cache.push_back(make.layer({sequences, spec().kv_heads, capacity}));
   return cache;
 }
 
@@ -164,18 +178,17 @@ std::vector<LayerKv> Decoder::make_pages(std::int64_t pages, std::int64_t page_s
                                          PageLayout layout) const {
   KVKEEP_REQUIRE(pages >= 1 && page_size >= 1, "make pages: pages and page size must be positive; given ", pages,
                  " and ", page_size);
-  KVKEEP_REQUIRE(is_scorable(dtype), "make pages: dtype is ", dtype, "; allowed f32, f16, bf16");
-  const ModelSpec& model = spec();
-  const CacheMaker make("make pages", model, weights_.embedding.device(),
+  const CacheMaker make("make pages", spec(), weights_.embedding.device(),
                         text("a cache of ", pages, " pages of ", page_size, " slots"),
                         static_cast<double>(pages) * static_cast<double>(page_size), dtype);
-  const auto side = [&](std::int64_t dim) {
-    return layout == PageLayout::slot_head ? make.side({pages, page_size, model.kv_heads, dim})
-                                           : make.side({pages, model.kv_heads, page_size, dim});
-  };
+  const std::int64_t heads = spec().kv_heads;
   std::vector<LayerKv> cache;
-  for (std::int32_t l = 0; l < model.num_layers(); ++l)
-    cache.emplace_back(PagedKv{side(model.key_dim), side(model.value_dim), layout});
+  for (std::int32_t l = 0; l < spec().num_layers(); ++l) {
+    LayerCache layer =
+        make.layer(layout == PageLayout::slot_head ? Shape{pages, page_size, heads} : Shape{pages, heads, page_size});
+    cache.emplace_back(PagedKv{std::move(layer.keys), std::move(layer.values), layout, std::move(layer.key_scales),
+                               std::move(layer.value_scales)});
+  }
   return cache;
 }
 
@@ -362,8 +375,8 @@ class Decoder::Pass {
         const Sides row = sides_of(layer, s, h);
         for (std::int64_t i = 0; i < count; ++i) {
           const std::int64_t slot = step_.lengths.at(layer, s, h) + i, vector = (first + i) * spec_.kv_heads + h;
-          narrow_row(keys + vector * spec_.key_dim, spec_.key_dim, row.key_dtype, row.keys.at(slot));
-          narrow_row(values + vector * spec_.value_dim, spec_.value_dim, row.value_dtype, row.values.at(slot));
+          cpu::store_slot(row.keys, slot, keys + vector * spec_.key_dim);
+          cpu::store_slot(row.values, slot, values + vector * spec_.value_dim);
         }
       }
     }
@@ -381,8 +394,6 @@ class Decoder::Pass {
                               .kv_head = h,
                               .keys = row.keys,
                               .values = row.values,
-                              .key_dtype = row.key_dtype,
-                              .value_dtype = row.value_dtype,
                               .visible = visible(layer, s, h)});
       }
     const LayerSpec& kind = spec_.layers[static_cast<std::size_t>(layer)];
@@ -473,20 +484,20 @@ class Decoder::Pass {
   [[nodiscard]] std::int64_t first_token(std::int32_t sequence) const { return present_.first_token(sequence); }
   // Where the slots of one row of the cache are.
   struct Sides {
-    SlotAddress keys, values;
-    at::ScalarType key_dtype, value_dtype;
+    cpu::StoredSide keys, values;
   };
   [[nodiscard]] Sides sides_of(std::int32_t layer, std::int32_t sequence, std::int32_t head) const {
     const std::int64_t place = step_.rows[static_cast<std::size_t>(sequence)];
     const LayerKv& kv = cache_[static_cast<std::size_t>(layer)];
-    if (const auto* dense = std::get_if<DenseKv>(&kv))
-      return {dense_address(dense->keys, place, head), dense_address(dense->values, place, head),
-              torch_dtype(dense->keys.dtype()), torch_dtype(dense->values.dtype())};
-    const auto& paged = std::get<PagedKv>(kv);
+    const auto of = [&](const auto& address) -> Sides {
+      const LayerSides all = kvkeep::sides_of(kv);
+      return {{address(all.keys), address(all.key_scales), all.keys.dtype(), spec_.key_dim},
+              {address(all.values), address(all.value_scales), all.values.dtype(), spec_.value_dim}};
+    };
+    const auto* paged = std::get_if<PagedKv>(&kv);
+    if (paged == nullptr) return of([&](const kvkeep::Tensor& side) { return dense_address(side, place, head); });
     const std::int32_t* pages = block_table_.const_data_ptr<std::int32_t>() + place * block_table_.stride(0);
-    return {paged_address(paged.keys, paged.layout, head, pages),
-            paged_address(paged.values, paged.layout, head, pages), torch_dtype(paged.keys.dtype()),
-            torch_dtype(paged.values.dtype())};
+    return of([&](const kvkeep::Tensor& side) { return paged_address(side, paged->layout, head, pages); });
   }
   [[nodiscard]] const std::uint8_t* visible(std::int32_t layer, std::int32_t sequence, std::int32_t head) const {
     if (options_.visible.empty()) return nullptr;
@@ -520,7 +531,7 @@ Tensor Decoder::forward(const Step& step, std::span<const LayerCache> cache, con
 
 Tensor Decoder::forward(const Step& step, std::span<const LayerKv> cache, const Tensor& block_table,
                         const StepOptions& options) {
-  detail::check_step(config_, device(), step, cache, block_table, options);
+  detail::check_step(config_, device(), path_, step, cache, block_table, options);
   if (path_ == Path::operators) return detail::run_with_operators(config_, weights_, step, cache, block_table, options);
   return Pass(*this, step, cache, block_table, options).run();
 }

@@ -236,10 +236,7 @@ PromptRun Generator::run_prompt(std::span<Generator* const> generators, const Re
   }
   run.logits = decoder.forward(step, cache, {}, options).cpu();
   if (surprise) run.surprisal.assign(surprise->values().begin(), surprise->values().end());
-  for (const LayerCache& layer : dense) {
-    run.keys.push_back(layer.keys.select(0, 0));
-    run.values.push_back(layer.values.select(0, 0));
-  }
+  run.cache = dense;
   run.seconds = seconds_since(start);
   return run;
 }
@@ -252,9 +249,14 @@ void Generator::begin(SequenceId id, const PromptRun& prompt) {
   const auto start = std::chrono::steady_clock::now();
   const auto tokens = static_cast<std::int64_t>(sequence.prompt.size());
   for (std::size_t l = 0; l < cache_.size(); ++l) {
-    const auto& kv = std::get<DenseKv>(cache_[l]);
-    copy(prompt.keys[l], kv.keys.select(0, sequence.place).narrow(1, 0, tokens));
-    copy(prompt.values[l], kv.values.select(0, sequence.place).narrow(1, 0, tokens));
+    const LayerSides from = sides_of(LayerKv(prompt.cache[l])), to = sides_of(cache_[l]);
+    const auto put = [&](const kvkeep::Tensor& theirs, const kvkeep::Tensor& ours) {
+      if (theirs.defined()) copy(theirs.select(0, 0), ours.select(0, sequence.place).narrow(1, 0, tokens));
+    };
+    put(from.keys, to.keys);
+    put(from.values, to.values);
+    put(from.key_scales, to.key_scales);
+    put(from.value_scales, to.value_scales);
   }
   sequence.waits = false;
   Batch batch;
@@ -507,12 +509,11 @@ std::vector<std::vector<std::int32_t>> Generator::positions(SequenceId id) const
 
 std::int64_t Generator::live_bytes(std::span<const std::int32_t> lengths) const {
   const ModelSpec& spec = keeper_.spec();
-  const std::int64_t slot = (spec.key_dim + spec.value_dim) * element_size(options_.cache_dtype);
   std::int64_t slots = 0;
   for (const std::int32_t layer : spec.full_layers())
     for (std::int32_t head = 0; head < spec.kv_heads; ++head)
       slots += lengths[static_cast<std::size_t>(layer * spec.kv_heads + head)];
-  return slots * slot;
+  return slots * bytes_of_slot(spec, options_.cache_dtype);
 }
 
 std::int64_t Generator::near_bytes(SequenceId id) const {

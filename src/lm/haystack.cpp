@@ -29,6 +29,9 @@ Essay::Essay(std::string_view text, std::int64_t most_words) {
     words_.push_back({text_.size(), text_.size() + word.size(), ends_sentence(word)});
     text_ += word;
     at = text.find_first_not_of(kBlanks, end);
+    // A blank line ends one, too: paragraphs, and blocks of source code.
+    const std::string_view gap = text.substr(end, at == std::string_view::npos ? 0 : at - end);
+    if (std::ranges::count(gap, '\n') > 1) words_.back().ends_sentence = true;
   }
   if (!words_.empty()) words_.back().ends_sentence = true;
 }

@@ -1,15 +1,13 @@
 #include "lazy_memory.h"
 
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/zeros.h>
 #include <sys/mman.h>
 
 #include <cerrno>
 #include <mutex>
 #include <system_error>
+#include <utility>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/torch.h"
 #include "memory_left.h"
 
 namespace kvkeep::lm::detail {
@@ -37,10 +35,31 @@ void require_room(std::string_view operation, std::string_view what, double byte
       "fewer tokens, fewer sequences at once, a cache of 16 bits, or a policy with a smaller budget", lazy().left);
 }
 
-at::Tensor lazy_zeros(std::initializer_list<std::int64_t> sizes, Dtype dtype) {
-  std::size_t bytes = static_cast<std::size_t>(element_size(dtype));
-  for (const std::int64_t size : sizes) bytes *= static_cast<std::size_t>(size);
-  if (bytes == 0) return at::zeros(sizes, at::TensorOptions(torch_dtype(dtype)));
+namespace {
+
+/// Memory of the machine that is given back with it.
+class Mapping {
+ public:
+  Mapping(void* memory, std::size_t bytes) : memory_(memory), bytes_(bytes) {}
+  Mapping(Mapping&& other) noexcept : memory_(std::exchange(other.memory_, nullptr)), bytes_(other.bytes_) {}
+  Mapping& operator=(Mapping&&) = delete;
+  ~Mapping() {
+    if (memory_ == nullptr) return;
+    ::munmap(memory_, bytes_);
+    const std::lock_guard lock(lazy().mutex);
+    lazy().bytes -= bytes_;
+  }
+
+ private:
+  void* memory_;
+  std::size_t bytes_;
+};
+
+}  // namespace
+
+kvkeep::Tensor lazy_zeros(const Shape& sizes, Dtype dtype) {
+  const std::size_t bytes = static_cast<std::size_t>(sizes.product()) * static_cast<std::size_t>(element_size(dtype));
+  if (bytes == 0) return zeros(sizes, dtype);
   void* const memory =
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   KVKEEP_REQUIRE(memory != MAP_FAILED, "make cache: the machine does not give ",
@@ -50,12 +69,7 @@ at::Tensor lazy_zeros(std::initializer_list<std::int64_t> sizes, Dtype dtype) {
     const std::lock_guard lock(lazy().mutex);
     lazy().bytes += bytes;
   }
-  const auto release = [bytes](void* held) {
-    ::munmap(held, bytes);
-    const std::lock_guard lock(lazy().mutex);
-    lazy().bytes -= bytes;
-  };
-  return at::from_blob(memory, sizes, release, at::TensorOptions(torch_dtype(dtype)));
+  return {memory, dtype, sizes, Device{}, Owner::of(Mapping(memory, bytes))};
 }
 
 }  // namespace kvkeep::lm::detail

@@ -1,17 +1,14 @@
 #pragma once
 /// Tensors whose memory comes as it is written to: a cache takes what its text has filled, whatever its capacity.
 
-#include <ATen/core/Tensor.h>
+#include <string_view>
 
-#include <cstdint>
-#include <initializer_list>
-
-#include "kvkeep/core/dtype.h"
+#include "kvkeep/core/tensor.h"
 
 namespace kvkeep::lm::detail {
 
 /// Zeros in host memory. Throws: InvalidArgument if the machine does not have so much address space.
-[[nodiscard]] at::Tensor lazy_zeros(std::initializer_list<std::int64_t> sizes, Dtype dtype);
+[[nodiscard]] kvkeep::Tensor lazy_zeros(const Shape& sizes, Dtype dtype);
 
 /// Throws InvalidArgument if `bytes` more, with all that lives already, would be above the memory that the machine had
 /// before the first of them: "what takes ...".

@@ -169,6 +169,8 @@ Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request 
   KVKEEP_REQUIRE(!options.step || *options.step >= 1, "record: event step is ", options.step.value_or(0),
                  "; allowed 1 or more (the prefill is step 0 and is never cut)");
   KVKEEP_REQUIRE(options.queries >= 1, "record: given ", options.queries, " queries to keep; allowed 1 or more");
+  KVKEEP_REQUIRE_AS(Unsupported, is_scorable(options.cache_dtype), "record: the cache is ", options.cache_dtype,
+                    "; traces hold f32, f16 or bf16");
   if (options.step) request.new_tokens = std::max(request.new_tokens, *options.step + 1);
   const Trigger trigger = policy->trigger();
   const Needs needs = policy->needs();

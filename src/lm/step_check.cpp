@@ -45,10 +45,13 @@ Room room_of(const LayerKv& layer, const Tensor& block_table) {
   return {block_table.size(0), block_table.size(1) * sides.keys.size(sides.slot)};
 }
 
-void check_side(const kvkeep::Tensor& side, Device device, const LayerSides& sides, std::string_view name,
-                std::int32_t layer, std::int64_t heads, std::int64_t dim) {
+void check_side(const kvkeep::Tensor& side, const kvkeep::Tensor& scales, Device device, bool kernels,
+                const LayerSides& sides, std::string_view name, std::int32_t layer, std::int64_t heads,
+                std::int64_t dim) {
+  const std::int64_t numbers = side.defined() ? numbers_of(side.dtype()) : 1;
   if (!side.defined() || side.dim() != 4 || side.size(sides.head) != heads ||
-      side.size(3) != dim) {  // the message is made only if it is needed
+      side.size(3) * numbers != dim) {  // the message is made only if it is needed
+    if (dim % numbers == 0) dim /= numbers;
     const std::string shape = !sides.paged      ? text("[B, ", heads, ", capacity, ", dim, "]")
                               : sides.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]")
                                                 : text("[pages, ", heads, ", page_size, ", dim, "]");
@@ -57,13 +60,23 @@ void check_side(const kvkeep::Tensor& side, Device device, const LayerSides& sid
   }
   KVKEEP_REQUIRE(side.device() == device, "decoder step: ", name, " of layer ", layer, " are on ", side.device().str(),
                  "; allowed ", device.str(), ", where the weights are");
-  KVKEEP_REQUIRE(is_scorable(side.dtype()), "decoder step: ", name, " of layer ", layer, " are ", side.dtype(),
-                 "; allowed f32, f16, bf16");
+  const bool scaled = side.dtype() == Dtype::i8;
+  KVKEEP_REQUIRE(is_scorable(side.dtype()) || scaled || is_blocks(side.dtype()), "decoder step: ", name, " of layer ",
+                 layer, " are ", side.dtype(), "; allowed f32, f16, bf16, i8, q8_0, q4_0");
+  KVKEEP_REQUIRE_AS(Unsupported, kernels || is_scorable(side.dtype()), "decoder step: ", name, " of layer ", layer,
+                    " are ", side.dtype(), " under operators; allowed f32, f16, bf16");
+  if (scaled)
+    KVKEEP_REQUIRE(scales.defined() && scales.dtype() == Dtype::f32 && scales.dim() == 3 &&
+                       scales.size(0) == side.size(0) && scales.size(1) == side.size(1) &&
+                       scales.size(2) == side.size(2) && scales.is_contiguous() && scales.device().is_cpu(),
+                   "decoder step: scales of the ", name, " of layer ", layer, " must be contiguous f32 [", side.size(0),
+                   ", ", side.size(1), ", ", side.size(2), "]; given ",
+                   scales.defined() ? text(scales.dtype(), " ", scales.sizes()) : std::string("nothing"));
   KVKEEP_REQUIRE(side.stride(3) == 1, "decoder step: ", name, " of layer ", layer, " have stride ", side.stride(3),
                  " in their last dimension; allowed 1");
 }
 
-void check_cache(const ModelSpec& spec, Device device, std::span<const LayerKv> cache) {
+void check_cache(const ModelSpec& spec, Device device, bool kernels, std::span<const LayerKv> cache) {
   KVKEEP_REQUIRE(cache.size() == spec.layers.size(), "decoder step: a cache of ", cache.size(),
                  " layers for a model of ", spec.layers.size());
   const bool paged = is_paged(cache);
@@ -77,8 +90,8 @@ void check_cache(const ModelSpec& spec, Device device, std::span<const LayerKv> 
                                                                  : "in pages",
                    "; allowed ", paged ? "pages" : "dense layers", " as the first layer");
     const LayerSides sides = sides_of(layer);
-    check_side(sides.keys, device, sides, "keys", l, spec.kv_heads, spec.key_dim);
-    check_side(sides.values, device, sides, "values", l, spec.kv_heads, spec.value_dim);
+    check_side(sides.keys, sides.key_scales, device, kernels, sides, "keys", l, spec.kv_heads, spec.key_dim);
+    check_side(sides.values, sides.value_scales, device, kernels, sides, "values", l, spec.kv_heads, spec.value_dim);
     KVKEEP_REQUIRE(
         sides.keys.size(0) == sides.values.size(0) && sides.keys.size(sides.slot) == sides.values.size(sides.slot),
         "decoder step: keys ", sides.keys.sizes(), " and values ", sides.values.sizes(), " of layer ", l, " differ in ",
@@ -249,10 +262,10 @@ void check_onward(const ModelSpec& spec, Logits logits, const LayerSight& sight,
                  " tokens continue, so the others have no logits; allowed Logits::last or none");
 }
 
-void check_step(const LmConfig& config, Device device, const Step& step, std::span<const LayerKv> cache,
+void check_step(const LmConfig& config, Device device, Path path, const Step& step, std::span<const LayerKv> cache,
                 const Tensor& block_table, const StepOptions& options) {
   check_tokens(config, step);
-  check_cache(config.spec, device, cache);
+  check_cache(config.spec, device, path == Path::kernels, cache);
   const bool paged = is_paged(cache);
   check_table(step, paged, block_table);
   check_places(config.spec, step, cache, block_table);

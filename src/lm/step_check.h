@@ -7,9 +7,9 @@
 
 namespace kvkeep::lm::detail {
 
-/// Throws InvalidArgument with the first thing that is wrong. `device`: where the weights are. `block_table` is
-/// undefined for a dense cache.
-void check_step(const LmConfig& config, Device device, const Step& step, std::span<const LayerKv> cache,
+/// Throws InvalidArgument with the first thing that is wrong, and Unsupported for a cache that `path` has no code for.
+/// `device`: where the weights are. `block_table` is undefined for a dense cache.
+void check_step(const LmConfig& config, Device device, Path path, const Step& step, std::span<const LayerKv> cache,
                 const Tensor& block_table, const StepOptions& options);
 
 /// The same for a hook's answer as to which tokens continue after the layer that it saw.

@@ -7,7 +7,8 @@
 
 namespace kvkeep {
 
-/// Names are those of safetensors and the array API. f32, f16 and bf16 can be scored; every type can be moved.
+/// Names are those of safetensors, the array API and, of blocks, ggml. f32, f16 and bf16 can be scored as they are, on
+/// the CPU those of 8 bits and blocks, too; every type can be moved.
 enum class Dtype : std::uint8_t {
   f32,
   f16,
@@ -24,12 +25,27 @@ enum class Dtype : std::uint8_t {
   boolean,
   f8_e4m3,
   f8_e5m2,
-  complex64
+  complex64,
+  q8_0,  ///< blocks of 32 numbers: an f16 scale, 32 signed bytes
+  q4_0   ///< blocks of 32 numbers: an f16 scale, 32 numbers of 4 bits less 8; the low halves of 16 bytes are the first
 };
 
-/// Bytes of one number.
+/// Numbers of a block.
+inline constexpr std::int32_t kBlock = 32;
+
+/// Whether an element is a block of kBlock numbers: a tensor's last dimension counts blocks.
+[[nodiscard]] constexpr bool is_blocks(Dtype dtype) { return dtype == Dtype::q8_0 || dtype == Dtype::q4_0; }
+
+/// Numbers of an element.
+[[nodiscard]] constexpr std::int64_t numbers_of(Dtype dtype) { return is_blocks(dtype) ? kBlock : 1; }
+
+/// Bytes of one element.
 [[nodiscard]] constexpr std::int64_t element_size(Dtype dtype) {
   switch (dtype) {
+    case Dtype::q8_0:
+      return 2 + kBlock;
+    case Dtype::q4_0:
+      return 2 + kBlock / 2;
     case Dtype::f64:
     case Dtype::i64:
     case Dtype::u64:
@@ -50,14 +66,14 @@ enum class Dtype : std::uint8_t {
 }
 
 [[nodiscard]] constexpr const char* name_of(Dtype dtype) {
-  constexpr const char* kNames[] = {"f32", "f16", "bf16", "f64", "i64",  "i32",     "i16",     "i8",
-                                    "u64", "u32", "u16",  "u8",  "bool", "f8_e4m3", "f8_e5m2", "complex64"};
+  constexpr const char* kNames[] = {"f32", "f16", "bf16", "f64",  "i64",     "i32",     "i16",       "i8",   "u64",
+                                    "u32", "u16", "u8",   "bool", "f8_e4m3", "f8_e5m2", "complex64", "q8_0", "q4_0"};
   return kNames[static_cast<int>(dtype)];
 }
 
 inline std::ostream& operator<<(std::ostream& out, Dtype dtype) { return out << name_of(dtype); }
 
-/// True for the dtypes that can be scored: f32, f16, bf16.
+/// True for the dtypes that can be scored as they are: f32, f16, bf16.
 [[nodiscard]] constexpr bool is_scorable(Dtype dtype) {
   return dtype == Dtype::f32 || dtype == Dtype::f16 || dtype == Dtype::bf16;
 }

@@ -12,7 +12,7 @@ namespace kvkeep {
 namespace row_detail {
 
 /// The shape that a layer's tensors must have, in words.
-inline std::string shape_of(const LayerSides& layer, std::int32_t heads, std::int32_t dim) {
+inline std::string shape_of(const LayerSides& layer, std::int32_t heads, std::int64_t dim) {
   if (!layer.paged) return text("[B, ", heads, ", capacity, ", dim, "]");
   return layer.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]")
                          : text("[pages, ", heads, ", page_size, ", dim, "]");
@@ -22,9 +22,12 @@ inline void check_side(const char* side, const Tensor& t, const LayerSides& laye
                        const ModelSpec& spec, std::int32_t dim) {
   KVKEEP_REQUIRE(t.defined() && t.dim() == 4, "cache: ", side, " of layer ", l, " have ", t.defined() ? t.dim() : 0,
                  " dimensions; allowed 4 ", shape_of(layer, spec.kv_heads, dim));
-  KVKEEP_REQUIRE(t.size(layer.head) == spec.kv_heads && t.size(3) == dim, "cache: ", side, " of layer ", l,
+  const std::int64_t numbers = numbers_of(t.dtype());
+  KVKEEP_REQUIRE(dim % numbers == 0, "cache: ", side, " of layer ", l, " are ", t.dtype(), ", blocks of ", numbers,
+                 " numbers, in heads of ", dim, "; allowed heads of whole blocks");
+  KVKEEP_REQUIRE(t.size(layer.head) == spec.kv_heads && t.size(3) * numbers == dim, "cache: ", side, " of layer ", l,
                  " have shape [", t.size(0), ", ", t.size(1), ", ", t.size(2), ", ", t.size(3), "]; allowed ",
-                 shape_of(layer, spec.kv_heads, dim), " as the model spec says");
+                 shape_of(layer, spec.kv_heads, dim / numbers), " as the model spec says");
   KVKEEP_REQUIRE(t.has_memory(), "cache: ", side, " of layer ", l, " have no address (null); allowed an address");
   KVKEEP_REQUIRE(t.stride(3) == 1 || dim == 1, "cache: ", side, " of layer ", l, " have stride ", t.stride(3),
                  " in the last dimension; allowed 1");

@@ -18,9 +18,13 @@
 
 namespace kvkeep::lm {
 
-/// K and V of one layer, owned by the caller: f32, f16 or bf16 [B, Hkv, capacity, D]. The last dimension contiguous,
-/// other strides free.
+/// K and V of one layer, owned by the caller: f32, f16 or bf16 [B, Hkv, capacity, D]; on the CPU also i8, with f32
+/// scales [B, Hkv, capacity], and blocks of 32 numbers as llama.cpp stores them, q8_0 and q4_0 [B, Hkv, capacity,
+/// D / 32]. The last dimension contiguous, other strides free.
 using LayerCache = DenseKv;
+
+/// K and V bytes of one slot of a KV head in a cache of that dtype, with its scales.
+[[nodiscard]] std::int64_t bytes_of_slot(const ModelSpec& spec, Dtype dtype);
 
 /// Slots in use before a step: by sequence of the step and, if cuts made them differ, by layer and KV head.
 struct SlotCounts {
@@ -165,9 +169,11 @@ class Decoder {
   /// memory.
   [[nodiscard]] std::vector<kvkeep::Tensor> output_projections() const;
 
-  /// A zeroed cache for `sequences` sequences of up to `capacity` slots, on the weights' device. On the CPU its memory
-  /// comes as slots are written. Throws: InvalidArgument, before anything is allocated, if all of it with the caches
-  /// that live would not fit into what the machine had left before the first of them.
+  /// A zeroed cache for `sequences` sequences of up to `capacity` slots, on the weights' device; numbers are rounded to
+  /// `dtype` as tokens are stored. On the CPU its memory comes as slots are written. Throws: InvalidArgument for a
+  /// dtype or a head size that LayerCache does not name; Unsupported for i8 and blocks off the CPU; InvalidArgument,
+  /// before anything is allocated, if all of it with the caches that live would not fit into what the machine had left
+  /// before the first of them.
   [[nodiscard]] std::vector<LayerCache> make_cache(std::int64_t sequences, std::int64_t capacity,
                                                    Dtype dtype = Dtype::f32) const;
 

@@ -29,7 +29,8 @@
 /// longer than ours continues with such pairs.
 /// - No key and no value occurs twice in a sample. RULER draws each independently.
 /// - The caller supplies the essay. RULER's are Paul Graham's: name your text next to the numbers.
-/// - A word that ends with . ! or ? ends a sentence of an essay. RULER uses NLTK, which knows abbreviations.
+/// - A word that ends with . ! or ? ends a sentence of an essay, and so does a blank line. RULER uses NLTK, which knows
+/// abbreviations.
 /// - A sample holds as many units (lines, words) as fit. RULER searches for that number once per task.
 /// - vt: the solved example in front has RULER's 500 tokens from a length of 2,000 on. In a shorter sample it has a
 /// quarter of the length, or five lines.

@@ -21,6 +21,7 @@
 #include "kvkeep/memory/span_row.h"
 #include "kvkeep/simd/attention_lanes.h"
 #include "kvkeep/simd/memory_lanes.h"
+#include "kvkeep/simd/stored_side.h"
 
 namespace kvkeep {
 namespace span_row_detail {
@@ -259,8 +260,8 @@ class RowFolding {
           "fold: indptr of ", f.label, " does not end with its ", f.slots.size(), " slots; allowed 0 to that");
       KVKEEP_REQUIRE(f.weights.empty() || f.weights.size() == f.slots.size(), "fold: ", f.weights.size(),
                      " weights for ", f.slots.size(), " slots; allowed none or one each");
-      KVKEEP_REQUIRE(is_scorable(f.key_dtype) && is_scorable(f.value_dtype), "fold: rows of ", f.label, " are ",
-                     f.key_dtype, " and ", f.value_dtype, "; allowed f32, f16 or bf16");
+      KVKEEP_REQUIRE(cpu::is_readable(f.key_dtype) && cpu::is_readable(f.value_dtype), "fold: rows of ", f.label,
+                     " are ", f.key_dtype, " and ", f.value_dtype, "; allowed ", cpu::kReadable);
       for (std::size_t i = 0; i + 1 < f.indptr.size(); ++i)
         KVKEEP_REQUIRE(f.indptr[i] < f.indptr[i + 1], "fold: a span of ", f.label, " has ",
                        f.indptr[i + 1] - f.indptr[i], " tokens; allowed 1 or more");
@@ -297,10 +298,11 @@ class RowFolding {
       const std::vector<double> weights =
           span_weights(f.weights.empty() ? std::span<const float>(alike) : f.weights.subspan(first, slots.size()));
       for (std::int64_t side = 0; side < 2; ++side) {
-        const SlotAddress& at = side == 0 ? f.keys : f.values;
+        const cpu::StoredSide stored{side == 0 ? f.keys : f.values, side == 0 ? f.key_scales : f.value_scales,
+                                     side == 0 ? f.key_dtype : f.value_dtype, dim_};
         double* to = matrices.rows(2 * i + side);
         for (const std::int32_t slot : slots) {
-          cpu::widen(at.at(slot), side == 0 ? f.key_dtype : f.value_dtype, dim_, row.data());
+          cpu::widen_slot(stored, slot, row.data());
           to = std::ranges::copy(row, to).out;
         }
         KVKEEP_REQUIRE(matrices.weigh(2 * i + side, weights), "fold: ", side == 0 ? "keys" : "values", " of ",

@@ -129,7 +129,8 @@ class SpanRow {
 /// The slots of one row that are to be folded.
 struct RowFold {
   SlotAddress keys, values;
-  Dtype key_dtype = Dtype::f32, value_dtype = Dtype::f32;  ///< f32, f16 or bf16
+  SlotAddress key_scales = {}, value_scales = {};          ///< as in Row
+  Dtype key_dtype = Dtype::f32, value_dtype = Dtype::f32;  ///< f32, f16, bf16, i8, f8 or blocks
   std::span<const std::int32_t> slots;                     ///< span after span, ascending within each
   std::span<const std::int64_t> indptr;  ///< [spans + 1] span i is slots[indptr[i]] to slots[indptr[i + 1] - 1]
   std::span<const float> weights =

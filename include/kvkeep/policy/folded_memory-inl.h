@@ -105,6 +105,8 @@ class HostFoldedMemory final : public FoldedMemory {
       };
       rows.push_back({.keys = row.keys,
                       .values = row.values,
+                      .key_scales = row.key_scales,
+                      .value_scales = row.value_scales,
                       .key_dtype = table.key_dtype,
                       .value_dtype = table.value_dtype,
                       .slots = own(fold.slots),

@@ -4,8 +4,11 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
+#include <optional>
 #include <utility>
 
+#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/compact.h"
@@ -14,6 +17,7 @@
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/score/window_attention.h"
+#include "kvkeep/simd/stored_side.h"
 
 namespace kvkeep {
 namespace host_detail {
@@ -101,9 +105,62 @@ class HostRanks final : public PromptRanks {
   LayerSelector selector;
 };
 
+/// What an event reads: its rows as they are, or, of keys and values in 8 bits or blocks, copies in f32. Rows move and
+/// fold as they are. The same keys and values then give the same scores, however they are stored.
+class ReadableEvidence {
+ public:
+  /// Copies keys if `needs.keys`, values if `needs.values`. Throws Unsupported for a dtype that it has no code for, and
+  /// for scales that are not f32.
+  ReadableEvidence(const Evidence& evidence, const Needs& needs) : given_(evidence) {
+    const ModelSpec& spec = evidence.spec;
+    const bool keys = needs.keys && !is_scorable(evidence.table.key_dtype),
+               values = needs.values && !is_scorable(evidence.table.value_dtype);
+    if (!keys && !values) return;
+    table_ = evidence.table;
+    if (keys) widen("keys", spec.key_dim, &Row::keys, &Row::key_scales, table_.key_dtype, keys_);
+    if (values) widen("values", spec.value_dim, &Row::values, &Row::value_scales, table_.value_dtype, values_);
+    copied_.emplace(Evidence{.spec = spec,
+                             .table = table_,
+                             .basis = evidence.basis,
+                             .moment = evidence.moment,
+                             .explain = evidence.explain,
+                             .output_projections = evidence.output_projections});
+  }
+  ReadableEvidence(const ReadableEvidence&) = delete;
+  ReadableEvidence& operator=(const ReadableEvidence&) = delete;
+
+  [[nodiscard]] const Evidence& get() const { return copied_ ? *copied_ : given_; }
+
+ private:
+  void widen(const char* what, std::int64_t dim, SlotAddress Row::* slots, SlotAddress Row::* scales, Dtype& dtype,
+             std::unique_ptr<float[]>& numbers) {
+    KVKEEP_REQUIRE_AS(Unsupported, cpu::is_readable(dtype), "decide: ", what, " are ", dtype, "; allowed ",
+                      cpu::kReadable);
+    for (const Row& row : table_.rows)
+      KVKEEP_REQUIRE_AS(Unsupported, (row.*scales).width == 0 || (row.*scales).width == 4, "decide: ", what,
+                        " of layer ", row.layer, " have scales of ", (row.*scales).width, " bytes; allowed f32");
+    numbers.reset(new float[static_cast<std::size_t>(table_.slots * dim)]);
+    each_row(table_, [&](std::size_t r, const Row&) {
+      Row& row = table_.rows[r];
+      const cpu::StoredSide stored{row.*slots, row.*scales, dtype, dim};
+      float* const first = numbers.get() + row.first * dim;
+      for (std::int32_t slot = 0; slot < row.length; ++slot) cpu::widen_slot(stored, slot, first + slot * dim);
+      const std::int64_t bytes = dim * std::int64_t{sizeof(float)};
+      row.*slots = {.base = reinterpret_cast<std::byte*>(first), .stride = bytes, .width = bytes};
+    });
+    dtype = Dtype::f32;
+  }
+
+  const Evidence& given_;
+  RowTable table_;
+  std::unique_ptr<float[]> keys_, values_;  // [slots, dim]
+  std::optional<Evidence> copied_;
+};
+
 class HostEvent final : public LayerEvent {
  public:
-  HostEvent(const Evidence& evidence, const Limits& limits) : evidence_(evidence), limits_(limits) {}
+  HostEvent(const Evidence& evidence, const Limits& limits, const Needs& needs)
+      : readable_(evidence, needs), evidence_(readable_.get()), limits_(limits) {}
 
   [[nodiscard]] WindowAttention attend(std::int32_t window, bool official, WindowNeeds needs) override {
     return window_attention(evidence_, row_windows(evidence_, limits_, window, official), needs);
@@ -182,6 +239,7 @@ class HostEvent final : public LayerEvent {
     return 0;
   }
 
+  ReadableEvidence readable_;
   const Evidence& evidence_;
   const Limits& limits_;
   std::vector<std::optional<std::vector<std::int32_t>>> chosen_;
@@ -203,9 +261,10 @@ class Host final : public Machine {
   [[nodiscard]] std::unique_ptr<Columns> columns(std::int32_t rows) override {
     return std::make_unique<HostColumns>(rows);
   }
-  [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits, const Demand&) override {
+  [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits,
+                                             const Demand& demand) override {
     require_host("decide", evidence.table.device);
-    return std::make_unique<HostEvent>(evidence, limits);
+    return std::make_unique<HostEvent>(evidence, limits, demand.needs);
   }
   [[nodiscard]] std::unique_ptr<PromptRanks> ranks(const LayerSelectorOptions& options, std::int32_t tokens) override {
     return std::make_unique<HostRanks>(options, tokens);
@@ -213,7 +272,7 @@ class Host final : public Machine {
   [[nodiscard]] std::unique_ptr<LayerEvent> begin_layer(const Evidence& evidence, const Limits& limits,
                                                         const LayerDemand&) override {
     require_host("narrow", evidence.table.device);
-    return std::make_unique<HostEvent>(evidence, limits);
+    return std::make_unique<HostEvent>(evidence, limits, Needs{.keys = true, .values = true});
   }
   [[nodiscard]] Decision decide(const KVPolicy& policy, const Evidence& evidence) override {
     return policy.decide(*this, evidence);

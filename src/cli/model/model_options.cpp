@@ -14,10 +14,11 @@
 namespace kvkeep::cli {
 
 void ModelOptions::add(CLI::App& app) {
-  as_input(app.add_option("--model", folder,
-                          "a Llama, Qwen2, Qwen3 or SmolLM3 model: a GGUF file, or a folder with config.json and "
-                          "*.safetensors"),
-           io::Source::file_or_folder)
+  as_input(
+      app.add_option("--model", folder,
+                     "a Llama, Qwen2, Qwen3, SmolLM3 or Gemma 3 model: a GGUF file, or a folder with config.json and "
+                     "*.safetensors"),
+      io::Source::file_or_folder)
       ->required()
       ->option_text("FILE|DIR");
   app.add_option("--threads", threads, "CPU threads; 0: one for a model below 8 MiB, else LibTorch's default")
@@ -26,13 +27,18 @@ void ModelOptions::add(CLI::App& app) {
   app.add_option("--weights", weights, "data type that weights are widened or rounded to when they are read")
       ->check(one_of({"f32", "f16", "bf16"}))
       ->option_text("f32|f16|bf16 [as stored; f32 if quantised]");
-  app.add_option("--cache-dtype", cache_dtype, "data type of the KV cache")
-      ->check(one_of({"f32", "f16", "bf16"}))
-      ->option_text("f32|f16|bf16 [f32]");
+  app.add_option(
+         "--cache-dtype", cache_dtype,
+         "data type of the KV cache; i8 has a scale for each slot and head, q8_0 and q4_0 are llama.cpp's blocks "
+         "of 32 numbers")
+      ->check(one_of({"f32", "f16", "bf16", "i8", "q8_0", "q4_0"}))
+      ->option_text("f32|f16|bf16|i8|q8_0|q4_0 [f32]");
 }
 
 Dtype dtype_called(const std::string& name) {
-  return name == "f16" ? Dtype::f16 : name == "bf16" ? Dtype::bf16 : Dtype::f32;
+  for (const Dtype dtype : {Dtype::f16, Dtype::bf16, Dtype::i8, Dtype::q8_0, Dtype::q4_0})
+    if (name == name_of(dtype)) return dtype;
+  return Dtype::f32;
 }
 
 lm::Decoder ModelOptions::open() const {

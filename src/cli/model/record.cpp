@@ -69,9 +69,8 @@ trace::Result event_of(const RecordOptions& o, lm::Decoder& decoder, const Promp
   } else {
     const Trigger trigger = policy->trigger();
     const ModelSpec& spec = decoder.spec();
-    const std::int64_t slot_bytes = (spec.key_dim + spec.value_dim) *
-                                    static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads *
-                                    element_size(o.model.dtype());
+    const std::int64_t slot_bytes =
+        static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads * lm::bytes_of_slot(spec, o.model.dtype());
     const std::int64_t due =
         trigger.never ? 1 : trigger.first_event(static_cast<std::int64_t>(prompt.ids.size()), slot_bytes, 1 << 20);
     KVKEEP_REQUIRE(o.step > 0 || !trigger.never,
