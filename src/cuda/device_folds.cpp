@@ -298,6 +298,9 @@ std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision
                     "; allowed all that a row drops (Event::fold)");
   for (const Dtype dtype : {table.key_dtype, table.value_dtype})
     KVKEEP_REQUIRE(is_scorable(dtype), "fold: rows are ", dtype, "; allowed f32, f16 or bf16");
+  KVKEEP_REQUIRE_AS(Unsupported, table.keys_rotated == 0 && table.values_rotated == 0,
+                    "fold: rows are rotated in runs of ", std::max(table.keys_rotated, table.values_rotated),
+                    "; allowed as they are, or on the CPU");
   const Element store = element_of("factors", options_.store);
 
   auto folding = std::make_unique<DeviceFolding>(leaving_);

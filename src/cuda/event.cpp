@@ -25,7 +25,10 @@ Element element_of(const char* what, Dtype dtype) {
 namespace {
 
 /// One side of the cache. scales: of that side of a row.
-Element element_of_side(const char* what, Dtype dtype, const RowTable& table, SlotAddress Row::* scales) {
+Element element_of_side(const char* what, Dtype dtype, std::int32_t rotated, const RowTable& table,
+                        SlotAddress Row::* scales) {
+  KVKEEP_REQUIRE_AS(Unsupported, rotated == 0, "decide: ", what, " are rotated in runs of ", rotated,
+                    "; allowed as they are, or on the CPU");
   Element element{};
   switch (dtype) {
     case Dtype::f8_e4m3:
@@ -51,10 +54,10 @@ Element element_of_side(const char* what, Dtype dtype, const RowTable& table, Sl
 }  // namespace
 
 Element element_of_keys(const RowTable& table) {
-  return element_of_side("keys", table.key_dtype, table, &Row::key_scales);
+  return element_of_side("keys", table.key_dtype, table.keys_rotated, table, &Row::key_scales);
 }
 Element element_of_values(const RowTable& table) {
-  return element_of_side("values", table.value_dtype, table, &Row::value_scales);
+  return element_of_side("values", table.value_dtype, table.values_rotated, table, &Row::value_scales);
 }
 
 void EventMemory::begin_counting() {

@@ -1,6 +1,6 @@
 #include "ggml_blocks.h"
 #include "kvkeep/core/dtype.h"
-#include "kvkeep/simd/stored_side.h"
+#include "kvkeep/simd/attention_lanes.h"
 
 #include <array>
 #include <bit>
@@ -45,17 +45,13 @@ struct BF16 {
 // f16 scale; 32 signed bytes.
 struct Q8_0 {
   static constexpr std::int32_t kValues = kSmall, kBytes = 2 + kSmall;
-  static void widen(const std::uint8_t* block, float* out) {
-    cpu::widen_block(reinterpret_cast<const std::byte*>(block), Dtype::q8_0, out);
-  }
+  static void widen(const std::uint8_t* block, float* out) { cpu::widen(block, Dtype::q8_0, kSmall, out); }
 };
 
 // The low halves of 16 bytes are the first 16 values, the high halves the others.
 struct Q4_0 {
   static constexpr std::int32_t kValues = kSmall, kBytes = 2 + 16;
-  static void widen(const std::uint8_t* block, float* out) {
-    cpu::widen_block(reinterpret_cast<const std::byte*>(block), Dtype::q4_0, out);
-  }
+  static void widen(const std::uint8_t* block, float* out) { cpu::widen(block, Dtype::q4_0, kSmall, out); }
 };
 
 struct Q4_1 {

@@ -53,13 +53,13 @@ void for_runs(const cpu::StoredSide& stored, std::int64_t begin, std::int64_t sl
               const F& f) {
   constexpr std::int64_t kShortRun = 8, kGathered = 64;
   const SlotAddress& side = stored.slots;
-  if (!is_scorable(stored.dtype)) {
+  if (!stored.plain()) {
     const std::int64_t width = stored.dim * std::int64_t{sizeof(float)};
     scratch.resize(static_cast<std::size_t>(kGathered * width));
     auto* const numbers = reinterpret_cast<float*>(scratch.data());
     for (std::int64_t done = 0; done < slots; done += kGathered) {
       const std::int64_t count = std::min(kGathered, slots - done);
-      for (std::int64_t i = 0; i < count; ++i) cpu::widen_slot(stored, begin + done + i, numbers + i * stored.dim);
+      for (std::int64_t i = 0; i < count; ++i) cpu::widen_stored(stored, begin + done + i, numbers + i * stored.dim);
       f(Rows{numbers, at::kFloat, stored.dim}, done, count);
     }
     return;
@@ -147,6 +147,8 @@ class TileAttention {
       std::copy_n(
           queries + ((row_->first_token + i) * shape_.query_heads + row_->kv_head * shape_.group) * shape_.key_dim,
           bundle, queries_.data() + (i - tile_.first) * bundle);
+    // Keys are read as they are stored: q . k is the same if both are rotated.
+    if (row_->keys.rotated > 0) cpu::rotate(queries_.data(), std::ssize(queries_), row_->keys.rotated);
   }
 
   // -inf for slots that token i may not see: the future, those outside its window, those that the caller's mask hides.
@@ -169,6 +171,7 @@ class TileAttention {
         float* to =
             out + ((row_->first_token + i) * shape_.query_heads + row_->kv_head * shape_.group + g) * shape_.value_dim;
         for (std::int64_t d = 0; d < shape_.value_dim; ++d) to[d] = from[d] * normaliser;
+        if (row_->values.rotated > 0) cpu::rotate(to, shape_.value_dim, row_->values.rotated);
       }
   }
 

@@ -118,6 +118,15 @@ void Decoder::use(Path path) {
 
 namespace {
 
+// llama.cpp rotates quantised keys in the longest runs that fit, from 64 on, and values in runs of 64; heads of other
+// sizes not at all. Source: llama-kv-cache.cpp, `build_input_k_rot` and `build_input_v_rot`.
+std::int32_t run_of_values(std::int32_t dim) { return dim % 64 == 0 && dim <= 1024 ? 64 : 0; }
+std::int32_t run_of_keys(std::int32_t dim) {
+  std::int32_t run = run_of_values(dim);
+  while (run > 0 && dim % (2 * run) == 0) run *= 2;
+  return run;
+}
+
 /// Layers of zeros on the weights' device, `slots` slots of every KV head each: checked whole, then made one by one.
 class CacheMaker {
  public:
@@ -138,7 +147,13 @@ class CacheMaker {
   /// `slots`: the sizes of a layer without that of its vectors.
   [[nodiscard]] LayerCache layer(const Shape& slots) const {
     const auto scales = [&] { return dtype_ == Dtype::i8 ? detail::lazy_zeros(slots, Dtype::f32) : kvkeep::Tensor(); };
-    return {side(slots, spec_.key_dim), side(slots, spec_.value_dim), scales(), scales()};
+    const bool quantised = !is_scorable(dtype_);
+    return {.keys = side(slots, spec_.key_dim),
+            .values = side(slots, spec_.value_dim),
+            .key_scales = scales(),
+            .value_scales = scales(),
+            .keys_rotated = quantised ? run_of_keys(spec_.key_dim) : 0,
+            .values_rotated = quantised ? run_of_values(spec_.value_dim) : 0};
   }
 
  private:
@@ -187,7 +202,7 @@ std::vector<LayerKv> Decoder::make_pages(std::int64_t pages, std::int64_t page_s
     LayerCache layer =
         make.layer(layout == PageLayout::slot_head ? Shape{pages, page_size, heads} : Shape{pages, heads, page_size});
     cache.emplace_back(PagedKv{std::move(layer.keys), std::move(layer.values), layout, std::move(layer.key_scales),
-                               std::move(layer.value_scales)});
+                               std::move(layer.value_scales), layer.keys_rotated, layer.values_rotated});
   }
   return cache;
 }
@@ -491,8 +506,9 @@ class Decoder::Pass {
     const LayerKv& kv = cache_[static_cast<std::size_t>(layer)];
     const auto of = [&](const auto& address) -> Sides {
       const LayerSides all = kvkeep::sides_of(kv);
-      return {{address(all.keys), address(all.key_scales), all.keys.dtype(), spec_.key_dim},
-              {address(all.values), address(all.value_scales), all.values.dtype(), spec_.value_dim}};
+      return {
+          {address(all.keys), address(all.key_scales), all.keys.dtype(), spec_.key_dim, all.keys_rotated},
+          {address(all.values), address(all.value_scales), all.values.dtype(), spec_.value_dim, all.values_rotated}};
     };
     const auto* paged = std::get_if<PagedKv>(&kv);
     if (paged == nullptr) return of([&](const kvkeep::Tensor& side) { return dense_address(side, place, head); });

@@ -33,18 +33,17 @@ std::vector<float> numbers() {
 
 std::vector<std::byte> stored(Dtype dtype, const std::vector<float>& x) {
   std::vector<std::byte> bytes(x.size() / kBlock * static_cast<std::size_t>(element_size(dtype)));
-  cpu::store_slot({.slots = {.base = bytes.data(), .width = std::ssize(bytes)},
-                   .dtype = dtype,
-                   .dim = std::ssize(x)},
+  cpu::store_slot({.slots = {.base = bytes.data(), .width = std::ssize(bytes)}, .dtype = dtype, .dim = std::ssize(x)},
                   0, x.data());
   return bytes;
 }
 
 // The bytes are those of the Python package gguf 0.19, `gguf.quants.quantize`.
 TEST(StoredSide, BlocksHaveTheBytesOfGgml) {
-  EXPECT_EQ(hex(stored(Dtype::q8_0, numbers())),
-            "4d2681df3d9af856b41270cd2b89e745a2005ebb1977d53390ee4caa0866c3217fdce70b3c96f656b0106fca2984e3439efd5db71777"
-            "d1318beb4ba50565bf1f7fd93993");
+  EXPECT_EQ(
+      hex(stored(Dtype::q8_0, numbers())),
+      "4d2681df3d9af856b41270cd2b89e745a2005ebb1977d53390ee4caa0866c3217fdce70b3c96f656b0106fca2984e3439efd5db71777"
+      "d1318beb4ba50565bf1f7fd93993");
   EXPECT_EQ(hex(stored(Dtype::q4_0, numbers())),
             "4036e046acf258bd1379df358be046acf268d79b740fb953fd9731eb852fca640ea842fd");
   const std::vector<float> nothing(32);
@@ -59,26 +58,75 @@ TEST(StoredSide, WhatIsStoredComesBackWithinHalfAStep) {
     std::vector<std::byte> bytes(x.size() / static_cast<std::size_t>(numbers_of(dtype)) *
                                  static_cast<std::size_t>(element_size(dtype)));
     float scale = 0;
-    const cpu::StoredSide side{
-        .slots = {.base = bytes.data(), .width = std::ssize(bytes)},
-        .scales = dtype == Dtype::i8 ? SlotAddress{.base = reinterpret_cast<std::byte*>(&scale), .width = 4}
-                                     : SlotAddress{},
-        .dtype = dtype,
-        .dim = std::ssize(x)};
+    const cpu::StoredSide side{.slots = {.base = bytes.data(), .width = std::ssize(bytes)},
+                               .scales = dtype == Dtype::i8
+                                             ? SlotAddress{.base = reinterpret_cast<std::byte*>(&scale), .width = 4}
+                                             : SlotAddress{},
+                               .dtype = dtype,
+                               .dim = std::ssize(x)};
     cpu::store_slot(side, 0, x.data());
     std::vector<float> back(x.size());
     cpu::widen_slot(side, 0, back.data());
     for (std::size_t i = 0; i < x.size(); ++i) {
       // Of its block, or of the slot. q4_0 reaches 7 steps to one side and 8 to the other.
-      const float most = i < 32 || dtype == Dtype::i8 ? 3.125F : 0.03125F, step = dtype == Dtype::q4_0 ? most / 8 : most / 127;
+      const float most = i < 32 || dtype == Dtype::i8 ? 3.125F : 0.03125F,
+                  step = dtype == Dtype::q4_0 ? most / 8 : most / 127;
       EXPECT_LE(std::abs(back[i] - x[i]), step * (dtype == Dtype::q4_0 ? 1.01F : 0.51F)) << i;
     }
   }
 }
 
+// Hand example: the transform of (1, 2, 3, 4) in runs of 2 and of 4.
+TEST(StoredSide, RotatesByTheWalshHadamardTransformAndBack) {
+  const float root = std::sqrt(0.5F);
+  std::vector<float> x{1, 2, 3, 4};
+  cpu::rotate(x.data(), 4, 2);
+  EXPECT_EQ(x, (std::vector<float>{3 * root, -1 * root, 7 * root, -1 * root}));
+  x = {1, 2, 3, 4};
+  cpu::rotate(x.data(), 4, 4);
+  EXPECT_EQ(x, (std::vector<float>{5, -1, -2, 0}));
+  cpu::rotate(x.data(), 4, 4);
+  EXPECT_EQ(x, (std::vector<float>{1, 2, 3, 4}));
+
+  // One large number among small ones: in four bits they vanish, unless it is spread first.
+  std::vector<float> outlier(64, 0.05F);
+  outlier[5] = 8;
+  const auto error_of = [&](std::int32_t rotated) {
+    std::vector<std::byte> bytes(2 * 18);
+    const cpu::StoredSide side{
+        .slots = {.base = bytes.data(), .width = 36}, .dtype = Dtype::q4_0, .dim = 64, .rotated = rotated};
+    cpu::store_slot(side, 0, outlier.data());
+    std::vector<float> back(64);
+    cpu::widen_slot(side, 0, back.data());
+    double sum = 0;
+    for (std::size_t i = 6; i < 32; ++i) sum += std::abs(back[i] - outlier[i]);
+    return sum / 26;
+  };
+  EXPECT_NEAR(error_of(0), 0.05, 1e-6);
+  EXPECT_LT(error_of(64), 0.04);
+}
+
+TEST(StoredSide, WhatIsNotFiniteStaysSo) {
+  for (const Dtype dtype : {Dtype::i8, Dtype::q8_0, Dtype::q4_0})
+    for (const float bad : {std::nanf(""), HUGE_VALF}) {
+      std::vector<float> x(32, 1.0F);
+      x[3] = bad;
+      std::vector<std::byte> bytes(64);
+      float scale = 0;
+      const cpu::StoredSide side{.slots = {.base = bytes.data(), .width = 34},
+                                 .scales = {.base = reinterpret_cast<std::byte*>(&scale), .width = 4},
+                                 .dtype = dtype,
+                                 .dim = 32};
+      cpu::store_slot(side, 0, x.data());
+      cpu::widen_slot(side, 0, x.data());
+      EXPECT_TRUE(std::isnan(x[3])) << name_of(dtype);
+    }
+}
+
 // LibTorch's float8 types, number by number.
 TEST(StoredSide, ReadsBothFormatsOfEightBitFloats) {
-  const std::array<std::uint8_t, 8> e4m3{1, 7, 8, 0x38, 0x7e, 0x81, 0xb8, 0x7f}, e5m2{1, 3, 4, 0x3c, 0x7b, 0xbc, 0x7c, 0x7d};
+  const std::array<std::uint8_t, 8> e4m3{1, 7, 8, 0x38, 0x7e, 0x81, 0xb8, 0x7f},
+      e5m2{1, 3, 4, 0x3c, 0x7b, 0xbc, 0x7c, 0x7d};
   std::array<float, 8> got{};
   const auto read = [&](const std::array<std::uint8_t, 8>& bytes, Dtype dtype, float scale) {
     auto copy = bytes;

@@ -34,7 +34,8 @@ std::vector<Tensor> projections() {
   std::vector<Tensor> all;
   for (std::int32_t l = 0; l < kLayers; ++l) {
     all.push_back(empty({10, kQueryHeads * kDim}, Dtype::f32));
-    for (std::int64_t i = 0; i < all.back().numel(); ++i) all.back().data<float>()[i] = static_cast<float>(random.normal());
+    for (std::int64_t i = 0; i < all.back().numel(); ++i)
+      all.back().data<float>()[i] = static_cast<float>(random.normal());
   }
   return all;
 }
@@ -42,25 +43,28 @@ std::vector<Tensor> projections() {
 /// One sequence, dense or in pages.
 class Engine {
  public:
-  Engine(const std::string& policy, Dtype dtype, bool paged)
+  Engine(const std::string& policy, Dtype dtype, bool paged, bool rotated = false)
       : keeper(model(), make_policy(policy), {.output_projections = projections(), .reads_folded = true}),
         dtype_(dtype),
         paged_(paged),
+        keys_rotated_(rotated ? kDim : 0),
+        values_rotated_(rotated ? kDim / 2 : 0),
         table_(zeros({1, kCapacity / kPage}, Dtype::i32)),
         lengths(kLayers * kHeads, 0) {
     for (std::int32_t p = 0; p < kCapacity / kPage; ++p) table_.data<std::int32_t>()[p] = p;
     const auto sizes = [&](std::vector<std::int64_t> rest) {
-      std::vector<std::int64_t> all =
-          paged ? std::vector<std::int64_t>{kCapacity / kPage, kHeads, kPage} : std::vector<std::int64_t>{1, kHeads, kCapacity};
+      std::vector<std::int64_t> all = paged ? std::vector<std::int64_t>{kCapacity / kPage, kHeads, kPage}
+                                            : std::vector<std::int64_t>{1, kHeads, kCapacity};
       all.insert(all.end(), rest.begin(), rest.end());
       return Shape(all);
     };
     for (std::int32_t l = 0; l < kLayers; ++l) {
       const auto side = [&] { return zeros(sizes({kDim / numbers_of(dtype)}), dtype); };
       const auto scales = [&] { return has_scales(dtype) ? zeros(sizes({}), Dtype::f32) : Tensor(); };
-      DenseKv kv{side(), side(), scales(), scales()};
+      DenseKv kv{side(), side(), scales(), scales(), keys_rotated_, values_rotated_};
       if (paged)
-        layers.emplace_back(PagedKv{kv.keys, kv.values, PageLayout::head_slot, kv.key_scales, kv.value_scales});
+        layers.emplace_back(PagedKv{kv.keys, kv.values, PageLayout::head_slot, kv.key_scales, kv.value_scales,
+                                    keys_rotated_, values_rotated_});
       else
         layers.emplace_back(kv);
     }
@@ -70,9 +74,11 @@ class Engine {
   [[nodiscard]] cpu::StoredSide side(std::int32_t layer, std::int32_t head, bool value) const {
     const LayerSides all = sides_of(layers[static_cast<std::size_t>(layer)]);
     const auto address = [&](const Tensor& t) {
-      return paged_ ? paged_address(t, PageLayout::head_slot, head, table_.data<std::int32_t>()) : dense_address(t, 0, head);
+      return paged_ ? paged_address(t, PageLayout::head_slot, head, table_.data<std::int32_t>())
+                    : dense_address(t, 0, head);
     };
-    return {address(value ? all.values : all.keys), address(value ? all.value_scales : all.key_scales), dtype_, kDim};
+    return {address(value ? all.values : all.keys), address(value ? all.value_scales : all.key_scales), dtype_, kDim,
+            value ? values_rotated_ : keys_rotated_};
   }
   [[nodiscard]] std::vector<float> slot(std::int32_t layer, std::int32_t head, std::int32_t at, bool value) const {
     std::vector<float> x(kDim);
@@ -95,7 +101,8 @@ class Engine {
   }
   /// What folded spans gave the queries observed last.
   [[nodiscard]] std::vector<float> read() const {
-    return out_.defined() ? std::vector<float>(out_.data<float>(), out_.data<float>() + out_.numel()) : std::vector<float>();
+    return out_.defined() ? std::vector<float>(out_.data<float>(), out_.data<float>() + out_.numel())
+                          : std::vector<float>();
   }
   Report cut() {
     const std::vector<SequenceId> ids{0};
@@ -113,6 +120,7 @@ class Engine {
  private:
   Dtype dtype_;
   bool paged_;
+  std::int32_t keys_rotated_, values_rotated_;
   Tensor table_, out_;
 
  public:
@@ -131,8 +139,8 @@ void store(const cpu::StoredSide& side, std::int64_t slot, const std::vector<flo
 }
 
 /// 3 prompts' worth of tokens in steps, with events between; how many there were.
-std::int64_t run_twins(const std::string& policy, Dtype dtype, bool paged) {
-  Engine stored(policy, dtype, paged), wide(policy, Dtype::f32, paged);
+std::int64_t run_twins(const std::string& policy, Dtype dtype, bool paged, bool rotated) {
+  Engine stored(policy, dtype, paged, rotated), wide(policy, Dtype::f32, paged);
   oracle::Random random(static_cast<std::uint64_t>(dtype) + 11);
   std::int64_t events = 0;
   for (const std::int32_t tokens : {40, 1, 1, 30, 1, 1, 20, 1}) {
@@ -175,15 +183,32 @@ std::int64_t run_twins(const std::string& policy, Dtype dtype, bool paged) {
 
 TEST(QuantisedCache, KeepsWhatACacheOfTheSameNumbersInF32Keeps) {
   const std::string common = ",budget=24,interval=1,recent=4,sink=2,prefill=cut";
-  for (const char* name :
-       {"streaming", "random", "tova", "snapkv,scorer.window=8", "expected", "keydiff", "knorm", "rkv", "h2o", "rpc,scorer.window=8",
-        "cur", "vase", "defensive", "ams-tova,allocator.window=8", "ams-expected,preset=question,allocator.window=8", "adakv-expected", "adakv-snapkv,scorer.window=8",
-        "criticalkv-expected", "pyramidkv-snapkv,scorer.window=8", "chunkkv-keydiff", "tova,rest=fold"})
+  for (const char* name : {"streaming",
+                           "random",
+                           "tova",
+                           "snapkv,scorer.window=8",
+                           "expected",
+                           "keydiff",
+                           "knorm",
+                           "rkv",
+                           "h2o",
+                           "rpc,scorer.window=8",
+                           "cur",
+                           "vase",
+                           "defensive",
+                           "ams-tova,allocator.window=8",
+                           "ams-expected,preset=question,allocator.window=8",
+                           "adakv-expected",
+                           "adakv-snapkv,scorer.window=8",
+                           "criticalkv-expected",
+                           "pyramidkv-snapkv,scorer.window=8",
+                           "chunkkv-keydiff",
+                           "tova,rest=fold"})
     for (const Dtype dtype : {Dtype::i8, Dtype::f8_e4m3, Dtype::f8_e5m2, Dtype::q8_0, Dtype::q4_0})
       for (const bool paged : {false, true}) {
         SCOPED_TRACE(text(name, " over ", dtype, paged ? " in pages" : ""));
         if (paged && (std::string(name).starts_with("adakv") || std::string(name).starts_with("criticalkv"))) continue;
-        EXPECT_GT(run_twins(name + common, dtype, paged), 0);
+        EXPECT_GT(run_twins(name + common, dtype, paged, paged != is_blocks(dtype)), 0);
         if (HasFailure()) return;
       }
 }
@@ -206,7 +231,8 @@ TEST(QuantisedCache, RefusesBlocksThatDoNotFillAHeadAndScalesThatAreNoNumbers) {
   const std::vector<SequenceId> ids{0};
   std::vector<std::int32_t> length{1};
   const Tensor blocks = zeros({1, kHeads, 4, 1}, Dtype::q4_0);
-  const CacheView view{.layers = {DenseKv{blocks, blocks}, DenseKv{blocks, blocks}}, .sequences = ids, .lengths = {length, 1}};
+  const CacheView view{
+      .layers = {DenseKv{blocks, blocks}, DenseKv{blocks, blocks}}, .sequences = ids, .lengths = {length, 1}};
   const std::vector<std::int32_t> layers{0, 1}, due{0};
   const std::string message = testing::message_of<InvalidArgument>([&] { (void)make_rows(odd, view, layers, due); });
   EXPECT_NE(message.find("q4_0, blocks of 32 numbers, in heads of 24"), std::string::npos) << message;

@@ -22,6 +22,10 @@ struct DenseKv {
                              ///< slots. One scale per head or layer: the same view with strides of 0 (an expanded
                              ///< tensor), of which nothing moves. Undefined: none
   Tensor value_scales = {};  ///< the same for values
+  std::int32_t keys_rotated = 0;  ///< every run of so many numbers is stored as its orthonormal Walsh-Hadamard
+                                  ///< transform, as llama.cpp stores quantised keys; a power of two that divides D, up
+                                  ///< to 1024. 0: none. On the CPU; a device refuses it where keys are read
+  std::int32_t values_rotated = 0;  ///< the same for values
 };
 
 /// Order of the two middle dimensions of a page.
@@ -40,6 +44,7 @@ struct PagedKv {
   PageLayout layout = PageLayout::slot_head;
   Tensor key_scales = {};    ///< any dtype [pages, page_size, Hkv] or [pages, Hkv, page_size], as in DenseKv
   Tensor value_scales = {};  ///< the same for values
+  std::int32_t keys_rotated = 0, values_rotated = 0;  ///< as in DenseKv
 };
 
 /// `monostate`: a layer that has no rows of its own (see LayerKind).
@@ -50,15 +55,18 @@ struct LayerSides {
   const Tensor &keys, &values, &key_scales, &value_scales;
   int head, slot;  ///< dimension of KV heads, of slots; dimension 0 is the batch or the pages
   bool paged;
+  std::int32_t keys_rotated, values_rotated;
 };
 
 /// Requires: the layer has rows.
 [[nodiscard]] inline LayerSides sides_of(const LayerKv& layer) {
   if (const auto* dense = std::get_if<DenseKv>(&layer))
-    return {dense->keys, dense->values, dense->key_scales, dense->value_scales, 1, 2, false};
+    return {dense->keys, dense->values, dense->key_scales,   dense->value_scales,  1,
+            2,           false,         dense->keys_rotated, dense->values_rotated};
   const auto& pages = std::get<PagedKv>(layer);
   const bool slot_first = pages.layout == PageLayout::slot_head;
-  return {pages.keys, pages.values, pages.key_scales, pages.value_scales, slot_first ? 2 : 1, slot_first ? 1 : 2, true};
+  return {pages.keys,         pages.values, pages.key_scales,   pages.value_scales,  slot_first ? 2 : 1,
+          slot_first ? 1 : 2, true,         pages.keys_rotated, pages.values_rotated};
 }
 
 /// Physical lengths, in slots, on the host. One number per sequence if all its rows are equally long, else one per row.

@@ -33,6 +33,13 @@ inline void check_side(const char* side, const Tensor& t, const LayerSides& laye
                  " in the last dimension; allowed 1");
 }
 
+inline void check_rotated(const char* side, std::int32_t run, std::int32_t l, std::int32_t dim) {
+  KVKEEP_REQUIRE(
+      run == 0 || (run > 0 && std::has_single_bit(static_cast<std::uint32_t>(run)) && dim % run == 0 && dim <= 1024),
+      "cache: ", side, " of layer ", l, " are rotated in runs of ", run, " numbers, in heads of ", dim,
+      "; allowed 0, or a power of two that divides heads of up to 1024");
+}
+
 inline void check_scales(const char* side, const Tensor& scales, const Tensor& rows, std::int32_t l) {
   if (!scales.defined()) return;
   KVKEEP_REQUIRE(scales.has_memory(), "cache: ", side, " of layer ", l, " have no address (null); allowed an address");
@@ -131,7 +138,8 @@ KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, const CacheView& view, s
                    l, " has no rows, but the model spec calls it a full layer");
     const LayerKv& kv = view.layers[static_cast<std::size_t>(l)];
     const LayerSides layer = sides_of(kv);
-    const auto& [keys, values, key_scales, value_scales, head_dim, slot_dim, paged] = layer;
+    const auto& [keys, values, key_scales, value_scales, head_dim, slot_dim, paged, keys_rotated, values_rotated] =
+        layer;
     row_detail::check_side("keys", keys, layer, l, spec, spec.key_dim);
     row_detail::check_side("values", values, layer, l, spec, spec.value_dim);
     KVKEEP_REQUIRE(keys.size(0) == values.size(0) && keys.size(slot_dim) == values.size(slot_dim),
@@ -146,6 +154,8 @@ KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, const CacheView& view, s
     if (l == layers.front()) {
       table.key_dtype = keys.dtype();
       table.value_dtype = values.dtype();
+      table.keys_rotated = keys_rotated;
+      table.values_rotated = values_rotated;
       table.device = keys.device();
       table.page_size = static_cast<std::int32_t>(page_size);
       if (paged) row_detail::check_table(view);
@@ -157,6 +167,11 @@ KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, const CacheView& view, s
     KVKEEP_REQUIRE(keys.dtype() == table.key_dtype && values.dtype() == table.value_dtype, "cache: layer ", l,
                    " holds ", keys.dtype(), " keys and ", values.dtype(), " values; allowed ", table.key_dtype, " and ",
                    table.value_dtype, " as in the first layer");
+    KVKEEP_REQUIRE(keys_rotated == table.keys_rotated && values_rotated == table.values_rotated, "cache: layer ", l,
+                   " is rotated by ", keys_rotated, " keys and ", values_rotated, " values; allowed ",
+                   table.keys_rotated, " and ", table.values_rotated, " as in the first layer");
+    row_detail::check_rotated("keys", keys_rotated, l, spec.key_dim);
+    row_detail::check_rotated("values", values_rotated, l, spec.value_dim);
     KVKEEP_REQUIRE(keys.device() == table.device, "cache: layer ", l, " is on ", keys.device().str(), "; allowed ",
                    table.device.str(), " like the first layer");
     const bool values_in_keys = lies_within(values, keys), scales_alike = lies_within(value_scales, key_scales);

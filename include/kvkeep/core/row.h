@@ -62,6 +62,7 @@ struct RowTable {
   std::vector<RowGroup> groups;
   Dtype key_dtype = Dtype::f32;
   Dtype value_dtype = Dtype::f32;
+  std::int32_t keys_rotated = 0, values_rotated = 0;  ///< as in DenseKv
   Device device = {};
   std::int32_t page_size = 0;  ///< slots per page; 0: dense
   std::int64_t slots = 0;      ///< sum of all lengths: the size of a flat f32 array over the rows

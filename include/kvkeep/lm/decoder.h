@@ -20,7 +20,8 @@ namespace kvkeep::lm {
 
 /// K and V of one layer, owned by the caller: f32, f16 or bf16 [B, Hkv, capacity, D]; on the CPU also i8, with f32
 /// scales [B, Hkv, capacity], and blocks of 32 numbers as llama.cpp stores them, q8_0 and q4_0 [B, Hkv, capacity,
-/// D / 32]. The last dimension contiguous, other strides free.
+/// D / 32]; make_cache() has these rotated as llama.cpp does (DenseKv::keys_rotated). The last dimension contiguous,
+/// other strides free.
 using LayerCache = DenseKv;
 
 /// K and V bytes of one slot of a KV head in a cache of that dtype, with its scales.

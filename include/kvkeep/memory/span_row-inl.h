@@ -299,7 +299,8 @@ class RowFolding {
           span_weights(f.weights.empty() ? std::span<const float>(alike) : f.weights.subspan(first, slots.size()));
       for (std::int64_t side = 0; side < 2; ++side) {
         const cpu::StoredSide stored{side == 0 ? f.keys : f.values, side == 0 ? f.key_scales : f.value_scales,
-                                     side == 0 ? f.key_dtype : f.value_dtype, dim_};
+                                     side == 0 ? f.key_dtype : f.value_dtype, dim_,
+                                     side == 0 ? f.keys_rotated : f.values_rotated};
         double* to = matrices.rows(2 * i + side);
         for (const std::int32_t slot : slots) {
           cpu::widen_slot(stored, slot, row.data());

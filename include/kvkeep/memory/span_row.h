@@ -131,6 +131,7 @@ struct RowFold {
   SlotAddress keys, values;
   SlotAddress key_scales = {}, value_scales = {};          ///< as in Row
   Dtype key_dtype = Dtype::f32, value_dtype = Dtype::f32;  ///< f32, f16, bf16, i8, f8 or blocks
+  std::int32_t keys_rotated = 0, values_rotated = 0;       ///< as in DenseKv
   std::span<const std::int32_t> slots;                     ///< span after span, ascending within each
   std::span<const std::int64_t> indptr;  ///< [spans + 1] span i is slots[indptr[i]] to slots[indptr[i + 1] - 1]
   std::span<const float> weights =

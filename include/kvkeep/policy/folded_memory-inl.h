@@ -109,6 +109,8 @@ class HostFoldedMemory final : public FoldedMemory {
                       .value_scales = row.value_scales,
                       .key_dtype = table.key_dtype,
                       .value_dtype = table.value_dtype,
+                      .keys_rotated = table.keys_rotated,
+                      .values_rotated = table.values_rotated,
                       .slots = own(fold.slots),
                       .indptr = spans[r],
                       .weights = fold.weights.empty() ? std::span<const float>() : own(fold.weights),

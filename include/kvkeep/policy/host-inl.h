@@ -113,12 +113,15 @@ class ReadableEvidence {
   /// for scales that are not f32.
   ReadableEvidence(const Evidence& evidence, const Needs& needs) : given_(evidence) {
     const ModelSpec& spec = evidence.spec;
-    const bool keys = needs.keys && !is_scorable(evidence.table.key_dtype),
-               values = needs.values && !is_scorable(evidence.table.value_dtype);
+    const RowTable& given = evidence.table;
+    const bool keys = needs.keys && !(is_scorable(given.key_dtype) && given.keys_rotated == 0),
+               values = needs.values && !(is_scorable(given.value_dtype) && given.values_rotated == 0);
     if (!keys && !values) return;
-    table_ = evidence.table;
-    if (keys) widen("keys", spec.key_dim, &Row::keys, &Row::key_scales, table_.key_dtype, keys_);
-    if (values) widen("values", spec.value_dim, &Row::values, &Row::value_scales, table_.value_dtype, values_);
+    table_ = given;
+    if (keys) widen("keys", spec.key_dim, &Row::keys, &Row::key_scales, table_.key_dtype, table_.keys_rotated, keys_);
+    if (values)
+      widen("values", spec.value_dim, &Row::values, &Row::value_scales, table_.value_dtype, table_.values_rotated,
+            values_);
     copied_.emplace(Evidence{.spec = spec,
                              .table = table_,
                              .basis = evidence.basis,
@@ -133,7 +136,7 @@ class ReadableEvidence {
 
  private:
   void widen(const char* what, std::int64_t dim, SlotAddress Row::* slots, SlotAddress Row::* scales, Dtype& dtype,
-             std::unique_ptr<float[]>& numbers) {
+             std::int32_t& rotated, std::unique_ptr<float[]>& numbers) {
     KVKEEP_REQUIRE_AS(Unsupported, cpu::is_readable(dtype), "decide: ", what, " are ", dtype, "; allowed ",
                       cpu::kReadable);
     for (const Row& row : table_.rows)
@@ -142,13 +145,14 @@ class ReadableEvidence {
     numbers.reset(new float[static_cast<std::size_t>(table_.slots * dim)]);
     each_row(table_, [&](std::size_t r, const Row&) {
       Row& row = table_.rows[r];
-      const cpu::StoredSide stored{row.*slots, row.*scales, dtype, dim};
+      const cpu::StoredSide stored{row.*slots, row.*scales, dtype, dim, rotated};
       float* const first = numbers.get() + row.first * dim;
       for (std::int32_t slot = 0; slot < row.length; ++slot) cpu::widen_slot(stored, slot, first + slot * dim);
       const std::int64_t bytes = dim * std::int64_t{sizeof(float)};
       row.*slots = {.base = reinterpret_cast<std::byte*>(first), .stride = bytes, .width = bytes};
     });
     dtype = Dtype::f32;
+    rotated = 0;
   }
 
   const Evidence& given_;

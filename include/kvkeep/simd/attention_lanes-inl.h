@@ -61,8 +61,40 @@ HWY_INLINE void Widen(const Half* HWY_RESTRICT from, std::int64_t n, float* HWY_
   for (; i < n; ++i) to[i] = hn::GetLane(hn::PromoteTo(one, hn::LoadU(half_one, from + i)));
 }
 
+/// Whole blocks. Source: ggml-quants.c, `dequantize_row_q8_0` and `_q4_0`.
+HWY_INLINE void WidenBlocks(const std::uint8_t* HWY_RESTRICT block, bool eight, std::int64_t n,
+                            float* HWY_RESTRICT to) {
+  const hn::CappedTag<float, kBlock / 2> d;
+  const hn::Rebind<std::int32_t, decltype(d)> d32;
+  const hn::Rebind<std::int8_t, decltype(d)> d8;
+  const hn::Rebind<std::uint8_t, decltype(d)> du8;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  for (const float* end = to + n; to < end; to += kBlock) {
+    std::uint16_t bits;
+    std::memcpy(&bits, block, sizeof(bits));
+    const auto scale = hn::Set(d, Half::from_bits(bits));
+    block += sizeof(bits);
+    const auto put = [&](auto numbers, float* at)
+                         HWY_ATTR { hn::StoreU(hn::Mul(scale, hn::ConvertTo(d, numbers)), d, at); };
+    if (eight) {
+      for (std::int64_t i = 0; i < kBlock; i += lanes)
+        put(hn::PromoteTo(d32, hn::LoadU(d8, reinterpret_cast<const std::int8_t*>(block) + i)), to + i);
+      block += kBlock;
+    } else {  // the low halves of 16 bytes, then the high ones
+      const auto less = hn::Set(d32, 8);
+      for (std::int64_t i = 0; i < kBlock / 2; i += lanes) {
+        const auto two = hn::PromoteTo(d32, hn::LoadU(du8, block + i));
+        put(hn::Sub(hn::And(two, hn::Set(d32, 15)), less), to + i);
+        put(hn::Sub(hn::ShiftRight<4>(two), less), to + i + kBlock / 2);
+      }
+      block += kBlock / 2;
+    }
+  }
+}
+
 KVKEEP_INLINE void WidenAny(const void* from, Dtype dtype, std::int64_t n, float* to) {
   if (n == 0) return;  // `from` may be null
+  if (is_blocks(dtype)) return WidenBlocks(static_cast<const std::uint8_t*>(from), dtype == Dtype::q8_0, n, to);
   if (dtype == Dtype::f16)
     Widen(static_cast<const hwy::float16_t*>(from), n, to);
   else if (dtype == Dtype::bf16)

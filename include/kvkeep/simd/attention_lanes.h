@@ -66,7 +66,7 @@ void fold_lanes(std::int64_t width, const float* usage, std::int64_t slots, floa
 /// to[i] += a * from[i].
 void add_scaled(float* to, const float* from, float a, std::int64_t n);
 
-/// to[i] = from[i] as fp32. dtype f32, f16 or bf16.
+/// to[i] = from[i] as fp32. dtype f32, f16, bf16, or whole blocks: q8_0, q4_0.
 void widen(const void* from, Dtype dtype, std::int64_t n, float* to);
 
 }  // namespace kvkeep::cpu
