@@ -1,5 +1,7 @@
 #include "pre_tokenizer.h"
 
+#include <algorithm>
+
 #include "utf8.h"
 
 namespace kvkeep::lm::detail {
@@ -122,6 +124,10 @@ std::size_t word_end(PreTokenizer pre, std::string_view text, std::size_t begin)
       return llama3_end(Words(text, false), begin, 3);
     case PreTokenizer::qwen2:
       return llama3_end(Words(text, false), begin, 1);
+    case PreTokenizer::none:
+      return text.size();
+    case PreTokenizer::blanks:
+      return std::min(text.find(' ', begin + 1), text.size());
     default:
       return gpt2_end(Words(text, pre == PreTokenizer::smollm), begin);
   }

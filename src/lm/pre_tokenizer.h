@@ -14,6 +14,8 @@ enum class PreTokenizer : std::uint8_t {
   smollm,     ///< "smollm": each number by itself, then gpt-2 between them
   llama_bpe,  ///< "llama-bpe": kLlama3Words
   qwen2,      ///< "qwen2": kQwen2Words
+  none,       ///< SentencePiece: a text is one word
+  blanks,     ///< each blank begins a word
 };
 
 inline constexpr std::string_view kLlama3Words = R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3})"

@@ -48,15 +48,22 @@ std::string folder_template(const fs::path& folder) {
 }  // namespace
 
 Tokenizer read_tokenizer(const io::GgufFile& file) {
-  const std::string_view model = file.string("tokenizer.ggml.model");
-  KVKEEP_REQUIRE_AS(Unsupported, model == "gpt2", "read GGUF: the tokenizer of ", file.where(), " is '",
-                    shortened(std::string(model)), "'; allowed gpt2 (byte-level BPE)");
+  for (const char* key : {"tokenizer.ggml.add_eos_token", "tokenizer.ggml.remove_extra_whitespaces"})
+    KVKEEP_REQUIRE_AS(Unsupported, !file.has_key(key) || !file.truth(key), "read GGUF: ", key, " of ", file.where(),
+                      " is true; allowed false");
   TokenizerParts parts;
+  parts.model = file.string("tokenizer.ggml.model");
+  const bool characters = parts.model == "llama";
+  const auto truth = [&](const char* key, bool otherwise) { return file.has_key(key) ? file.truth(key) : otherwise; };
   const auto copy = [](const std::vector<std::string_view>& views) {
     return std::vector<std::string>(views.begin(), views.end());
   };
   parts.tokens = copy(file.strings("tokenizer.ggml.tokens"));
-  parts.merges = copy(file.strings("tokenizer.ggml.merges"));
+  if (characters)
+    for (const double score : file.numbers("tokenizer.ggml.scores")) parts.scores.push_back(static_cast<float>(score));
+  else
+    parts.merges = copy(file.strings("tokenizer.ggml.merges"));
+  parts.add_space_prefix = truth("tokenizer.ggml.add_space_prefix", characters);
   parts.pre_tokenizer = file.has_key("tokenizer.ggml.pre") ? std::string(file.string("tokenizer.ggml.pre")) : "gpt-2";
   if (file.has_key("tokenizer.ggml.token_type"))
     for (const std::int64_t type : file.whole_numbers("tokenizer.ggml.token_type")) {
@@ -67,8 +74,8 @@ Tokenizer read_tokenizer(const io::GgufFile& file) {
   parts.bos = token_called(file, "tokenizer.ggml.bos_token_id", parts.tokens.size());
   parts.eos = token_called(file, "tokenizer.ggml.eos_token_id", parts.tokens.size());
   parts.eot = token_called(file, "tokenizer.ggml.eot_token_id", parts.tokens.size());
-  parts.add_bos = file.has_key("tokenizer.ggml.add_bos_token") ? file.truth("tokenizer.ggml.add_bos_token")
-                                                               : parts.pre_tokenizer == "llama-bpe" && parts.bos;
+  parts.add_bos = truth("tokenizer.ggml.add_bos_token",
+                        (characters || parts.pre_tokenizer == "llama-bpe") && parts.bos.has_value());
   return Tokenizer::from_parts(parts, file.where());
 }
 

@@ -12,42 +12,33 @@
 namespace kvkeep::lm {
 namespace {
 
+using detail::Alphabet;
+using detail::Before;
 using detail::TokenizerData;
-using detail::TokenizerPlan;
-
-enum TokenType : std::int32_t {
-  kNormal = 1,
-  kUnknown,
-  kControl,
-  kUserDefined,
-  kUnused,
-  kByte
-};  // as GGUF numbers them
 
 /// One call of encode(): text in, ids out.
 class Encoder {
  public:
   Encoder(const TokenizerData& data, std::vector<std::int32_t>& out) : data_(data), out_(out) {}
 
-  void text(std::string_view utf8, bool specials) {
+  void text(std::string_view utf8, bool specials, Before before) {
     for (const auto& part : data_.as_written.split(utf8, specials)) {
-      const std::string_view between = utf8.substr(part.begin, part.end - part.begin);
+      const Before here = part.begin == 0 ? before : Before::token;
       if (part.id >= 0)
         out_.push_back(part.id);
-      else if (data_.nfc)
-        normal_text(detail::nfc(between), specials);
       else
-        normal_text(between, specials);
+        normal_text(data_.normalizer.of(utf8.substr(part.begin, part.end - part.begin), here, normal_), specials, here);
     }
   }
 
  private:
-  void normal_text(std::string_view utf8, bool specials) {
+  void normal_text(std::string_view utf8, bool specials, Before before) {
     for (const auto& part : data_.normalized.split(utf8, specials)) {
+      const Before here = part.begin == 0 ? before : Before::token;
       if (part.id >= 0)
         out_.push_back(part.id);
       else
-        words(utf8.substr(part.begin, part.end - part.begin));
+        words(data_.metaspace.of(utf8.substr(part.begin, part.end - part.begin), here, spelled_));
     }
   }
 
@@ -67,6 +58,14 @@ class Encoder {
       }
     }
     symbols_.clear();
+    if (data_.alphabet == Alphabet::bytes)
+      take_bytes(bytes);
+    else
+      take_characters(bytes);
+    data_.merges.apply(symbols_, out_, scratch_);
+  }
+
+  void take_bytes(std::string_view bytes) {
     bool last_unknown = false;
     for (const char byte : bytes) {
       const std::int32_t token = data_.byte_tokens[static_cast<unsigned char>(byte)];
@@ -76,53 +75,25 @@ class Encoder {
         symbols_.push_back(data_.unknown);
       last_unknown = token == TokenizerData::kNone;
     }
-    data_.merges.apply(symbols_, out_, scratch_);
+  }
+
+  void take_characters(std::string_view utf8) {
+    for (std::size_t at = 0; at < utf8.size();) {
+      const std::string_view character = utf8.substr(at, detail::character_at(utf8, at).bytes);
+      if (const auto found = data_.words.find(character); found != data_.words.end())
+        symbols_.push_back(found->second);
+      else
+        take_bytes(character);
+      at += character.size();
+    }
   }
 
   const TokenizerData& data_;
   std::vector<std::int32_t>& out_;
   std::vector<std::int32_t> symbols_;
+  std::string normal_, spelled_;
   detail::Merges::Scratch scratch_;
 };
-
-TokenizerPlan plan_of(const TokenizerParts& parts, const std::string& where) {
-  const auto pre = detail::pre_tokenizer_called(parts.pre_tokenizer);
-  KVKEEP_REQUIRE_AS(Unsupported, pre.has_value(), "read tokenizer: ", where, " cuts words by the pre-tokenizer ",
-                    io::shown(parts.pre_tokenizer), "; allowed ", detail::kPreTokenizerNames);
-  KVKEEP_REQUIRE(parts.types.empty() || parts.types.size() == parts.tokens.size(), "read tokenizer: ", where, " has ",
-                 parts.tokens.size(), " tokens and ", parts.types.size(),
-                 " types; allowed a type for each token, or none");
-  KVKEEP_REQUIRE(parts.tokens.size() < INT32_MAX, "read tokenizer: ", where, " has ", parts.tokens.size(),
-                 " tokens; allowed below ", INT32_MAX);
-  TokenizerPlan plan;
-  plan.where = where;
-  plan.pre = *pre;
-  plan.nfc = *pre == detail::PreTokenizer::qwen2;
-  plan.ignore_merges = *pre == detail::PreTokenizer::llama_bpe;
-  plan.vocabulary.reserve(parts.tokens.size());
-  for (std::size_t id = 0; id < parts.tokens.size(); ++id) {
-    const std::int32_t type = parts.types.empty() ? kNormal : parts.types[id];
-    KVKEEP_REQUIRE(type >= kNormal && type <= kByte, "read tokenizer: ", where, " gives the token ", id, " the type ",
-                   type, "; allowed 1 to 6");
-    const bool special = type == kControl || type == kUnknown;
-    plan.vocabulary.push_back({static_cast<std::int64_t>(id), parts.tokens[id], !special && type != kUnused});
-    if (special || type == kUserDefined)
-      plan.added.push_back(
-          {{.id = static_cast<std::int32_t>(id), .text = parts.tokens[id], .special = special}, false});
-  }
-  plan.merges.reserve(parts.merges.size());
-  for (const std::string& merge : parts.merges) {
-    const std::size_t blank = merge.find(' ', 1);
-    KVKEEP_REQUIRE(blank != std::string::npos, "read tokenizer: ", where, " has the merge ", io::shown(merge),
-                   "; allowed \"left right\"");
-    plan.merges.push_back({std::string_view(merge).substr(0, blank), std::string_view(merge).substr(blank + 1)});
-  }
-  plan.bos = parts.bos;
-  plan.eos = parts.eos;
-  plan.eot = parts.eot;
-  plan.add_bos = parts.add_bos;
-  return plan;
-}
 
 }  // namespace
 
@@ -139,25 +110,42 @@ Tokenizer Tokenizer::from_json(std::string_view json, const std::string& where) 
 }
 
 Tokenizer Tokenizer::from_parts(const TokenizerParts& parts, const std::string& where) {
-  return Tokenizer(std::make_shared<const TokenizerData>(plan_of(parts, where)));
+  return Tokenizer(std::make_shared<const TokenizerData>(detail::plan_of(parts, where)));
 }
 
 std::vector<std::int32_t> Tokenizer::encode(std::string_view utf8, SpecialTokens special, bool add_bos) const {
-  constexpr std::size_t kMost = INT32_MAX / 3;  // U+FFFD and NFC make one byte at most three
-  KVKEEP_REQUIRE(utf8.size() <= kMost, "encode: the text has ", utf8.size(), " bytes; allowed at most ", kMost);
   std::vector<std::int32_t> out;
-  out.reserve(utf8.size() / 4 + 2);
   if (add_bos && data_->add_bos) out.push_back(*data_->bos);
-  Encoder encoder(*data_, out);
-  const bool specials = special == SpecialTokens::parsed;
-  if (detail::is_utf8(utf8))
-    encoder.text(utf8, specials);
-  else
-    encoder.text(detail::replaced_utf8(utf8), specials);
+  append(out, utf8, special, Before::nothing);
   return out;
 }
 
+std::vector<std::int32_t> Tokenizer::encode_continuation(std::string_view utf8, SpecialTokens special) const {
+  std::vector<std::int32_t> out;
+  append(out, utf8, special, Before::text);
+  return out;
+}
+
+void Tokenizer::append(std::vector<std::int32_t>& ids, std::string_view utf8, SpecialTokens special,
+                       Before before) const {
+  constexpr std::size_t kMost = INT32_MAX / 3;  // U+FFFD and NFC make one byte at most three
+  KVKEEP_REQUIRE(utf8.size() <= kMost, "encode: the text has ", utf8.size(), " bytes; allowed at most ", kMost);
+  ids.reserve(utf8.size() / 4 + 2);
+  Encoder encoder(*data_, ids);
+  const bool specials = special == SpecialTokens::parsed;
+  if (detail::is_utf8(utf8))
+    encoder.text(utf8, specials, before);
+  else
+    encoder.text(detail::replaced_utf8(utf8), specials, before);
+}
+
 std::string Tokenizer::decode(std::span<const std::int32_t> ids) const {
+  std::string out = decode_continuation(ids);
+  if (data_->strips_blank && out.starts_with(' ')) out.erase(0, 1);
+  return out;
+}
+
+std::string Tokenizer::decode_continuation(std::span<const std::int32_t> ids) const {
   std::string out;
   for (const std::int32_t id : ids) out += piece(id);
   return out;

@@ -37,17 +37,29 @@ std::optional<std::string> bytes_of(std::string_view written) {
   return bytes;
 }
 
-std::string piece_of(std::string_view written) { return bytes_of(written).value_or(std::string(written)); }
+/// The byte of "<0x0A>"; nothing for another text.
+std::optional<unsigned char> byte_called(std::string_view written) {
+  if (written.size() != 6 || !written.starts_with("<0x") || written[5] != '>') return std::nullopt;
+  unsigned value = 0;
+  for (const char c : written.substr(3, 2)) {
+    if (!(c >= '0' && c <= '9') && !(c >= 'A' && c <= 'F')) return std::nullopt;
+    value = value * 16 + static_cast<unsigned>(c <= '9' ? c - '0' : c - 'A' + 10);
+  }
+  return static_cast<unsigned char>(value);
+}
 
 }  // namespace
 
 TokenizerData::TokenizerData(const TokenizerPlan& plan)
     : merges(plan.merges.size()),
+      alphabet(plan.alphabet),
+      normalizer(plan.normalizer),
+      metaspace(plan.metaspace),
       pre(plan.pre),
-      nfc(plan.nfc),
       ignore_merges(plan.ignore_merges),
       fuse_unknown(plan.fuse_unknown),
-      add_bos(plan.add_bos) {
+      add_bos(plan.add_bos),
+      strips_blank(plan.strips_blank) {
   const IdsByText ids = take_vocabulary(plan);
   take_merges(plan, ids);
   take_added(plan, ids);
@@ -79,23 +91,39 @@ TokenizerData::IdsByText TokenizerData::take_vocabulary(const TokenizerPlan& pla
     taken[place] = true;
     KVKEEP_REQUIRE(by_text.emplace(token.text, id).second, "read tokenizer: ", plan.where, " has ",
                    io::shown(token.text), " twice, the second time with id ", id, "; allowed once");
-    const std::optional<std::string> bytes = bytes_of(token.text);
-    pieces[place] = bytes ? *bytes : std::string(token.text);
-    if (!bytes || !token.is_word || bytes->empty()) continue;
-    words.emplace(pieces[place], id);
-    if (bytes->size() == 1) byte_tokens[static_cast<unsigned char>(pieces[place][0])] = id;
+    take_token(token);
   }
-  for (int byte = ' '; byte <= '~'; ++byte)
+  const bool in_bytes = alphabet == Alphabet::bytes;
+  for (int byte = in_bytes ? ' ' : 0; byte <= (in_bytes ? '~' : 255); ++byte)
     KVKEEP_REQUIRE(byte_tokens[static_cast<std::size_t>(byte)] != kNone, "read tokenizer: ", plan.where,
-                   " has no token for the byte ", byte, " ('", static_cast<char>(byte),
-                   "'); allowed vocabularies of byte-level BPE, which have one for each printable ASCII character");
+                   " has no token for the byte ", byte, in_bytes ? text(" ('", static_cast<char>(byte), "')") : "",
+                   in_bytes ? "; allowed vocabularies of byte-level BPE, which have one for each printable ASCII "
+                              "character"
+                            : "; allowed vocabularies of SentencePiece with <0x00> to <0xFF>");
   return by_text;
+}
+
+void TokenizerData::take_token(const TokenizerPlan::Token& token) {
+  std::string& piece = pieces[static_cast<std::size_t>(token.id)];
+  const auto id = static_cast<std::int32_t>(token.id);
+  if (alphabet == Alphabet::bytes) {
+    const std::optional<std::string> bytes = bytes_of(token.text);
+    piece = bytes.value_or(std::string(token.text));
+    if (!bytes || !token.is_word || bytes->empty()) return;
+    words.emplace(piece, id);
+    if (bytes->size() == 1) byte_tokens[static_cast<unsigned char>(piece[0])] = id;
+  } else if (const std::optional<unsigned char> byte = byte_called(token.text)) {
+    piece = static_cast<char>(*byte);
+    byte_tokens[*byte] = id;
+  } else {
+    piece = token.is_word ? with_blanks(token.text) : std::string(token.text);
+    if (token.is_word && !piece.empty() && token.text.find(' ') == std::string_view::npos) words.emplace(piece, id);
+  }
 }
 
 void TokenizerData::take_merges(const TokenizerPlan& plan, const IdsByText& ids) {
   KVKEEP_REQUIRE(plan.merges.size() < UINT32_MAX, "read tokenizer: ", plan.where, " has ", plan.merges.size(),
                  " merges; allowed below ", UINT32_MAX);
-  std::uint32_t rank = 0;
   std::string both;
   for (const auto& pair : plan.merges) {
     both.assign(pair.left).append(pair.right);
@@ -106,12 +134,13 @@ void TokenizerData::take_merges(const TokenizerPlan& plan, const IdsByText& ids)
                      "; allowed merges of tokens into a token");
       return found->second;
     };
-    merges.put(id_of(pair.left), id_of(pair.right), {rank++, id_of(both)});
+    merges.put(id_of(pair.left), id_of(pair.right), {pair.rank, id_of(both)});
   }
 }
 
 void TokenizerData::take_added(const TokenizerPlan& plan, const IdsByText& ids) {
   std::vector<AddedToken> before, after;
+  std::string room;
   auto next = static_cast<std::int64_t>(
       plan.vocabulary.size());  // the package numbers new tokens this way, whatever the file says
   std::vector<bool> taken(pieces.size());
@@ -133,15 +162,15 @@ void TokenizerData::take_added(const TokenizerPlan& plan, const IdsByText& ids) 
                      " with id ", token.id, "; allowed ", next,
                      ", the first after the tokens before it, if it is free");
       taken[place] = true;
-      pieces[place] = piece_of(token.text);
+      pieces[place] = alphabet == Alphabet::bytes ? bytes_of(token.text).value_or(token.text) : with_blanks(token.text);
     }
     next = std::max(next, token.id + std::int64_t{1});
     special[place] = token.special;
     auto& found = is_normalized ? after : before;
     found.push_back(token);
-    if (is_normalized && nfc) found.back().text = detail::nfc(token.text);
+    if (is_normalized) found.back().text = normalizer.of(token.text, Before::nothing, room);
   }
-  // Of two tokens that are the same after NFC, a control token is found.
+  // Of two tokens that are the same after the normalizer, a control token is found.
   std::stable_partition(after.begin(), after.end(), [](const AddedToken& token) { return token.special; });
   as_written = AddedTokens(std::move(before));
   normalized = AddedTokens(std::move(after));
@@ -168,7 +197,8 @@ void TokenizerData::take_named(const TokenizerPlan& plan, const IdsByText& ids) 
                  " puts a bos token in front but names none; allowed with one");
   for (const auto& id : {eos, eot})
     if (id) end_tokens.push_back(*id);
-  for (const char* name : {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>"})
+  for (const char* name :
+       {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<end_of_turn>"})
     if (const auto found = added.find(name); found != added.end() && special[static_cast<std::size_t>(found->second)])
       end_tokens.push_back(found->second);
   std::sort(end_tokens.begin(), end_tokens.end());

@@ -43,8 +43,8 @@ class Part {
     return found.get_ref<const std::string&>();
   }
 
-  [[nodiscard]] std::int64_t id(const char* field) const {
-    const Json& found = at(field, "a token id");
+  [[nodiscard]] std::int64_t count(const char* field) const {
+    const Json& found = at(field, "a number");
     const std::optional<std::int64_t> number = io::whole_number(found, 0, INT32_MAX);
     KVKEEP_REQUIRE(number.has_value(), complaint(field, found), "0 to ", INT32_MAX);
     return *number;
@@ -109,14 +109,17 @@ void read_model(const Part& model, TokenizerPlan& plan) {
   for (const char* affix : {"continuing_subword_prefix", "end_of_word_suffix"})
     if (model.find(affix) != nullptr) model.only(affix, model.word(affix).empty(), "none");
   if (const Json* dropout = model.find("dropout")) model.only("dropout", dropout->is_number() && *dropout == 0, "none");
-  if (model.truth("byte_fallback", false)) model.only("byte_fallback", false, "false");
+  if (model.truth("byte_fallback", false)) plan.alphabet = Alphabet::characters;
   plan.ignore_merges = model.truth("ignore_merges", false);
   plan.fuse_unknown = model.truth("fuse_unk", false);
   if (model.find("unk_token") != nullptr) plan.unknown = model.word("unk_token");
   read_vocabulary(model, plan);
   const Json& merges = model.list("merges");
   plan.merges.reserve(merges.size());
-  for (const Json& merge : merges) plan.merges.push_back(merge_of(merge, plan.where));
+  for (const Json& merge : merges) {
+    plan.merges.push_back(merge_of(merge, plan.where));
+    plan.merges.back().rank = static_cast<std::uint32_t>(plan.merges.size() - 1);
+  }
 }
 
 /// The members of a "Sequence", or the part itself if it is not one.
@@ -127,11 +130,72 @@ std::vector<Part> sequence(const Part& part, const char* members) {
   return parts;
 }
 
+/// {"String": ...} or {"Regex": ...}; empty if it is the other.
+std::string_view pattern_of(const Part& part, const char* kind) {
+  const Part pattern = part.part("pattern");
+  return pattern.find(kind) != nullptr ? std::string_view(pattern.word(kind)) : std::string_view();
+}
+
+bool replaces(const Part& part, std::string_view what, std::string_view by) {
+  return pattern_of(part, "String") == what && part.word("content") == by;
+}
+
+// In this order, each at most once.
 void read_normalizer(const Part& normalizer, TokenizerPlan& plan) {
+  Spelling& known = plan.normalizer;
   for (const Part& part : sequence(normalizer, "normalizers")) {
-    part.only("type", part.word("type") == "NFC", "NFC or none");
-    plan.nfc = true;
+    const std::string& type = part.word("type");
+    const bool untouched = !known.blanks && known.prefix == Prefix::none;
+    const bool pieces = plan.alphabet == Alphabet::characters && !known.blanks;
+    if (type == "NFC" && untouched && !known.nfc)
+      known.nfc = true;
+    else if (type == "Prepend" && pieces && untouched && part.word("prepend") == Spelling::kBlank)
+      known.prefix = Prefix::always;
+    else if (type == "Replace" && pieces && replaces(part, " ", Spelling::kBlank))
+      known.blanks = true;
+    else
+      part.only("type", false, "NFC, with byte_fallback then a Prepend of U+2581, then a Replace of blanks by it");
   }
+}
+
+// Where blanks are written as U+2581 and a text is cut at them, if not by the normalizer.
+void read_metaspace(const Part& pre, TokenizerPlan& plan) {
+  const std::vector<Part> parts = sequence(pre, "pretokenizers");
+  const Part& part = parts.empty() ? pre : parts.front();
+  const std::string& type = part.word("type");
+  // After the normalizer no such blank is left.
+  const bool cuts_nothing = type == "Split" && plan.normalizer.blanks && pattern_of(part, "String") == " ";
+  part.only("type", parts.size() == 1 && (type == "Metaspace" || cuts_nothing),
+            "Metaspace, Split at blanks that the normalizer replaces, or none");
+  if (cuts_nothing) return;
+  part.only("replacement", part.word("replacement") == Spelling::kBlank, "U+2581");
+  const std::string scheme = part.find("prepend_scheme") != nullptr ? part.word("prepend_scheme")
+                             : part.truth("add_prefix_space", true) ? "always"
+                                                                    : "never";
+  if (scheme != "always" && scheme != "first" && scheme != "never")
+    part.only("prepend_scheme", false, "always, first or never");
+  plan.metaspace = {.blanks = true,
+                    .prefix = scheme == "always"  ? Prefix::unless_blank
+                              : scheme == "first" ? Prefix::first
+                                                  : Prefix::none};
+  if (part.truth("split", true)) plan.pre = PreTokenizer::blanks;
+}
+
+// Bytes and blanks are what the alphabet says; all that a file may choose is whether a blank in front is left out.
+void read_decoder(const Part& decoder, TokenizerPlan& plan) {
+  if (plan.alphabet == Alphabet::bytes) {
+    decoder.only("type", decoder.word("type") == "ByteLevel", "ByteLevel");
+    return;
+  }
+  const std::vector<Part> parts = sequence(decoder, "decoders");
+  const auto is = [&](std::size_t i, const char* type) { return i < parts.size() && parts[i].word("type") == type; };
+  plan.strips_blank = parts.size() == 4 && is(3, "Strip") && parts[3].word("content") == " " &&
+                      parts[3].count("start") == 1 && parts[3].count("stop") == 0;
+  decoder.only(
+      "type",
+      is(0, "Replace") && replaces(parts[0], Spelling::kBlank, " ") && is(1, "ByteFallback") && is(2, "Fuse") &&
+          (parts.size() == 3 || plan.strips_blank),
+      "a Sequence of Replace (U+2581 by a blank), ByteFallback, Fuse and, or not, Strip (a blank at the start)");
 }
 
 PreTokenizer pre_tokenizer_of(const Part& pre) {
@@ -147,9 +211,7 @@ PreTokenizer pre_tokenizer_of(const Part& pre) {
       return PreTokenizer::smollm;
     if (is(0, "Split") && parts.size() == 2 && !cuts && parts[0].word("behavior") == "Isolated" &&
         !parts[0].truth("invert", false)) {
-      const Part pattern = parts[0].part("pattern");
-      const std::string_view regex =
-          pattern.find("Regex") != nullptr ? std::string_view(pattern.word("Regex")) : std::string_view();
+      const std::string_view regex = pattern_of(parts[0], "Regex");
       if (regex == kLlama3Words) return PreTokenizer::llama_bpe;
       if (regex == kQwen2Words) return PreTokenizer::qwen2;
       refuse<Unsupported>("read tokenizer: ", pre.name(), " cuts words by ", io::shown(regex),
@@ -202,7 +264,7 @@ void read_added(const Json& tokens, TokenizerPlan& plan) {
                                          .single_word = token.truth("single_word", false),
                                          .lstrip = token.truth("lstrip", false),
                                          .rstrip = token.truth("rstrip", false)}};
-    added.token.id = static_cast<std::int32_t>(token.id("id"));
+    added.token.id = static_cast<std::int32_t>(token.count("id"));
     added.normalized = token.truth("normalized", !added.token.special);
     plan.added.push_back(std::move(added));
   }
@@ -217,11 +279,23 @@ TokenizerPlan plan_of(const Json& json, const std::string& where) {
   for (const char* field : {"truncation", "padding"})
     if (file.find(field) != nullptr) file.only(field, false, "none");
   const auto part = [&](const char* field) { return file.part(field); };
-  file.part("decoder").only("type", file.part("decoder").word("type") == "ByteLevel", "ByteLevel");
-  if (file.find("normalizer") != nullptr) read_normalizer(part("normalizer"), plan);
-  plan.pre = pre_tokenizer_of(part("pre_tokenizer"));
-  if (file.find("post_processor") != nullptr) read_post_processor(part("post_processor"), plan);
+  const auto read = [&](const char* field, auto&& reads) {
+    if (file.find(field) != nullptr) reads(part(field), plan);
+  };
   read_model(part("model"), plan);
+  read("normalizer", read_normalizer);
+  if (plan.alphabet == Alphabet::bytes) {
+    plan.pre = pre_tokenizer_of(part("pre_tokenizer"));
+  } else {
+    plan.pre = PreTokenizer::none;
+    read("pre_tokenizer", read_metaspace);
+    KVKEEP_REQUIRE_AS(Unsupported, plan.normalizer.blanks || plan.metaspace.blanks, "read tokenizer: ", where,
+                      " has byte_fallback and keeps blanks as they are; allowed a normalizer or pre_tokenizer that "
+                      "writes them as U+2581");
+    plan.strips_blank = plan.normalizer.prefix != Prefix::none || plan.metaspace.prefix != Prefix::none;
+  }
+  read("decoder", read_decoder);
+  read("post_processor", read_post_processor);
   if (const Json* added = file.find("added_tokens")) read_added(*added, plan);
   return plan;
 }

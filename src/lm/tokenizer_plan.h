@@ -10,30 +10,45 @@
 
 #include "added_tokens.h"
 #include "pre_tokenizer.h"
+#include "spelling.h"
+
+namespace kvkeep::lm {
+struct TokenizerParts;
+}
 
 namespace kvkeep::lm::detail {
+
+/// How tokens are written.
+enum class Alphabet : std::uint8_t {
+  bytes,       ///< byte-level BPE: GPT-2's, a character for each byte
+  characters,  ///< SentencePiece: themselves, blanks as U+2581, and <0x00> to <0xFF> for what has no token
+};
 
 /// Views into the source: a plan does not outlive it.
 struct TokenizerPlan {
   struct Token {
     std::int64_t id = 0;
-    std::string_view text;  ///< in GPT-2's alphabet
-    bool is_word = true;    ///< a whole word may become it under `ignore_merges`
+    std::string_view text;  ///< in the alphabet
+    bool is_word = true;    ///< text may become it
   };
   struct Added {
     AddedToken token;
-    bool normalized = false;  ///< found in text after NFC
+    bool normalized = false;  ///< found in text as `normalizer` writes it
   };
   struct Pair {
     std::string_view left, right;
+    std::uint32_t rank = 0;  ///< the least merges first, of equal ones the leftmost
   };
 
   std::string where;
+  Alphabet alphabet = Alphabet::bytes;
   std::vector<Token> vocabulary;
   std::vector<Added> added;  ///< `id` is one of the vocabulary, with the same text, or a new one
   std::vector<Pair> merges;
   PreTokenizer pre = PreTokenizer::gpt2;
-  bool nfc = false;
+  Spelling normalizer;                           ///< before tokens that are `normalized` are found
+  Spelling metaspace;                            ///< after it
+  bool strips_blank = false;                     ///< decoding leaves out a blank in front
   bool ignore_merges = false;                    ///< a word that is a token is not merged
   std::optional<std::string_view> unknown = {};  ///< the token for bytes without one
   bool fuse_unknown = false;
@@ -44,5 +59,8 @@ struct TokenizerPlan {
 /// What a parsed tokenizer.json says; it must outlive the plan. Throws as Tokenizer::from_json() does for anything that
 /// there is no code for.
 [[nodiscard]] TokenizerPlan plan_of(const nlohmann::json& json, const std::string& where);
+
+/// What the parts say; they must outlive the plan. Throws as Tokenizer::from_parts() does.
+[[nodiscard]] TokenizerPlan plan_of(const TokenizerParts& parts, const std::string& where);
 
 }  // namespace kvkeep::lm::detail

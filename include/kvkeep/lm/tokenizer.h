@@ -1,5 +1,6 @@
 #pragma once
-/// Text to token ids and back: byte-level BPE, with the ids of Hugging Face's `tokenizers`.
+/// Text to token ids and back: byte-level BPE and SentencePiece's BPE, with the ids of Hugging Face's `tokenizers` and
+/// of llama.cpp.
 
 #include <cstdint>
 #include <filesystem>
@@ -15,15 +16,22 @@ namespace kvkeep::lm {
 
 namespace detail {
 struct TokenizerData;
-}
+enum class Before : std::uint8_t;
+}  // namespace detail
 
-/// A tokenizer as GGUF stores it. Tokens are written in GPT-2's alphabet, one character for each byte ("Ġ" is a blank).
+/// A tokenizer as GGUF stores it.
 struct TokenizerParts {
+  /// "tokenizer.ggml.model". "gpt2": byte-level BPE, tokens in GPT-2's alphabet, one character for each byte ("Ġ" is a
+  /// blank). "llama": SentencePiece's BPE, "▁" (U+2581) for a blank, and <0x00> to <0xFF> for characters without a
+  /// token.
+  std::string model = "gpt2";
   std::vector<std::string> tokens;  ///< [vocabulary] by id ("tokenizer.ggml.tokens")
   std::vector<std::int32_t>
       types;  ///< [vocabulary] 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte; empty: all normal
-  std::vector<std::string> merges;  ///< "left right", in the order of merging
-  std::string pre_tokenizer;        ///< "gpt-2", "smollm", "llama-bpe" or "qwen2" ("tokenizer.ggml.pre")
+  std::vector<std::string> merges;  ///< "gpt2": "left right", in the order of merging
+  std::string pre_tokenizer;        ///< "gpt2": "gpt-2", "smollm", "llama-bpe" or "qwen2" ("tokenizer.ggml.pre")
+  std::vector<float> scores;        ///< "llama": [vocabulary] the highest merges first
+  bool add_space_prefix = true;     ///< "llama": a blank in front of a text, and of text after a token that is found
   std::optional<std::int32_t> bos, eos, eot;
   bool add_bos = false;  ///< encode() puts `bos` in front
 };
@@ -69,12 +77,20 @@ class Tokenizer {
   [[nodiscard]] std::vector<std::int32_t> encode(std::string_view utf8, SpecialTokens special = SpecialTokens::parsed,
                                                  bool add_bos = true) const;
 
+  /// The ids of a text that goes on where another ended: without the first token, and without the blank that
+  /// SentencePiece puts in front of a text. Otherwise as encode().
+  [[nodiscard]] std::vector<std::int32_t> encode_continuation(std::string_view utf8,
+                                                              SpecialTokens special = SpecialTokens::parsed) const;
+
   /// The bytes of the tokens, one after the other, control tokens as written; UTF-8 if the tokens make it up. Ids
-  /// without a token give nothing: models have more rows than their tokenizer has tokens. Throws: InvalidArgument for a
-  /// negative id.
+  /// without a token give nothing: models have more rows than their tokenizer has tokens. If encode() puts a blank in
+  /// front of a text (Llama 2, not Gemma), the text loses one here. Throws: InvalidArgument for a negative id.
   [[nodiscard]] std::string decode(std::span<const std::int32_t> ids) const;
 
-  /// The bytes of one token, valid as long as this tokenizer or a copy of it exists.
+  /// The same for tokens that go on where a text ended, such as an answer: a blank in front stays.
+  [[nodiscard]] std::string decode_continuation(std::span<const std::int32_t> ids) const;
+
+  /// The bytes of one token, with its blank, valid as long as this tokenizer or a copy of it exists.
   [[nodiscard]] std::string_view piece(std::int32_t id) const;
 
   /// The token with these bytes: "<|im_end|>", " the".
@@ -99,11 +115,15 @@ class Tokenizer {
  private:
   explicit Tokenizer(std::shared_ptr<const detail::TokenizerData> data) : data_(std::move(data)) {}
 
+  void append(std::vector<std::int32_t>& ids, std::string_view utf8, SpecialTokens special,
+              detail::Before before) const;
+
   std::shared_ptr<const detail::TokenizerData> data_;
 };
 
 /// Decodes tokens as they arrive, always into whole characters: the bytes of one may be spread over tokens.
-/// Together, push() and finish() give decode() of the ids, with U+FFFD for bytes that are not UTF-8.
+/// Together, push() and finish() give decode_continuation() of the ids, with U+FFFD for bytes that are not UTF-8: a
+/// blank in front stays.
 class StreamDecoder {
  public:
   explicit StreamDecoder(Tokenizer tokenizer) : tokenizer_(std::move(tokenizer)) {}

@@ -100,7 +100,7 @@ class Layout {
                    " references in no set order; allowed tasks with one");
     const bool blank = !to.sample.answer_prefix.ends_with(' ');
     std::vector<std::int32_t> tokens = ids((blank ? " " : "") + to.sample.answers.front(), false);
-    if (blank && text_.tokenizer.decode(std::span(tokens).first(1)) == " ") {
+    if (blank && text_.tokenizer.piece(tokens.front()) == " ") {
       to.question.push_back(tokens.front());
       tokens.erase(tokens.begin());
     }
@@ -108,7 +108,8 @@ class Layout {
   }
 
   [[nodiscard]] std::vector<std::int32_t> ids(const std::string& said, bool first) const {
-    return text_.tokenizer.encode(said, lm::SpecialTokens::parsed, first && add_bos_);
+    return first ? text_.tokenizer.encode(said, lm::SpecialTokens::parsed, add_bos_)
+                 : text_.tokenizer.encode_continuation(said);
   }
 
   const lm::TextModel& text_;
@@ -129,7 +130,7 @@ Writing writing_of(const lm::TextModel& text, const Asked& asked, const std::vec
       std::span(tokens).subspan(std::min(tokens.size(), asked.question.size()));
   const auto end = std::ranges::find_first_of(written, text.tokenizer.end_tokens());
   Writing writing{.tokens = {written.begin(), end}, .text = {}};
-  writing.text = text.tokenizer.decode(writing.tokens);
+  writing.text = text.tokenizer.decode_continuation(writing.tokens);
   writing.score = asked.sample.score(writing.text);
   return writing;
 }
