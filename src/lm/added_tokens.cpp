@@ -7,12 +7,6 @@
 namespace kvkeep::lm::detail {
 namespace {
 
-std::size_t character_before(std::string_view text, std::size_t at) {
-  do --at;
-  while ((static_cast<unsigned char>(text[at]) & 0xc0U) == 0x80U);
-  return at;
-}
-
 bool is_space(std::string_view text, std::size_t at) {
   return class_of(character_at(text, at).code) == CharClass::space;
 }

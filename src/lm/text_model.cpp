@@ -5,6 +5,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/gguf.h"
+#include "pre_tokenizer.h"
 #include "read_file.h"
 #include "untrusted_json.h"
 
@@ -74,8 +75,9 @@ Tokenizer read_tokenizer(const io::GgufFile& file) {
   parts.bos = token_called(file, "tokenizer.ggml.bos_token_id", parts.tokens.size());
   parts.eos = token_called(file, "tokenizer.ggml.eos_token_id", parts.tokens.size());
   parts.eot = token_called(file, "tokenizer.ggml.eot_token_id", parts.tokens.size());
-  parts.add_bos = truth("tokenizer.ggml.add_bos_token",
-                        (characters || parts.pre_tokenizer == "llama-bpe") && parts.bos.has_value());
+  const detail::WordCut* cut = detail::word_cut_called(parts.pre_tokenizer);
+  parts.add_bos =
+      truth("tokenizer.ggml.add_bos_token", (characters || (cut != nullptr && cut->adds_bos)) && parts.bos.has_value());
   return Tokenizer::from_parts(parts, file.where());
 }
 

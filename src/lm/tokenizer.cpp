@@ -38,15 +38,8 @@ class Encoder {
       if (part.id >= 0)
         out_.push_back(part.id);
       else
-        words(data_.metaspace.of(utf8.substr(part.begin, part.end - part.begin), here, spelled_));
-    }
-  }
-
-  void words(std::string_view utf8) {
-    for (std::size_t begin = 0; begin < utf8.size();) {
-      const std::size_t end = word_end(data_.pre, utf8, begin);
-      word(utf8.substr(begin, end - begin));
-      begin = end;
+        data_.pre.cut(data_.metaspace.of(utf8.substr(part.begin, part.end - part.begin), here, spelled_),
+                      [this](std::string_view found) { word(found); });
     }
   }
 

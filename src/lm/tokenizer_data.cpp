@@ -55,7 +55,7 @@ TokenizerData::TokenizerData(const TokenizerPlan& plan)
       alphabet(plan.alphabet),
       normalizer(plan.normalizer),
       metaspace(plan.metaspace),
-      pre(plan.pre),
+      pre(plan.cuts),
       ignore_merges(plan.ignore_merges),
       fuse_unknown(plan.fuse_unknown),
       add_bos(plan.add_bos),
@@ -107,9 +107,9 @@ void TokenizerData::take_token(const TokenizerPlan::Token& token) {
   std::string& piece = pieces[static_cast<std::size_t>(token.id)];
   const auto id = static_cast<std::int32_t>(token.id);
   if (alphabet == Alphabet::bytes) {
-    const std::optional<std::string> bytes = bytes_of(token.text);
+    const std::optional<std::string> bytes = token.is_word ? bytes_of(token.text) : std::nullopt;
     piece = bytes.value_or(std::string(token.text));
-    if (!bytes || !token.is_word || bytes->empty()) return;
+    if (!bytes || bytes->empty()) return;
     words.emplace(piece, id);
     if (bytes->size() == 1) byte_tokens[static_cast<unsigned char>(piece[0])] = id;
   } else if (const std::optional<unsigned char> byte = byte_called(token.text)) {

@@ -178,7 +178,7 @@ void read_metaspace(const Part& pre, TokenizerPlan& plan) {
                     .prefix = scheme == "always"  ? Prefix::unless_blank
                               : scheme == "first" ? Prefix::first
                                                   : Prefix::none};
-  if (part.truth("split", true)) plan.pre = PreTokenizer::blanks;
+  if (part.truth("split", true)) plan.cuts = {kBlankLed};
 }
 
 // Bytes and blanks are what the alphabet says; all that a file may choose is whether a blank in front is left out.
@@ -198,30 +198,29 @@ void read_decoder(const Part& decoder, TokenizerPlan& plan) {
       "a Sequence of Replace (U+2581 by a blank), ByteFallback, Fuse and, or not, Strip (a blank at the start)");
 }
 
-PreTokenizer pre_tokenizer_of(const Part& pre) {
+// Bytes: the expressions by which words are cut, the last of them ByteLevel's own.
+void read_cuts(const Part& pre, TokenizerPlan& plan) {
   const std::vector<Part> parts = sequence(pre, "pretokenizers");
-  const auto is = [&](std::size_t i, const char* type) { return i < parts.size() && parts[i].word("type") == type; };
-  const bool bytes_last = !parts.empty() && parts.size() <= 2 && is(parts.size() - 1, "ByteLevel");
-  if (bytes_last) {
-    const Part& bytes = parts.back();
-    if (bytes.truth("add_prefix_space", true)) bytes.only("add_prefix_space", false, "false");
-    const bool cuts = bytes.truth("use_regex", true);
-    if (parts.size() == 1 && cuts) return PreTokenizer::gpt2;
-    if (is(0, "Digits") && parts.size() == 2 && cuts && parts[0].truth("individual_digits", false))
-      return PreTokenizer::smollm;
-    if (is(0, "Split") && parts.size() == 2 && !cuts && parts[0].word("behavior") == "Isolated" &&
-        !parts[0].truth("invert", false)) {
-      const std::string_view regex = pattern_of(parts[0], "Regex");
-      if (regex == kLlama3Words) return PreTokenizer::llama_bpe;
-      if (regex == kQwen2Words) return PreTokenizer::qwen2;
-      refuse<Unsupported>("read tokenizer: ", pre.name(), " cuts words by ", io::shown(regex),
-                          "; allowed the expressions of Llama 3 and Qwen2");
+  std::string types;
+  bool bytes_last = false, known = true;
+  for (const Part& part : parts) {
+    const std::string& type = part.word("type");
+    types += text(types.empty() ? "" : ", ", io::shown(type));
+    bytes_last = type == "ByteLevel";
+    if (bytes_last) {
+      if (part.truth("add_prefix_space", true)) part.only("add_prefix_space", false, "false");
+      if (part.truth("use_regex", true)) plan.cuts.push_back(kGpt2Words);
+    } else if (type == "Digits" && part.truth("individual_digits", false)) {
+      plan.cuts.push_back(kDigit);
+    } else if (type == "Split" && part.word("behavior") == "Isolated" && !part.truth("invert", false)) {
+      plan.cuts.push_back(pattern_of(part, "Regex"));
+    } else {
+      known = false;
     }
   }
-  std::string types;
-  for (const Part& part : parts) types += text(types.empty() ? "" : ", ", io::shown(part.word("type")));
-  refuse<Unsupported>("read tokenizer: ", pre.name(), " is ", shortened(types),
-                      " with options that together are none of: ", kPreTokenizerNames);
+  KVKEEP_REQUIRE_AS(Unsupported, known && bytes_last && is_word_cut(plan.cuts), "read tokenizer: ", pre.name(), " is ",
+                    shortened(types), plan.cuts.empty() ? "" : text(" and cuts words by ", io::shown(plan.cuts[0])),
+                    ", which together are none of: ", word_cut_names());
 }
 
 // What is put around a single text: nothing, or one token in front.
@@ -285,9 +284,8 @@ TokenizerPlan plan_of(const Json& json, const std::string& where) {
   read_model(part("model"), plan);
   read("normalizer", read_normalizer);
   if (plan.alphabet == Alphabet::bytes) {
-    plan.pre = pre_tokenizer_of(part("pre_tokenizer"));
+    read_cuts(part("pre_tokenizer"), plan);
   } else {
-    plan.pre = PreTokenizer::none;
     read("pre_tokenizer", read_metaspace);
     KVKEEP_REQUIRE_AS(Unsupported, plan.normalizer.blanks || plan.metaspace.blanks, "read tokenizer: ", where,
                       " has byte_fallback and keeps blanks as they are; allowed a normalizer or pre_tokenizer that "

@@ -24,12 +24,12 @@ constexpr std::size_t kLongestWord = 256;  // finding a token's merges costs its
 
 // Byte-level BPE: merges as they are listed.
 void read_merges(const TokenizerParts& parts, TokenizerPlan& plan) {
-  const auto pre = pre_tokenizer_called(parts.pre_tokenizer);
-  KVKEEP_REQUIRE_AS(Unsupported, pre.has_value(), "read tokenizer: ", plan.where, " cuts words by the pre-tokenizer ",
-                    io::shown(parts.pre_tokenizer), "; allowed ", kPreTokenizerNames);
-  plan.pre = *pre;
-  plan.normalizer.nfc = *pre == PreTokenizer::qwen2;
-  plan.ignore_merges = *pre == PreTokenizer::llama_bpe;
+  const WordCut* cut = word_cut_called(parts.pre_tokenizer);
+  KVKEEP_REQUIRE_AS(Unsupported, cut != nullptr, "read tokenizer: ", plan.where, " cuts words by the pre-tokenizer ",
+                    io::shown(parts.pre_tokenizer), "; allowed ", word_cut_names());
+  plan.cuts = cut->expressions;
+  plan.normalizer.nfc = cut->nfc;
+  plan.ignore_merges = cut->ignore_merges;
   plan.merges.reserve(parts.merges.size());
   for (const std::string& merge : parts.merges) {
     const std::size_t blank = merge.find(' ', 1);
@@ -45,7 +45,6 @@ void find_merges(const TokenizerParts& parts, TokenizerPlan& plan) {
   KVKEEP_REQUIRE(parts.scores.size() == parts.tokens.size(), "read tokenizer: ", plan.where, " has ",
                  parts.tokens.size(), " tokens and ", parts.scores.size(), " scores; allowed a score for each token");
   plan.alphabet = Alphabet::characters;
-  plan.pre = PreTokenizer::none;
   plan.normalizer = {.blanks = true, .prefix = parts.add_space_prefix ? Prefix::always : Prefix::none};
   plan.strips_blank = parts.add_space_prefix;
 
@@ -92,7 +91,7 @@ TokenizerPlan plan_of(const TokenizerParts& parts, const std::string& where) {
     KVKEEP_REQUIRE(type >= kNormal && type <= kByte, "read tokenizer: ", where, " gives the token ", id, " the type ",
                    type, "; allowed 1 to 6");
     const bool special = type == kControl || type == kUnknown;
-    const bool is_word = characters ? type == kNormal || type == kUnused : !special && type != kUnused;
+    const bool is_word = type == kNormal || (characters ? type == kUnused : type == kByte);
     plan.vocabulary.push_back({static_cast<std::int64_t>(id), parts.tokens[id], is_word});
     if (special || type == kUserDefined)
       plan.added.push_back(

@@ -29,7 +29,7 @@ struct TokenizerPlan {
   struct Token {
     std::int64_t id = 0;
     std::string_view text;  ///< in the alphabet
-    bool is_word = true;    ///< text may become it
+    bool is_word = true;    ///< text may become it; what it is of the others is their text as it stands
   };
   struct Added {
     AddedToken token;
@@ -45,7 +45,7 @@ struct TokenizerPlan {
   std::vector<Token> vocabulary;
   std::vector<Added> added;  ///< `id` is one of the vocabulary, with the same text, or a new one
   std::vector<Pair> merges;
-  PreTokenizer pre = PreTokenizer::gpt2;
+  std::vector<std::string_view> cuts;            ///< a PreTokenizer's
   Spelling normalizer;                           ///< before tokens that are `normalized` are found
   Spelling metaspace;                            ///< after it
   bool strips_blank = false;                     ///< decoding leaves out a blank in front

@@ -37,6 +37,13 @@ struct Character {
   return {(first & 0x07U) << 18U | rest(1) << 12U | rest(2) << 6U | rest(3), 4};
 }
 
+/// Where the character before byte `at` > 0 begins.
+[[nodiscard]] inline std::size_t character_before(std::string_view text, std::size_t at) {
+  do --at;
+  while ((static_cast<unsigned char>(text[at]) & 0xc0U) == 0x80U);
+  return at;
+}
+
 void append_utf8(std::string& out, char32_t code);
 
 /// The three classes that pre-tokenizers know, disjoint: \p{L}, \p{N}, \s; and the rest.

@@ -29,7 +29,7 @@ struct TokenizerParts {
   std::vector<std::int32_t>
       types;  ///< [vocabulary] 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte; empty: all normal
   std::vector<std::string> merges;  ///< "gpt2": "left right", in the order of merging
-  std::string pre_tokenizer;        ///< "gpt2": "gpt-2", "smollm", "llama-bpe" or "qwen2" ("tokenizer.ggml.pre")
+  std::string pre_tokenizer;        ///< "gpt2": "gpt-2", "smollm", "llama-bpe", "qwen2", ... ("tokenizer.ggml.pre")
   std::vector<float> scores;        ///< "llama": [vocabulary] the highest merges first
   bool add_space_prefix = true;     ///< "llama": a blank in front of a text, and of text after a token that is found
   std::optional<std::int32_t> bos, eos, eot;
@@ -42,17 +42,21 @@ enum class SpecialTokens : std::uint8_t {
   plain,   ///< as text like any other: for text that others wrote
 };
 
-/// Byte-level BPE with one of four ways to split words: "gpt-2", "smollm" (SmolLM, SmolLM2), "llama-bpe" (Llama 3),
-/// "qwen2" (Qwen2 to Qwen3).
+/// Byte-level BPE with one of the published ways to cut words (docs/text.md lists them), or SentencePiece's BPE, which
+/// cuts none: of all neighbouring pieces those that make up the piece of the highest score become one, the leftmost of
+/// equals first, until none do; a character without a piece becomes its bytes.
 ///
-/// Ids are those of the package `tokenizers` 0.22.
-/// Differs: only where Unicode versions differ. Character classes and NFC are utf8proc's, of Unicode 15.0 in Debian 12.
-/// The package's classes are of 16.0, so letters and numbers of 15.1 and 16.0 may be split elsewhere; its NFC is of
-/// 10.0 and does not sort the 108 combining marks added since.
+/// Ids are those of the package `tokenizers` 0.22 for a tokenizer.json. SentencePiece in GGUF gives the ids of
+/// llama.cpp (src/llama-vocab.cpp, llm_tokenizer_spm). Differs from both: of tokens that are found in text the leftmost
+/// counts, then the longest; llama.cpp looks for the longest first. Bytes that are not UTF-8 become U+FFFD. A token has
+/// the type that its file says: llama.cpp makes control tokens of some names, such as Gemma's "</s>". Text is never
+/// merged into a control token. Differs where Unicode versions do: character classes and NFC are utf8proc's, of
+/// Unicode 15.0 in Debian 12. The package's classes are of 16.0, so letters and numbers of 15.1 and 16.0 may be split
+/// elsewhere; its NFC is of 10.0 and does not sort the 108 combining marks added since.
 ///
-/// Bytes without a token become the unknown token if the file names one. Otherwise they are left out, as in the
-/// package: lacks() says which. SmolLM2 lacks six control characters, and bytes that only characters beyond U+40000
-/// have, where nothing is assigned.
+/// Bytes without a token, in byte-level BPE, become the unknown token if the file names one. Otherwise they are left
+/// out, as in the package: lacks() says which. SmolLM2 lacks six control characters, and bytes that only characters
+/// beyond U+40000 have, where nothing is assigned.
 ///
 /// Immutable, cheap to copy, and safe to use from any number of threads.
 class Tokenizer {
@@ -65,15 +69,16 @@ class Tokenizer {
   /// The same from its text, at most 256 MiB; `where` names the source in messages.
   static Tokenizer from_json(std::string_view json, const std::string& where = "tokenizer.json");
 
-  /// From the parts in a GGUF file. The name of the pre-tokenizer implies more: with "llama-bpe" words that are tokens
-  /// are not merged, with "qwen2" text is normalised to NFC. Control and user-defined tokens are found as written; GGUF
-  /// does not say which strip blanks next to them. Throws: as from_json() does.
+  /// From the parts in a GGUF file. The name of the pre-tokenizer implies more: with "llama-bpe" and "tekken" words
+  /// that are tokens are not merged, with "qwen2" text is normalised to NFC. Control and user-defined tokens are found
+  /// as written; GGUF does not say which strip blanks next to them. Throws: as from_json() does. Cost: O(parts), and
+  /// O(bytes squared) in the longest token of "llama", which has at most 256.
   static Tokenizer from_parts(const TokenizerParts& parts, const std::string& where = "tokenizer");
 
   /// The ids of a text. Bytes that are not UTF-8 first become U+FFFD, one for each longest beginning of a character, as
   /// Python's bytes.decode("utf-8", errors="replace") does. `add_bos`: if the tokenizer adds a first token, add it (the
-  /// package's `add_special_tokens`). Throws: InvalidArgument for more than 715,827,882 bytes. Cost: O(n log n) in the
-  /// longest word, O(n) otherwise.
+  /// package's `add_special_tokens`). SentencePiece's blank in front is added either way. Throws: InvalidArgument for
+  /// more than 715,827,882 bytes. Cost: O(n log n) in the longest word, O(n) otherwise.
   [[nodiscard]] std::vector<std::int32_t> encode(std::string_view utf8, SpecialTokens special = SpecialTokens::parsed,
                                                  bool add_bos = true) const;
 
@@ -106,7 +111,7 @@ class Tokenizer {
   [[nodiscard]] bool adds_bos() const;
 
   /// Tokens that end a text, ascending: eos and eot if they are named, and control tokens of a known name (<|im_end|>,
-  /// <|eot_id|>, <|eom_id|>, <|end_of_text|>, <|endoftext|>).
+  /// <|eot_id|>, <|eom_id|>, <|end_of_text|>, <|endoftext|>, </s>, <eos>, <end_of_turn>).
   [[nodiscard]] const std::vector<std::int32_t>& end_tokens() const;
 
   /// The bytes without a token, ascending.
