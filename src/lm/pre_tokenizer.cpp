@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kvkeep/core/nearest.h"
+
 namespace kvkeep::lm::detail {
 namespace {
 
@@ -68,13 +70,7 @@ bool is_word_cut(std::span<const std::string_view> expressions) {
 }
 
 std::string word_cut_names() {
-  std::string names;
-  for (const WordCut& cut : word_cuts())
-    for (const std::string_view name : cut.names) {
-      if (!names.empty()) names += ", ";
-      names += name;
-    }
-  return names;
+  return joined(word_cuts(), [](const WordCut& cut) { return joined(cut.names); });
 }
 
 }  // namespace kvkeep::lm::detail

@@ -1,6 +1,7 @@
 #include <nlohmann/json.hpp>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/nearest.h"
 #include "tokenizer_plan.h"
 #include "untrusted_json.h"
 
@@ -201,11 +202,11 @@ void read_decoder(const Part& decoder, TokenizerPlan& plan) {
 // Bytes: the expressions by which words are cut, the last of them ByteLevel's own.
 void read_cuts(const Part& pre, TokenizerPlan& plan) {
   const std::vector<Part> parts = sequence(pre, "pretokenizers");
-  std::string types;
+  std::vector<std::string> types;
   bool bytes_last = false, known = true;
   for (const Part& part : parts) {
     const std::string& type = part.word("type");
-    types += text(types.empty() ? "" : ", ", io::shown(type));
+    types.push_back(io::shown(type));
     bytes_last = type == "ByteLevel";
     if (bytes_last) {
       if (part.truth("add_prefix_space", true)) part.only("add_prefix_space", false, "false");
@@ -218,9 +219,9 @@ void read_cuts(const Part& pre, TokenizerPlan& plan) {
       known = false;
     }
   }
-  KVKEEP_REQUIRE_AS(Unsupported, known && bytes_last && is_word_cut(plan.cuts), "read tokenizer: ", pre.name(), " is ",
-                    shortened(types), plan.cuts.empty() ? "" : text(" and cuts words by ", io::shown(plan.cuts[0])),
-                    ", which together are none of: ", word_cut_names());
+  KVKEEP_REQUIRE_AS(Unsupported, known && bytes_last && is_word_cut(plan.cuts), "read tokenizer: ", pre.name(), " is [",
+                    shortened(joined(types)), "] and cuts words by [", shortened(joined(plan.cuts, [](std::string_view cut) { return io::shown(cut); })),
+                    "]; allowed what is known as ", word_cut_names());
 }
 
 // What is put around a single text: nothing, or one token in front.

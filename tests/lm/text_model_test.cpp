@@ -89,12 +89,12 @@ TEST(TextModel, RefusesATokenizerThatIsNotWhole) {
   };
   for (const char* key : {"model", "tokens", "merges"})
     EXPECT_NE(refused(parts_of("smollm", key)).find(key), std::string::npos) << key;
-  EXPECT_NE(refused(parts_of("smollm", "model", [](GgufParts& parts) { parts.text("tokenizer.ggml.model", "llama"); }))
+  EXPECT_NE(refused(parts_of("smollm", "model", [](GgufParts& parts) { parts.text("tokenizer.ggml.model", "t5"); }))
                 .find("gpt2"),
             std::string::npos);
   EXPECT_NE(
-      refused(parts_of("smollm", "pre", [](GgufParts& parts) { parts.text("tokenizer.ggml.pre", "deepseek-llm"); }))
-          .find("deepseek-llm"),
+      refused(parts_of("smollm", "pre", [](GgufParts& parts) { parts.text("tokenizer.ggml.pre", "superbpe"); }))
+          .find("superbpe"),
       std::string::npos);
   EXPECT_NE(
       refused(parts_of("smollm", "", [](GgufParts& parts) { parts.whole("tokenizer.ggml.eos_token_id", 1U << 30); }))

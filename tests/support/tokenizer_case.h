@@ -7,6 +7,8 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "kvkeep/lm/tokenizer.h"
 
@@ -45,6 +47,23 @@ inline TokenizerParts bytes_alone(const std::string& pre = "gpt-2") {
   TokenizerParts parts;
   for (int byte = 0; byte < 256; ++byte) parts.tokens.push_back(alphabet_of(std::string(1, static_cast<char>(byte))));
   parts.pre_tokenizer = pre;
+  return parts;
+}
+
+// SentencePiece's: <0x00> to <0xFF> as ids 0 to 255, then pieces with their scores.
+inline TokenizerParts pieces_of(const std::vector<std::pair<std::string, float>>& pieces) {
+  constexpr const char* kDigits = "0123456789ABCDEF";
+  TokenizerParts parts;
+  parts.model = "llama";
+  for (int byte = 0; byte < 256; ++byte)
+    parts.tokens.push_back({'<', '0', 'x', kDigits[byte / 16], kDigits[byte % 16], '>'});
+  parts.types.assign(256, 6);
+  parts.scores.assign(256, 0.0F);
+  for (const auto& [piece, score] : pieces) {
+    parts.tokens.push_back(piece);
+    parts.types.push_back(1);
+    parts.scores.push_back(score);
+  }
   return parts;
 }
 

@@ -7,6 +7,8 @@ texts.json          what is encoded: a text, or the bytes of one that is not UTF
 <name>/tokenizer.json   a small tokenizer, trained here on the words of this script
 <name>/ids.json     for each text its ids as the package gives them with control tokens found ("parsed") and, where these differ, as text ("plain");
                     bytes that are not UTF-8 were decoded with errors="replace"
+sentencepiece/tokenizer.json   one of the kind of Llama 2: pieces with blanks as U+2581, and bytes for what has none
+sentencepiece/kinds.json       what other files have in place of its parts, and for each the ids of "more" and what they decode to, for two the ids of texts.json
 
 Nothing here was written by a person but this script. Characters are of Unicode 13 or older, so that all versions agree about them.
 """
@@ -85,6 +87,39 @@ def train(name, size, lines):
     return tokenizer
 
 
+def sentencepiece(size, lines):
+    """Llama 2's. The other kinds are made of it by replacing parts."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)], show_progress=False, limit_alphabet=100)
+    tokenizer.train_from_iterator(lines, trainer)
+    made = json.loads(tokenizer.to_str())
+    added = [(i, text, True, False) for i, text in enumerate(special)] + [(size, "<new>", False, True), (size + 1, "<raw>", False, False), (size + 2, "a b", False, True)]
+    made["added_tokens"] = [{"id": id, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": normalized, "special": is_special} for id, text, is_special, normalized in added]
+    made["post_processor"] = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                              "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}
+    return made | kinds()["prepend"]
+
+
+def kinds():
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    decoder = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    strip = {"type": "Sequence", "decoders": [*decoder, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
+    keep = {"type": "Sequence", "decoders": decoder}
+    metaspace = lambda scheme, split: {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": split}
+    return {
+        "prepend": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, replace]}, "pre_tokenizer": None, "decoder": strip},
+        "first": {"normalizer": None, "pre_tokenizer": metaspace("first", False), "decoder": strip},
+        "always": {"normalizer": None, "pre_tokenizer": metaspace("always", True), "decoder": strip},
+        "gemma": {"normalizer": replace, "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}, "decoder": keep},
+    }
+
+
+MORE = ["<s>", "<s>the cat", "<s> the cat</s> the", "the<raw>cat", "the <raw> cat", "<raw>the", "the<new>cat", " the", "  the", "\u2581the", "\u2581 the", "the\u2581cat", "the \u2581\u2581cat", "the  cat   the",
+        "a b", " a b", "a\u2581b", "xa b", "<0x41>", "<0x0A>\n", "</s></s>", " ", "  ", " <s> ", "\u2581"]
+
+
 def texts():
     specials = ["<|endoftext|>", "<|im_start|>user\nhi<|im_end|>\n", "a<|im_end|>b", "<|im_end", "<|begin_of_text|>x<|eot_id|>", "<|eot_id|><|eot_id|>", "a <mask> b", "  \t<mask>  c",
                 "<mask><mask><mask>", "x<word>", "<word>", " <word>.", "é<word>", "<word>\u0301", "a<right>   b", "<right>    <right>", "<right>\n\u00a0x", "a   b", "a       b", "<mask", "<<mask>>",
@@ -134,3 +169,16 @@ if __name__ == "__main__":
         tokenizer = Tokenizer.from_file(str(HERE / name / "tokenizer.json"))
         (HERE / name / "ids.json").write_text(lines_of(ids_of(tokenizer, text) for text in texts()))
         print(name, tokenizer.get_vocab_size(), "tokens,", len(texts()), "texts")
+    base = sentencepiece(620, corpus(7))
+    (HERE / "sentencepiece").mkdir(exist_ok=True)
+    (HERE / "sentencepiece" / "tokenizer.json").write_text(json.dumps(base, ensure_ascii=False), encoding="utf-8")
+    made = []
+    for name, parts in kinds().items():
+        tokenizer = Tokenizer.from_str(json.dumps(base | parts))
+        ids = [ids_of(tokenizer, text) for text in texts()] if name in ("prepend", "gemma") else []
+        more = [{"text": text, **ids_of(tokenizer, text.encode())} for text in MORE]
+        for each in more:
+            each["decoded"] = tokenizer.decode(each["parsed"][1:], skip_special_tokens=False)
+        made.append({"kind": name, "parts": parts, "ids": ids, "more": more})
+        print("sentencepiece", name)
+    (HERE / "sentencepiece" / "kinds.json").write_text(lines_of(made), encoding="utf-8")
