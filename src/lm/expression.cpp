@@ -95,8 +95,7 @@ CharSet CharSet::taken_from(std::string_view& expression) {
   } else {
     set.add_one(expression);
   }
-  for (char32_t code = 0; code < set.ascii_.size(); ++code)
-    set.ascii_[code] = set.contains(code) != set.negated_;
+  for (char32_t code = 0; code < set.ascii_.size(); ++code) set.ascii_[code] = set.contains(code) != set.negated_;
   return set;
 }
 

@@ -30,9 +30,10 @@ class CharSet {
   std::bitset<128> ascii_;
 };
 
-/// Alternatives, each a row of sets with a quantifier (?, *, +, {n}, {n,m}), which may end with (?!\S) or $, and in which
-/// (?i:'s|'t|'re|'ve|'m|'ll|'d) may stand. Leftmost, then the first alternative that matches, greedy: as Oniguruma does.
-/// Only for expressions of our own: nothing is refused, and another one might cost more than O(n).
+/// Alternatives, each a row of sets with a quantifier (?, *, +, {n}, {n,m}), which may end with (?!\S) or $, and in
+/// which
+/// (?i:'s|'t|'re|'ve|'m|'ll|'d) may stand. Leftmost, then the first alternative that matches, greedy: as Oniguruma
+/// does. Only for expressions of our own: nothing is refused, and another one might cost more than O(n).
 class Expression {
  public:
   explicit Expression(std::string_view expression);

@@ -220,7 +220,8 @@ void read_cuts(const Part& pre, TokenizerPlan& plan) {
     }
   }
   KVKEEP_REQUIRE_AS(Unsupported, known && bytes_last && is_word_cut(plan.cuts), "read tokenizer: ", pre.name(), " is [",
-                    shortened(joined(types)), "] and cuts words by [", shortened(joined(plan.cuts, [](std::string_view cut) { return io::shown(cut); })),
+                    shortened(joined(types)), "] and cuts words by [",
+                    shortened(joined(plan.cuts, [](std::string_view cut) { return io::shown(cut); })),
                     "]; allowed what is known as ", word_cut_names());
 }
 

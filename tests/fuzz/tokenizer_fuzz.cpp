@@ -5,12 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/tokenizer.h"
+#include "spelling.h"
 #include "utf8.h"
 
 namespace {
@@ -20,16 +22,26 @@ using lm::SpecialTokens;
 using lm::Tokenizer;
 using lm::TokenizerParts;
 
-constexpr const char* kPreTokenizers[] = {"gpt-2", "smollm", "llama-bpe", "qwen2"};
+// All expressions; only "qwen2" changes text. "" is SentencePiece.
+constexpr const char* kPreTokenizers[] = {
+    "gpt-2",       "smollm",       "llama-bpe",      "qwen2",  "qwen35",  "tekken", "gpt-4o",
+    "deepseek-v3", "deepseek-llm", "deepseek-coder", "falcon", "default", ""};
 
 void require(bool holds) {
   if (!holds) std::abort();
 }
 
 // A token for each byte, as 0 to 255.
-TokenizerParts bytes_alone(const char* pre) {
+TokenizerParts bytes_alone(const std::string& pre) {
   TokenizerParts parts;
   parts.pre_tokenizer = pre;
+  if (pre.empty()) {
+    parts.model = "llama";
+    constexpr const char* kDigits = "0123456789ABCDEF";
+    for (int byte = 0; byte < 256; ++byte)
+      parts.tokens.push_back({'<', '0', 'x', kDigits[byte / 16], kDigits[byte % 16], '>'});
+    return parts;
+  }
   char32_t next = 0x100;
   for (char32_t byte = 0; byte < 256; ++byte) {
     const bool itself = (byte >= 0x21 && byte <= 0x7e) || (byte >= 0xa1 && byte != 0xad);
@@ -47,22 +59,27 @@ void check(const Tokenizer& tokenizer, std::string_view text) {
     lm::StreamDecoder stream(tokenizer);
     std::string streamed;
     for (const std::int32_t id : ids) streamed += stream.push(id);
-    require(streamed + stream.finish() == lm::detail::replaced_utf8(tokenizer.decode(ids)));
+    require(streamed + stream.finish() == lm::detail::replaced_utf8(tokenizer.decode_continuation(ids)));
   }
 }
 
-void check_round_trip(const Tokenizer& tokenizer, std::string_view text, bool nfc) {
-  const std::string clean = lm::detail::replaced_utf8(text);
+void check_round_trip(const Tokenizer& tokenizer, std::string_view text, const std::string& pre) {
+  const bool nfc = pre == "qwen2";
+  std::string clean = lm::detail::replaced_utf8(text);
   require(lm::detail::is_utf8(clean) && lm::detail::is_utf8(text) == (clean == text));
+  if (pre.empty()) clean = lm::detail::with_blanks(clean);
   require(tokenizer.decode(tokenizer.encode(text)) == (nfc ? lm::detail::nfc(clean) : clean));
   if (nfc) require(lm::detail::nfc(lm::detail::nfc(clean)) == lm::detail::nfc(clean));
 }
 
-// Lines: 'm' a merge whose token is added, 't' a token, 'c' a control token, 'u' a user-defined one, 'x' a merge as it
-// stands; the rest is text.
+// Lines: 'm' a merge whose token is added, 't' a token, 's' one with its first byte as score, 'c' a control token, 'u'
+// a user-defined one, 'x' a merge as it stands; the rest is text.
 void check_parts(std::string_view bytes) {
-  TokenizerParts parts = bytes_alone(kPreTokenizers[bytes.empty() ? 0 : static_cast<unsigned char>(bytes[0]) % 4]);
-  parts.types.assign(parts.tokens.size(), 1);
+  const std::string pre =
+      kPreTokenizers[bytes.empty() ? 0 : static_cast<unsigned char>(bytes[0]) % std::size(kPreTokenizers)];
+  TokenizerParts parts = bytes_alone(pre);
+  parts.types.assign(parts.tokens.size(), pre.empty() ? 6 : 1);
+  parts.scores.resize(parts.tokens.size());
   std::string text;
   bool finds_tokens = false;  // which come back as they are stored, not as they stood in the text
   while (!bytes.empty()) {
@@ -74,6 +91,7 @@ void check_parts(std::string_view bytes) {
       if (std::find(parts.tokens.begin(), parts.tokens.end(), written) != parts.tokens.end()) return;
       parts.tokens.push_back(written);
       parts.types.push_back(type);
+      parts.scores.push_back(kind == 's' ? static_cast<float>(static_cast<signed char>(rest[0])) : 0);
     };
     if (kind == 'm' && rest.size() >= 3 && rest.find(' ', 1) != std::string::npos) {
       std::string both = rest;
@@ -84,6 +102,8 @@ void check_parts(std::string_view bytes) {
       parts.merges.push_back(rest);
     else if (kind == 't')
       token(rest, 1);
+    else if (kind == 's' && !rest.empty())
+      token(rest.substr(1), 1);
     else if (kind == 'c')
       token(rest, 3);
     else if (kind == 'u')
@@ -97,7 +117,7 @@ void check_parts(std::string_view bytes) {
   try {
     const Tokenizer tokenizer = Tokenizer::from_parts(parts);
     check(tokenizer, text);
-    if (!finds_tokens) check_round_trip(tokenizer, text, parts.pre_tokenizer == "qwen2");
+    if (!finds_tokens) check_round_trip(tokenizer, text, pre);
   } catch (const InvalidArgument& refused) {
     require(std::string_view(refused.what()).starts_with("read tokenizer: "));
   }
@@ -119,10 +139,15 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::string_view bytes(reinterpret_cast<const char*>(data), size);
   static const std::vector<Tokenizer> plain = [] {
     std::vector<Tokenizer> tokenizers;
-    for (const char* pre : kPreTokenizers) tokenizers.push_back(Tokenizer::from_parts(bytes_alone(pre)));
+    for (const char* pre : kPreTokenizers) {
+      TokenizerParts parts = bytes_alone(pre);
+      parts.scores.resize(parts.tokens.size());
+      tokenizers.push_back(Tokenizer::from_parts(parts));
+    }
     return tokenizers;
   }();
-  for (std::size_t i = 0; i < plain.size(); ++i) check_round_trip(plain[i], bytes, i == 3);
+  const std::size_t one = size == 0 ? 0 : data[0] % plain.size();
+  check_round_trip(plain[one], bytes, kPreTokenizers[one]);
   check_parts(bytes);
   check_json(bytes);
   return 0;

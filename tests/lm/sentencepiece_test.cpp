@@ -75,8 +75,8 @@ void expect_ids(const Tokenizer& tokenizer, const std::vector<std::string>& text
 TEST(PublishedVectors, AreTheIdsOfEveryText) {
   const std::vector<std::string> common = golden("published/texts.json");
   ASSERT_EQ(common.size(), 46U);
-  for (const std::string name : {"llama-spm", "llama-bpe", "qwen2", "qwen35", "starcoder", "falcon", "deepseek-llm",
-                                 "deepseek-coder"}) {
+  for (const std::string name :
+       {"llama-spm", "llama-bpe", "qwen2", "qwen35", "starcoder", "falcon", "deepseek-llm", "deepseek-coder"}) {
     SCOPED_TRACE(name);
     const Json published = golden("published/" + name + ".json");
     const Tokenizer tokenizer = Tokenizer::from_parts(parts_of(published), name);
@@ -169,7 +169,9 @@ TEST(SentencePiece, PutsABlankInFrontOfATextAndBehindATokenThatIsFound) {
   const Tokenizer blank = Tokenizer::from_parts(parts);
   EXPECT_EQ(blank.encode("a"), (Ids{258}));
   EXPECT_EQ(blank.encode(" a"), (Ids{256, 258}));
-  EXPECT_EQ(blank.encode("\u2581" "a"), (Ids{256, 258}));
+  EXPECT_EQ(blank.encode("\u2581"
+                         "a"),
+            (Ids{256, 258}));
   EXPECT_EQ(blank.encode("<s>a[x]a"), (Ids{259, 258, 260, 258}));
   EXPECT_EQ(blank.encode("<s>"), (Ids{259}));
   parts.add_space_prefix = false;
@@ -268,11 +270,8 @@ TEST(SentencePieceJson, RefusesWhatItHasNoCodeForByName) {
   expect([](Json& j) { j["decoder"] = {{"type", "ByteLevel"}}; }, "\"ByteLevel\"; allowed a Sequence of Replace");
   expect([](Json& j) { j["decoder"]["decoders"][3]["start"] = 2; }, "allowed a Sequence of Replace");
   expect([](Json& j) { j["model"]["vocab"].erase("<0x41>"); }, "the byte 65");
-  expect(
-      [](Json& j) {
-        j["post_processor"]["single"].push_back({{"SpecialToken", {{"id", "</s>"}, {"type_id", 0}}}});
-      },
-      "at most one token in front");
+  expect([](Json& j) { j["post_processor"]["single"].push_back({{"SpecialToken", {{"id", "</s>"}, {"type_id", 0}}}}); },
+         "at most one token in front");
 }
 
 // The words into which Oniguruma cuts this by the expressions of Mistral's Tekken and of GPT-4o, which no published
@@ -281,16 +280,41 @@ TEST(WordCuts, AreThoseOfTheirExpressions) {
   const auto words = [](const char* name) {
     std::vector<std::string> words;
     detail::PreTokenizer(detail::word_cut_called(name)->expressions)
-        .cut("HTTPServer camelCase don't IT'S 1234 a/b //\n x\u0301\u4f60""A  ", [&](std::string_view word) {
-          words.emplace_back(word);
-        });
+        .cut(
+            "HTTPServer camelCase don't IT'S 1234 a/b //\n x\u0301\u4f60"
+            "A  ",
+            [&](std::string_view word) { words.emplace_back(word); });
     return words;
   };
   using Words = std::vector<std::string>;
-  EXPECT_EQ(words("tekken"), (Words{"HTTPServer", " camel", "Case", " don", "'t", " IT", "'S", " ", "1", "2", "3", "4", " a", "/b", " //\n", " x\u0301\u4f60", "A", "  "}));
-  EXPECT_EQ(words("gpt-4o"), (Words{"HTTPServer", " camel", "Case", " don't", " IT'S", " ", "123", "4", " a", "/b", " //\n", " x\u0301\u4f60", "A", "  "}));
-  EXPECT_EQ(words("deepseek-v3"), (Words{"HTTPServer", " camelCase", " don", "'t", " IT", "'S", " ", "123", "4", " a", "/b", " //\n", " x\u0301", "\u4f60", "A", "  "}));
-  EXPECT_EQ(words("default"), (Words{"HTTPServer", " camelCase", " don", "'", "t", " IT", "'", "S", " ", "123", "4", " a", "/", "b", " ", "//", "\n", " x", "\u0301", "\u4f60""A", "  "}));
+  EXPECT_EQ(words("tekken"), (Words{"HTTPServer", " camel", "Case", " don", "'t", " IT", "'S", " ", "1", "2", "3", "4",
+                                    " a", "/b", " //\n", " x\u0301\u4f60", "A", "  "}));
+  EXPECT_EQ(words("gpt-4o"), (Words{"HTTPServer", " camel", "Case", " don't", " IT'S", " ", "123", "4", " a", "/b",
+                                    " //\n", " x\u0301\u4f60", "A", "  "}));
+  EXPECT_EQ(words("deepseek-v3"), (Words{"HTTPServer", " camelCase", " don", "'t", " IT", "'S", " ", "123", "4", " a",
+                                         "/b", " //\n", " x\u0301", "\u4f60", "A", "  "}));
+  EXPECT_EQ(words("default"), (Words{"HTTPServer",
+                                     " camelCase",
+                                     " don",
+                                     "'",
+                                     "t",
+                                     " IT",
+                                     "'",
+                                     "S",
+                                     " ",
+                                     "123",
+                                     "4",
+                                     " a",
+                                     "/",
+                                     "b",
+                                     " ",
+                                     "//",
+                                     "\n",
+                                     " x",
+                                     "\u0301",
+                                     "\u4f60"
+                                     "A",
+                                     "  "}));
   EXPECT_EQ(detail::word_cut_called("superbpe"), nullptr);
 }
 

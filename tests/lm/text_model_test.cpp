@@ -19,6 +19,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/gguf.h"
 #include "message_of.h"
+#include "tokenizer_case.h"
 
 namespace kvkeep::lm::text_model_test {
 namespace {
@@ -92,10 +93,9 @@ TEST(TextModel, RefusesATokenizerThatIsNotWhole) {
   EXPECT_NE(refused(parts_of("smollm", "model", [](GgufParts& parts) { parts.text("tokenizer.ggml.model", "t5"); }))
                 .find("gpt2"),
             std::string::npos);
-  EXPECT_NE(
-      refused(parts_of("smollm", "pre", [](GgufParts& parts) { parts.text("tokenizer.ggml.pre", "superbpe"); }))
-          .find("superbpe"),
-      std::string::npos);
+  EXPECT_NE(refused(parts_of("smollm", "pre", [](GgufParts& parts) { parts.text("tokenizer.ggml.pre", "superbpe"); }))
+                .find("superbpe"),
+            std::string::npos);
   EXPECT_NE(
       refused(parts_of("smollm", "", [](GgufParts& parts) { parts.whole("tokenizer.ggml.eos_token_id", 1U << 30); }))
           .find("eos_token_id"),
@@ -111,6 +111,38 @@ TEST(TextModel, RefusesATokenizerThatIsNotWhole) {
       refused(parts_of("smollm", "merges", [](GgufParts& parts) { parts.texts("tokenizer.ggml.merges", {"no such"}); }))
           .find("merge"),
       std::string::npos);
+}
+
+TEST(TextModel, ReadsSentencePieceFromAFile) {
+  const lm::TokenizerParts pieces =
+      lm::testing::pieces_of({{"\u2581", -1}, {"a", -1}, {"\u2581a", -2}, {"<s>", 0}, {"</s>", 0}});
+  const auto made = [&](const std::function<void(GgufParts&)>& more) {
+    GgufParts parts;
+    std::vector<std::int32_t> types = pieces.types;
+    types[259] = types[260] = 3;
+    parts.text("tokenizer.ggml.model", "llama").texts("tokenizer.ggml.tokens", pieces.tokens);
+    parts.list("tokenizer.ggml.scores", testing::gguf::f32, pieces.scores);
+    parts.list("tokenizer.ggml.token_type", testing::gguf::i32, types);
+    parts.whole("tokenizer.ggml.eos_token_id", 260);
+    more(parts);
+    return parts;
+  };
+  using Ids = std::vector<std::int32_t>;
+  EXPECT_EQ(tokenizer_of(made([](auto&) {})).encode("a"), (Ids{258})) << "no bos is named";
+  const auto with_bos = [](GgufParts& parts) { parts.whole("tokenizer.ggml.bos_token_id", 259); };
+  EXPECT_EQ(tokenizer_of(made(with_bos)).encode("a"), (Ids{259, 258})) << "it is added unless the file says otherwise";
+  EXPECT_EQ(tokenizer_of(made(with_bos)).end_tokens(), (Ids{260}));
+  const Tokenizer bare = tokenizer_of(made([&](GgufParts& parts) {
+    with_bos(parts);
+    parts.truth("tokenizer.ggml.add_bos_token", false).truth("tokenizer.ggml.add_space_prefix", false);
+    parts.truth("tokenizer.ggml.add_eos_token", false).truth("tokenizer.ggml.remove_extra_whitespaces", false);
+  }));
+  EXPECT_EQ(bare.encode("a a"), (Ids{257, 258}));
+  for (const char* key : {"tokenizer.ggml.add_eos_token", "tokenizer.ggml.remove_extra_whitespaces"})
+    EXPECT_NE(message_of<Unsupported>([&] {
+                static_cast<void>(tokenizer_of(made([&](GgufParts& parts) { parts.truth(key, true); })));
+              }).find(std::string(key) + " of made.gguf is true"),
+              std::string::npos);
 }
 
 class TextFolder : public ::testing::Test {

@@ -114,7 +114,8 @@ TEST(TokenizerOfAFile, RefusesWhatItHasNoCodeForByName) {
       },
       "one token in front", "llama-bpe");
   expect_json_refused("suffix", [](Json& j) { j["model"]["end_of_word_suffix"] = "</w>"; }, "</w>");
-  expect_json_refused("byte fallback", [](Json& j) { j["model"]["byte_fallback"] = true; }, "ByteLevel\"; allowed Metaspace");
+  expect_json_refused(
+      "byte fallback", [](Json& j) { j["model"]["byte_fallback"] = true; }, "ByteLevel\"; allowed Metaspace");
   expect_json_refused("dropout", [](Json& j) { j["model"]["dropout"] = 0.1; }, "dropout");
   expect_json_refused("truncation", [](Json& j) { j["truncation"] = {{"max_length", 5}}; }, "truncation");
 }
@@ -140,8 +141,7 @@ void expect_parts_refused(const std::function<void(TokenizerParts&)>& change, co
 }
 
 TEST(TokenizerOfParts, RefusesPartsThatContradictThemselves) {
-  expect_parts_refused([](auto& p) { p.pre_tokenizer = "superbpe"; },
-                       "\"superbpe\"; allowed gpt-2, phi-2, mpt");
+  expect_parts_refused([](auto& p) { p.pre_tokenizer = "superbpe"; }, "\"superbpe\"; allowed gpt-2, phi-2, mpt");
   expect_parts_refused([](auto& p) { p.types = {1, 1}; }, "2 types");
   expect_parts_refused([](auto& p) { p.types.assign(256, 1), p.types[7] = 0; }, "type 0");
   expect_parts_refused([](auto& p) { p.types.assign(256, 1), p.types[7] = 7; }, "type 7");
