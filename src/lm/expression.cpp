@@ -108,7 +108,6 @@ bool CharSet::contains(char32_t code) const {
 Expression::Item Expression::taken_from(std::string_view& expression) {
   Item item{};
   if (take(expression, kNoWordBehind)) return {.kind = Kind::no_word_behind, .set = {}};
-  if (take(expression, "$")) return {.kind = Kind::end, .set = {}};
   if (take(expression, kContraction))
     item.kind = Kind::contraction;
   else
@@ -126,7 +125,8 @@ Expression::Item Expression::taken_from(std::string_view& expression) {
   return item;
 }
 
-Expression::Expression(std::string_view expression) {
+Expression::Expression(std::string_view expression) : ends_text_(expression.ends_with('$')) {
+  if (ends_text_) expression.remove_suffix(1);
   do {
     alternatives_.emplace_back();
     while (!expression.empty() && !expression.starts_with('|')) alternatives_.back().push_back(taken_from(expression));
@@ -143,7 +143,6 @@ std::size_t Expression::match(std::span<const Item> items, std::string_view text
   if (items.empty()) return at;
   const Item& item = items.front();
   const auto rest = items.subspan(1);
-  if (item.kind == Kind::end) return at == text.size() ? match(rest, text, at) : kNone;
   if (item.kind == Kind::no_word_behind) {
     const bool word = at < text.size() && class_of(character_at(text, at).code) != CharClass::space;
     return word ? kNone : match(rest, text, at);
@@ -168,12 +167,11 @@ std::size_t Expression::match(std::span<const Item> items, std::string_view text
   }
 }
 
-std::size_t Expression::earliest(std::string_view text, std::size_t begin) const {
-  const auto& items = alternatives_.front();
-  if (items.back().kind != Kind::end) return begin;
+std::size_t Expression::earliest(std::string_view text) const {
+  if (!ends_text_) return 0;
+  const CharSet& set = alternatives_.front().front().set;
   std::size_t at = text.size();
-  while (at > begin && items.front().set.has(character_at(text, character_before(text, at)).code))
-    at = character_before(text, at);
+  while (at > 0 && set.has(character_at(text, character_before(text, at)).code)) at = character_before(text, at);
   return at;
 }
 

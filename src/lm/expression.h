@@ -30,9 +30,9 @@ class CharSet {
   std::bitset<128> ascii_;
 };
 
-/// Alternatives, each a row of sets with a quantifier (?, *, +, {n}, {n,m}), which may end with (?!\S) or $, and in
-/// which
-/// (?i:'s|'t|'re|'ve|'m|'ll|'d) may stand. Leftmost, then the first alternative that matches, greedy: as Oniguruma
+/// Alternatives, each a row of sets with a quantifier (?, *, +, {1,3}), in which (?i:'s|'t|'re|'ve|'m|'ll|'d) and,
+/// last,
+/// (?!\S) may stand; or one set and $. Leftmost, then the first alternative that matches, greedy: as Oniguruma
 /// does. Only for expressions of our own: nothing is refused, and another one might cost more than O(n).
 class Expression {
  public:
@@ -42,11 +42,11 @@ class Expression {
   /// one look at the run of characters after it.
   [[nodiscard]] std::size_t end_of_match(std::string_view text, std::size_t begin) const;
 
-  /// Where the first match may begin, from `begin` on: otherwise each blank of a long run would look for $.
-  [[nodiscard]] std::size_t earliest(std::string_view text, std::size_t begin) const;
+  /// Where matches may begin: with $, where the run that ends the text does.
+  [[nodiscard]] std::size_t earliest(std::string_view text) const;
 
  private:
-  enum class Kind : std::uint8_t { characters, contraction, no_word_behind, end };
+  enum class Kind : std::uint8_t { characters, contraction, no_word_behind };
   struct Item {
     Kind kind;
     CharSet set;
@@ -59,6 +59,7 @@ class Expression {
   static std::size_t match(std::span<const Item> items, std::string_view text, std::size_t at);
 
   std::vector<std::vector<Item>> alternatives_;
+  bool ends_text_ = false;  ///< $
 };
 
 }  // namespace kvkeep::lm::detail

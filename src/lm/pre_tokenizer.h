@@ -54,7 +54,7 @@ class PreTokenizer {
     const Expression& first = expressions.front();
     const auto rest = expressions.subspan(1);
     std::size_t done = 0;
-    for (std::size_t at = first.earliest(text, 0); at < text.size();) {
+    for (std::size_t at = first.earliest(text); at < text.size();) {
       const std::size_t end = first.end_of_match(text, at);
       if (end == at) {
         at += character_at(text, at).bytes;

@@ -277,44 +277,51 @@ TEST(SentencePieceJson, RefusesWhatItHasNoCodeForByName) {
 // The words into which Oniguruma cuts this by the expressions of Mistral's Tekken and of GPT-4o, which no published
 // vectors cover.
 TEST(WordCuts, AreThoseOfTheirExpressions) {
-  const auto words = [](const char* name) {
+  constexpr const char* kMixed =
+      "HTTPServer camelCase don't IT'S 1234 a/b //\n x\u0301\u4f60"
+      "A  ";
+  const auto words = [](const char* name, const char* text) {
     std::vector<std::string> words;
-    detail::PreTokenizer(detail::word_cut_called(name)->expressions)
-        .cut(
-            "HTTPServer camelCase don't IT'S 1234 a/b //\n x\u0301\u4f60"
-            "A  ",
-            [&](std::string_view word) { words.emplace_back(word); });
+    detail::PreTokenizer(detail::word_cut_called(name)->expressions).cut(text, [&](std::string_view word) {
+      words.emplace_back(word);
+    });
     return words;
   };
   using Words = std::vector<std::string>;
-  EXPECT_EQ(words("tekken"), (Words{"HTTPServer", " camel", "Case", " don", "'t", " IT", "'S", " ", "1", "2", "3", "4",
-                                    " a", "/b", " //\n", " x\u0301\u4f60", "A", "  "}));
-  EXPECT_EQ(words("gpt-4o"), (Words{"HTTPServer", " camel", "Case", " don't", " IT'S", " ", "123", "4", " a", "/b",
-                                    " //\n", " x\u0301\u4f60", "A", "  "}));
-  EXPECT_EQ(words("deepseek-v3"), (Words{"HTTPServer", " camelCase", " don", "'t", " IT", "'S", " ", "123", "4", " a",
-                                         "/b", " //\n", " x\u0301", "\u4f60", "A", "  "}));
-  EXPECT_EQ(words("default"), (Words{"HTTPServer",
-                                     " camelCase",
-                                     " don",
-                                     "'",
-                                     "t",
-                                     " IT",
-                                     "'",
-                                     "S",
-                                     " ",
-                                     "123",
-                                     "4",
-                                     " a",
-                                     "/",
-                                     "b",
-                                     " ",
-                                     "//",
-                                     "\n",
-                                     " x",
-                                     "\u0301",
-                                     "\u4f60"
-                                     "A",
-                                     "  "}));
+  EXPECT_EQ(words("tekken", kMixed), (Words{"HTTPServer", " camel", "Case", " don", "'t", " IT", "'S", " ", "1", "2",
+                                            "3", "4", " a", "/b", " //\n", " x\u0301\u4f60", "A", "  "}));
+  EXPECT_EQ(words("gpt-4o", kMixed), (Words{"HTTPServer", " camel", "Case", " don't", " IT'S", " ", "123", "4", " a",
+                                            "/b", " //\n", " x\u0301\u4f60", "A", "  "}));
+  EXPECT_EQ(words("deepseek-v3", kMixed), (Words{"HTTPServer", " camelCase", " don", "'t", " IT", "'S", " ", "123", "4",
+                                                 " a", "/b", " //\n", " x\u0301", "\u4f60", "A", "  "}));
+  EXPECT_EQ(words("default", kMixed), (Words{"HTTPServer",
+                                             " camelCase",
+                                             " don",
+                                             "'",
+                                             "t",
+                                             " IT",
+                                             "'",
+                                             "S",
+                                             " ",
+                                             "123",
+                                             "4",
+                                             " a",
+                                             "/",
+                                             "b",
+                                             " ",
+                                             "//",
+                                             "\n",
+                                             " x",
+                                             "\u0301",
+                                             "\u4f60"
+                                             "A",
+                                             "  "}));
+  EXPECT_EQ(words("qwen35", kMixed),
+            (Words{"HTTPServer", " camelCase", " don", "'t", " IT", "'S", " ", "1", "2", "3", "4", " a", "/b", " //\n",
+                   " x\u0301\u4f60"
+                   "A",
+                   "  "}));
+  EXPECT_EQ(words("deepseek-llm", "\u0301  \u0301  "), (Words{"\u0301  \u0301", "  "}));
   EXPECT_EQ(detail::word_cut_called("superbpe"), nullptr);
 }
 
