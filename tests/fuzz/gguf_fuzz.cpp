@@ -1,5 +1,5 @@
-// Whatever the bytes: the reader gives numbers and strings that lie inside them, and a config that holds together, or
-// refuses with a sentence.
+// Whatever the bytes: the reader gives numbers and strings that lie inside them, and a config that holds together and
+// a tokenizer whose ids are its own, or refuses with a sentence.
 
 #include <algorithm>
 #include <array>
@@ -12,6 +12,7 @@
 #include "gguf_config.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/gguf.h"
+#include "kvkeep/lm/text_model.h"
 #include "kvkeep/torch.h"
 
 namespace {
@@ -20,8 +21,8 @@ using namespace kvkeep;
 
 // What is refused must be refused with a sentence of the readers.
 void attempt(auto&& call) {
-  constexpr std::array<std::string_view, 5> kReaders = {
-      "read GGUF: ", "read config: ", "model config: ", "ModelSpec: ", "RoPE: "};
+  constexpr std::array<std::string_view, 6> kReaders = {
+      "read GGUF: ", "read tokenizer: ", "read config: ", "model config: ", "ModelSpec: ", "RoPE: "};
   try {
     call();
   } catch (const Error& refused) {
@@ -40,12 +41,19 @@ void read_config(const io::GgufFile& file) {
   if (!std::ranges::all_of(spec.rope.inv_freq, [](double frequency) { return std::isfinite(frequency); })) std::abort();
 }
 
+void read_text(const io::GgufFile& file) {
+  const lm::Tokenizer tokenizer = lm::read_tokenizer(file);
+  for (const std::int32_t id : tokenizer.encode("the <s> \xe2\x96\x81h\xc3\xa9 1234\n"))
+    if (id < 0 || id >= tokenizer.vocab_size()) std::abort();
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   attempt([&] {
     const auto file = io::GgufFile::from_bytes({reinterpret_cast<const char*>(data), size});
     attempt([&] { read_config(file); });
+    attempt([&] { read_text(file); });
     std::uint64_t sum = 0;
     for (const std::string_view key : file.keys()) {
       attempt([&] { sum += file.string(key).size(); });

@@ -25,6 +25,7 @@ namespace kvkeep::lm::text_model_test {
 namespace {
 
 namespace fs = std::filesystem;
+namespace testing = kvkeep::testing;  // lm::testing has the tokenizers
 using nlohmann::json;
 using testing::GgufParts;
 using testing::message_of;
