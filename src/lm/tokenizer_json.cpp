@@ -143,6 +143,8 @@ bool replaces(const Part& part, std::string_view what, std::string_view by) {
 
 // In this order, each at most once.
 void read_normalizer(const Part& normalizer, TokenizerPlan& plan) {
+  constexpr const char* kAllowed =
+      "NFC, and with byte_fallback a Replace of blanks by U+2581, or a Prepend of it before";
   Spelling& known = plan.normalizer;
   for (const Part& part : sequence(normalizer, "normalizers")) {
     const std::string& type = part.word("type");
@@ -155,8 +157,9 @@ void read_normalizer(const Part& normalizer, TokenizerPlan& plan) {
     else if (type == "Replace" && pieces && replaces(part, " ", Spelling::kBlank))
       known.blanks = true;
     else
-      part.only("type", false, "NFC, with byte_fallback then a Prepend of U+2581, then a Replace of blanks by it");
+      part.only("type", false, kAllowed);
   }
+  normalizer.only("type", known.blanks || known.prefix == Prefix::none, kAllowed);
 }
 
 // Where blanks are written as U+2581 and a text is cut at them, if not by the normalizer.
@@ -165,7 +168,8 @@ void read_metaspace(const Part& pre, TokenizerPlan& plan) {
   const Part& part = parts.empty() ? pre : parts.front();
   const std::string& type = part.word("type");
   // After the normalizer no such blank is left.
-  const bool cuts_nothing = type == "Split" && plan.normalizer.blanks && pattern_of(part, "String") == " ";
+  const bool cuts_nothing =
+      type == "Split" && plan.normalizer.blanks && pattern_of(part, "String") == " " && !part.truth("invert", false);
   part.only("type", parts.size() == 1 && (type == "Metaspace" || cuts_nothing),
             "Metaspace, Split at blanks that the normalizer replaces, or none");
   if (cuts_nothing) return;

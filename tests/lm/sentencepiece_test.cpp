@@ -264,6 +264,9 @@ TEST(SentencePieceJson, RefusesWhatItHasNoCodeForByName) {
   expect([](Json& j) { j["normalizer"]["normalizers"][1]["content"] = "x"; }, "\"Replace\"");
   expect([](Json& j) { std::swap(j["normalizer"]["normalizers"][0], j["normalizer"]["normalizers"][1]); },
          "\"Prepend\"");
+  expect([](Json& j) { j["normalizer"]["normalizers"].erase(1); }, "a Prepend of it before");
+  expect([](Json& j) { j["pre_tokenizer"] = {{"type", "Split"}, {"pattern", {{"String", " "}}}, {"invert", true}}; },
+         "\"Split\"; allowed Metaspace");
   expect([&](Json& j) { j["pre_tokenizer"] = metaspace; }, "\"last\"; allowed always, first or never");
   expect([&](Json& j) { j["pre_tokenizer"] = metaspace, j["pre_tokenizer"]["replacement"] = "_"; }, "U+2581");
   expect([](Json& j) { j["pre_tokenizer"] = {{"type", "Whitespace"}}; }, "\"Whitespace\"; allowed Metaspace");
