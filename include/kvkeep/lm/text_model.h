@@ -22,6 +22,7 @@ namespace kvkeep::lm {
 struct TextModel {
   Tokenizer tokenizer;
   std::string chat_template = {};  ///< Jinja, as the model has it; empty: none
+  ChatContext context = {};        ///< the first and the end token, as the model names them
 
   /// Throws: InvalidArgument if the model has no tokenizer, or a damaged one; Unsupported, by name, for one that is not
   /// supported.
@@ -30,12 +31,12 @@ struct TextModel {
   /// True if open() finds something to open: a GGUF file, or a folder with `tokenizer.json`.
   [[nodiscard]] static bool is_there(const std::filesystem::path& model);
 
-  /// The chat template, with the tokenizer's first token. Throws: InvalidArgument if the model has none; Unsupported
-  /// for one that is not known (ChatTemplate).
+  /// The chat template in its `context`. Throws: InvalidArgument if the model has none; Unsupported for one that is
+  /// not read (ChatTemplate).
   [[nodiscard]] ChatTemplate layout() const;
 
-  /// The ids of a conversation, up to where the assistant's next answer begins. Throws: as layout(); InvalidArgument if
-  /// there are no `messages`.
+  /// The ids of a conversation, up to where the assistant's next answer begins. Throws: as layout() and
+  /// ChatTemplate::render().
   [[nodiscard]] std::vector<std::int32_t> chat(std::span<const ChatMessage> messages) const;
 };
 

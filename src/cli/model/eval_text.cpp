@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <map>
+#include <optional>
 
 #include "files.h"
 #include "kvkeep/core/error.h"
@@ -62,29 +63,29 @@ struct Answered {
   }
 };
 
-// The model's markup around a user's message, and the tokens of samples in it.
+// Samples as the tokens of a user's message in the model's markup.
 class Layout {
  public:
   Layout(const lm::TextModel& text, bool raw) : text_(text) {
-    if (raw || text.chat_template.empty()) return;
-    const std::string mark = "\x1f kvkeep \x1f";
-    const lm::ChatTemplate known = text.layout();
-    const std::vector<lm::ChatMessage> messages{{"user", mark}};
-    const std::string whole = known.render(messages);
-    before_ = whole.substr(0, whole.find(mark));
-    after_ = whole.substr(whole.find(mark) + mark.size());
-    add_bos_ = !known.writes_bos();
+    if (!raw && !text.chat_template.empty()) template_ = text.layout();
   }
 
   [[nodiscard]] std::int64_t count(std::string_view said) const {
-    return static_cast<std::int64_t>(ids(before_ + std::string(said) + after_, true).size());
+    const std::string whole = rendered(std::string(said));
+    return std::ssize(first_ids(whole, whole));
   }
 
-  // Context and question are tokenised separately, so that one may be cut without the other.
+  // Context and question are tokenised separately, so that one may be cut without the other. A mark between them shows
+  // where that is in the markup.
   [[nodiscard]] Asked asked(lm::TextSample sample, const TextOptions& options) const {
     Asked made{.sample = std::move(sample), .prompt = {}, .question = {}};
-    made.prompt = ids(before_ + made.sample.context, true);
-    made.question = ids(made.sample.question + after_ + made.sample.answer_prefix, false);
+    const std::string mark = "\x01kvkeep\x01";
+    const std::string whole = rendered(made.sample.context + mark + made.sample.question);
+    const std::size_t at = whole.find(mark);
+    KVKEEP_REQUIRE_AS(Unsupported, at != std::string::npos && whole.find(mark, at + 1) == std::string::npos,
+                      "chat: the template does not write a user's message once and as it is; allowed --raw");
+    made.prompt = first_ids(whole.substr(0, at), whole);
+    made.question = next_ids(whole.substr(at + mark.size()) + made.sample.answer_prefix);
     if (options.score_tokens) made.answer = answer(made);
     if (options.question_after) return made;
     made.prompt.insert(made.prompt.end(), made.question.begin(), made.question.end());
@@ -99,7 +100,7 @@ class Layout {
     KVKEEP_REQUIRE(to.sample.answers.size() == 1, "--score tokens: the task has ", to.sample.answers.size(),
                    " references in no set order; allowed tasks with one");
     const bool blank = !to.sample.answer_prefix.ends_with(' ');
-    std::vector<std::int32_t> tokens = ids((blank ? " " : "") + to.sample.answers.front(), false);
+    std::vector<std::int32_t> tokens = next_ids((blank ? " " : "") + to.sample.answers.front());
     if (blank && text_.tokenizer.piece(tokens.front()) == " ") {
       to.question.push_back(tokens.front());
       tokens.erase(tokens.begin());
@@ -107,14 +108,23 @@ class Layout {
     return tokens;
   }
 
-  [[nodiscard]] std::vector<std::int32_t> ids(const std::string& said, bool first) const {
-    return first ? text_.tokenizer.encode(said, lm::SpecialTokens::parsed, add_bos_)
-                 : text_.tokenizer.encode_continuation(said);
+  [[nodiscard]] std::string rendered(const std::string& said) const {
+    const std::vector<lm::ChatMessage> messages{{"user", said}};
+    return template_ ? template_->render(messages) : said;
+  }
+
+  // The beginning of a prompt, `whole` of which is rendered: a template may write the first token itself.
+  [[nodiscard]] std::vector<std::int32_t> first_ids(const std::string& said, std::string_view whole) const {
+    const bool add_bos = !template_ || !template_->begins_with_bos(whole);
+    return text_.tokenizer.encode(said, lm::SpecialTokens::parsed, add_bos);
+  }
+
+  [[nodiscard]] std::vector<std::int32_t> next_ids(const std::string& said) const {
+    return text_.tokenizer.encode_continuation(said);
   }
 
   const lm::TextModel& text_;
-  std::string before_, after_;
-  bool add_bos_ = true;
+  std::optional<lm::ChatTemplate> template_;
 };
 
 lm::Request request_of(const Asked& asked) {

@@ -4,6 +4,7 @@
 #include <CLI/Validators.hpp>
 #include <algorithm>
 #include <charconv>
+#include <chrono>
 
 #include "build.h"
 #include "files.h"
@@ -97,14 +98,38 @@ void TextReading::add(CLI::App& app) {
   app.add_option("--system", system, "with --chat: the system message [the template's own]")
       ->option_text("TEXT")
       ->needs(chatting);
+  app.add_option("--date", date, "with --chat: today, for templates that write it")
+      ->option_text("YYYY-MM-DD [2024-07-26]")
+      ->needs(chatting);
 }
+
+namespace {
+
+std::chrono::year_month_day date_of(std::string_view given) {
+  const auto part = [&](std::size_t at, std::size_t digits) {
+    unsigned number = 0;
+    const char* end = given.data() + at + digits;
+    const bool whole = given.size() == 10 && std::from_chars(given.data() + at, end, number).ptr == end;
+    KVKEEP_REQUIRE(whole, "--date: '", shortened(given), "' is not a date; allowed YYYY-MM-DD");
+    return number;
+  };
+  const std::chrono::year_month_day date(std::chrono::year(static_cast<int>(part(0, 4))),
+                                         std::chrono::month(part(5, 2)), std::chrono::day(part(8, 2)));
+  KVKEEP_REQUIRE(given[4] == '-' && given[7] == '-' && date.ok(), "--date: '", given,
+                 "' is not in the calendar; allowed YYYY-MM-DD");
+  return date;
+}
+
+}  // namespace
 
 std::vector<std::int32_t> TextReading::ids(const lm::TextModel& model, const std::string& said) const {
   std::vector<std::int32_t> tokens;
   if (chat) {
     std::vector<lm::ChatMessage> messages{{"user", said}};
     if (!system.empty()) messages.insert(messages.begin(), {"system", system});
-    tokens = model.chat(messages);
+    lm::TextModel dated = model;
+    if (!date.empty()) dated.context.date = date_of(date);
+    tokens = dated.chat(messages);
   } else {
     tokens = model.tokenizer.encode(said, raw ? lm::SpecialTokens::parsed : lm::SpecialTokens::plain);
   }

@@ -37,10 +37,10 @@ void require_memory_of_samples(std::size_t tasks, std::int64_t samples, std::int
 std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where);
 std::vector<std::int32_t> read_ids(const std::string& file);
 
-// --chat, --raw, --system: how the text of a prompt is read.
+// --chat, --raw, --system, --date: how the text of a prompt is read.
 struct TextReading {
   bool chat = false, raw = false;
-  std::string system;
+  std::string system, date;
   void add(CLI::App& app);
   // The token ids of `said`. Throws if there are none.
   [[nodiscard]] std::vector<std::int32_t> ids(const lm::TextModel& model, const std::string& said) const;
