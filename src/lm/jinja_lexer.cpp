@@ -117,6 +117,8 @@ class Lexer {
           std::ranges::all_of(word, is_digit) && word.size() < 19 && (word[0] != '0' || word.size() == 1);
       if (is_digit(c) && (!decimal || (peek(end) == '.' && is_digit(peek(end + 1)))))
         refuse_template(line_, "the number '", shortened(word), "' is not a decimal integer");
+      if (word == "raw" && tokens_.back().kind == Token::Kind::begin)
+        refuse_template(line_, "the tag {% raw %} is not known here");
       push(is_digit(c) ? Token::Kind::integer : Token::Kind::name, std::move(word));
       return advance_to(end);
     }

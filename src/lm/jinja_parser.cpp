@@ -158,7 +158,7 @@ class Parser {
       if (loops_ == 0) refuse_template(tag.line, "{% ", tag.text, " %} stands outside of a loop");
       return node(tag.text == "break" ? NodeKind::break_ : NodeKind::continue_, tag.line);
     }
-    refuse_template(tag.line, "the tag {% ", shortened(tag.text), " %} is not known");
+    refuse_template(tag.line, "the tag {% ", shortened(tag.text), " %} is not known here");
   }
 
   std::vector<std::string> targets() {

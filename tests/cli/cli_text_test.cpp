@@ -39,6 +39,15 @@ TEST_F(CommandText, ReadsMarkupOnlyWhereItIsAskedTo) {
       << "the template's own system message";
 }
 
+TEST_F(CommandText, WritesTheDateThatItIsGivenIntoATemplateThatHasOne) {
+  write("model/chat_template.jinja", "{{ strftime_now('%d %m %Y') }} {{ messages[0].content }}");
+  EXPECT_EQ(joined(tokens({"--prompt", "Hi", "--chat"})), "26 07 2024 Hi") << "not today's";
+  EXPECT_EQ(joined(tokens({"--prompt", "Hi", "--chat", "--date", "2025-01-31"})), "31 01 2025 Hi");
+  for (const char* date : {"2025-02-29", "2025-1-031", "2025/01/31", "today", "2025-01-3x", "-025-01-31"})
+    expect_refused({"tokens", "--model", place("model"), "--prompt", "Hi", "--chat", "--date", date}, "--date");
+  expect_refused({"tokens", "--model", place("model"), "--prompt", "Hi", "--date", "2025-01-31"}, "--chat");
+}
+
 TEST_F(CommandText, WritesTextAsItComesAndTheSameTokensAsFromIds) {
   const std::string said = "the cat and the hat";
   std::string ids;
@@ -249,6 +258,25 @@ TEST_F(CommandText, WritesSamplesAndAnswersForOtherPrograms) {
   }
   const json narrowed = written({"--policy", "fastkv,layer=0,window=8", "--budgets", "64"})[0]["answers"][0];
   EXPECT_TRUE(narrowed["cut_seconds"].is_null()) << "cut on its way, not at its end";
+}
+
+TEST_F(CommandText, AsksInTemplatesThatStripBlanksAndRefusesThoseThatChangeTheText) {
+  const auto asked = [&](const std::string& jinja) {
+    write("model/chat_template.jinja", jinja);
+    answered({"eval", "--model", place("model"), "--task", "ruler/vt", "--length", "1500", "--samples", "1", "--policy",
+              "full", "--question", "after", "--samples-out", place("asked.jsonl")});
+    return json::parse(content(place("asked.jsonl")));
+  };
+  const json as_it_is = asked("<{{ messages[0].content }}>"), stripped = asked("<{{ messages[0].content | trim }}>");
+  EXPECT_EQ(stripped["prompt"], as_it_is["prompt"]);
+  EXPECT_EQ(stripped["question"], as_it_is["question"]);
+  EXPECT_GT(stripped["question"].size(), 10U);
+  for (const char* jinja : {"{{ messages[0].content[:20] }}", "{{ messages[0].content * 2 }}"}) {
+    write("model/chat_template.jinja", jinja);
+    expect_refused({"eval", "--model", place("model"), "--task", "ruler/vt", "--length", "3000", "--samples", "1",
+                    "--policy", "full"},
+                   "once and as it is");
+  }
 }
 
 TEST_F(CommandText, RefusesTasksThatCannotBeAsked) {

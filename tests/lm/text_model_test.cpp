@@ -191,6 +191,27 @@ TEST_F(TextFolder, PutsAConversationIntoTheTemplate) {
   EXPECT_NE(message_of([&] { static_cast<void>(model.chat({})); }).find("messages"), std::string::npos);
 }
 
+TEST_F(TextFolder, TakesTheTokensThatATemplateWritesFromTheFolder) {
+  write("chat_template.jinja", "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}");
+  write("tokenizer_config.json", json{{"bos_token", {{"content", "<s>"}}}, {"eos_token", "<|im_end|>"}}.dump());
+  const TextModel model = TextModel::open(folder_);
+  EXPECT_EQ(model.layout().render(std::vector<ChatMessage>{{"user", "the"}}), "<s>the<|im_end|>");
+  write("tokenizer_config.json", json{{"bos_token", nullptr}, {"eos_token", 5}}.dump());
+  EXPECT_EQ(TextModel::open(folder_).context.bos, std::nullopt);
+}
+
+TEST(TextModel, PutsTheFirstTokenInFrontOnce) {
+  TextModel model{.tokenizer = tokenizer_of(parts_of("smollm", "", [](GgufParts& parts) {
+                    parts.whole("tokenizer.ggml.bos_token_id", 1).truth("tokenizer.ggml.add_bos_token", true);
+                  }))};
+  model.context.bos = "<|im_start|>";
+  const std::vector<ChatMessage> messages{{"user", "the"}};
+  for (const char* jinja : {"{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"}) {
+    model.chat_template = jinja;
+    EXPECT_EQ(model.tokenizer.decode(model.chat(messages)), "<|im_start|>the") << jinja;
+  }
+}
+
 // Ids of the package tokenizers with this vocabulary; the text that jinja2 makes of this template.
 TEST(RealModel, HasTheTokensAndTheTemplateThatOthersMakeOfIt) {
   const char* path = std::getenv("KVKEEP_TEST_SMOLLM2");
