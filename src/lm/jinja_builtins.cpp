@@ -273,6 +273,7 @@ const std::vector<Builtin> kFilters{
     {"last",
      {},
      [](const Value& v, Given, Work& w) {
+       if (v.is(Kind::generator)) w.refuse("a generator has no last item");
        const std::vector<Value> all = items_of(v, w);
        return all.empty() ? Value() : all.back();
      }},

@@ -269,13 +269,16 @@ class Renderer {
       return value(*node.parts[1], inside).truth();
     };
     Loop at{.items = items_of(value(*node.parts[0], scope), work_), .passes = passes};
+    bool finished = false;  // whether a body ran to its end: {% else %} is for loops without one, as in jinja2
     while (at.advance()) {
       Scope inside{.around = &scope};
       assign(inside, "loop", Value{.kind = Kind::loop, .loop = &at});
       assign(inside, node.names, at.current);
-      if (run(*node.parts[2], inside) == Flow::out) break;
+      const Flow flow = run(*node.parts[2], inside);
+      if (flow == Flow::out) break;
+      finished |= flow == Flow::on;
     }
-    if (at.index >= 0 || !node.parts[3]) return Flow::on;
+    if (finished || !node.parts[3]) return Flow::on;
     Scope inside{.around = &scope};
     return run(*node.parts[3], inside);
   }
