@@ -261,22 +261,9 @@ const std::vector<Builtin> kFilters{
     {"d", {"default_value", "boolean"}, kDefault},
     {"default", {"default_value", "boolean"}, kDefault},
     {"dictsort", {}, sorted_by_key},
-    {"first",
-     {},
-     [](const Value& v, Given, Work& w) {
-       const std::vector<Value> all = items_of(v, w);
-       return all.empty() ? Value() : all.front();
-     }},
     {"from_json", {}, no_filter},
     {"items", {}, kItems},
     {"join", {"d"}, join},
-    {"last",
-     {},
-     [](const Value& v, Given, Work& w) {
-       if (v.is(Kind::generator)) w.refuse("a generator has no last item");
-       const std::vector<Value> all = items_of(v, w);
-       return all.empty() ? Value() : all.back();
-     }},
     {"length", {}, kLength},
     {"list", {}, [](const Value& v, Given, Work& w) { return made(Kind::list, items_of(v, w), w); }},
     {"lower", {}, of_text<change_case<false>>},

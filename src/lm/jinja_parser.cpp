@@ -147,12 +147,6 @@ class Parser {
     if (tag.text == "if") return choice(tag.line);
     if (tag.text == "for") return loop(tag.line);
     if (tag.text == "macro") return macro(tag.line);
-    if (tag.text == "filter") {
-      NodePtr inside = node(NodeKind::name);
-      inside->text = kFilteredBody;
-      NodePtr filter = filters(std::move(inside), true);
-      return node(NodeKind::filtered, tag.line, std::move(filter), inner_body_until("endfilter"));
-    }
     if (tag.text == "generation") return node(NodeKind::scope, tag.line, inner_body_until("endgeneration"));
     if (tag.text == "break" || tag.text == "continue") {
       if (loops_ == 0) refuse_template(tag.line, "{% ", tag.text, " %} stands outside of a loop");
@@ -269,23 +263,20 @@ class Parser {
     return made;
   }
 
-  NodePtr either() {
-    NodePtr made = both();
-    while (now().is("or")) {
-      const std::uint32_t line = take().line;
-      made = node(NodeKind::either, line, std::move(made), both());
+  // Operations of one strength, from left to right.
+  NodePtr chain(NodeKind kind, std::initializer_list<std::string_view> operations, NodePtr (Parser::*operand)()) {
+    NodePtr made = (this->*operand)();
+    while (std::ranges::any_of(operations, [&](std::string_view one) { return now().is(one); })) {
+      const Token operation = take();
+      made = node(kind, operation.line, std::move(made), (this->*operand)());
+      made->text = operation.text;
     }
     return made;
   }
 
-  NodePtr both() {
-    NodePtr made = negation();
-    while (now().is("and")) {
-      const std::uint32_t line = take().line;
-      made = node(NodeKind::both, line, std::move(made), negation());
-    }
-    return made;
-  }
+  NodePtr either() { return chain(NodeKind::either, {"or"}, &Parser::both); }
+  NodePtr both() { return chain(NodeKind::both, {"and"}, &Parser::negation); }
+  NodePtr sum() { return chain(NodeKind::arithmetic, {"+", "-"}, &Parser::concat); }
 
   NodePtr negation() {
     std::vector<std::uint32_t> nots;
@@ -312,16 +303,6 @@ class Parser {
     return made;
   }
 
-  NodePtr sum() {
-    NodePtr made = concat();
-    while (now().is("+") || now().is("-")) {
-      const Token operation = take();
-      made = node(NodeKind::arithmetic, operation.line, std::move(made), concat());
-      made->text = operation.text;
-    }
-    return made;
-  }
-
   NodePtr concat() {
     NodePtr made = product();
     if (!now().is("~")) return made;
@@ -331,28 +312,19 @@ class Parser {
   }
 
   NodePtr product() {
-    NodePtr made = unary();
-    while (now().is("*") || now().is("%")) {
-      const Token operation = take();
-      made = node(NodeKind::arithmetic, operation.line, std::move(made), unary());
-      made->text = operation.text;
-    }
+    NodePtr made = chain(NodeKind::arithmetic, {"*", "%"}, &Parser::factor);
     if (now().is("/") || now().is("//") || now().is("**")) refuse_here("the operation '", now().text, "' is not read");
     return made;
   }
 
-  NodePtr unary(bool with_filters = true) {
+  NodePtr factor() { return filters(unary()); }
+
+  NodePtr unary() {
     if (now().is("+")) refuse_here("a sign '+' is not read");
-    NodePtr made;
-    if (now().is("-")) {
-      const std::uint32_t line = take().line;
-      if (now().is("-")) refuse_token();
-      made = node(NodeKind::negative, line, unary(false));
-    } else {
-      made = primary();
-    }
-    made = postfix(std::move(made));
-    return with_filters ? filters(std::move(made)) : std::move(made);
+    if (!now().is("-")) return postfix(primary());
+    const std::uint32_t line = take().line;
+    if (now().is("-")) refuse_token();
+    return postfix(node(NodeKind::negative, line, unary()));
   }
 
   NodePtr primary() {
@@ -499,11 +471,10 @@ class Parser {
     to.names.clear();
   }
 
-  NodePtr filters(NodePtr made, bool begins = false) {
+  NodePtr filters(NodePtr made) {
     while (true) {
       const std::uint32_t line = now().line;
-      if (begins || skip("|")) {
-        begins = false;
+      if (skip("|")) {
         made = builtin(NodeKind::filter, line, std::move(made));
         if (now().is("(")) arguments(*made, made->builtin);
         if (const int at = place_of_name(*made->builtin); at >= 0) check_name(*made, static_cast<std::size_t>(at) + 1);

@@ -45,7 +45,6 @@ struct Node {
     choice,     // conditions, each followed by its body; the body of else
     loop,       // `names`; what is iterated over, the condition or null, the body, the body of else or null
     macro,      // `text`, parameters `names`; for each its default or null, the body
-    filtered,   // filters over the name kFilteredBody; the body
     scope,      // a body with names of its own
     body,       // statements
     break_,
@@ -63,8 +62,6 @@ struct Node {
 };
 
 using NodeKind = Node::Kind;
-
-inline constexpr std::string_view kFilteredBody = " body";  ///< a name that no template can write
 
 /// Throws Unsupported, with the line, for what is no Jinja and for all that is not read.
 [[nodiscard]] std::unique_ptr<const Node> parse(std::string_view jinja);

@@ -199,13 +199,6 @@ class Renderer {
         scope.macros.push_back({&node, &scope});
         assign(scope, node.text, Value{.kind = Kind::macro, .macro = &scope.macros.back()});
         return Flow::on;
-      case NodeKind::filtered: {
-        Scope inside{.around = &scope};
-        Value body = made(captured(*node.parts[1], inside), work_);
-        assign(inside, std::string(kFilteredBody), std::move(body));
-        write(printed(value(*node.parts[0], inside), work_));
-        return Flow::on;
-      }
       case NodeKind::scope: {
         Scope inside{.around = &scope};
         return run(*node.parts[0], inside);

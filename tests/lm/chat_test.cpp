@@ -98,6 +98,7 @@ TEST(ChatTemplate, IsRefusedByNameWhereItLeavesWhatIsRead) {
       {"{{ messages | tojson(separators=(',', ':')) }}", "the argument 'separators' of 'tojson'"},
       {"{% include 'x' %}", "{% include %}"},
       {"{% raw %}{{{% endraw %}", "{% raw %}"},
+      {"{% filter upper %}x{% endfilter %}", "{% filter %}"},
       {"{% break %}", "{% break %}"},
       {"{% for m in messages recursive %}{% endfor %}", "recursive"},
       {"{{ 1.5 }}", "the number '1'"},
