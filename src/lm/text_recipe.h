@@ -10,6 +10,7 @@
 
 #include "dice.h"
 #include "haystack.h"
+#include "kvkeep/lm/passages.h"
 #include "kvkeep/lm/text_tasks.h"
 
 namespace kvkeep::lm {
@@ -37,6 +38,8 @@ TextSample chain(const Recipe& recipe, std::int64_t lines,
                  const TextSample& example);                         ///< vt after its example: kChain or more
 TextSample common_words(const Recipe& recipe, std::int64_t others);  ///< 1 or more words beside the ten
 TextSample coded_words(const Recipe& recipe, std::int64_t words);    ///< kLeastCoded or more
+TextSample documents(const Recipe& recipe, std::int64_t units);      ///< those of the question, or more
+const PassageQuestion& question_of(const Recipe& recipe);            ///< of ruler/qa-*
 
 /// Keys: adjective-noun pairs, none twice.
 class Pairs {

@@ -6,6 +6,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/nearest.h"
+#include "kvkeep/lm/passages.h"
 #include "text_recipe.h"
 #include "untrusted_json.h"
 
@@ -15,7 +16,7 @@ namespace {
 constexpr std::int64_t kShortest = 64, kLongest = std::int64_t{1} << 22;  // tokens of a length
 constexpr std::int64_t kMostCounted = std::int64_t{1} << 40;  // most tokens that a tokenizer may count in one prompt
 
-constexpr std::array<TextTaskInfo, 12> kTextTasks{{
+constexpr std::array<TextTaskInfo, 14> kTextTasks{{
     {"ruler/niah-single-1", "one number in noise", false, 128},
     {"ruler/niah-single-2", "one number in an essay", true, 128},
     {"ruler/niah-single-3", "one uuid in an essay", true, 128},
@@ -27,6 +28,8 @@ constexpr std::array<TextTaskInfo, 12> kTextTasks{{
     {"ruler/vt", "five variables assigned one from the other, in noise", false, 30},
     {"ruler/cwe", "the ten most common words of a list", false, 120},
     {"ruler/fwe", "the three most common coded words", false, 50},
+    {"ruler/qa-1", "a question of SQuAD about one of many documents", false, 32, true},
+    {"ruler/qa-2", "a question of HotpotQA about two of many documents", false, 32, true},
     {"text/needle", "five digits in an essay, at a depth of choice", true, 16},
 }};
 
@@ -84,25 +87,24 @@ void check(const TextTaskInfo& task, const TokenCounter& count_tokens, const Tex
   in_range("reserved_tokens", options.reserved_tokens, 0, options.length);
   own("depth", options.depth.has_value());
   own("numbers", options.numbers.has_value());
+  if (task.needs_passages) {
+    const bool squad = task.name == "ruler/qa-1";
+    KVKEEP_REQUIRE(options.passages != nullptr && (options.passages->form == PassageForm::squad) == squad,
+                   "make_text_task(", task.name, "): this task asks about documents; given ",
+                   options.passages == nullptr ? "none"
+                   : squad                     ? "HotpotQA's"
+                                               : "SQuAD's",
+                   "; allowed ", squad ? "SQuAD's" : "HotpotQA's");
+    KVKEEP_REQUIRE(!options.passages->questions.empty(), "make_text_task(", task.name,
+                   "): the passages have no questions; given none; allowed one or more");
+  }
   in_range("depth", options.depth.value_or(0), 0, 100);
   in_range("numbers", options.numbers.value_or(1), 1, 40);
 }
 
-char lower(char letter) { return letter >= 'A' && letter <= 'Z' ? static_cast<char>(letter - 'A' + 'a') : letter; }
-
 }  // namespace
 
 std::span<const TextTaskInfo> text_tasks() { return kTextTasks; }
-
-double text_score(std::string_view answer, std::span<const std::string> references, TextScoring scoring) {
-  KVKEEP_REQUIRE(!references.empty(), "text_score: nothing to look for; given no references; allowed one or more");
-  std::size_t found = 0;
-  for (const std::string& one : references)
-    found += std::search(answer.begin(), answer.end(), one.begin(), one.end(),
-                         [](char a, char b) { return lower(a) == lower(b); }) != answer.end();
-  if (scoring == TextScoring::part) return found > 0 ? 1 : 0;
-  return static_cast<double>(found) / static_cast<double>(references.size());
-}
 
 TextSample make_text_task(std::string_view name, std::uint64_t seed, const TokenCounter& count_tokens,
                           const TextTaskOptions& options) {
@@ -119,14 +121,14 @@ TextSample make_text_task(std::string_view name, std::uint64_t seed, const Token
   const Recipe recipe{*task, seed, options, essay};
   const std::int64_t room = options.length - options.reserved_tokens - task->answer_tokens;
   Build build = [&](std::int64_t units) { return niah(recipe, units); };
-  std::int64_t least = 1;
+  std::int64_t least = 1, most = options.length;
   TextSample example;
   if (name == "text/needle") {
     build = [&](std::int64_t words) { return text_needle(recipe, words); };
   } else if (name == "ruler/vt") {
     const Build shorter = [&](std::int64_t lines) { return chain_example(recipe, lines); };
-    const std::int64_t most = std::min<std::int64_t>(500, options.length / 4);
-    example = longest_fit(shorter, kChain, std::max(kChain, most), most, count_tokens);
+    const std::int64_t tokens = std::min<std::int64_t>(500, options.length / 4);
+    example = longest_fit(shorter, kChain, std::max(kChain, tokens), tokens, count_tokens);
     build = [&](std::int64_t lines) { return chain(recipe, lines, example); };
     least = kChain;
   } else if (name == "ruler/cwe") {
@@ -134,9 +136,13 @@ TextSample make_text_task(std::string_view name, std::uint64_t seed, const Token
   } else if (name == "ruler/fwe") {
     build = [&](std::int64_t words) { return coded_words(recipe, words); };
     least = kLeastCoded;
+  } else if (task->needs_passages) {
+    build = [&](std::int64_t count) { return documents(recipe, count); };
+    least = static_cast<std::int64_t>(question_of(recipe).own.size());
+    most = std::min(most, static_cast<std::int64_t>(options.passages->documents.size()));
   }
 
-  TextSample sample = longest_fit(build, least, std::max(least, options.length), room, count_tokens);
+  TextSample sample = longest_fit(build, least, std::max(least, most), room, count_tokens);
   KVKEEP_REQUIRE(sample.prompt_tokens <= room, "make_text_task(", name,
                  "): the shortest text does not fit; given a length of ", options.length, " tokens; allowed ",
                  options.length - room + sample.prompt_tokens, " or more");

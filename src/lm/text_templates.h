@@ -52,6 +52,16 @@ inline constexpr std::string_view kFweQuestion =
 inline constexpr std::string_view kFweAnswer =
     " Answer: According to the coded text above, the three most frequently appeared words are:";
 
+// {documents} are each kQaDocument, one empty line apart.
+inline constexpr std::string_view kQaText =
+    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
+    "The following are given documents.\n\n{documents}\n\n";
+inline constexpr std::string_view kQaDocument = "Document {number}:\n{document}";
+inline constexpr std::string_view kQaQuestion =
+    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
+    "Question: {query}";
+inline constexpr std::string_view kQaAnswer = " Answer:";
+
 // Our own, for text/needle.
 
 inline constexpr std::string_view kProseNeedle = "The special magic number for {key} is: {value}.";

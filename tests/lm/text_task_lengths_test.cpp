@@ -24,13 +24,15 @@ TEST(TextTasks, FillTheLengthAndNeverExceedItWithFewCalls) {
         SCOPED_TRACE(std::string(task.name) + " length " + std::to_string(length));
         int calls = 0;
         const auto count = [&](std::string_view text) { return ++calls, count_pieces(text); };
-        const TextSample sample =
-            make_text_task(task.name, 11, count, {.length = length, .reserved_tokens = reserved, .haystack = kEssay});
+        const TextSample sample = make_text_task(
+            task.name, 11, count,
+            {.length = length, .reserved_tokens = reserved, .haystack = kEssay, .passages = &passages_of(task.name)});
         const std::int64_t total = sample.prompt_tokens + sample.answer_tokens + reserved;
         EXPECT_EQ(sample.prompt_tokens, count_pieces(sample.prompt()));
         EXPECT_EQ(sample.answer_tokens, task.answer_tokens);
         EXPECT_LE(total, length);
         EXPECT_GT(total, length - (task.name == "ruler/niah-multikey-3" ? 90
+                                   : task.needs_passages                ? 60
                                    : is_essay(task)                     ? 8
                                                                         : 32))
             << "less than one unit is left";
@@ -46,20 +48,20 @@ TEST(TextTasks, KeepToCountersThatAreNoTokenizers) {
     SCOPED_TRACE(task.name);
     int calls = 0;
     const TextSample jagged = make_text_task(task.name, 5, [&](std::string_view t) { return ++calls, uneven(t); },
-                                             {.length = 3000, .haystack = kEssay});
+                                             {.length = 3000, .haystack = kEssay, .passages = &passages_of(task.name)});
     EXPECT_EQ(jagged.prompt_tokens, uneven(jagged.prompt()));
     EXPECT_LE(jagged.prompt_tokens + jagged.answer_tokens, 3000);
     EXPECT_LE(calls, 60);
 
-    const TextSample free =
-        make_text_task(task.name, 5, [](std::string_view) { return 0; }, {.length = 700, .haystack = kEssay});
+    const TextSample free = make_text_task(task.name, 5, [](std::string_view) { return 0; },
+                                           {.length = 700, .haystack = kEssay, .passages = &passages_of(task.name)});
     EXPECT_EQ(free.prompt_tokens, 0);
     EXPECT_LT(free.prompt().size(), 700u * 130) << "no more units than tokens were asked for";
 
     if (task.name == "ruler/vt") continue;  // its example would fill 9,000 bytes
     calls = 0;                              // a cliff: cheap up to a size, far too long behind it
     (void)make_text_task(task.name, 5, [&](std::string_view t) { return ++calls, t.size() < 9000 ? 10 : 100000; },
-                         {.length = 2000, .haystack = kEssay});
+                         {.length = 2000, .haystack = kEssay, .passages = &passages_of(task.name)});
     EXPECT_LE(calls, 80);
   }
 }
@@ -161,8 +163,8 @@ std::string refusal(std::string_view name, const TextTaskOptions& options, const
 }
 
 TEST(TextTasks, SayWhatIsWrong) {
-  EXPECT_TRUE(refusal("ruler/qa-1", {})
-                  .starts_with("make_text_task: no task has this name; given \"ruler/qa-1\"; allowed "
+  EXPECT_TRUE(refusal("squad", {})
+                  .starts_with("make_text_task: no task has this name; given \"squad\"; allowed "
                                "ruler/niah-single-1, ruler/niah-single-2"));
   EXPECT_LT(refusal(std::string(100000, 'x'), {}).size(), 600u);
   for (const TextTaskInfo& task : text_tasks()) {
@@ -204,18 +206,22 @@ TEST(TextTasks, SayWhatIsWrong) {
 
 TEST(TextTasks, SayTheShortestLengthAndTakeIt) {
   for (const TextTaskInfo& task : text_tasks()) {
-    const std::string message = refusal(task.name, {.length = 64, .reserved_tokens = 10, .haystack = kEssay});
+    const std::string message = refusal(
+        task.name, {.length = 64, .reserved_tokens = 10, .haystack = kEssay, .passages = &passages_of(task.name)});
     const std::size_t at = message.find("allowed ") + 8;
     EXPECT_TRUE(message.starts_with("make_text_task(" + std::string(task.name) +
                                     "): the shortest text does not fit; given a length of 64 tokens;"))
         << message;
     const std::int64_t least = std::stoll(message.substr(at));
-    EXPECT_NO_THROW(
-        (void)make_text_task(task.name, 1, count_pieces, {.length = least, .reserved_tokens = 10, .haystack = kEssay}))
+    EXPECT_NO_THROW((void)make_text_task(
+        task.name, 1, count_pieces,
+        {.length = least, .reserved_tokens = 10, .haystack = kEssay, .passages = &passages_of(task.name)}))
         << task.name;
-    EXPECT_THROW((void)make_text_task(task.name, 1, count_pieces,
-                                      {.length = least - 1, .reserved_tokens = 10, .haystack = kEssay}),
-                 InvalidArgument)
+    EXPECT_THROW(
+        (void)make_text_task(
+            task.name, 1, count_pieces,
+            {.length = least - 1, .reserved_tokens = 10, .haystack = kEssay, .passages = &passages_of(task.name)}),
+        InvalidArgument)
         << task.name;
   }
 }

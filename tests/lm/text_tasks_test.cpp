@@ -95,7 +95,11 @@ TEST(TextTasks, HaveRulersOtherTemplatesByteForByte) {
        "provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared words in "
        "the above coded text? "
        "Answer: According to the "
-       "coded text above, the three most frequently appeared words are:"}};
+       "coded text above, the three most frequently appeared words are:"},
+      {"ruler/qa-1",
+       "Answer the question based on the given documents. Only give me the answer and do not output any other "
+       "words.\n\nThe following are given documents.\n\n{context}\n\nAnswer the question based on the given "
+       "documents. Only give me the answer and do not output any other words.\n\nQuestion: {query} Answer:"}};
   for_each_sample(3, [&](const TextTaskInfo& task, const TextSample& sample, std::int64_t) {
     const auto found = patterns.find(std::string(task.name));
     if (found == patterns.end()) return;
@@ -104,22 +108,31 @@ TEST(TextTasks, HaveRulersOtherTemplatesByteForByte) {
       const std::size_t at = sample.question.find("value ") + 6;
       pattern = replaced(replaced(pattern, "{query}", sample.question.substr(at, 5)), "{num_v}", "5");
     }
+    if (task.needs_passages)
+      pattern = replaced(pattern, "{query}", sample.question.substr(sample.question.find("Where")));
     const std::size_t split = pattern.find("{context}");
     EXPECT_TRUE(sample.prompt().starts_with(pattern.substr(0, split)));
     EXPECT_TRUE(sample.prompt().ends_with(pattern.substr(split + 9)));
     // The example has the same template, and ends with its answers.
-    EXPECT_EQ(times(sample.prompt(), pattern.substr(0, split)), task.name == "ruler/fwe" ? 1u : 2u);
+    EXPECT_EQ(times(sample.prompt(), pattern.substr(0, split)),
+              task.name == "ruler/vt" || task.name == "ruler/cwe" ? 2u : 1u);
   });
 }
 
 TEST(TextTasks, AreSplitWhereKvpressSplitsThem) {
   const std::regex needle("What (is|are all) the special magic"),
-      other("Question: (Find all variables|What are the 10 most common|Do not provide any explanation\\.)");
+      other("Question: (Find all variables|What are the 10 most common|Do not provide any explanation\\.)"),
+      passages("Answer the question");
   for_each_sample(2, [&](const TextTaskInfo& task, const TextSample& sample, std::int64_t) {
     const std::string prompt = sample.prompt();
     const bool has_needle = is_niah(task.name) || task.name == "text/needle";
     std::size_t last = 0;
-    for (std::sregex_iterator at(prompt.begin(), prompt.end(), has_needle ? needle : other), end; at != end; ++at)
+    for (std::sregex_iterator at(prompt.begin(), prompt.end(),
+                                 has_needle            ? needle
+                                 : task.needs_passages ? passages
+                                                       : other),
+         end;
+         at != end; ++at)
       last = static_cast<std::size_t>(at->position());
     EXPECT_EQ(last, sample.context.size());
     EXPECT_EQ(sample.context.back(), '\n');
@@ -130,7 +143,8 @@ TEST(TextTasks, AreSplitWhereKvpressSplitsThem) {
 TEST(TextTasks, GiveTheseSmallSamples) {
   for (const SmallSample& expected : kSmallSamples) {
     const TextSample sample =
-        make_text_task(expected.name, 7, count_words, {.length = expected.length, .haystack = kEssay});
+        make_text_task(expected.name, 7, count_words,
+                       {.length = expected.length, .haystack = kEssay, .passages = &passages_of(expected.name)});
     EXPECT_EQ(sample.context + "|" + sample.question + "|" + sample.answer_prefix + "|", expected.prompt)
         << expected.name;
     std::string answers;
@@ -153,7 +167,7 @@ TEST(TextTasks, PutEachNeedleOnceAndWhereItsDepthSays) {
       ASSERT_EQ(sample.context.substr(needle.offset, needle.text.size()), needle.text);
       EXPECT_EQ(times(sample.prompt(), needle.text), 1u) << needle.text;
     }
-    if (sample.needles.empty()) return;
+    if (sample.needles.empty() || task.needs_passages) return;
 
     // Units in front of each needle, counted anew: lines that are no needle, or words that end a sentence.
     const std::size_t body = is_niah(task.name)        ? sample.context.find('\n') + 1

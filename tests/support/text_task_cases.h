@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "kvkeep/lm/passages.h"
 #include "kvkeep/lm/text_tasks.h"
 
 namespace kvkeep::lm {
@@ -65,8 +66,31 @@ inline std::string in_quotes(std::string_view text, std::size_t from, std::size_
   return std::string(text.substr(from, to - from));
 }
 
+/// 1,200 documents of about 40 pieces, five to an article; question i is about document i, or about ten from there on.
+inline const Passages& passages_of(std::string_view task) {
+  static const auto make = [](PassageForm form) {
+    Passages made{.form = form, .documents = {}, .questions = {}};
+    for (std::size_t i = 0; i < 1200; ++i) {
+      const std::string number = std::to_string(i);
+      made.documents.push_back("Town " + number + " lies on the river " + number +
+                               "x and has a bridge, a mill and a market that opens early.");
+      PassageQuestion& asked = made.questions.emplace_back();
+      asked.question = "Where does town " + number + " lie?";
+      asked.answers = {"on the river " + number + "x", "river " + number + "x"};
+      for (std::size_t own = 0; own < (form == PassageForm::squad ? 1U : 10U); ++own)
+        asked.own.push_back((i + own) % 1200);
+      for (std::size_t near = i / 5 * 5; form == PassageForm::squad && near < i / 5 * 5 + 5; ++near)
+        if (near != i) asked.near.push_back(near);
+    }
+    return made;
+  };
+  static const Passages squad = make(PassageForm::squad), hotpotqa = make(PassageForm::hotpotqa);
+  return task == "ruler/qa-2" ? hotpotqa : squad;
+}
+
 inline TextSample sample_of(std::string_view name, std::uint64_t seed, std::int64_t length = 1024) {
-  return make_text_task(name, seed, count_pieces, {.length = length, .haystack = kEssay});
+  return make_text_task(name, seed, count_pieces,
+                        {.length = length, .haystack = kEssay, .passages = &passages_of(name)});
 }
 
 inline bool is_niah(std::string_view name) { return name.starts_with("ruler/niah"); }

@@ -16,7 +16,7 @@ struct SmallSample {
   std::string_view answers;  ///< a blank between them
 };
 
-inline constexpr std::array<SmallSample, 12> kSmallSamples{{
+inline constexpr std::array<SmallSample, 14> kSmallSamples{{
     {"ruler/niah-single-1", 230,
      "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
      "number afterwards.\n"
@@ -202,6 +202,66 @@ inline constexpr std::array<SmallSample, 12> kSmallSamples{{
      "in the above coded text?| Answer: According to the coded text above, the three most frequently appeared words "
      "are:|",
      "ujaova xgbvtx ohgjxf"},
+    {"ruler/qa-1", 150,
+     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n"
+     "\n"
+     "The following are given documents.\n"
+     "\n"
+     "Document 1:\n"
+     "Town 9 lies on the river 9x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 2:\n"
+     "Town 8 lies on the river 8x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 3:\n"
+     "Town 7 lies on the river 7x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "|Answer the question based on the given documents. Only give me the answer and do not output any other words.\n"
+     "\n"
+     "Question: Where does town 7 lie?| Answer:|",
+     "on the river 7x river 7x"},
+    {"ruler/qa-2", 320,
+     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n"
+     "\n"
+     "The following are given documents.\n"
+     "\n"
+     "Document 1:\n"
+     "Town 16 lies on the river 16x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 2:\n"
+     "Town 7 lies on the river 7x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 3:\n"
+     "Town 14 lies on the river 14x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 4:\n"
+     "Town 9 lies on the river 9x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 5:\n"
+     "Town 12 lies on the river 12x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 6:\n"
+     "Town 13 lies on the river 13x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 7:\n"
+     "Town 10 lies on the river 10x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 8:\n"
+     "Town 15 lies on the river 15x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 9:\n"
+     "Town 11 lies on the river 11x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 10:\n"
+     "Town 8 lies on the river 8x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "Document 11:\n"
+     "Town 1141 lies on the river 1141x and has a bridge, a mill and a market that opens early.\n"
+     "\n"
+     "|Answer the question based on the given documents. Only give me the answer and do not output any other words.\n"
+     "\n"
+     "Question: Where does town 7 lie?| Answer:|",
+     "on the river 7x river 7x"},
     {"text/needle", 70,
      "The special magic number for cushion is: 75011. Call me Ishmael. Some years ago - never mind how long precisely "
      "- having "
@@ -211,7 +271,7 @@ inline constexpr std::array<SmallSample, 12> kSmallSamples{{
 }};
 
 /// Of seed 7 at a length of 4096 pieces.
-inline constexpr std::array<std::pair<std::string_view, std::uint64_t>, 12> kHashes{{
+inline constexpr std::array<std::pair<std::string_view, std::uint64_t>, 14> kHashes{{
     {"ruler/niah-single-1", 611079666669861191ULL},
     {"ruler/niah-single-2", 1741179698448523746ULL},
     {"ruler/niah-single-3", 12331520958578851198ULL},
@@ -223,6 +283,8 @@ inline constexpr std::array<std::pair<std::string_view, std::uint64_t>, 12> kHas
     {"ruler/vt", 7109254615874340238ULL},
     {"ruler/cwe", 17195721946588107770ULL},
     {"ruler/fwe", 6053908172492951198ULL},
+    {"ruler/qa-1", 6340780191930593848ULL},
+    {"ruler/qa-2", 14586640062096450863ULL},
     {"text/needle", 6455968908615810064ULL},
 }};
 

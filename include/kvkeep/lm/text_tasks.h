@@ -1,5 +1,5 @@
 #pragma once
-/// Tasks over text with a known answer: RULER's tasks that need no data, and one number in prose.
+/// Tasks over text with a known answer: RULER's, and one number in prose.
 ///
 ///     name                  haystack  key -> value      needles in the text; asked for
 ///     ruler/niah-single-1   noise     word -> number    1; 1
@@ -13,6 +13,8 @@
 ///     ruler/vt              noise     a chain of 5 variables; all 5
 ///     ruler/cwe             a numbered list of words; the 10 most frequent
 ///     ruler/fwe             coded words by Zipf's law; the 3 most frequent after the dots
+///     ruler/qa-1            SQuAD's paragraphs, one of them the question's; any spelling of the answer
+///     ruler/qa-2            HotpotQA's, ten of them the question's; the answer
 ///     text/needle           essay     word -> 5 digits  `numbers` keys; 1
 ///
 /// Haystacks:
@@ -36,10 +38,14 @@
 /// quarter of the length, or five lines.
 /// - cwe: the solved example in front shares no word with the list.
 /// - fwe: at least eight coded words. RULER has length / 50.
+/// - qa: the caller supplies SQuAD and HotpotQA. Seed s asks question s modulo their number. The question's own
+/// documents come first into the choice, then those of the same article, as in RULER. No document occurs twice, so a
+/// text may be shorter than `length` allows; RULER starts over.
 ///
 /// Does not use LibTorch. The same name, seed, options and token counts give the same bytes on every machine: draws are
 /// integers, and nothing is read from clocks, files or locales.
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -49,48 +55,44 @@
 #include <string_view>
 #include <vector>
 
+#include "kvkeep/lm/answer_score.h"
+
 namespace kvkeep::lm {
 
 /// Counts the tokens of a text, 0 or more. Its exceptions pass through.
 using TokenCounter = std::function<std::int64_t(std::string_view)>;
 
-/// How an answer is judged.
-enum class TextScoring : std::uint8_t {
-  all,   ///< the share of the references that occur in the answer: RULER's string_match_all
-  part,  ///< 1 if any of them does, else 0: RULER's string_match_part, for references that are spellings of one answer.
-         ///< No task here uses it
-};
+struct Passages;  // kvkeep/lm/passages.h
 
-/// From 0 to 1. A reference counts if it occurs anywhere in the answer, ignoring the case of A to Z. Bytes beyond ASCII
-/// must match exactly. Source: RULER, whose numbers are 100 times the mean. RULER first turns control characters of an
-/// answer into line ends, which changes nothing: no reference holds one. Throws InvalidArgument if there are no
-/// references. Cost: O(answer * references).
-[[nodiscard]] double text_score(std::string_view answer, std::span<const std::string> references,
-                                TextScoring scoring = TextScoring::all);
-
-/// One sentence that was put into a haystack.
+/// One sentence that was put into a haystack; ruler/qa-*: a document that belongs to the question.
 struct TextNeedle {
   std::string text;        ///< as it appears in the context
   std::size_t offset = 0;  ///< bytes of the context before it
-  double depth = 0;        ///< the share of the haystack's sentences (essay) or lines (others) before it, 0 to 1
+  double depth = 0;        ///< the share of the haystack's sentences (essay), documents (qa) or lines before it, 0 to 1
   bool asked = false;      ///< the answer needs it
 };
 
 /// One prompt with its answer. A cache may be cut after `context`, before the question is seen, or after `question`.
 struct TextSample {
-  std::string context;        ///< UTF-8 if the haystack is; ends with a line end
-  std::string question;       ///< starts where kvpress splits RULER's prompts: "What is", "What are all" or "Question:"
+  std::string context;   ///< UTF-8 if the haystack is; ends with a line end
+  std::string question;  ///< starts where kvpress splits RULER's prompts: "What is", "What are all", "Question:"; qa:
+                         ///< the second "Answer the question"
   std::string answer_prefix;  ///< the first words of the answer, fed as they are. Starts with a blank; that of vt ends
                               ///< with one, too
   std::vector<std::string> answers;  ///< references, in the order of the question; cwe: in no order
   TextScoring scoring = TextScoring::all;
-  std::int32_t answer_tokens = 0;  ///< how many tokens RULER generates
-  std::int64_t prompt_tokens = 0;  ///< count_tokens of prompt()
+  std::vector<std::string> choices = {};  ///< of TextScoring::choice and classes
+  bool first_line = false;                ///< judge nothing after the answer's first line that is not empty
+  std::int32_t answer_tokens = 0;         ///< how many tokens RULER generates
+  std::int64_t prompt_tokens = 0;         ///< count_tokens of prompt()
   std::vector<TextNeedle>
       needles;  ///< in the order of the text; haystacks' own needles are not among them. cwe, fwe: none
 
   [[nodiscard]] std::string prompt() const { return context + question + answer_prefix; }
-  [[nodiscard]] double score(std::string_view answer) const { return text_score(answer, answers, scoring); }
+  [[nodiscard]] double score(std::string_view answer) const {
+    if (first_line) answer.remove_prefix(std::min(answer.size(), answer.find_first_not_of('\n')));
+    return text_score(first_line ? answer.substr(0, answer.find('\n')) : answer, answers, scoring, choices);
+  }
 };
 
 /// What a sample looks like.
@@ -105,6 +107,9 @@ struct TextTaskOptions {
   /// The essay. Its bytes are not checked; it must outlive the call. Tasks without an essay do not read it.
   std::string_view haystack = {};
 
+  /// ruler/qa-1: SQuAD; ruler/qa-2: HotpotQA. They must outlive the call. Other tasks do not read them.
+  const Passages* passages = nullptr;
+
   /// text/needle: percent of the sentences before the needle that is asked for, 0 to 100. Default: drawn.
   std::optional<std::int32_t> depth = {};
 
@@ -118,17 +123,19 @@ struct TextTaskInfo {
   std::string_view what;
   bool needs_haystack = false;     ///< TextTaskOptions::haystack must hold words
   std::int32_t answer_tokens = 0;  ///< TextSample::answer_tokens
+  bool needs_passages = false;     ///< TextTaskOptions::passages must be set
 };
 
 /// Every task, in the order of the table above.
 [[nodiscard]] std::span<const TextTaskInfo> text_tasks();
 
 /// A sample of task `name` as long as `length` allows: prompt_tokens + answer_tokens + reserved_tokens <= length, and
-/// with one more unit of haystack (a line, a word) the count would exceed it, or the text has `length` units. The
-/// prompt is counted as one text. Throws InvalidArgument for an unknown name, an option out of range or of another
-/// task, a missing haystack, a missing counter, a count that is negative or above 2^40, a length below the shortest
-/// text (the message says which length fits), and a haystack of more keys than there are pairs (115,132). Cost: 4 to 15
-/// calls of count_tokens with whole prompts (vt: 4 of them with its example), and O(length) besides each.
+/// with one more unit of haystack (a line, a word) the count would exceed it, or the text has `length` units, or every
+/// document. The prompt is counted as one text. Throws InvalidArgument for an unknown name, an option out of range or
+/// of another task, a missing haystack, missing or other passages, a missing counter, a count that is negative or above
+/// 2^40, a length below the shortest text (the message says which length fits), and a haystack of more keys than there
+/// are pairs (115,132). Cost: 4 to 15 calls of count_tokens with whole prompts (vt: 4 of them with its example), and
+/// O(length) besides each.
 [[nodiscard]] TextSample make_text_task(std::string_view name, std::uint64_t seed, const TokenCounter& count_tokens,
                                         const TextTaskOptions& options = {});
 

@@ -225,9 +225,9 @@ Difference difference(const RatioStrata& ours, const RatioStrata& theirs) {
   return {report::mean(ours) - report::mean(theirs), report::bootstrap_difference(ours, theirs)};
 }
 
-std::string differences(const ContestOptions& options, const std::vector<Contest>& contests,
-                        const std::vector<std::string>& tasks,
-                        const std::function<Strata(std::size_t contest, const std::string& task)>& strata) {
+std::string differences(
+    const ContestOptions& options, const std::vector<Contest>& contests, const std::vector<std::string>& tasks,
+    const std::function<Difference(std::size_t contest, std::size_t against, const std::string& task)>& of) {
   if (options.against.empty()) return "";
   std::vector<Column> columns = contest_columns(options, {{"against", "against", false}});
   for (const std::string& task : tasks) columns.push_back({task, task + " (95 %)"});
@@ -238,7 +238,7 @@ std::string differences(const ContestOptions& options, const std::vector<Contest
     if (against == c) continue;
     std::vector<Cell> row = contest_cells(options, contests[c], {against ? contests[*against].shown() : "-"});
     const auto add = [&](const std::string& task) {
-      row.emplace_back((against ? difference(strata(c, task), strata(*against, task)) : Difference{}).shown());
+      row.emplace_back((against ? of(c, *against, task) : Difference{}).shown());
     };
     for (const std::string& task : tasks) add(task);
     if (tasks.size() > 1) add("");

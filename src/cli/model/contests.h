@@ -97,9 +97,9 @@ Difference difference(const Strata& ours, const Strata& theirs);
 Difference difference(const RatioStrata& ours, const RatioStrata& theirs);
 
 // What Markdown says of --against: percentage points above it, a column per task and, of several, one for all of them.
-// Empty without --against. strata(contest, task): the answers; task "": of all.
-std::string differences(const ContestOptions& options, const std::vector<Contest>& contests,
-                        const std::vector<std::string>& tasks,
-                        const std::function<Strata(std::size_t contest, const std::string& task)>& strata);
+// Empty without --against. of(contest, against, task): the difference; task "": of all.
+std::string differences(
+    const ContestOptions& options, const std::vector<Contest>& contests, const std::vector<std::string>& tasks,
+    const std::function<Difference(std::size_t contest, std::size_t against, const std::string& task)>& of);
 
 }  // namespace kvkeep::cli

@@ -35,15 +35,26 @@ Examples:
   kvkeep eval --model examples/model --task needle --length 1024 --retrieval 4 --batch 1 --policy fastkv,layer=1
   kvkeep eval --model SmolLM2.gguf --task ruler/niah-single-1,ruler/vt --length 1024 --budgets 512,256 --policy tova
   kvkeep eval --model SmolLM2.gguf --task text/needle --haystack prose.txt --budgets 256 --question after --batch 4
+  kvkeep eval --model SmolLM2.gguf --samples-in mine.jsonl --policy full --policy tova --budgets 512,256
+  kvkeep eval --model SmolLM2.gguf --samples-in hotpotqa.jsonl --templates dataset2prompt.json --truncate middle
 
 Tasks over text (those with a / in their names) need a model with a tokenizer. The question is asked in the model's
 chat template unless --raw is given; the answer is generated and scored by the references that it contains. A prompt
 is cut at its end, with the question in sight or, with --question after, before it comes. Each prompt runs once for
-all policies. --samples-out FILE writes each sample as a line of JSON: task, seed, the token ids of prompt and
-question, max_new_tokens, end_tokens, references, and per policy and budget the tokens, text and score of the answer
-and the seconds taken by the cut of the prompt. docs/text.md describes it. The tasks:
+all policies. The table has the mean score, and as `whole %` the share of samples with full score. The tasks:
   ruler/niah-single-1 to -3, ruler/niah-multikey-1 to -3, ruler/niah-multivalue, ruler/niah-multiquery,
-  ruler/vt, ruler/cwe, ruler/fwe, text/needle
+  ruler/vt, ruler/cwe, ruler/fwe, ruler/qa-1 and -2 (with --passages), text/needle
+
+--samples-in FILE asks what you want to know: one JSON object per line, such as
+  {"turns": ["<a long report>", "Which year?"], "references": "2023", "scoring": "contains", "max_new_tokens": 16}
+with `prompt` (a string), `messages` ([{"role", "content"}]) or `turns` (strings; the cut is before the last one);
+`references`; `scoring`: contains, any, exact, f1, rouge-l, number, choice, class or numbers; `max_new_tokens`; and, if
+you like, choices, answer_prefix, first_line, raw, task, id. Lines of RULER, LongBench, InfiniteBench, GSM8K and MATH
+are read as published. --samples-out FILE writes the samples in that form, with token ids and, per policy and budget,
+tokens, text and score of the answer. docs/text.md describes both.
+
+--score tokens feeds the reference and counts tokens of it that the model would have written. Fed tokens give each
+other away, so the policy `random` runs too, under every budget: what it gets is the floor.
 
 Tasks of the small model are teacher-forced: the trace of each sample is fed, and a look-up is right if the argmax of
 the logits before it is the value that was asked for. "late" is the last third of the trace. Cache bytes are those of
@@ -86,6 +97,7 @@ struct EvalOptions {
   bool wilson = false, diagnostics = false;
   std::int32_t diagnostics_samples = 4, retrieval = 0;
   TextOptions text;
+  const CLI::Option *task = nullptr, *samples_option = nullptr, *length_option = nullptr;
 };
 
 struct Measured {
@@ -368,22 +380,25 @@ std::string markdown(const EvalOptions& o, const std::vector<Contest>& all, cons
   std::string out = wide_table(o, all, measured).markdown();
   out += o.wilson ? "\n95 %: Wilson's interval, each look-up taken as independent.\n"
                   : text("\n95 %: bootstrap over whole samples (", o.samples, " per task).\n");
-  out += differences(o.contests, all, o.tasks,
-                     [&](std::size_t c, const std::string& task) { return strata(measured[c], task); });
+  out += differences(o.contests, all, o.tasks, [&](std::size_t c, std::size_t against, const std::string& task) {
+    return difference(strata(measured[c], task), strata(measured[against], task));
+  });
   if (o.diagnostics) out += "\nDiagnostics, all tasks:\n\n" + diagnostics_table(o, all, measured).markdown();
   return out;
 }
 
-// Runs tasks over text, if --task names them.
+// Runs tasks over text, if --task or --samples-in names them.
 bool run_text(const EvalOptions& o) {
-  if (std::ranges::none_of(o.tasks, is_text_task)) {
-    KVKEEP_REQUIRE(o.text.haystack.empty() && !o.text.question_after && !o.text.score_tokens && !o.text.raw &&
-                       o.text.samples_out.empty(),
-                   "eval: --haystack, --question, --score, --raw and --samples-out are for tasks over text; allowed "
-                   "with --task ruler/... and text/needle");
+  const bool read = !o.text.samples_in.empty();
+  if (!read && std::ranges::none_of(o.tasks, is_text_task)) {
+    KVKEEP_REQUIRE(
+        !o.text.any(),
+        "eval: --haystack, --passages, --question, --score, --raw, --truncate, --templates and --samples-out "
+        "are for tasks over text; allowed with --task ruler/..., --task text/needle and --samples-in");
     return false;
   }
-  KVKEEP_REQUIRE(std::ranges::all_of(o.tasks, is_text_task),
+  const std::vector<std::string> tasks = o.task->count() == 0 ? std::vector<std::string>{} : o.tasks;
+  KVKEEP_REQUIRE(std::ranges::all_of(tasks, is_text_task),
                  "--task: tasks over text and tasks of the small model cannot share a table; allowed one kind");
   KVKEEP_REQUIRE(!o.diagnostics && o.retrieval == 0 && !o.wilson,
                  "eval: --diagnostics, --retrieval and --intervals wilson are not for tasks over text");
@@ -392,10 +407,12 @@ bool run_text(const EvalOptions& o) {
   evaluate_text({.model = o.model,
                  .output = o.output,
                  .text = o.text,
-                 .tasks = o.tasks,
+                 .tasks = tasks,
                  .length = o.shape.length,
                  .samples = o.samples,
                  .batch = o.batch,
+                 .length_given = o.length_option->count() > 0,
+                 .samples_given = o.samples_option->count() > 0,
                  .seed = o.seed,
                  .contests = std::move(contests)});
   return true;
@@ -437,16 +454,20 @@ Run add_eval(CLI::App& app) {
   o->model.add(*sub);
   o->model.device.add(*sub);
   using Lists = std::vector<std::string>;
-  sub->add_option_function<Lists>(
-         "--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); },
-         "tasks of the small model: chain, ask, needle, updates, copies; over text: ruler/niah-single-1 and others, "
-         "text/needle")
-      ->option_text("NAME,... [ask]");
+  o->task = sub->add_option_function<Lists>(
+                   "--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); },
+                   "tasks of the small model: chain, ask, needle, updates, copies; over text: ruler/niah-single-1 and "
+                   "others, "
+                   "text/needle")
+                ->option_text("NAME,... [ask]");
   o->contests.add(*sub, "full, streaming, tova, ams-tova strict and official, oracle (small model only)");
-  sub->add_option("--samples", o->samples, "samples of each task")
-      ->check(CLI::Range(1, 1 << 24))
-      ->option_text("N [20]");
-  sub->add_option("--length", o->shape.length, "tokens of a sample's prompt and trace")->option_text("N [512]");
+  o->samples_option = sub->add_option("--samples", o->samples, "samples of each task; of --samples-in: the first N")
+                          ->check(CLI::Range(1, 1 << 24))
+                          ->option_text("N [20]");
+  o->length_option = sub->add_option("--length", o->shape.length,
+                                     "tokens of a sample's prompt and trace; of --samples-in: the most, without it "
+                                     "the model's positions")
+                         ->option_text("N [512]");
   sub->add_option("--retrieval", o->retrieval, "ask inside the prompt and predict N look-ups; 0: the whole trace")
       ->check(CLI::Range(0, 1 << 20))
       ->option_text("N [0]");

@@ -6,38 +6,24 @@
 #include <chrono>
 #include <cmath>
 #include <map>
-#include <optional>
+#include <numeric>
 
 #include "files.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/lm/generation.h"
+#include "kvkeep/lm/passages.h"
+#include "kvkeep/lm/samples.h"
 #include "kvkeep/lm/text_tasks.h"
 #include "oracle.h"
 #include "progress.h"
 #include "read_file.h"
 #include "run_cost.h"
+#include "text_layout.h"
 #include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
-
-// A sample as tokens: what is cut, and what comes after the cut.
-struct Asked {
-  lm::TextSample sample;
-  std::vector<std::int32_t> prompt, question;  // the answer's prefix ends the last one that is not empty
-  std::vector<std::int32_t> answer = {};       // the reference, if it is fed
-
-  [[nodiscard]] std::vector<std::int32_t> forced() const {
-    std::vector<std::int32_t> all = question;
-    all.insert(all.end(), answer.begin(), answer.end());
-    return all;
-  }
-  [[nodiscard]] std::int32_t new_tokens() const {
-    return static_cast<std::int32_t>(question.size()) +
-           (answer.empty() ? sample.answer_tokens : static_cast<std::int32_t>(answer.size()));
-  }
-};
 
 // What a policy wrote, for --samples-out.
 struct Writing {
@@ -49,82 +35,18 @@ struct Writing {
 
 // What a policy answered.
 struct Answered {
-  std::map<std::string, std::vector<Writing>> writings;  // [samples]
-  std::map<std::string, std::vector<report::Answers>>
-      by_task;                                // [samples] references found, of all; or right tokens of the reference
-  std::map<std::string, std::int64_t> whole;  // samples in which all was right
+  std::map<std::string, std::vector<Writing>> writings;       // [samples]
+  std::map<std::string, std::vector<report::Ratio>> by_task;  // [samples] scores; or right tokens of the reference
+  std::map<std::string, report::Answers> found;               // references, of all; or tokens
+  std::map<std::string, report::Answers> whole;               // samples in which all was right
   RunCost cost;
 
-  [[nodiscard]] Strata strata(const std::string& task = "") const {
-    Strata all;
+  [[nodiscard]] RatioStrata strata(const std::string& task = "") const {
+    RatioStrata all;
     for (const auto& [name, samples] : by_task)
       if (task.empty() || name == task) all.push_back(samples);
     return all;
   }
-};
-
-// Samples as the tokens of a user's message in the model's markup.
-class Layout {
- public:
-  Layout(const lm::TextModel& text, bool raw) : text_(text) {
-    if (!raw && !text.chat_template.empty()) template_ = text.layout();
-  }
-
-  [[nodiscard]] std::int64_t count(std::string_view said) const {
-    const std::string whole = rendered(std::string(said));
-    return std::ssize(first_ids(whole, whole));
-  }
-
-  // Context and question are tokenised separately, so that one may be cut without the other. A mark between them shows
-  // where that is in the markup.
-  [[nodiscard]] Asked asked(lm::TextSample sample, const TextOptions& options) const {
-    Asked made{.sample = std::move(sample), .prompt = {}, .question = {}};
-    const std::string mark = "\x01kvkeep\x01";
-    const std::string whole = rendered(made.sample.context + mark + made.sample.question);
-    const std::size_t at = whole.find(mark);
-    KVKEEP_REQUIRE_AS(Unsupported, at != std::string::npos && whole.find(mark, at + 1) == std::string::npos,
-                      "chat: the template does not write a user's message once and as it is; allowed --raw");
-    made.prompt = first_ids(whole.substr(0, at), whole);
-    made.question = next_ids(whole.substr(at + mark.size()) + made.sample.answer_prefix);
-    if (options.score_tokens) made.answer = answer(made);
-    if (options.question_after) return made;
-    made.prompt.insert(made.prompt.end(), made.question.begin(), made.question.end());
-    made.question.clear();
-    return made;
-  }
-
- private:
-  // The tokens of the only reference. A leading blank that is a token of its own moves to the question: it could never
-  // be wrong.
-  [[nodiscard]] std::vector<std::int32_t> answer(Asked& to) const {
-    KVKEEP_REQUIRE(to.sample.answers.size() == 1, "--score tokens: the task has ", to.sample.answers.size(),
-                   " references in no set order; allowed tasks with one");
-    const bool blank = !to.sample.answer_prefix.ends_with(' ');
-    std::vector<std::int32_t> tokens = next_ids((blank ? " " : "") + to.sample.answers.front());
-    if (blank && text_.tokenizer.piece(tokens.front()) == " ") {
-      to.question.push_back(tokens.front());
-      tokens.erase(tokens.begin());
-    }
-    return tokens;
-  }
-
-  [[nodiscard]] std::string rendered(const std::string& said) const {
-    const std::vector<lm::ChatMessage> messages{{"user", said}};
-    return template_ ? template_->render(messages) : said;
-  }
-
-  // The beginning of a prompt, `whole` of which is rendered: a template may write the first token itself.
-  [[nodiscard]] std::vector<std::int32_t> first_ids(const std::string& said, std::string_view whole) const {
-    const bool add_bos = !template_ || !template_->begins_with_bos(whole);
-    return text_.tokenizer.encode(said, lm::SpecialTokens::parsed, add_bos);
-  }
-
-  [[nodiscard]] std::vector<std::int32_t> next_ids(const std::string& said) const {
-    return text_.tokenizer.encode_continuation(said);
-  }
-
-  const lm::TextModel& text_;
-  std::optional<lm::ChatTemplate> template_;
 };
 
 lm::Request request_of(const Asked& asked) {
@@ -141,7 +63,7 @@ Writing writing_of(const lm::TextModel& text, const Asked& asked, const std::vec
   const auto end = std::ranges::find_first_of(written, text.tokenizer.end_tokens());
   Writing writing{.tokens = {written.begin(), end}, .text = {}};
   writing.text = text.tokenizer.decode_continuation(writing.tokens);
-  writing.score = asked.sample.score(writing.text);
+  writing.score = asked.sample.text.score(writing.text);
   return writing;
 }
 
@@ -153,28 +75,57 @@ report::Answers tokens_foretold(const Asked& asked, const std::vector<std::int32
   return answers;
 }
 
-void add_answer(const lm::TextModel& text, const std::string& task, const Asked& asked, const lm::Completion& done,
-                double cut_seconds, Answered& to) {
-  const auto references = static_cast<std::int64_t>(asked.sample.answers.size());
-  Writing& writing = to.writings[task].emplace_back(writing_of(text, asked, done.tokens));
+// rouge-l's own formula stays a little below 1.
+bool is_whole(double score) { return score > 1 - 1e-6; }
+
+void add_answer(const lm::TextModel& text, const std::string& task, std::size_t place, const Asked& asked,
+                const lm::Completion& done, double cut_seconds, Answered& to) {
+  Writing& writing = to.writings[task].at(place) = writing_of(text, asked, done.tokens);
   writing.cut_seconds = cut_seconds;
-  const report::Answers answers =
-      asked.answer.empty() ? report::Answers{std::llround(writing.score * static_cast<double>(references)), references}
-                           : tokens_foretold(asked, done.tokens);
-  if (!asked.answer.empty()) writing.score = share(answers.right, answers.asked);
-  to.by_task[task].push_back(answers);
-  to.whole[task] += answers.right == answers.asked ? 1 : 0;
+  report::Ratio ratio{writing.score, 1};
+  const bool each = asked.sample.text.scoring == lm::TextScoring::all;  // counts references
+  const std::int64_t references = each ? static_cast<std::int64_t>(asked.sample.text.answers.size()) : 1;
+  report::Answers found{each ? std::llround(writing.score * static_cast<double>(references))
+                             : static_cast<std::int64_t>(is_whole(writing.score)),
+                        references};
+  if (!asked.answer.empty()) {
+    found = tokens_foretold(asked, done.tokens);
+    ratio = {static_cast<double>(found.right), static_cast<double>(found.asked)};
+    writing.score = ratio.value();
+  }
+  to.by_task[task].at(place) = ratio;
+  const auto add = [](report::Answers& sum, report::Answers more) {
+    sum = {sum.right + more.right, sum.asked + more.asked};
+  };
+  add(to.found[task], found);
+  add(to.whole[task], {is_whole(writing.score) ? 1 : 0, 1});
   to.cost.add(done);
+}
+
+// Which samples run together: at most `most`, the longest at most twice as long as the shortest, since each has room
+// for the longest.
+std::vector<std::vector<std::size_t>> batches_of(const std::vector<Asked>& asked, std::int32_t most) {
+  std::vector<std::size_t> order(asked.size());
+  std::iota(order.begin(), order.end(), 0U);
+  std::ranges::stable_sort(order, {}, [&](std::size_t i) { return asked[i].tokens(); });
+  std::vector<std::vector<std::size_t>> batches;
+  for (const std::size_t i : order) {
+    if (batches.empty() || batches.back().size() == static_cast<std::size_t>(most) ||
+        asked[i].tokens() > 2 * asked[batches.back().front()].tokens())
+      batches.emplace_back();
+    batches.back().push_back(i);
+  }
+  return batches;
 }
 
 // Runs some samples under every policy. Their prompts run once for all policies but those that narrow them.
 void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluation& e,
-            const std::vector<Contest>& contests, const std::string& task, std::span<const Asked> asked,
-            Progress& progress, std::vector<Answered>& to) {
+            const std::vector<Contest>& contests, const std::string& task, const std::vector<Asked>& all,
+            const std::vector<std::size_t>& batch, Progress& progress, std::vector<Answered>& to) {
   std::int64_t capacity = 0;
-  for (const Asked& one : asked)
-    capacity = std::max(capacity, static_cast<std::int64_t>(one.prompt.size()) + one.new_tokens());
-  const auto places = static_cast<std::int64_t>(asked.size());
+  for (const std::size_t i : batch) capacity = std::max(capacity, all[i].tokens());
+  const auto places = static_cast<std::int64_t>(batch.size());
+  const auto asked = [&](std::size_t i) -> const Asked& { return all[batch[i]]; };
   using Clock = std::chrono::steady_clock;
   Clock::time_point deciding;
   const lm::GenerationHooks hooks{.before_decision = [&](const lm::DecisionSight&) { deciding = Clock::now(); }};
@@ -196,16 +147,16 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
   }
   std::vector<lm::PromptRun> prompts;
   progress.label("prompts, " + task);
-  for (std::size_t i = 0; !sharing.empty() && i < asked.size(); ++i)
-    prompts.push_back(lm::Generator::run_prompt(sharing, request_of(asked[i])));
+  for (std::size_t i = 0; !sharing.empty() && i < batch.size(); ++i)
+    prompts.push_back(lm::Generator::run_prompt(sharing, request_of(asked(i))));
   for (std::size_t c = 0; c < contests.size(); ++c) {
     progress.label(contests[c].shown() + ", " + task);
     lm::Generator& generator = *generators[c];
     std::vector<SequenceId> ids;
-    std::vector<double> cut_seconds(asked.size(), std::nan(""));
-    for (std::size_t i = 0; i < asked.size(); ++i) {
+    std::vector<double> cut_seconds(batch.size(), std::nan(""));
+    for (std::size_t i = 0; i < batch.size(); ++i) {
       if (contests[c].narrows) {
-        ids.push_back(generator.join(request_of(asked[i])));
+        ids.push_back(generator.join(request_of(asked(i))));
         static_cast<void>(generator.step());  // alone, so that the time to its first token is its own
       } else {
         ids.push_back(prompts[i].sequences[place[c]]);
@@ -215,8 +166,8 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
     }
     while (generator.step()) {
     }
-    for (std::size_t i = 0; i < asked.size(); ++i)
-      add_answer(text, task, asked[i], generator.leave(ids[i]), cut_seconds[i], to[c]);
+    for (std::size_t i = 0; i < batch.size(); ++i)
+      add_answer(text, task, batch[i], asked(i), generator.leave(ids[i]), cut_seconds[i], to[c]);
     const FactorCache* near = generator.keeper().factor_cache();
     to[c].cost.add(generator.pace(), generator.keeper().totals(),
                    near == nullptr ? FactorCache::Totals{} : near->totals());
@@ -225,18 +176,38 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
   }
 }
 
-double share_of(const Answered& answered, const std::string& task = "") { return report::share(answered.strata(task)); }
+double share_of(const Answered& answered, const std::string& task = "") { return report::mean(answered.strata(task)); }
 
-// Tasks that the full cache does not solve say nothing about what policies lose.
-std::string hopeless(const TextEvaluation& e, const std::vector<Contest>& contests,
+bool is_drawn(const std::vector<Asked>& group) { return group.front().sample.line == 0; }  // not read from a file
+
+std::int64_t longest(const std::vector<Asked>& group) {
+  return std::ranges::max_element(group, {}, &Asked::tokens)->tokens();
+}
+
+// The name, or "mixed".
+std::string scoring_of(const TextEvaluation& e, const std::vector<Asked>& group) {
+  if (e.text.score_tokens) return "tokens";
+  const lm::TextScoring first = group.front().sample.text.scoring;
+  const bool same = std::ranges::all_of(group, [&](const Asked& a) { return a.sample.text.scoring == first; });
+  return same ? std::string(lm::name_of(first)) : "mixed";
+}
+
+using Groups = std::map<std::string, std::vector<Asked>>;  // by task
+
+// Tasks that the full cache does not solve say nothing about what policies lose. Answers in one's own words share few
+// with a reference even if they are right.
+std::string hopeless(const TextEvaluation& e, const Groups& asked, const std::vector<Contest>& contests,
                      const std::vector<Answered>& answered) {
   std::string out;
   for (std::size_t c = 0; c < contests.size(); ++c)
     if (contests[c].keeps_all())
-      for (const std::string& task : e.tasks)
+      for (const std::string& task : e.tasks) {
+        const lm::TextScoring scoring = asked.at(task).front().sample.text.scoring;
+        if (!e.text.score_tokens && (scoring == lm::TextScoring::f1 || scoring == lm::TextScoring::rouge_l)) continue;
         if (const double whole = share_of(answered[c], task); whole < 0.5)
           out += text("\n", task, ": the full cache itself answers ", real_cell(100 * whole, 0).shown,
                       " %; below 50 the row says nothing about policies.\n");
+      }
   return out;
 }
 
@@ -244,7 +215,8 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   std::vector<Column> columns = contest_columns(e.contests);
   for (const std::string& task : e.tasks) columns.push_back({task, task + " % (95 %)"});
   if (e.tasks.size() > 1) columns.push_back({"all", "all % (95 %)"});
-  append(columns, {{"peak_bytes", "cache peak"},
+  append(columns, {{"whole", "whole %"},
+                   {"peak_bytes", "cache peak"},
                    {"kept_bytes", "kept"},
                    {"first_token_ms", "first token ms"},
                    {"tokens_per_second", "tokens/s"}});
@@ -260,8 +232,11 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
     for (const std::string& task : e.tasks)
       row.emplace_back(with_interval(share_of(a, task), report::bootstrap(a.strata(task))));
     if (e.tasks.size() > 1) row.emplace_back(with_interval(share_of(a), report::bootstrap(a.strata())));
-    append(row, {bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes),
-                 real_cell(a.cost.median_first_token_ms(), 0), real_cell(a.cost.tokens_per_second(), 1)});
+    report::Answers whole;
+    for (const auto& [task, one] : a.whole) whole = {whole.right + one.right, whole.asked + one.asked};
+    append(row, {real_cell(100 * share(whole.right, whole.asked), 1), bytes_cell(a.cost.peak_bytes),
+                 bytes_cell(a.cost.kept_bytes), real_cell(a.cost.median_first_token_ms(), 0),
+                 real_cell(a.cost.tokens_per_second(), 1)});
     append(row, a.cost.counts.cells());
     if (narrowing) append(row, a.cost.narrowing_cells());
     if (folding) append(row, a.cost.folding_cells());
@@ -271,11 +246,12 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
 }
 
 // One row per policy, budget and task: for programs.
-Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, const std::vector<Answered>& answered) {
+Table long_table(const TextEvaluation& e, const Groups& asked, const std::vector<Contest>& contests,
+                 const std::vector<Answered>& answered) {
   std::vector<Column> columns = contest_columns(e.contests);
   for (const char* key :
        {"task", "length", "question", "samples", "references", "found", "share", "share_low", "share_high", "whole",
-        "peak_bytes", "kept_bytes", "first_token_ms", "tokens_per_second", "events", "chosen"})
+        "scoring", "truncated", "peak_bytes", "kept_bytes", "first_token_ms", "tokens_per_second", "events", "chosen"})
     columns.push_back({key, key});
   append(columns, RunCost::narrowing_columns());
   append(columns, RunCost::folding_columns());
@@ -285,16 +261,18 @@ Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   for (std::size_t c = 0; c < contests.size(); ++c)
     for (const std::string& task : e.tasks) {
       const Answered& a = answered[c];
-      report::Answers all;
-      for (const report::Answers& one : a.by_task.at(task)) all = {all.right + one.right, all.asked + one.asked};
+      const std::vector<Asked>& group = asked.at(task);
+      const report::Answers& found = a.found.at(task);
       const report::Interval interval = report::bootstrap(a.strata(task));
       const Difference d =
           contests[c].against ? difference(a.strata(task), answered[*contests[c].against].strata(task)) : Difference{};
       std::vector<Cell> row =
           contest_cells(e.contests, contests[c],
-                        {task, e.length, e.text.question_after ? "after" : "before", e.samples, all.asked, all.right,
+                        {task, is_drawn(group) ? e.length : longest(group), e.text.question_after ? "after" : "before",
+                         static_cast<std::int64_t>(group.size()), found.asked, found.right,
                          share_cell(share_of(a, task)), share_cell(interval.low), share_cell(interval.high),
-                         a.whole.at(task), bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes),
+                         a.whole.at(task).right, scoring_of(e, group), std::ranges::count_if(group, &Asked::truncated),
+                         bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes),
                          real_cell(a.cost.median_first_token_ms(), 3), real_cell(a.cost.tokens_per_second(), 2)});
       append(row, a.cost.counts.cells());
       append(row, a.cost.narrowing_cells(1));
@@ -306,11 +284,10 @@ Table long_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
   return table;
 }
 
-// One line per sample: the tokens of the question, and every policy's answer. For programs that ask other systems the
-// same.
-std::string sample_lines(const TextEvaluation& e, const std::vector<Contest>& contests,
-                         const std::map<std::string, std::vector<Asked>>& asked, const std::vector<Answered>& answered,
-                         const std::vector<std::int32_t>& end_tokens) {
+// One line per sample: what --samples-in reads, the tokens of the question, and every policy's answer. For programs
+// that ask other systems the same.
+std::string sample_lines(const TextEvaluation& e, const Groups& asked, const std::vector<Contest>& contests,
+                         const std::vector<Answered>& answered, const std::vector<std::int32_t>& end_tokens) {
   std::string lines;
   for (const std::string& task : e.tasks)
     for (std::size_t i = 0; i < asked.at(task).size(); ++i) {
@@ -326,17 +303,137 @@ std::string sample_lines(const TextEvaluation& e, const std::vector<Contest>& co
                            {"score", writing.score},
                            {"cut_seconds", writing.cut_seconds}});
       }
-      const nlohmann::ordered_json line{{"task", task},
-                                        {"seed", e.seed + i},
-                                        {"prompt", one.prompt},
-                                        {"question", one.question},
-                                        {"max_new_tokens", one.sample.answer_tokens},
-                                        {"end_tokens", end_tokens},
-                                        {"references", one.sample.answers},
-                                        {"answers", std::move(answers)}};
+      nlohmann::ordered_json line = nlohmann::ordered_json::parse(lm::to_json(one.sample));
+      if (is_drawn(asked.at(task))) line["seed"] = e.seed + i;
+      line["prompt"] = one.prompt;
+      line["question"] = one.question;
+      line["end_tokens"] = end_tokens;
+      line["answers"] = std::move(answers);
       lines += io::written(line) + "\n";
     }
   return lines;
+}
+
+// ---- Samples
+
+// Samples of e.tasks.
+Groups draw_samples(const TextEvaluation& e, const Layout& layout) {
+  const std::string haystack = e.text.haystack.empty() ? std::string() : io::read_file(e.text.haystack, "--haystack");
+  std::map<lm::PassageForm, lm::Passages> passages;
+  for (const std::string& file : e.text.passages) {
+    lm::Passages read = lm::read_passages(io::read_file(file, "--passages"), file);
+    const lm::PassageForm form = read.form;
+    KVKEEP_REQUIRE(passages.emplace(form, std::move(read)).second, "--passages: ", file,
+                   " is the second file of its form; allowed one of SQuAD and one of HotpotQA");
+  }
+  const lm::TokenCounter count = [&](std::string_view said) { return layout.count(said); };
+  const std::span<const lm::TextTaskInfo> known = lm::text_tasks();
+  require_memory_of_samples(e.tasks.size(), e.samples, e.length);
+  Groups asked;
+  for (const std::string& task : e.tasks) {
+    const auto info = std::ranges::find(known, task, &lm::TextTaskInfo::name);
+    const bool essay = info != known.end() && info->needs_haystack;
+    const auto read = passages.find(task == "ruler/qa-2" ? lm::PassageForm::hotpotqa : lm::PassageForm::squad);
+    constexpr std::size_t kApart = 8;  // tokens that tokenising context and question separately may add
+    for (std::int32_t i = 0; i < e.samples; ++i) {
+      // Samples begin at different words; otherwise each would hide its needle in the same text.
+      const std::size_t begin = essay && !haystack.empty() ? haystack.size() * static_cast<std::size_t>(i) /
+                                                                 static_cast<std::size_t>(e.samples)
+                                                           : 0;
+      const std::size_t word = begin == 0 ? 0 : std::min(haystack.find_first_of(" \n", begin), haystack.size() - 1);
+      const std::string turned = essay ? haystack.substr(word) + " " + haystack.substr(0, word) : std::string();
+      lm::TextSample sample = lm::make_text_task(task, e.seed + static_cast<std::uint64_t>(i), count,
+                                                 {.length = e.length,
+                                                  .reserved_tokens = kApart,
+                                                  .haystack = turned,
+                                                  .passages = read == passages.end() ? nullptr : &read->second});
+      asked[task].push_back(
+          layout.asked({.task = task, .text = std::move(sample)}, e.text.score_tokens, e.text.question_after));
+    }
+  }
+  return asked;
+}
+
+// Adds the samples of --samples-in, and their tasks to e.tasks.
+void read_samples(TextEvaluation& e, const Layout& layout, Groups& asked) {
+  constexpr std::size_t kMostTasks = 64;  // each is a column
+  const std::int64_t positions = lm::LmConfig::read(e.model.folder).max_positions;
+  const std::int64_t most = e.length_given ? std::min(e.length, positions) : positions;
+  const lm::PromptTemplates templates =
+      e.text.templates.empty() ? lm::PromptTemplates{}
+                               : lm::read_templates(io::read_file(e.text.templates, "--templates"), e.text.templates);
+  for (const std::string& file : e.text.samples_in) {
+    std::int64_t too_long = 0, line = 0, tokens = 0, for_answer = 0;  // how many; and of the first
+    for (lm::Sample& sample : lm::read_samples(io::read_file(file, "--samples-in"), file, templates).samples) {
+      const std::string task = sample.task;
+      std::vector<Asked>& group = asked[task];
+      KVKEEP_REQUIRE(group.empty() || !is_drawn(group), "--samples-in: ", file, " has the task '", shortened(task),
+                     "', which --task names too; allowed one of them");
+      if (e.samples_given && group.size() >= static_cast<std::size_t>(e.samples)) continue;
+      if (group.empty()) e.tasks.push_back(task);
+      KVKEEP_REQUIRE(e.tasks.size() <= kMostTasks, "--samples-in: ", file, " has too many tasks; given more than ",
+                     kMostTasks, "; allowed ", kMostTasks);
+      Asked& one = group.emplace_back(layout.asked(std::move(sample), e.text.score_tokens, e.text.question_after));
+      if (one.tokens() <= most) continue;
+      if (e.text.truncate && layout.truncate(one, most)) continue;
+      if (too_long++ > 0) continue;
+      line = one.sample.line, tokens = one.tokens();
+      for_answer = one.new_tokens() - static_cast<std::int64_t>(one.question.size());
+    }
+    KVKEEP_REQUIRE(too_long == 0, "--samples-in: ", file, ", line ", line, ": the sample is too long; given ", tokens,
+                   " tokens, ", for_answer, " of them for the answer (", too_long, " such in the file); allowed ", most,
+                   most == positions ? ", the model's positions" : ", --length",
+                   e.text.truncate ? ", with some of the text left beside markup and answer"
+                                   : ". --truncate middle drops the middle of longer ones");
+  }
+}
+
+// What --score tokens counts needs a floor: policies that are not `random` run beside it.
+ContestOptions with_random(const TextEvaluation& e, const std::vector<std::string>& policies,
+                           const std::vector<Contest>& all) {
+  ContestOptions options = e.contests;
+  const bool cuts = std::ranges::any_of(all, [](const Contest& c) { return !c.keeps_all(); });
+  if (!e.text.score_tokens || !cuts ||
+      std::ranges::any_of(all, [](const Contest& c) { return c.policy.name() == "random"; }))
+    return options;
+  if (options.policies.empty()) options.policies = policies;
+  std::vector<std::string> added;
+  for (const Contest& c : all)
+    if (c.budget.value.is_number_integer())
+      if (const std::string one = text("random,budget=", c.budget.value.get<std::int64_t>());
+          std::ranges::find(added, one) == added.end())
+        added.push_back(one);
+  if (!e.contests.budgets.empty() || e.contests.policies.empty()) added = {"random"};
+  append(options.policies, added);
+  return options;
+}
+
+std::string notes(const TextEvaluation& e, const Groups& asked, const std::vector<Contest>& contests) {
+  const bool drawn = std::ranges::any_of(asked, [](const auto& one) { return is_drawn(one.second); });
+  const std::string cut =
+      e.text.question_after ? "cut before their question comes" : "cut with their question in sight";
+  std::string out = "\n";
+  if (drawn) out += text(e.samples, " samples per task, prompts of ", e.length, " tokens ", cut, ". ");
+  for (const std::string& task : e.tasks) {
+    const std::vector<Asked>& group = asked.at(task);
+    if (is_drawn(group)) continue;
+    const std::int64_t least = std::ranges::min_element(group, {}, &Asked::tokens)->tokens(), most = longest(group),
+                       truncated = std::ranges::count_if(group, &Asked::truncated);
+    out += text(task, ": ", group.size(), group.size() == 1 ? " sample" : " samples", " of ", least,
+                least == most ? "" : text(" to ", most), " tokens, scored by ", scoring_of(e, group));
+    if (truncated > 0) out += text(", the middle of ", truncated, " dropped");
+    out += text("; prompts ", cut, ".\n");
+  }
+  out += "95 %: bootstrap over samples; whole: share of the samples with full score.\n";
+  if (e.text.score_tokens) {
+    const bool random = std::ranges::any_of(contests, [](const Contest& c) { return c.policy.name() == "random"; });
+    out +=
+        "\nFed tokens: each token of the reference is predicted after the right ones before it, which gives much of it "
+        "away.";
+    out += random ? " The rows of `random` are the floor: what a policy gets that chooses by chance.\n"
+                  : " Add --policy random to see what choosing by chance gets.\n";
+  }
+  return out;
 }
 
 }  // namespace
@@ -350,74 +447,81 @@ void TextOptions::add(CLI::App& app) {
       ->transform(one_of({"before", "after"}))
       ->option_text("before|after [before]");
   app.add_option("--score", score_tokens,
-                 "tasks over text: text: references found in the answer (RULER's score); tokens: the reference is fed, "
-                 "and those of its tokens count that the model would have written")
+                 "tasks over text: text: the model writes, and its answer is scored; tokens: the reference is fed, and "
+                 "those of its tokens count that the model would have written, beside what `random` gets")
       ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"text", false}, {"tokens", true}}))
       ->transform(one_of({"text", "tokens"}))
       ->option_text("text|tokens [text]");
   as_input(app.add_option("--haystack", haystack,
                           "tasks over text: prose that hides the answer, for tasks that need an essay"))
       ->option_text("FILE");
+  as_input(app.add_option("--passages", passages,
+                          "repeatable: SQuAD's JSON for ruler/qa-1, HotpotQA's for ruler/qa-2, as published"))
+      ->take_all()
+      ->option_text("FILE");
+  as_input(app.add_option("--samples-in", samples_in,
+                          "repeatable: samples of yours, a JSON object a line: prompt, references, scoring, "
+                          "max_new_tokens; or RULER's, LongBench's, InfiniteBench's, GSM8K's or MATH's lines"))
+      ->take_all()
+      ->option_text("FILE");
+  as_input(app.add_option("--templates", templates,
+                          "--samples-in: prompts by dataset, as LongBench's dataset2prompt.json; without it: our own"))
+      ->option_text("FILE");
+  app.add_option("--truncate", truncate, "--samples-in: what to do with samples that are too long; without it: refuse")
+      ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"middle", true}}))
+      ->transform(one_of({"middle"}))
+      ->option_text("middle");
   app.add_flag("--raw", raw, "tasks over text: do not use the model's chat template");
-  as_output(
-      app.add_option("--samples-out", samples_out,
-                     "tasks over text: write each sample as a line of JSON: its token ids, its references, and every "
-                     "policy's answer"))
+  as_output(app.add_option(
+                "--samples-out", samples_out,
+                "tasks over text: write each sample as a line that --samples-in reads, with its token ids and every "
+                "policy's answer"))
       ->option_text("FILE");
 }
 
-void evaluate_text(const TextEvaluation& e) {
-  const std::vector<Contest> all = contests(e.contests, {"full", "streaming", "tova", "ams-tova", "snapkv"},
-                                            {static_cast<std::int32_t>(e.length / 4)});
-  for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());  // before samples are drawn
-  const std::string haystack = e.text.haystack.empty() ? std::string() : io::read_file(e.text.haystack, "--haystack");
+void evaluate_text(const TextEvaluation& given) {
+  TextEvaluation e = given;
+  KVKEEP_REQUIRE(!e.text.samples_in.empty() || (e.text.templates.empty() && !e.text.truncate),
+                 "eval: --templates and --truncate are for samples of files; allowed with --samples-in");
+  const std::vector<std::string> policies{"full", "streaming", "tova", "ams-tova", "snapkv"};
+  const auto made = [&](const ContestOptions& options) {
+    std::vector<Contest> all = contests(options, policies, {static_cast<std::int32_t>(e.length / 4)});
+    for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());
+    return all;
+  };
+  static_cast<void>(made(e.contests));  // a wrong one is refused before samples are drawn
   const lm::TextModel model = lm::TextModel::open(e.model.folder);
   const Layout layout(model, e.text.raw);
-  const lm::TokenCounter count = [&](std::string_view said) { return layout.count(said); };
-  const std::span<const lm::TextTaskInfo> known = lm::text_tasks();
-  require_memory_of_samples(e.tasks.size(), e.samples, e.length);
-  std::map<std::string, std::vector<Asked>> asked;
-  for (const std::string& task : e.tasks) {
-    const auto info = std::ranges::find(known, task, &lm::TextTaskInfo::name);
-    const bool essay = info != known.end() && info->needs_haystack;
-    constexpr std::size_t kApart = 8;  // tokens that tokenising context and question separately may add
-    for (std::int32_t i = 0; i < e.samples; ++i) {
-      // Samples begin at different words; otherwise each would hide its needle in the same text.
-      const std::size_t begin = essay && !haystack.empty() ? haystack.size() * static_cast<std::size_t>(i) /
-                                                                 static_cast<std::size_t>(e.samples)
-                                                           : 0;
-      const std::size_t word = begin == 0 ? 0 : std::min(haystack.find_first_of(" \n", begin), haystack.size() - 1);
-      const std::string turned = essay ? haystack.substr(word) + " " + haystack.substr(0, word) : std::string();
-      lm::TextSample sample = lm::make_text_task(task, e.seed + static_cast<std::uint64_t>(i), count,
-                                                 {.length = e.length, .reserved_tokens = kApart, .haystack = turned});
-      asked[task].push_back(layout.asked(std::move(sample), e.text));
-    }
-  }
+  Groups asked = draw_samples(e, layout);
+  read_samples(e, layout, asked);
+  if (!e.length_given && given.tasks.empty())  // of --budgets' default
+    for (const auto& [task, group] : asked) e.length = std::max(e.length, longest(group));
+  const std::vector<Contest> all = made(with_random(e, policies, made(e.contests)));
   lm::Decoder decoder = e.model.open();
   warn(all, e.output.quiet);
-  Progress progress(static_cast<std::int64_t>(all.size() * e.tasks.size()) * e.samples, e.output.quiet);
+  std::int64_t samples = 0;
   std::vector<Answered> answered(all.size());
+  for (const auto& [task, group] : asked) {
+    samples += static_cast<std::int64_t>(group.size());
+    for (Answered& one : answered) one.writings[task].resize(group.size()), one.by_task[task].resize(group.size());
+  }
+  Progress progress(static_cast<std::int64_t>(all.size()) * samples, e.output.quiet);
   for (const std::string& task : e.tasks)
-    for (std::size_t i = 0; i < asked[task].size(); i += static_cast<std::size_t>(e.batch))
-      answer(decoder, model, e, all, task,
-             std::span(asked[task])
-                 .subspan(i, std::min<std::size_t>(static_cast<std::size_t>(e.batch), asked[task].size() - i)),
-             progress, answered);
+    for (const std::vector<std::size_t>& batch : batches_of(asked[task], e.batch))
+      answer(decoder, model, e, all, task, asked[task], batch, progress, answered);
   progress.clear();
   for (std::size_t c = 0; c < all.size(); ++c) note_events(all[c], answered[c].cost.counts, "samples", e.output.quiet);
   if (!e.text.samples_out.empty())
-    io::write_text_atomically(e.text.samples_out, sample_lines(e, all, asked, answered, model.tokenizer.end_tokens()));
+    io::write_text_atomically(e.text.samples_out, sample_lines(e, asked, all, answered, model.tokenizer.end_tokens()));
   if (e.output.format != Format::md) {
-    print(long_table(e, all, answered).text(e.output.format));
+    print(long_table(e, asked, all, answered).text(e.output.format));
     return;
   }
-  std::string out = wide_table(e, all, answered).markdown();
-  out += text("\n", e.samples, " samples per task, prompts of ", e.length, " tokens cut ",
-              e.text.question_after ? "before their question comes" : "with their question in sight",
-              "; 95 %: bootstrap over samples.\n");
-  out += differences(e.contests, all, e.tasks,
-                     [&](std::size_t c, const std::string& task) { return answered[c].strata(task); });
-  print(out + hopeless(e, all, answered));
+  std::string out = wide_table(e, all, answered).markdown() + notes(e, asked, all);
+  out += differences(e.contests, all, e.tasks, [&](std::size_t c, std::size_t against, const std::string& task) {
+    return difference(answered[c].strata(task), answered[against].strata(task));
+  });
+  print(out + hopeless(e, asked, all, answered));
 }
 
 }  // namespace kvkeep::cli

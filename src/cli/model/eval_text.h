@@ -14,11 +14,20 @@ namespace kvkeep::cli {
 bool is_text_task(const std::string& name);
 
 struct TextOptions {
-  bool question_after = false;  // the prompt is cut before the question is seen
-  bool score_tokens = false;    // the reference is fed, and each of its tokens is predicted
-  bool raw = false;             // no chat template
-  std::string haystack;         // a file
-  std::string samples_out;      // a file
+  bool question_after = false;          // the prompt is cut before the question is seen
+  bool score_tokens = false;            // the reference is fed, and each of its tokens is predicted
+  bool raw = false;                     // no chat template
+  std::string haystack;                 // a file
+  std::string samples_out;              // a file
+  std::vector<std::string> samples_in;  // files
+  std::string templates;                // a file: prompts of samples_in
+  std::vector<std::string> passages;    // files: of ruler/qa-*
+  bool truncate = false;                // too long samples lose their middle
+  // True if any is given that tasks of the small model do not take.
+  [[nodiscard]] bool any() const {
+    return question_after || score_tokens || raw || truncate || !haystack.empty() || !samples_out.empty() ||
+           !samples_in.empty() || !templates.empty() || !passages.empty();
+  }
   void add(CLI::App& app);
 };
 
@@ -29,6 +38,7 @@ struct TextEvaluation {
   std::vector<std::string> tasks;
   std::int64_t length = 0;
   std::int32_t samples = 0, batch = 0;
+  bool length_given = false, samples_given = false;  // they then hold for --samples-in, too
   std::uint64_t seed = 0;
   ContestOptions contests;
 };
