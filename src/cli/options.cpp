@@ -129,6 +129,18 @@ std::vector<std::string> items_of(const std::vector<std::string>& lists, const c
   return all;
 }
 
+std::vector<std::int32_t> integers_of(const std::vector<std::string>& lists, const char* option, std::int32_t low,
+                                      std::int32_t high) {
+  std::vector<std::int32_t> integers;
+  for (const std::string& item : items_of(lists, option)) {
+    std::int32_t& integer = integers.emplace_back(0);
+    const auto [end, error] = std::from_chars(item.data(), item.data() + item.size(), integer);
+    KVKEEP_REQUIRE(error == std::errc() && end == item.data() + item.size() && integer >= low && integer <= high,
+                   option, ": '", item, "'; allowed integers from ", low, " to ", high);
+  }
+  return integers;
+}
+
 void OutputOptions::add(CLI::App& app) {
   static const std::map<std::string, Format> kFormats{{"md", Format::md}, {"csv", Format::csv}, {"json", Format::json}};
   app.add_option("-o,--output", format, "format of the results on stdout")

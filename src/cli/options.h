@@ -22,6 +22,9 @@ void require_decimal_integers(CLI::App& app);
 // The items of a comma-separated list that may be given more than once. Throws InvalidArgument for an empty item;
 // `option` names the list.
 std::vector<std::string> items_of(const std::vector<std::string>& lists, const char* option);
+// The same for integers from `low` to `high`.
+std::vector<std::int32_t> integers_of(const std::vector<std::string>& lists, const char* option, std::int32_t low,
+                                      std::int32_t high);
 
 // Takes these words only, and offers the nearest of them.
 CLI::Validator one_of(std::vector<std::string> words);

@@ -12,6 +12,11 @@ namespace kvkeep::cli {
 Progress::Progress(std::int64_t total, bool quiet)
     : total_(total), shown_(total > 0 && !quiet && ::isatty(STDERR_FILENO) == 1) {}
 
+void Progress::label(std::string what) {
+  label_ = std::move(what);
+  if (shown_) draw();
+}
+
 void Progress::advance(std::int64_t done) {
   done_ += done;
   constexpr auto kBetween = std::chrono::milliseconds(100);
@@ -27,9 +32,12 @@ void Progress::draw() {
   const int full = static_cast<int>(share * kWidth);
   const std::string bar =
       std::string(static_cast<std::size_t>(full), '#') + std::string(static_cast<std::size_t>(kWidth - full), '.');
-  const int left = share > 0 ? static_cast<int>(elapsed / share - elapsed + 0.5) : 0;
-  std::fprintf(stderr, "\r\033[K[%s] %3.0f %%  %d:%02d left  %s", bar.c_str(), 100 * share, left / 60, left % 60,
-               escaped(label_).c_str());
+  std::fprintf(stderr, "\r\033[K[%s] %3.0f %%  ", bar.c_str(), 100 * share);
+  if (share > 0) {
+    const int left = static_cast<int>(elapsed / share - elapsed + 0.5);
+    std::fprintf(stderr, "%d:%02d left  ", left / 60, left % 60);
+  }
+  std::fputs(escaped(label_).c_str(), stderr);
   std::fflush(stderr);
   drawn_ = true;
 }

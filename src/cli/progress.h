@@ -15,7 +15,8 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  void label(std::string what) { label_ = std::move(what); }
+  // Shows at once what is being done.
+  void label(std::string what);
   void advance(std::int64_t done);
   // Removes the bar, so that other lines can be written.
   void clear();

@@ -98,6 +98,7 @@ void Generator::check(const Request& request) const {
   };
   check_ids(request.prompt, "prompt");
   check_ids(request.forced, "forced tokens");
+  check_sampling(request.sampling);
   const std::int64_t needed = slots_needed(keeper_.spec(), keeper_.policy().trigger(), request);
   KVKEEP_REQUIRE(needed <= options_.capacity, "generate: a prompt of ", request.prompt.size(), " with ",
                  request.new_tokens, " new tokens needs ", needed, " slots; the cache has room for ",
@@ -349,13 +350,15 @@ Tensor Generator::run(Batch& batch) {
 // Takes the token that f32 [1, vocab] in host memory predicts.
 std::int32_t Generator::write(SequenceId id, const Tensor& row) {
   Sequence& sequence = sequences_.at(id);
-  const std::int32_t best = argmax(row).front();
-  sequence.result.tokens.push_back(best);
-  if (options_.hooks.on_logits)
-    options_.hooks.on_logits(id, {row.const_data_ptr<float>(), static_cast<std::size_t>(row.numel())});
-  if (options_.hooks.on_token) options_.hooks.on_token(id, best);
+  const std::span<const float> logits{row.const_data_ptr<float>(), static_cast<std::size_t>(row.numel())};
+  const Sampling& sampling = sequence.request.sampling;
+  const std::int32_t next =
+      sampling.greedy() ? argmax(row).front() : draw(logits, sampling, std::ssize(sequence.result.tokens));
+  sequence.result.tokens.push_back(next);
+  if (options_.hooks.on_logits) options_.hooks.on_logits(id, logits);
+  if (options_.hooks.on_token) options_.hooks.on_token(id, next);
   if (sequence.request.keep_logits) sequence.logits.push_back(row.clone());
-  return best;
+  return next;
 }
 
 // Takes in tokens [first, last) of the step, which are those of a decoding sequence without its last.
@@ -425,11 +428,11 @@ void Generator::predict(const Batch& batch, const Tensor& logits) {
       sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, prompt_bytes(batch.ids[i]));
     if (batch.left[i] != 0) continue;
     const Tensor row = logits.narrow(0, static_cast<std::int64_t>(i), 1);
-    const std::int32_t best = write(batch.ids[i], row);
+    const std::int32_t next = write(batch.ids[i], row);
     sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, near_bytes(batch.ids[i]));
     sequence.done = static_cast<std::int32_t>(sequence.result.tokens.size()) >= sequence.request.new_tokens ||
                     (sequence.request.stop_at_end && sequence.result.tokens.size() > sequence.request.forced.size() &&
-                     decoder_.config().ends(best));
+                     decoder_.config().ends(next));
     if (keeper_.policy().needs().surprisal && !sequence.done)
       sequence.next_surprisal = token_surprisal(row[0], fed_next(sequence.request, sequence.result.tokens));
   }

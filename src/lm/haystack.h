@@ -33,6 +33,11 @@ class Essay {
   std::vector<Word> words_;
 };
 
+/// The unit of `units` that `percent` of them are before.
+[[nodiscard]] inline std::int64_t unit_at(std::size_t units, std::int64_t percent) {
+  return static_cast<std::int64_t>(units) * percent / 100;
+}
+
 /// A sentence that goes in front of unit `before`, or after the last unit.
 struct Insertion {
   std::int64_t before = 0;

@@ -103,7 +103,7 @@ void place(Dice& dice, bool essay, std::size_t units, std::vector<Insertion>& ne
   while (places.size() < needles.size()) {
     const std::int64_t card = deck.deal();
     const std::int64_t percent = (200 * card + 39) / 78;  // 100 * card / 39, rounded
-    places.push_back(essay ? size * percent / 100 : card);
+    places.push_back(essay ? unit_at(units, percent) : card);
   }
   std::sort(places.begin(), places.end());
   for (std::size_t i = 0; i < needles.size(); ++i) needles[i].before = places[i];
@@ -133,7 +133,9 @@ TextSample niah(const Recipe& recipe, std::int64_t units) {
     }
     hay.assign(lines.begin(), lines.end());
   }
-  place(dice, is_essay, hay.size(), insertions);
+  place(dice, is_essay, hay.size(), insertions);  // in any case, so that a given depth changes nothing else
+  if (recipe.options.depth)
+    std::ranges::find(insertions, true, &Insertion::asked)->before = unit_at(hay.size(), *recipe.options.depth);
 
   const bool one = sample.answers.size() == 1;
   const std::string_view kind = needles.kinds().substr(0, needles.kinds().size() - (one ? 1 : 0));
@@ -163,8 +165,8 @@ TextSample text_needle(const Recipe& recipe, std::int64_t words) {
       query = key;
       sample.answers.push_back(value);
     }
-    insertions.push_back({static_cast<std::int64_t>(hay.size()) * percent / 100,
-                          filled(kProseNeedle, {{"key", key}, {"value", value}}), i == 0});
+    insertions.push_back(
+        {unit_at(hay.size(), percent), filled(kProseNeedle, {{"key", key}, {"value", value}}), i == 0});
   }
   append_haystack(sample, hay, std::move(insertions), " ");
   sample.context += '\n';

@@ -179,6 +179,7 @@ Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request 
   GeneratorOptions generator_options{.capacity = slots_needed(decoder.spec(), trigger, request),
                                      .cache_dtype = options.cache_dtype};
   generator_options.hooks.on_layer = [&](const LayerSight& sight) { recorder.see(sight); };
+  generator_options.hooks.on_step = options.progress;
   generator_options.hooks.before_decision = [&](const DecisionSight& sight) { recorder.before(sight); };
   const std::int32_t steps = request.new_tokens - 1;
   Generator generator(decoder, std::move(policy), std::move(generator_options));
@@ -193,7 +194,8 @@ Result record_event(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Request 
   return recorder.result();
 }
 
-Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt, std::int32_t window) {
+Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt, std::int32_t window,
+                      const std::function<void(std::int64_t)>& progress) {
   const auto n = static_cast<std::int32_t>(prompt.size());
   KVKEEP_REQUIRE(n >= 1, "record: the prompt is empty; allowed one token or more");
   KVKEEP_REQUIRE(window >= 0 && window <= n, "record: the last ", window, " queries of a prompt of ", n,
@@ -210,6 +212,7 @@ Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt,
     result.tensors.emplace_back(
         text("layer.", sight.layer, ".keys"),
         torch_tensor(cache[static_cast<std::size_t>(sight.layer)].keys).select(0, 0).cpu().contiguous());
+    if (progress) progress(1);
   };
   const std::vector<std::int32_t> whole{0, n}, row{0}, none{0};
   decoder.forward({prompt, whole, positions, row, none}, cache, options);

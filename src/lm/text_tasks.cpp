@@ -30,7 +30,7 @@ constexpr std::array<TextTaskInfo, 14> kTextTasks{{
     {"ruler/fwe", "the three most common coded words", false, 50},
     {"ruler/qa-1", "a question of SQuAD about one of many documents", false, 32, true},
     {"ruler/qa-2", "a question of HotpotQA about two of many documents", false, 32, true},
-    {"text/needle", "five digits in an essay, at a depth of choice", true, 16},
+    {"text/needle", "five digits in an essay", true, 16},
 }};
 
 using Build = std::function<TextSample(std::int64_t units)>;
@@ -77,16 +77,19 @@ void check(const TextTaskInfo& task, const TokenCounter& count_tokens, const Tex
     KVKEEP_REQUIRE(low <= value && value <= high, "make_text_task(", task.name, "): ", option,
                    " is out of range; given ", value, "; allowed ", low, " to ", high);
   };
-  const auto own = [&](std::string_view option, bool given) {
-    KVKEEP_REQUIRE(!given || task.name == "text/needle", "make_text_task(", task.name, "): this task has no option ",
-                   option, "; given a value for it; allowed with text/needle alone");
+  const auto own = [&](std::string_view option, bool given, bool known, std::string_view where) {
+    KVKEEP_REQUIRE(!given || known, "make_text_task(", task.name, "): this task has no option ", option,
+                   "; given a value for it; allowed with ", where);
   };
   KVKEEP_REQUIRE(count_tokens != nullptr, "make_text_task(", task.name,
                  "): count_tokens is empty; given an empty function; allowed one of a tokenizer");
   in_range("length", options.length, kShortest, kLongest);
   in_range("reserved_tokens", options.reserved_tokens, 0, options.length);
-  own("depth", options.depth.has_value());
-  own("numbers", options.numbers.has_value());
+  const bool prose = task.name == "text/needle";
+  own("depth", options.depth.has_value(),
+      prose || task.name.starts_with("ruler/niah-single-") || task.name.starts_with("ruler/niah-multikey-"),
+      "tasks that ask for one needle: text/needle, ruler/niah-single-*, ruler/niah-multikey-*");
+  own("numbers", options.numbers.has_value(), prose, "text/needle alone");
   if (task.needs_passages) {
     const bool squad = task.name == "ruler/qa-1";
     KVKEEP_REQUIRE(options.passages != nullptr && (options.passages->form == PassageForm::squad) == squad,

@@ -295,7 +295,6 @@ TEST_F(CommandText, RefusesTasksThatCannotBeAsked) {
   expect_refused(with({"--task", "ask", "--haystack", "x"}), "--haystack");
   expect_refused(with({"--task", "ask", "--samples-out", place("x.jsonl")}), "--samples-out");
   expect_refused(with({"--task", "ruler/vt", "--samples-out", place("no/x.jsonl")}), "no/x.jsonl");
-  expect_refused(with({"--task", "ruler/vt", "--diagnostics"}), "--diagnostics");
   expect_refused(with({"--task", "ruler/vt", "--policy", "oracle,budget=64"}), "oracle");
   expect_refused({"eval", "--model", model(), "--task", "ruler/vt"}, "tokenizer");
 }

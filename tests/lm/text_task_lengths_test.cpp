@@ -113,6 +113,34 @@ TEST(TextTasks, AskOneOfSeveralNumbersAtTheDepthOfChoice) {
   EXPECT_EQ(at(0).question, at(100).question);
 }
 
+TEST(TextTasks, PutTheNeedleOfRulerAtTheDepthOfChoiceToo) {
+  for (const TextTaskInfo& task : text_tasks()) {
+    if (!task.name.starts_with("ruler/niah-single") && !task.name.starts_with("ruler/niah-multikey")) continue;
+    SCOPED_TRACE(task.name);
+    const auto at = [&](std::optional<std::int32_t> depth) {
+      return make_text_task(task.name, 9, count_pieces, {.length = 4096, .haystack = kEssay, .depth = depth});
+    };
+    const auto others = [](const TextSample& sample) {
+      std::multiset<std::pair<std::string, double>> all;
+      for (const TextNeedle& needle : sample.needles)
+        if (!needle.asked) all.emplace(needle.text, needle.depth);
+      return all;
+    };
+    const TextSample drawn = at({});
+    for (const std::int32_t depth : {0, 37, 100}) {
+      const TextSample sample = at(depth);
+      const auto asked = std::ranges::find(sample.needles, true, &TextNeedle::asked);
+      ASSERT_NE(asked, sample.needles.end());
+      EXPECT_NEAR(asked->depth, depth / 100.0, 0.02);
+      EXPECT_NE(asked->text.find(sample.answers[0]), std::string::npos);
+      EXPECT_EQ(sample.context.substr(asked->offset, asked->text.size()), asked->text);
+      EXPECT_EQ(sample.answers, drawn.answers) << "a depth changes nothing else";
+      EXPECT_EQ(sample.question, drawn.question);
+      EXPECT_EQ(others(sample), others(drawn));
+    }
+  }
+}
+
 TEST(TextTasks, TakeAnEssayFromItsStartWithEveryKindOfBlank) {
   const TextSample sample = make_text_task("text/needle", 1, count_words,
                                            {.length = 64, .haystack = "\t one\r\ntwo\v\fthree.  \n", .depth = 100});
@@ -183,9 +211,12 @@ TEST(TextTasks, SayWhatIsWrong) {
             "make_text_task(ruler/fwe): length is out of range; given -9223372036854775808; allowed 64 to 4194304");
   EXPECT_EQ(refusal("ruler/fwe", {.reserved_tokens = -1}),
             "make_text_task(ruler/fwe): reserved_tokens is out of range; given -1; allowed 0 to 2048");
-  EXPECT_EQ(refusal("ruler/niah-single-2", {.haystack = kEssay, .depth = 5}),
-            "make_text_task(ruler/niah-single-2): this task has no option depth; given a value for it; allowed with "
-            "text/needle alone");
+  for (const std::string task :
+       {"ruler/niah-multivalue", "ruler/niah-multiquery", "ruler/vt", "ruler/cwe", "ruler/fwe"})
+    EXPECT_EQ(refusal(task, {.haystack = kEssay, .depth = 5}),
+              "make_text_task(" + task +
+                  "): this task has no option depth; given a value for it; allowed with tasks that ask for one needle: "
+                  "text/needle, ruler/niah-single-*, ruler/niah-multikey-*");
   EXPECT_EQ(refusal("ruler/vt", {.numbers = 5}),
             "make_text_task(ruler/vt): this task has no option numbers; given a value for it; allowed with text/needle "
             "alone");

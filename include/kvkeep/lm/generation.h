@@ -12,6 +12,7 @@
 
 #include "kvkeep/keep/paged_sequences.h"
 #include "kvkeep/lm/decoder.h"
+#include "kvkeep/lm/sampling.h"
 #include "kvkeep/lm/tensor.h"
 #include "kvkeep/policy/keeper.h"
 
@@ -28,13 +29,14 @@ struct Request {
   std::vector<std::int32_t> prompt;       ///< [n >= 1] token ids
   std::int32_t new_tokens = 1;            ///< tokens to predict, 1 or more
   std::vector<std::int32_t> forced = {};  ///< fed instead of the first predictions (teacher forcing, a question that
-                                          ///< comes after the prompt was cut); then greedy
+                                          ///< comes after the prompt was cut); then its own
   bool forced_at_once =
       false;  ///< step 1 feeds all of `forced`, like a question that follows a prompt: the policy is asked after it
   bool stop_at_end = false;  ///< stop at the first end token of the model that would be fed
   bool keep_logits = false;
   bool keep_positions = false;
   std::vector<PositionSpan> pinned = {};  ///< positions that stay through every event (Keeper::pin)
+  Sampling sampling = {};                 ///< how every token is predicted; its step is that of the draw
 };
 
 /// What an event did to one sequence.
@@ -53,7 +55,7 @@ struct SequenceEvent {
 
 /// The result of a Request.
 struct Completion {
-  std::vector<std::int32_t> tokens;  ///< [<= new_tokens] the argmax of every step
+  std::vector<std::int32_t> tokens;  ///< [<= new_tokens] what every step predicted: the argmax, or the draw
   Tensor logits;  ///< f32 [tokens, vocab] in host memory, row s chose tokens[s]; undefined unless asked for
   std::vector<SequenceEvent> events;
   std::int64_t peak_bytes =
@@ -146,7 +148,7 @@ class Generator {
   [[nodiscard]] bool has_place() const { return !free_places_.empty(); }
 
   /// A sequence joins; its prompt runs in the next step. Throws: StateError if every place is taken; InvalidArgument
-  /// for an empty prompt, an id outside the vocabulary, or more slots than a place has.
+  /// for an empty prompt, an id outside the vocabulary, sampling out of range, or more slots than a place has.
   SequenceId join(Request request);
 
   /// Runs one prompt for several generators: each of their policies sees its queries, as if its generator had run it. A

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -18,6 +19,7 @@ struct EventRecording {
   std::optional<std::int32_t> step = {};  ///< decode step, 1 or more; without it the first at which the policy is due
   std::int32_t queries = 256;             ///< newest queries kept; at least what the policy needs
   Dtype cache_dtype = Dtype::f32;
+  std::function<void(std::int64_t)> progress = {};  ///< called after each step with the tokens it predicted
 };
 
 /// Everything the policy sees right before it decides after `step`: a trace of kind `event` with all full layers.
@@ -27,9 +29,9 @@ struct EventRecording {
                                          const EventRecording& options);
 
 /// K and queries of every layer after RoPE, as prefill leaves them: a trace of kind `prefill`. `window` 0 keeps all
-/// queries.
+/// queries. `progress` is called before each layer's attention with 1.
 [[nodiscard]] trace::Result record_prefill(Decoder& decoder, const std::vector<std::int32_t>& prompt,
-                                           std::int32_t window);
+                                           std::int32_t window, const std::function<void(std::int64_t)>& progress = {});
 
 /// A trace of kind `decoder` (or `generate`): the ids and the path of the checkpoint, `model`, relative to the trace's
 /// folder.

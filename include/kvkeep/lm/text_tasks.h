@@ -36,6 +36,7 @@
 /// - A sample holds as many units (lines, words) as fit. RULER searches for that number once per task.
 /// - vt: the solved example in front has RULER's 500 tokens from a length of 2,000 on. In a shorter sample it has a
 /// quarter of the length, or five lines.
+/// - A depth may be given where one needle is asked for; RULER draws it.
 /// - cwe: the solved example in front shares no word with the list.
 /// - fwe: at least eight coded words. RULER has length / 50.
 /// - qa: the caller supplies SQuAD and HotpotQA. Seed s asks question s modulo their number. The question's own
@@ -110,7 +111,9 @@ struct TextTaskOptions {
   /// ruler/qa-1: SQuAD; ruler/qa-2: HotpotQA. They must outlive the call. Other tasks do not read them.
   const Passages* passages = nullptr;
 
-  /// text/needle: percent of the sentences before the needle that is asked for, 0 to 100. Default: drawn.
+  /// Tasks that ask for one needle (text/needle, ruler/niah-single-*, ruler/niah-multikey-*): percent of the haystack's
+  /// sentences or lines before it, 0 to 100, rounded down to a whole number of them. It changes nothing else. Default:
+  /// drawn.
   std::optional<std::int32_t> depth = {};
 
   /// text/needle: how many keys have a number in the text, 1 to 40. One is asked for. Default 1.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <limits>
+#include <utility>
 
 #include "commands.h"
 #include "files.h"
@@ -87,7 +88,9 @@ void run(const CalibrateOptions& o) {
                                                 {.skip = o.skip,
                                                  .cache_dtype = o.model.dtype(),
                                                  .model_name = io::in_utf8(folder.filename().string()),
-                                                 .progress = [&](std::int64_t done) { progress.advance(done); }});
+                                                 .progress = [&, before = std::int64_t{0}](std::int64_t done) mutable {
+                                                   progress.advance(done - std::exchange(before, done));
+                                                 }});
   progress.clear();
   save_calibration(o.out, calibration,
                    o.layout == "pt" ? CalibrationLayout::published : CalibrationLayout::safetensors);

@@ -3,7 +3,6 @@
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
 #include <algorithm>
-#include <charconv>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -15,18 +14,6 @@
 
 namespace kvkeep::cli {
 namespace {
-
-std::vector<std::int32_t> budgets_of(const std::vector<std::string>& lists) {
-  constexpr std::int32_t kMost = 1 << 30;
-  std::vector<std::int32_t> budgets;
-  for (const std::string& item : items_of(lists, "--budgets")) {
-    std::int32_t& budget = budgets.emplace_back(0);
-    const auto [end, error] = std::from_chars(item.data(), item.data() + item.size(), budget);
-    KVKEEP_REQUIRE(error == std::errc() && end == item.data() + item.size() && budget >= 1 && budget <= kMost,
-                   "--budgets: '", item, "'; allowed integers from 1 to ", kMost);
-  }
-  return budgets;
-}
 
 // Fills in what follows from the policy itself.
 void resolve(Contest& contest) {
@@ -107,7 +94,8 @@ void ContestOptions::add(CLI::App& app, const std::string& without, const std::s
       ->take_all()
       ->option_text("POLICY");
   app.add_option_function<std::vector<std::string>>(
-         "--budgets", [this](const std::vector<std::string>& lists) { this->budgets = budgets_of(lists); },
+         "--budgets",
+         [this](const std::vector<std::string>& lists) { this->budgets = integers_of(lists, "--budgets", 1, 1 << 30); },
          "run every evicting policy under each of these budgets; without --policy: " + budgets_without)
       ->option_text("N,...");
   app.add_option("--interval", interval,

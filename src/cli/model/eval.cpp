@@ -9,6 +9,7 @@
 
 #include "commands.h"
 #include "contests.h"
+#include "diagnostics_table.h"
 #include "eval_text.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/generation.h"
@@ -37,6 +38,7 @@ Examples:
   kvkeep eval --model SmolLM2.gguf --task text/needle --haystack prose.txt --budgets 256 --question after --batch 4
   kvkeep eval --model SmolLM2.gguf --samples-in mine.jsonl --policy full --policy tova --budgets 512,256
   kvkeep eval --model SmolLM2.gguf --samples-in hotpotqa.jsonl --templates dataset2prompt.json --truncate middle
+  kvkeep eval --model SmolLM2.gguf --task ruler/niah-single-1 --length 1024 --depth 0,50,100 --samples-out 1k.jsonl
 
 Tasks over text (those with a / in their names) need a model with a tokenizer. The question is asked in the model's
 chat template unless --raw is given; the answer is generated and scored by the references that it contains. A prompt
@@ -44,14 +46,20 @@ is cut at its end, with the question in sight or, with --question after, before 
 all policies. The table has the mean score, and as `whole %` the share of samples with full score. The tasks:
   ruler/niah-single-1 to -3, ruler/niah-multikey-1 to -3, ruler/niah-multivalue, ruler/niah-multiquery,
   ruler/vt, ruler/cwe, ruler/fwe, ruler/qa-1 and -2 (with --passages), text/needle
+--depth says where the needle is, for tasks that ask for one; several depths have --samples samples each, of the same
+seeds.
 
 --samples-in FILE asks what you want to know: one JSON object per line, such as
   {"turns": ["<a long report>", "Which year?"], "references": "2023", "scoring": "contains", "max_new_tokens": 16}
 with `prompt` (a string), `messages` ([{"role", "content"}]) or `turns` (strings; the cut is before the last one);
 `references`; `scoring`: contains, any, exact, f1, rouge-l, number, choice, class or numbers; `max_new_tokens`; and, if
 you like, choices, answer_prefix, first_line, raw, task, id. Lines of RULER, LongBench, InfiniteBench, GSM8K and MATH
-are read as published. --samples-out FILE writes the samples in that form, with token ids and, per policy and budget,
-tokens, text and score of the answer. docs/text.md describes both.
+are read as published. --samples-out FILE writes the samples in that form, with seed, length, depth, token ids and, per
+policy and budget, tokens, text and score of the answer. docs/text.md describes both.
+
+--temperature draws the answers, the same random numbers for every policy: answer r to sample i has the seed
+--sampling-seed + r * samples + i, which --samples-out names. --repeats N draws N answers to each sample and shows their
+mean (pass@1); every repeat runs the prompts again.
 
 --score tokens feeds the reference and counts tokens of it that the model would have written. Fed tokens give each
 other away, so the policy `random` runs too, under every budget: what it gets is the floor.
@@ -82,8 +90,8 @@ A policy that states a ratio or bytes ignores --budgets; it takes --interval and
 
 --diagnostics adds how kept sets change (IoU, survival), which regions of 32 positions lose everything, how much of
 the middle third is kept, segments, and, from --diagnostics-samples samples of each task, what a full cache's
-attention would have read (recall, output error) and how much a free run repeats itself. docs/diagnostics.md defines
-each; JSON has them all.
+attention would have read (recall, output error) and how much a free run repeats itself; over text, how much the
+answers do. docs/diagnostics.md defines each; JSON has them all.
 )";
 
 struct EvalOptions {
@@ -97,6 +105,8 @@ struct EvalOptions {
   bool wilson = false, diagnostics = false;
   std::int32_t diagnostics_samples = 4, retrieval = 0;
   TextOptions text;
+  SamplingOptions sampling;
+  std::int32_t repeats = 1;
   const CLI::Option *task = nullptr, *samples_option = nullptr, *length_option = nullptr;
 };
 
@@ -166,7 +176,7 @@ FullRuns run_full(lm::Decoder& decoder, const EvalOptions& o, const Samples& sam
   for (const auto& [task, drawn] : samples)
     for (std::size_t i = 0; o.diagnostics && i < drawn.size() && i < static_cast<std::size_t>(o.diagnostics_samples);
          ++i)
-      runs[task].emplace_back(decoder, drawn[i]);
+      runs[task].emplace_back(decoder, drawn[i].ids);
   return runs;
 }
 
@@ -181,7 +191,9 @@ lm::GenerationRun run_policy(lm::Decoder& decoder, const EvalOptions& o, const C
   std::vector<lm::Request> requests;
   for (const lm::TaskSample& sample : samples) {
     requests.push_back(forced_request(sample));
-    if (!forced) requests.back().forced.clear();
+    if (forced) continue;
+    requests.back().forced.clear();
+    requests.back().sampling = o.sampling.of(requests.size() - 1);
   }
   return lm::generate(decoder, std::move(policy), std::move(requests),
                       {.places = std::min<std::int64_t>(o.batch, static_cast<std::int64_t>(samples.size())),
@@ -267,60 +279,15 @@ Table wide_table(const EvalOptions& o, const std::vector<Contest>& all, const st
   return table;
 }
 
-constexpr std::int32_t kShownRegion = 32, kShownRepetition = 4;
-
-const report::WipeOut& shown_region(const report::DiagnosticsResult& r) {
-  return *std::find_if(r.wipe_out.begin(), r.wipe_out.end(), [](const auto& w) { return w.region == kShownRegion; });
-}
-const report::Repetition& shown_repetition(const report::DiagnosticsResult& r) {
-  return *std::find_if(r.repetition.begin(), r.repetition.end(),
-                       [](const auto& one) { return one.n == kShownRepetition; });
-}
-
-struct DiagnosticsColumn {
-  const char *key, *title;
-  Cell (*cell)(const report::DiagnosticsResult&);
-};
-
-const std::vector<DiagnosticsColumn>& diagnostics_columns() {
-  using Result = report::DiagnosticsResult;
-  static const std::vector<DiagnosticsColumn> kColumns{
-      {"iou", "IoU", [](const Result& r) { return real_cell(r.iou.value(), 3); }},
-      {"survival", "survive", [](const Result& r) { return share_cell(r.survival.value()); }},
-      {"wiped_32", "wiped", [](const Result& r) { return share_cell(shown_region(r).wiped.value()); }},
-      {"nearly_wiped_32", "nearly", [](const Result& r) { return share_cell(shown_region(r).nearly.value()); }},
-      {"wiped_so_far_32", "wiped so far",
-       [](const Result& r) { return share_cell(shown_region(r).cumulative.value()); }},
-      {"longest_dropped", "longest run", [](const Result& r) { return real_cell(r.longest_dropped.value(), 1); }},
-      {"middle", "middle", [](const Result& r) { return share_cell(r.middle.value()); }},
-      {"middle_cumulative", "middle so far", [](const Result& r) { return share_cell(r.middle_cumulative.value()); }},
-      {"newest_share", "newest 32", [](const Result& r) { return share_cell(r.newest_share.value()); }},
-      {"segments", "segments", [](const Result& r) { return real_cell(r.segments.value(), 1); }},
-      {"segment_slots", "slots each", [](const Result& r) { return real_cell(r.segment_slots.value(), 1); }},
-      {"quota_share", "quota", [](const Result& r) { return share_cell(r.quota_share.value()); }},
-      {"suffix_mass", "suffix mass", [](const Result& r) { return share_cell(r.suffix_mass.value()); }},
-      {"recall", "recall", [](const Result& r) { return share_cell(r.attention.held.value()); }},
-      {"past_recall", "of the past", [](const Result& r) { return share_cell(r.attention.past.value()); }},
-      {"output_error", "output error", [](const Result& r) { return real_cell(r.attention.output_error(), 3); }},
-      {"repetition_4", "repeats", [](const Result& r) { return share_cell(shown_repetition(r).rate.value()); }},
-      {"collapsed", "collapsed", [](const Result& r) { return share_cell(r.collapsed.value()); }}};
-  return kColumns;
-}
-
 // The same rows, all tasks together.
-Table diagnostics_table(const EvalOptions& o, const std::vector<Contest>& all, const std::vector<Measured>& measured) {
-  std::vector<Column> columns = contest_columns(o.contests);
-  for (const DiagnosticsColumn& column : diagnostics_columns()) columns.push_back({column.key, column.title});
-  Table table(std::move(columns));
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    report::DiagnosticsResult together = measured[i].diagnostics.begin()->second.result();
-    for (auto task = std::next(measured[i].diagnostics.begin()); task != measured[i].diagnostics.end(); ++task)
+std::vector<report::DiagnosticsResult> all_diagnostics(const std::vector<Measured>& measured) {
+  std::vector<report::DiagnosticsResult> all;
+  for (const Measured& one : measured) {
+    report::DiagnosticsResult& together = all.emplace_back(one.diagnostics.begin()->second.result());
+    for (auto task = std::next(one.diagnostics.begin()); task != one.diagnostics.end(); ++task)
       together.add(task->second.result());
-    std::vector<Cell> row = contest_cells(o.contests, all[i]);
-    for (const DiagnosticsColumn& column : diagnostics_columns()) row.push_back(column.cell(together));
-    table.add(std::move(row));
   }
-  return table;
+  return all;
 }
 
 // One row per policy, budget and task: for programs.
@@ -335,9 +302,7 @@ Table long_table(const EvalOptions& o, const std::vector<Contest>& all, const st
   if (!o.contests.against.empty())
     for (const char* key : {"against", "against_budget", "difference", "difference_low", "difference_high"})
       columns.push_back({key, key});
-  if (o.diagnostics)
-    for (const DiagnosticsColumn& column : diagnostics_columns()) columns.push_back({column.key, column.key});
-  if (o.diagnostics && o.output.format == Format::json) columns.push_back({"diagnostics", "diagnostics"});
+  if (o.diagnostics) append(columns, diagnostics_columns(o.output.format));
   columns.push_back({"resolved", "resolved"});
   Table table(std::move(columns));
   for (std::size_t i = 0; i < all.size(); ++i)
@@ -365,11 +330,7 @@ Table long_table(const EvalOptions& o, const std::vector<Contest>& all, const st
                                  share_cell(d.interval.low), share_cell(d.interval.high)})
           row.push_back(cell);
       }
-      if (o.diagnostics) {
-        const report::DiagnosticsResult& r = m.diagnostics.at(task).result();
-        for (const DiagnosticsColumn& column : diagnostics_columns()) row.push_back(column.cell(r));
-        if (o.output.format == Format::json) row.emplace_back(nlohmann::ordered_json::parse(report::to_json(r)), "");
-      }
+      if (o.diagnostics) append(row, diagnostics_cells(&m.diagnostics.at(task).result(), o.output.format));
       row.emplace_back(all[i].resolved);
       table.add(std::move(row));
     }
@@ -383,7 +344,8 @@ std::string markdown(const EvalOptions& o, const std::vector<Contest>& all, cons
   out += differences(o.contests, all, o.tasks, [&](std::size_t c, std::size_t against, const std::string& task) {
     return difference(strata(measured[c], task), strata(measured[against], task));
   });
-  if (o.diagnostics) out += "\nDiagnostics, all tasks:\n\n" + diagnostics_table(o, all, measured).markdown();
+  if (o.diagnostics)
+    out += "\nDiagnostics, all tasks:\n\n" + diagnostics_table(o.contests, all, all_diagnostics(measured)).markdown();
   return out;
 }
 
@@ -391,17 +353,19 @@ std::string markdown(const EvalOptions& o, const std::vector<Contest>& all, cons
 bool run_text(const EvalOptions& o) {
   const bool read = !o.text.samples_in.empty();
   if (!read && std::ranges::none_of(o.tasks, is_text_task)) {
-    KVKEEP_REQUIRE(
-        !o.text.any(),
-        "eval: --haystack, --passages, --question, --score, --raw, --truncate, --templates and --samples-out "
-        "are for tasks over text; allowed with --task ruler/..., --task text/needle and --samples-in");
+    KVKEEP_REQUIRE(!o.text.any(),
+                   "eval: --haystack, --passages, --question, --score, --raw, --depth, --truncate, --templates and "
+                   "--samples-out are for tasks over text; allowed with --task ruler/..., --task text/needle and "
+                   "--samples-in");
+    KVKEEP_REQUIRE(o.sampling.sampling.greedy() || o.diagnostics,
+                   "eval: --temperature where the model writes nothing: the traces of the small model's tasks are fed; "
+                   "allowed with tasks over text, and with --diagnostics for the free runs");
     return false;
   }
   const std::vector<std::string> tasks = o.task->count() == 0 ? std::vector<std::string>{} : o.tasks;
   KVKEEP_REQUIRE(std::ranges::all_of(tasks, is_text_task),
                  "--task: tasks over text and tasks of the small model cannot share a table; allowed one kind");
-  KVKEEP_REQUIRE(!o.diagnostics && o.retrieval == 0 && !o.wilson,
-                 "eval: --diagnostics, --retrieval and --intervals wilson are not for tasks over text");
+  KVKEEP_REQUIRE(o.retrieval == 0 && !o.wilson, "eval: --retrieval and --intervals wilson are not for tasks over text");
   ContestOptions contests = o.contests;
   contests.cut_prompts = true;
   evaluate_text({.model = o.model,
@@ -414,25 +378,34 @@ bool run_text(const EvalOptions& o) {
                  .length_given = o.length_option->count() > 0,
                  .samples_given = o.samples_option->count() > 0,
                  .seed = o.seed,
+                 .sampling = o.sampling,
+                 .repeats = o.repeats,
+                 .diagnostics = o.diagnostics ? std::optional(o.diagnostics_samples) : std::nullopt,
                  .contests = std::move(contests)});
   return true;
 }
 
 void run(const EvalOptions& o) {
+  lm::check_sampling(o.sampling.sampling);
+  const bool text_alone =
+      o.task->count() == 0 ? !o.text.samples_in.empty() : std::ranges::all_of(o.tasks, is_text_task);
+  KVKEEP_REQUIRE(o.repeats == 1 || (!o.sampling.sampling.greedy() && text_alone), "eval: --repeats ", o.repeats,
+                 " of answers that are all the same; allowed with --temperature above 0 and tasks over text");
+  KVKEEP_REQUIRE(o.sampling.sampling.greedy() || !o.text.score_tokens,
+                 "eval: --score tokens feeds the reference, so nothing is drawn; allowed without --temperature");
+  if (o.diagnostics) require_host_memory(o.model, "eval");
   if (run_text(o)) return;
-  KVKEEP_REQUIRE_AS(Unsupported, !o.diagnostics || o.model.device.name == "cpu",
-                    "eval: --diagnostics reads queries and outputs of attention in host memory; given --device ",
-                    o.model.device.name, "; allowed cpu");
   const std::vector<Contest> all = contests(o.contests, default_policies(), {o.shape.length / 4, o.shape.length / 8});
   const Samples samples = draw_samples(o);
   lm::Decoder decoder = o.model.open();
-  const FullRuns full = run_full(decoder, o, samples);
   warn(all, o.output.quiet);
   std::int64_t steps = 0;
   for (const auto& [task, drawn] : samples)
     for (const lm::TaskSample& sample : drawn)
       steps += static_cast<std::int64_t>(sample.ids.size()) - sample.prompt_length;
   Progress progress(steps * static_cast<std::int64_t>(all.size()), o.output.quiet);
+  progress.label("full runs to compare with");
+  const FullRuns full = run_full(decoder, o, samples);
   std::vector<Measured> measured(all.size());
   for (std::size_t i = 0; i < all.size(); ++i)
     for (const std::string& task : o.tasks) {
@@ -477,6 +450,11 @@ Run add_eval(CLI::App& app) {
       ->transform(one_of({"samples", "wilson"}))
       ->option_text("samples|wilson [samples]");
   o->text.add(*sub);
+  o->sampling.add(*sub);
+  sub->add_option("--repeats", o->repeats,
+                  "tasks over text: answers to each sample, each with the next seeds; the mean")
+      ->check(CLI::Range(1, 1 << 16))
+      ->option_text("N [1]");
   sub->add_flag("--diagnostics", o->diagnostics, "show how kept sets change over time, and what attention loses");
   sub->add_option("--diagnostics-samples", o->diagnostics_samples,
                   "samples of each task for recall, output error and repetition; 0: none")

@@ -21,6 +21,7 @@
 #include "run_cost.h"
 #include "text_layout.h"
 #include "untrusted_json.h"
+#include "watch.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -35,10 +36,11 @@ struct Writing {
 
 // What a policy answered.
 struct Answered {
-  std::map<std::string, std::vector<Writing>> writings;       // [samples]
-  std::map<std::string, std::vector<report::Ratio>> by_task;  // [samples] scores; or right tokens of the reference
+  std::map<std::string, std::vector<Writing>> writings;       // [repeats * samples]
+  std::map<std::string, std::vector<report::Ratio>> by_task;  // [samples] scores; or right tokens of the reference;
+                                                              // of all repeats, so that intervals are over samples
   std::map<std::string, report::Answers> found;               // references, of all; or tokens
-  std::map<std::string, report::Answers> whole;               // samples in which all was right
+  std::map<std::string, report::Answers> whole;               // answers in which all was right
   RunCost cost;
 
   [[nodiscard]] RatioStrata strata(const std::string& task = "") const {
@@ -54,7 +56,16 @@ lm::Request request_of(const Asked& asked) {
           .new_tokens = asked.new_tokens(),
           .forced = asked.forced(),
           .forced_at_once = true,
-          .stop_at_end = true};
+          .stop_at_end = true,
+          .sampling = asked.sampling};
+}
+
+// The question and the answer that was written, or fed; `forced_at_once` as they ran.
+lm::Request fed_again(const Asked& asked, const std::vector<std::int32_t>& tokens) {
+  lm::Request request{.prompt = asked.prompt, .forced = asked.forced(), .forced_at_once = !asked.forced().empty()};
+  request.forced.insert(request.forced.end(), tokens.begin() + std::ssize(request.forced), tokens.end());
+  request.new_tokens = static_cast<std::int32_t>(request.forced.size());
+  return request;
 }
 
 Writing writing_of(const lm::TextModel& text, const Asked& asked, const std::vector<std::int32_t>& tokens) {
@@ -78,9 +89,11 @@ report::Answers tokens_foretold(const Asked& asked, const std::vector<std::int32
 // rouge-l's own formula stays a little below 1.
 bool is_whole(double score) { return score > 1 - 1e-6; }
 
-void add_answer(const lm::TextModel& text, const std::string& task, std::size_t place, const Asked& asked,
-                const lm::Completion& done, double cut_seconds, Answered& to) {
-  Writing& writing = to.writings[task].at(place) = writing_of(text, asked, done.tokens);
+// The answer of one repeat to sample i.
+Writing& add_answer(const lm::TextModel& text, const std::string& task, std::size_t repeat, std::size_t i,
+                    const Asked& asked, const lm::Completion& done, double cut_seconds, Answered& to) {
+  std::vector<report::Ratio>& ratios = to.by_task[task];
+  Writing& writing = to.writings[task].at(repeat * ratios.size() + i) = writing_of(text, asked, done.tokens);
   writing.cut_seconds = cut_seconds;
   report::Ratio ratio{writing.score, 1};
   const bool each = asked.sample.text.scoring == lm::TextScoring::all;  // counts references
@@ -93,13 +106,14 @@ void add_answer(const lm::TextModel& text, const std::string& task, std::size_t 
     ratio = {static_cast<double>(found.right), static_cast<double>(found.asked)};
     writing.score = ratio.value();
   }
-  to.by_task[task].at(place) = ratio;
+  ratios.at(i).add(ratio);
   const auto add = [](report::Answers& sum, report::Answers more) {
     sum = {sum.right + more.right, sum.asked + more.asked};
   };
   add(to.found[task], found);
   add(to.whole[task], {is_whole(writing.score) ? 1 : 0, 1});
   to.cost.add(done);
+  return writing;
 }
 
 // Which samples run together: at most `most`, the longest at most twice as long as the shortest, since each has room
@@ -121,19 +135,25 @@ std::vector<std::vector<std::size_t>> batches_of(const std::vector<Asked>& asked
 // Runs some samples under every policy. Their prompts run once for all policies but those that narrow them.
 void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluation& e,
             const std::vector<Contest>& contests, const std::string& task, const std::vector<Asked>& all,
-            const std::vector<std::size_t>& batch, Progress& progress, std::vector<Answered>& to) {
+            const std::vector<std::size_t>& batch, std::size_t repeat, Progress& progress, std::vector<Answered>& to,
+            std::vector<Diagnosed>& diagnosed) {
   std::int64_t capacity = 0;
   for (const std::size_t i : batch) capacity = std::max(capacity, all[i].tokens());
   const auto places = static_cast<std::int64_t>(batch.size());
   const auto asked = [&](std::size_t i) -> const Asked& { return all[batch[i]]; };
   using Clock = std::chrono::steady_clock;
   Clock::time_point deciding;
-  const lm::GenerationHooks hooks{.before_decision = [&](const lm::DecisionSight&) { deciding = Clock::now(); }};
+  lm::GenerationHooks hooks{.before_decision = [&](const lm::DecisionSight&) { deciding = Clock::now(); }};
+  std::optional<WatchedTexts> watched;
+  if (e.diagnostics)
+    watched.emplace(decoder, e.model, contests,
+                    std::clamp<std::int64_t>(*e.diagnostics - to.front().whole[task].asked, 0, places));
   const std::vector<lm::LayerCache> dense = decoder.make_cache(places, capacity, e.model.dtype());
   std::vector<std::unique_ptr<lm::Generator>> generators;
   std::vector<lm::Generator*> sharing;
   std::vector<std::size_t> place(contests.size());  // among those that share
   for (std::size_t c = 0; c < contests.size(); ++c) {
+    if (watched) hooks.on_event = watched->hook(c);
     generators.push_back(
         std::make_unique<lm::Generator>(decoder, contests[c].policy.make_untold(),
                                         lm::GeneratorOptions{.places = places,
@@ -166,14 +186,20 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
     }
     while (generator.step()) {
     }
-    for (std::size_t i = 0; i < batch.size(); ++i)
-      add_answer(text, task, batch[i], asked(i), generator.leave(ids[i]), cut_seconds[i], to[c]);
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+      const lm::Completion done = generator.leave(ids[i]);
+      const Writing& writing = add_answer(text, task, repeat, batch[i], asked(i), done, cut_seconds[i], to[c]);
+      if (!watched) continue;
+      if (asked(i).answer.empty()) watched->wrote(c, writing.tokens);
+      watched->fed(c, ids[i], fed_again(asked(i), done.tokens), done);
+    }
     const FactorCache* near = generator.keeper().factor_cache();
     to[c].cost.add(generator.pace(), generator.keeper().totals(),
                    near == nullptr ? FactorCache::Totals{} : near->totals());
     generators[c].reset();
     progress.advance(places);
   }
+  if (watched) watched->end(progress, diagnosed);
 }
 
 double share_of(const Answered& answered, const std::string& task = "") { return report::mean(answered.strata(task)); }
@@ -247,7 +273,8 @@ Table wide_table(const TextEvaluation& e, const std::vector<Contest>& contests, 
 
 // One row per policy, budget and task: for programs.
 Table long_table(const TextEvaluation& e, const Groups& asked, const std::vector<Contest>& contests,
-                 const std::vector<Answered>& answered) {
+                 const std::vector<Answered>& answered,
+                 const std::map<std::string, std::vector<Diagnosed>>& diagnosed) {
   std::vector<Column> columns = contest_columns(e.contests);
   for (const char* key :
        {"task", "length", "question", "samples", "references", "found", "share", "share_low", "share_high", "whole",
@@ -255,8 +282,9 @@ Table long_table(const TextEvaluation& e, const Groups& asked, const std::vector
     columns.push_back({key, key});
   append(columns, RunCost::narrowing_columns());
   append(columns, RunCost::folding_columns());
-  for (const char* key : {"against", "difference", "difference_low", "difference_high", "resolved"})
-    columns.push_back({key, key});
+  for (const char* key : {"against", "difference", "difference_low", "difference_high"}) columns.push_back({key, key});
+  if (e.diagnostics) append(columns, diagnostics_columns(e.output.format));
+  columns.push_back({"resolved", "resolved"});
   Table table(std::move(columns));
   for (std::size_t c = 0; c < contests.size(); ++c)
     for (const std::string& task : e.tasks) {
@@ -278,10 +306,20 @@ Table long_table(const TextEvaluation& e, const Groups& asked, const std::vector
       append(row, a.cost.narrowing_cells(1));
       append(row, a.cost.folding_cells(3));
       append(row, {contests[c].against ? Cell(contests[*contests[c].against].policy.label()) : Cell(nullptr, "-"),
-                   share_cell(d.value), share_cell(d.interval.low), share_cell(d.interval.high), contests[c].resolved});
+                   share_cell(d.value), share_cell(d.interval.low), share_cell(d.interval.high)});
+      if (e.diagnostics) append(row, diagnostics_cells(diagnosed.at(task)[c], e.output.format));
+      row.emplace_back(contests[c].resolved);
       table.add(std::move(row));
     }
   return table;
+}
+
+// Of the needles that are asked for, in percent, in the order of the text.
+nlohmann::ordered_json depths_of(const lm::TextSample& sample) {
+  nlohmann::ordered_json depths = nlohmann::ordered_json::array();
+  for (const lm::TextNeedle& needle : sample.needles)
+    if (needle.asked) depths.push_back(100 * needle.depth);
+  return depths;
 }
 
 // One line per sample: what --samples-in reads, the tokens of the question, and every policy's answer. For programs
@@ -294,17 +332,24 @@ std::string sample_lines(const TextEvaluation& e, const Groups& asked, const std
       const Asked& one = asked.at(task)[i];
       nlohmann::ordered_json answers = nlohmann::ordered_json::array();
       for (std::size_t c = 0; c < contests.size(); ++c) {
-        const Writing& writing = answered[c].writings.at(task)[i];
-        answers.push_back({{"policy", contests[c].policy.label()},
-                           {"budget", contests[c].budget.value},
-                           {"prompt_kept", contests[c].keeps_prompt},
-                           {"tokens", writing.tokens},
-                           {"text", writing.text},
-                           {"score", writing.score},
-                           {"cut_seconds", writing.cut_seconds}});
+        const std::vector<Writing>& writings = answered[c].writings.at(task);
+        for (std::size_t w = i; w < writings.size(); w += asked.at(task).size()) {
+          answers.push_back({{"policy", contests[c].policy.label()},
+                             {"budget", contests[c].budget.value},
+                             {"prompt_kept", contests[c].keeps_prompt},
+                             {"tokens", writings[w].tokens},
+                             {"text", writings[w].text},
+                             {"score", writings[w].score},
+                             {"cut_seconds", writings[w].cut_seconds}});
+          if (!e.sampling.sampling.greedy()) answers.back()["sampling_seed"] = e.sampling.of(w).seed;
+        }
       }
       nlohmann::ordered_json line = nlohmann::ordered_json::parse(lm::to_json(one.sample));
-      if (is_drawn(asked.at(task))) line["seed"] = e.seed + i;
+      if (is_drawn(asked.at(task))) {
+        line["seed"] = e.seed + i % static_cast<std::size_t>(e.samples);
+        line["length"] = e.length;
+        line["depth"] = depths_of(one.sample.text);
+      }
       line["prompt"] = one.prompt;
       line["question"] = one.question;
       line["end_tokens"] = end_tokens;
@@ -328,14 +373,17 @@ Groups draw_samples(const TextEvaluation& e, const Layout& layout) {
   }
   const lm::TokenCounter count = [&](std::string_view said) { return layout.count(said); };
   const std::span<const lm::TextTaskInfo> known = lm::text_tasks();
-  require_memory_of_samples(e.tasks.size(), e.samples, e.length);
+  require_memory_of_samples(e.tasks.size(), e.all_samples(), e.length);
   Groups asked;
   for (const std::string& task : e.tasks) {
     const auto info = std::ranges::find(known, task, &lm::TextTaskInfo::name);
     const bool essay = info != known.end() && info->needs_haystack;
     const auto read = passages.find(task == "ruler/qa-2" ? lm::PassageForm::hotpotqa : lm::PassageForm::squad);
     constexpr std::size_t kApart = 8;  // tokens that tokenising context and question separately may add
-    for (std::int32_t i = 0; i < e.samples; ++i) {
+    for (std::int32_t n = 0; n < e.all_samples(); ++n) {
+      const std::int32_t i = n % e.samples;
+      const auto depth =
+          e.text.depths.empty() ? std::nullopt : std::optional(e.text.depths[static_cast<std::size_t>(n / e.samples)]);
       // Samples begin at different words; otherwise each would hide its needle in the same text.
       const std::size_t begin = essay && !haystack.empty() ? haystack.size() * static_cast<std::size_t>(i) /
                                                                  static_cast<std::size_t>(e.samples)
@@ -346,7 +394,8 @@ Groups draw_samples(const TextEvaluation& e, const Layout& layout) {
                                                  {.length = e.length,
                                                   .reserved_tokens = kApart,
                                                   .haystack = turned,
-                                                  .passages = read == passages.end() ? nullptr : &read->second});
+                                                  .passages = read == passages.end() ? nullptr : &read->second,
+                                                  .depth = depth});
       asked[task].push_back(
           layout.asked({.task = task, .text = std::move(sample)}, e.text.score_tokens, e.text.question_after));
     }
@@ -413,7 +462,9 @@ std::string notes(const TextEvaluation& e, const Groups& asked, const std::vecto
   const std::string cut =
       e.text.question_after ? "cut before their question comes" : "cut with their question in sight";
   std::string out = "\n";
-  if (drawn) out += text(e.samples, " samples per task, prompts of ", e.length, " tokens ", cut, ". ");
+  if (drawn)
+    out += text(e.samples, " samples per task", e.text.depths.empty() ? "" : " and depth", ", prompts of ", e.length,
+                " tokens ", cut, ". ");
   for (const std::string& task : e.tasks) {
     const std::vector<Asked>& group = asked.at(task);
     if (is_drawn(group)) continue;
@@ -424,7 +475,8 @@ std::string notes(const TextEvaluation& e, const Groups& asked, const std::vecto
     if (truncated > 0) out += text(", the middle of ", truncated, " dropped");
     out += text("; prompts ", cut, ".\n");
   }
-  out += "95 %: bootstrap over samples; whole: share of the samples with full score.\n";
+  out += "95 %: bootstrap over samples; whole: share of the samples with full score.\n" +
+         e.sampling.said(e.repeats > 1 ? text("Means of ", e.repeats, " answers to each sample,") : "Answers are");
   if (e.text.score_tokens) {
     const bool random = std::ranges::any_of(contests, [](const Contest& c) { return c.policy.name() == "random"; });
     out +=
@@ -471,6 +523,16 @@ void TextOptions::add(CLI::App& app) {
       ->transform(CLI::CheckedTransformer(std::map<std::string, bool>{{"middle", true}}))
       ->transform(one_of({"middle"}))
       ->option_text("middle");
+  app.add_option_function<std::vector<std::string>>(
+         "--depth",
+         [this](const std::vector<std::string>& lists) {
+           depths = integers_of(lists, "--depth", 0, 100);
+           for (std::size_t i = 0; i < depths.size(); ++i)
+             KVKEEP_REQUIRE(std::ranges::count(depths, depths[i]) == 1, "--depth: ", depths[i],
+                            " is given twice; allowed each depth once");
+         },
+         "tasks that ask for one needle: percent of the text before it; several: --samples at each")
+      ->option_text("PERCENT,... [drawn]");
   app.add_flag("--raw", raw, "tasks over text: do not use the model's chat template");
   as_output(app.add_option(
                 "--samples-out", samples_out,
@@ -500,28 +562,45 @@ void evaluate_text(const TextEvaluation& given) {
   lm::Decoder decoder = e.model.open();
   warn(all, e.output.quiet);
   std::int64_t samples = 0;
+  const auto repeats = static_cast<std::size_t>(e.repeats);
   std::vector<Answered> answered(all.size());
   for (const auto& [task, group] : asked) {
     samples += static_cast<std::int64_t>(group.size());
-    for (Answered& one : answered) one.writings[task].resize(group.size()), one.by_task[task].resize(group.size());
+    for (Answered& one : answered)
+      one.writings[task].resize(repeats * group.size()), one.by_task[task].resize(group.size());
   }
-  Progress progress(static_cast<std::int64_t>(all.size()) * samples, e.output.quiet);
-  for (const std::string& task : e.tasks)
-    for (const std::vector<std::size_t>& batch : batches_of(asked[task], e.batch))
-      answer(decoder, model, e, all, task, asked[task], batch, progress, answered);
+  Progress progress(static_cast<std::int64_t>(all.size()) * samples * e.repeats, e.output.quiet);
+  std::map<std::string, std::vector<Diagnosed>> diagnosed;
+  for (std::size_t repeat = 0; repeat < repeats; ++repeat)
+    for (const std::string& task : e.tasks) {
+      std::vector<Asked>& group = asked[task];
+      for (std::size_t i = 0; i < group.size(); ++i) group[i].sampling = e.sampling.of(repeat * group.size() + i);
+      for (const std::vector<std::size_t>& batch : batches_of(group, e.batch))
+        answer(decoder, model, e, all, task, group, batch, repeat, progress, answered, diagnosed[task]);
+    }
+  if (e.text.score_tokens)
+    for (auto& [task, those] : diagnosed)
+      for (Diagnosed& one : those) one.gaps.repetition = "the reference was fed, so nothing was written";
   progress.clear();
   for (std::size_t c = 0; c < all.size(); ++c) note_events(all[c], answered[c].cost.counts, "samples", e.output.quiet);
   if (!e.text.samples_out.empty())
     io::write_text_atomically(e.text.samples_out, sample_lines(e, asked, all, answered, model.tokenizer.end_tokens()));
   if (e.output.format != Format::md) {
-    print(long_table(e, asked, all, answered).text(e.output.format));
+    print(long_table(e, asked, all, answered, diagnosed).text(e.output.format));
     return;
   }
   std::string out = wide_table(e, all, answered).markdown() + notes(e, asked, all);
   out += differences(e.contests, all, e.tasks, [&](std::size_t c, std::size_t against, const std::string& task) {
     return difference(answered[c].strata(task), answered[against].strata(task));
   });
-  print(out + hopeless(e, asked, all, answered));
+  out += hopeless(e, asked, all, answered);
+  if (e.diagnostics) {
+    std::vector<Diagnosed> together = diagnosed.at(e.tasks.front());
+    for (std::size_t t = 1; t < e.tasks.size(); ++t)
+      for (std::size_t c = 0; c < all.size(); ++c) together[c].result.add(diagnosed.at(e.tasks[t])[c].result);
+    out += "\nDiagnostics, all tasks:\n\n" + diagnostics_section(e.contests, all, together);
+  }
+  print(out);
 }
 
 }  // namespace kvkeep::cli

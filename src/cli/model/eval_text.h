@@ -1,7 +1,9 @@
 #pragma once
 // kvkeep eval on tasks over text: RULER's, and a number in prose.
 
+#include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,11 +24,12 @@ struct TextOptions {
   std::vector<std::string> samples_in;  // files
   std::string templates;                // a file: prompts of samples_in
   std::vector<std::string> passages;    // files: of ruler/qa-*
+  std::vector<std::int32_t> depths;     // of the needle that is asked for, in percent; empty: drawn
   bool truncate = false;                // too long samples lose their middle
   // True if any is given that tasks of the small model do not take.
   [[nodiscard]] bool any() const {
     return question_after || score_tokens || raw || truncate || !haystack.empty() || !samples_out.empty() ||
-           !samples_in.empty() || !templates.empty() || !passages.empty();
+           !samples_in.empty() || !templates.empty() || !passages.empty() || !depths.empty();
   }
   void add(CLI::App& app);
 };
@@ -37,10 +40,18 @@ struct TextEvaluation {
   const TextOptions& text;
   std::vector<std::string> tasks;
   std::int64_t length = 0;
-  std::int32_t samples = 0, batch = 0;
+  std::int32_t samples = 0, batch = 0;               // samples: of each task, and of each depth if there are some
   bool length_given = false, samples_given = false;  // they then hold for --samples-in, too
   std::uint64_t seed = 0;
+  SamplingOptions sampling;
+  std::int32_t repeats = 1;                      // answers to each sample, each drawn with a seed of its own
+  std::optional<std::int32_t> diagnostics = {};  // how many answers to each task are compared with a full run
   ContestOptions contests;
+
+  // Of one task.
+  [[nodiscard]] std::int32_t all_samples() const {
+    return samples * std::max<std::int32_t>(1, static_cast<std::int32_t>(text.depths.size()));
+  }
 };
 
 // Prints the table.

@@ -139,7 +139,7 @@ Table FedResults::difference_table() const {
   return table;
 }
 
-Table FedResults::long_table() const {
+Table FedResults::long_table(Format format) const {
   std::vector<Column> columns;
   const auto add_columns = [&](std::initializer_list<const char*> keys) {
     for (const char* key : keys) columns.push_back({key, key});
@@ -152,13 +152,15 @@ Table FedResults::long_table() const {
   add_measures("");
   add_columns({"events", "chosen", "kept_bytes", "against", "against_budget"});
   add_measures("_difference");
+  const bool diagnosed = followed_.front().diagnosed.has_value();
+  if (diagnosed) append(columns, diagnostics_columns(format));
   add_columns({"resolved"});
   Table table(contest_columns(options_, columns));
   for (std::size_t c = 0; c < contests_.size(); ++c) {
     const Measures& m = measures_[c];
-    add_row(table, c, "counted", {first_counted_, longest_ - 1}, m.perplexity.total(), m.fidelity.total());
+    add_row(table, c, "counted", {first_counted_, longest_ - 1}, m.perplexity.total(), m.fidelity.total(), format);
     for (std::size_t bin = 0; bin < m.fidelity.bins().size(); ++bin)
-      add_row(table, c, "bin", bounds(bin, longest_), m.perplexity.curve()[bin], m.fidelity.bins()[bin]);
+      add_row(table, c, "bin", bounds(bin, longest_), m.perplexity.curve()[bin], m.fidelity.bins()[bin], format);
   }
   return table;
 }
@@ -166,7 +168,7 @@ Table FedResults::long_table() const {
 // Intervals and differences cover only the tokens that count.
 void FedResults::add_row(Table& table, std::size_t c, const std::string& part,
                          std::pair<std::int64_t, std::int64_t> tokens, const report::Ratio& nll,
-                         const report::FidelitySums& from_full) const {
+                         const report::FidelitySums& from_full, Format format) const {
   const Measures& m = measures_[c];
   const bool counted = part == "counted";
   const auto interval = [&](const auto& samples) {
@@ -193,6 +195,8 @@ void FedResults::add_row(Table& table, std::size_t c, const std::string& part,
     constexpr std::size_t kDifferences = 11;
     row.insert(row.end(), kDifferences, Cell(nullptr, "-"));
   }
+  if (const std::optional<Diagnosed>& diagnosed = followed_[c].diagnosed)
+    append(row, counted ? diagnostics_cells(*diagnosed, format) : diagnostics_cells(nullptr, format));
   row.emplace_back(contests_[c].resolved);
   table.add(contest_cells(options_, contests_[c], row));
 }
@@ -208,11 +212,16 @@ std::string FedResults::counted() const {
 void FedResults::show(const OutputOptions& output, const char* unit, const std::function<std::string()>& tables) const {
   for (std::size_t c = 0; c < contests_.size(); ++c)
     note_events(contests_[c], followed_[c].counts, "texts", output.quiet);
-  if (output.format != Format::md) return print(long_table().text(output.format));
+  if (output.format != Format::md) return print(long_table(output.format).text(output.format));
   std::string out = tables();
   if (!options_.against.empty())
     out += text("\nAbove ", PolicyText(options_.against).label(), ", paired bootstrap over ", unit, ":\n\n",
                 difference_table().markdown());
+  if (followed_.front().diagnosed) {
+    std::vector<Diagnosed> diagnosed;
+    for (const Followed& one : followed_) diagnosed.push_back(*one.diagnosed);
+    out += text("\nDiagnostics, all ", unit, ":\n\n", diagnostics_section(options_, contests_, diagnosed));
+  }
   print(out);
 }
 

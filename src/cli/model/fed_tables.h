@@ -35,7 +35,7 @@ class FedResults {
   // Differences from the policy of --against.
   [[nodiscard]] Table difference_table() const;
   // Everything, for programs: per policy and budget a row for the tokens that count, and one for each 256 tokens.
-  [[nodiscard]] Table long_table() const;
+  [[nodiscard]] Table long_table(Format format) const;
   // Which tokens count, and why.
   [[nodiscard]] std::string counted() const;
   // Prints them. For people: `tables`, and the differences from --against, paired by `unit`. For programs: the long
@@ -44,7 +44,7 @@ class FedResults {
 
  private:
   void add_row(Table& table, std::size_t contest, const std::string& part, std::pair<std::int64_t, std::int64_t> tokens,
-               const report::Ratio& nll, const report::FidelitySums& from_full) const;
+               const report::Ratio& nll, const report::FidelitySums& from_full, Format format) const;
 
   const ContestOptions& options_;
   const std::vector<Contest>& contests_;

@@ -1,5 +1,7 @@
 #include "fed_texts.h"
 
+#include <CLI/Option.hpp>
+#include <CLI/Validators.hpp>
 #include <algorithm>
 #include <deque>
 #include <memory>
@@ -32,12 +34,13 @@ class FullRows {
 class Group {
  public:
   Group(lm::Decoder& decoder, const ModelOptions& model, const std::vector<Contest>& contests,
-        std::span<const FedText> texts)
+        std::span<const FedText> texts, std::optional<std::int64_t> traced)
       : contests_(contests), texts_(texts), rows_(texts.size()), foretold_(contests.size()), order_(contests.size()) {
     std::iota(order_.begin(), order_.end(), std::size_t{0});
     const auto full = std::ranges::find_if(contests, &Contest::keeps_all) - contests.begin();
     std::rotate(order_.begin(), order_.begin() + full, order_.begin() + full + 1);
     for (std::vector<std::vector<Foretold>>& own : foretold_) own.resize(texts.size());
+    if (traced) watched_.emplace(decoder, model, contests, *traced);
     for (std::size_t c = 0; c < contests.size(); ++c) {
       std::unique_ptr<KVPolicy> policy = contests[c].policy.make_untold();
       lm::GeneratorOptions options{.places = static_cast<std::int64_t>(texts.size()),
@@ -49,6 +52,7 @@ class Group {
       options.hooks.on_logits = [this, c](SequenceId text, std::span<const float> logits) {
         see(c, static_cast<std::size_t>(text), logits);
       };
+      if (watched_) options.hooks.on_event = watched_->hook(c);
       generators_.push_back(std::make_unique<lm::Generator>(decoder, std::move(policy), std::move(options)));
     }
   }
@@ -70,8 +74,8 @@ class Group {
       }
   }
 
-  void add_to(std::vector<Followed>& all) {
-    for (std::size_t c = 0; c < contests_.size(); ++c)
+  void add_to(std::vector<Followed>& all, std::vector<Diagnosed>& diagnosed, Progress& progress) {
+    for (std::size_t c = 0; c < contests_.size(); ++c) {
       for (std::size_t i = 0; i < texts_.size(); ++i) {
         const lm::Completion done = generators_[c]->leave(static_cast<SequenceId>(i));
         Followed& to = all[c];
@@ -80,7 +84,11 @@ class Group {
         to.kept_bytes = std::max(to.kept_bytes, done.kept_bytes);
         if (!done.events.empty())
           to.before_events = std::max(to.before_events, std::int64_t{done.events.front().step} + 1);
+        if (watched_) watched_->fed(c, static_cast<SequenceId>(i), request_of(texts_[i]), done);
       }
+      generators_[c].reset();  // full runs take memory too
+    }
+    if (watched_) watched_->end(progress, diagnosed);
   }
 
  private:
@@ -111,10 +119,19 @@ class Group {
   std::vector<FullRows> rows_;                                // [texts]
   std::vector<std::vector<std::vector<Foretold>>> foretold_;  // [contests][texts][tokens so far]
   std::vector<std::size_t> order_;                            // of the contests, the full cache first
+  std::optional<WatchedTexts> watched_;                       // with --diagnostics
   std::vector<std::unique_ptr<lm::Generator>> generators_;    // [contests]
 };
 
 }  // namespace
+
+void FedDiagnostics::add(CLI::App& app) {
+  app.add_flag("--diagnostics", wanted, "show how kept sets change over time, and what attention loses");
+  app.add_option("--diagnostics-samples", traced,
+                 "texts for recall and output error: a full attention of every token, which takes long; 0: none")
+      ->check(CLI::Range(0, 1 << 24))
+      ->option_text("N [1]");
+}
 
 std::vector<Contest> fed_contests(ContestOptions& options, std::int32_t tokens) {
   options.cut_prompts = true;
@@ -128,14 +145,23 @@ std::vector<Contest> fed_contests(ContestOptions& options, std::int32_t tokens) 
 }
 
 std::vector<Followed> follow(lm::Decoder& decoder, const ModelOptions& model, const std::vector<Contest>& contests,
-                             std::span<const FedText> texts, std::int32_t batch, Progress& progress) {
+                             std::span<const FedText> texts, std::int32_t batch, Progress& progress,
+                             const FedDiagnostics& diagnostics) {
   std::vector<Followed> all(contests.size());
+  std::vector<Diagnosed> diagnosed;
   for (std::size_t first = 0; first < texts.size(); first += static_cast<std::size_t>(batch)) {
     const std::size_t some = std::min(static_cast<std::size_t>(batch), texts.size() - first);
     progress.label(text("texts ", first + 1, "-", first + some, " of ", texts.size()));
-    Group group(decoder, model, contests, texts.subspan(first, some));
+    const auto traced = std::clamp<std::int64_t>(diagnostics.traced - static_cast<std::int64_t>(first), 0,
+                                                 static_cast<std::int64_t>(some));
+    Group group(decoder, model, contests, texts.subspan(first, some),
+                diagnostics.wanted ? std::optional(traced) : std::nullopt);
     group.run(progress);
-    group.add_to(all);
+    group.add_to(all, diagnosed, progress);
+  }
+  for (std::size_t c = 0; c < diagnosed.size(); ++c) {
+    diagnosed[c].gaps.repetition = "texts are fed, so the policy wrote nothing";
+    all[c].diagnosed = std::move(diagnosed[c]);
   }
   return all;
 }

@@ -31,6 +31,7 @@ constexpr const char* kGenerateExamples = R"(
 Examples:
   kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256 --stop
   kvkeep generate --model SmolLM2.gguf --prompt-file article.txt --policy snapkv,budget=256 --html kept.html
+  kvkeep generate --model SmolLM2.gguf --prompt "One day" --temperature 0.8 --top-p 0.95 --sampling-seed 7
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \
       --max-new-tokens 200
   kvkeep generate --model examples/model --task needle \
@@ -46,6 +47,7 @@ struct GenerateOptions {
   ModelOptions model;
   OutputOptions output;
   PromptOptions prompt;
+  SamplingOptions sampling;
   std::string policy = "full", retention, html, pin;
   std::int32_t new_tokens = 0, page_size = 0, copies = 1;
   bool forced = false, stop_at_end = false;
@@ -58,6 +60,7 @@ struct Outcome {
   lm::Pace pace;
   Totals totals;
   FactorCache::Totals near;
+  lm::Sampling sampling;
 };
 
 // One row per layer and head.
@@ -191,6 +194,8 @@ Json json(const Outcome& outcome) {
            {"peak_bytes", outcome.done.peak_bytes},      {"kept_bytes", outcome.done.kept_bytes},
            {"layers", outcome.spec.full_layers()},       {"events", events}};
   if (!outcome.text.empty()) all["text"] = outcome.text;
+  if (const lm::Sampling& s = outcome.sampling; !s.greedy())
+    all["sampling"] = {{"temperature", s.temperature}, {"top_p", s.top_p}, {"seed", s.seed}};
   if (outcome.done.prompt) all["prompt"] = prompt_json(*outcome.done.prompt);
   if (outcome.done.folded) all["folded"] = folded_json(outcome);
   return all;
@@ -251,6 +256,7 @@ lm::Request request_of(const GenerateOptions& o, const PromptOptions::Prompt& pr
     if (o.new_tokens > 0) request.new_tokens = std::min(request.new_tokens, o.new_tokens);
   }
   request.stop_at_end = o.stop_at_end;
+  request.sampling = o.sampling.sampling;
   request.keep_positions = true;
   request.pinned = pinned_spans(o.pin);
   return request;
@@ -287,7 +293,7 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
     options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
   }
   const std::string name(policy->name());
-  Outcome outcome{policy->to_json(), {}, decoder.spec(), {}, {}, {}, {}};
+  Outcome outcome{policy->to_json(), {}, decoder.spec(), {}, {}, {}, {}, request.sampling};
   const Trigger trigger = policy->trigger();
   lm::GenerationRun run = lm::generate(decoder, std::move(policy),
                                        std::vector(static_cast<std::size_t>(o.copies), request), std::move(options));
@@ -322,6 +328,7 @@ std::vector<std::string> pieces(const GenerateOptions& o, const PromptOptions::P
 }
 
 void run(const GenerateOptions& o) {
+  lm::check_sampling(o.sampling.sampling);
   const PolicyText policy(o.policy);
   const PromptOptions::Prompt prompt = o.prompt.read(o.model.folder);
   const Outcome outcome = decode(o, policy, prompt);
@@ -355,6 +362,7 @@ Run add_generate(CLI::App& app) {
   o->model.add(*sub);
   o->model.device.add(*sub);
   o->prompt.add(*sub);
+  o->sampling.add(*sub);
   as_policy(sub->add_option("--policy", o->policy, kPolicyHelp))->option_text("POLICY [full]");
   sub->add_option("--pin", o->pin, "positions that stay through every event, such as 0-31,40")->option_text("SPANS");
   sub->add_option("--max-new-tokens", o->new_tokens, "tokens to predict")

@@ -90,6 +90,24 @@ std::vector<std::int32_t> read_ids(const std::string& file) {
   return parse_ids(io::read_file(file, "--ids-file"), file);
 }
 
+void SamplingOptions::add(CLI::App& app) {
+  CLI::Option* temperature = app.add_option("--temperature", sampling.temperature,
+                                            "draw tokens from softmax(logits / T); 0: the likeliest one")
+                                 ->option_text("T [0]");
+  app.add_option("--top-p", sampling.top_p, "draw from the fewest likeliest tokens whose probabilities sum to P")
+      ->option_text("P [1]")
+      ->needs(temperature);
+  app.add_option("--sampling-seed", sampling.seed, "seed of the draws; the same seed draws the same tokens everywhere")
+      ->option_text("N [0]")
+      ->needs(temperature);
+}
+
+std::string SamplingOptions::said(const std::string& what) const {
+  if (sampling.greedy()) return "";
+  return text(what, " drawn at temperature ", sampling.temperature, ", top-p ", sampling.top_p, ", seed ",
+              sampling.seed, ".\n");
+}
+
 void TextReading::add(CLI::App& app) {
   CLI::Option* chatting =
       app.add_flag("--chat", chat, "the text is a user's message: put it into the model's chat template");

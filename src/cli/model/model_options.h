@@ -10,6 +10,7 @@
 #include "device.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/lm/decoder.h"
+#include "kvkeep/lm/sampling.h"
 #include "kvkeep/lm/tasks.h"
 #include "kvkeep/lm/text_model.h"
 #include "options.h"
@@ -36,6 +37,18 @@ void require_memory_of_samples(std::size_t tasks, std::int64_t samples, std::int
 // Token ids separated by white space or commas. Throws InvalidArgument for anything else; `where` names the source.
 std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where);
 std::vector<std::int32_t> read_ids(const std::string& file);
+
+// --temperature, --top-p, --sampling-seed, where a command lets the model write.
+struct SamplingOptions {
+  lm::Sampling sampling;
+  void add(CLI::App& app);
+  // Of the nth of several texts, in which other numbers are drawn.
+  [[nodiscard]] lm::Sampling of(std::uint64_t n) const {
+    return {sampling.temperature, sampling.top_p, sampling.seed + n};
+  }
+  // A sentence for people, which `what` begins: "temperature 0.8, ..."; empty if nothing is drawn.
+  [[nodiscard]] std::string said(const std::string& what) const;
+};
 
 // --chat, --raw, --system, --date: how the text of a prompt is read.
 struct TextReading {

@@ -34,6 +34,8 @@ they need two texts or more. --against adds the difference to another policy, pa
 
 --protect-prompt: in the row `kept` the prompt stays. It counts towards the budget; if it does not fit, the budget
 becomes the prompt plus `recent` slots. A budget on top of the prompt: tova,protect_prompt=true,budget_counts=decoded.
+--diagnostics adds how kept sets change, which regions lose everything, what is left of each part of the text and, from
+the first --diagnostics-samples of them, what a full cache's attention would have read. docs/diagnostics.md.
 The caches of all policies are held at once, for --batch texts.
 )";
 
@@ -41,6 +43,7 @@ struct PerplexityOptions {
   ModelOptions model;
   OutputOptions output;
   ContestOptions contests;
+  FedDiagnostics diagnostics;
   std::string text;
   std::int32_t length = 2048, prompt = 0, texts = 4, batch = 4;
 };
@@ -69,13 +72,14 @@ void run(const PerplexityOptions& o) {
   const std::int32_t prompt = o.prompt > 0 ? o.prompt : std::max(o.length / 4, 1);
   KVKEEP_REQUIRE(prompt < o.length, "--prompt: ", prompt, " tokens of a text of ", o.length, "; allowed 1 to ",
                  o.length - 1);
+  if (o.diagnostics.wanted) require_host_memory(o.model, "perplexity");
   ContestOptions options = o.contests;
   const std::vector<Contest> all = fed_contests(options, o.length);
   const std::vector<FedText> texts = cut(o, prompt);
   lm::Decoder decoder = o.model.open();
   warn(all, o.output.quiet);
   Progress progress(static_cast<std::int64_t>(all.size()) * o.texts * (o.length - prompt - 1), o.output.quiet);
-  const std::vector<Followed> followed = follow(decoder, o.model, all, texts, o.batch, progress);
+  const std::vector<Followed> followed = follow(decoder, o.model, all, texts, o.batch, progress, o.diagnostics);
   progress.clear();
   const FedResults results(options, all, followed);
   results.show(o.output, "texts", [&] {
@@ -104,6 +108,7 @@ Run add_perplexity(CLI::App& app) {
       ->option_text("N [4]");
   o->contests.add(*sub, "full, streaming, tova, ams-tova, snapkv");
   sub->add_option("--batch", o->batch, "texts decoded at once")->check(CLI::Range(1, 4096))->option_text("N [4]");
+  o->diagnostics.add(*sub);
   o->output.add(*sub);
   sub->footer(kPerplexityExamples);
   return [o] { run(*o); };

@@ -2,6 +2,7 @@
 
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
+#include <algorithm>
 #include <filesystem>
 
 #include "commands.h"
@@ -40,6 +41,7 @@ struct RecordOptions {
   ModelOptions model;
   OutputOptions output;
   PromptOptions prompt;
+  SamplingOptions sampling;
   std::string kind = "event", policy = "full", out;
   std::int32_t step = 0, new_tokens = 0, queries = 256, window = 0, query_tail = 8;
   bool forced = false;
@@ -78,12 +80,20 @@ trace::Result event_of(const RecordOptions& o, lm::Decoder& decoder, const Promp
     request.new_tokens =
         o.new_tokens > 0 ? o.new_tokens : static_cast<std::int32_t>(std::max<std::int64_t>({due, o.step, 1})) + 1;
   }
-  const lm::EventRecording recording{
-      .step = o.step > 0 ? std::optional(o.step) : std::nullopt, .queries = o.queries, .cache_dtype = o.model.dtype()};
+  request.sampling = o.sampling.sampling;
+  Progress progress(std::max(request.new_tokens, o.step + 1), o.output.quiet);
+  progress.label("tokens until the event");
+  const lm::EventRecording recording{.step = o.step > 0 ? std::optional(o.step) : std::nullopt,
+                                     .queries = o.queries,
+                                     .cache_dtype = o.model.dtype(),
+                                     .progress = [&](std::int64_t predicted) { progress.advance(predicted); }};
   return lm::record_event(decoder, std::move(policy), std::move(request), recording);
 }
 
 trace::Result record(const RecordOptions& o) {
+  lm::check_sampling(o.sampling.sampling);
+  KVKEEP_REQUIRE(o.kind == "event" || o.sampling.sampling.greedy(), "record: --temperature with --kind ", o.kind,
+                 ", which draws no tokens; allowed with --kind event");
   std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make_untold();
   const PromptOptions::Prompt prompt = o.prompt.read(o.model.folder);
   lm::Decoder decoder = o.model.open();
@@ -91,7 +101,11 @@ trace::Result record(const RecordOptions& o) {
     KVKEEP_REQUIRE(prompt.ids[i] < decoder.config().vocab, "record: token id ", prompt.ids[i], " at place ", i,
                    " is outside the vocabulary; allowed 0 to ", decoder.config().vocab - 1);
   if (o.kind == "event") return event_of(o, decoder, prompt, std::move(policy));
-  if (o.kind == "prefill") return lm::record_prefill(decoder, prompt.ids, o.window);
+  if (o.kind == "prefill") {
+    Progress progress(decoder.spec().num_layers(), o.output.quiet);
+    progress.label("layers");
+    return lm::record_prefill(decoder, prompt.ids, o.window, [&](std::int64_t layers) { progress.advance(layers); });
+  }
   const std::int32_t new_tokens = o.new_tokens > 0 ? o.new_tokens : 32;
   if (o.kind == "decoder")
     return lm::record_decoder(model_from(o), prompt.ids, new_tokens,
@@ -125,6 +139,7 @@ Run add_record(CLI::App& app) {
   auto o = std::make_shared<RecordOptions>();
   o->model.add(*sub);
   o->prompt.add(*sub);
+  o->sampling.add(*sub);
   sub->add_option("--kind", o->kind, "kind of trace")
       ->check(one_of({"event", "prefill", "decoder", "generate"}))
       ->option_text("event|prefill|decoder|generate [event]");

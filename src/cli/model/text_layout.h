@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kvkeep/lm/samples.h"
+#include "kvkeep/lm/sampling.h"
 #include "kvkeep/lm/text_model.h"
 
 namespace kvkeep::cli {
@@ -18,6 +19,7 @@ struct Asked {
   std::vector<std::int32_t> prompt = {}, question = {};  // the answer's prefix ends the last one that is not empty
   std::vector<std::int32_t> answer = {};                 // the reference, if it is fed
   bool truncated = false;
+  lm::Sampling sampling = {};
 
   [[nodiscard]] std::vector<std::int32_t> forced() const {
     std::vector<std::int32_t> all = question;

@@ -7,7 +7,9 @@
 #include <limits>
 #include <numeric>
 
+#include "kvkeep/core/error.h"
 #include "kvkeep/core/rope.h"
+#include "memory_left.h"
 
 namespace kvkeep::cli {
 
@@ -54,10 +56,21 @@ void Watch::end() {
   open_.clear();
 }
 
-FullRun::FullRun(lm::Decoder& decoder, const lm::TaskSample& sample)
-    : spec_(decoder.spec()),
-      tokens_(static_cast<std::int32_t>(sample.ids.size()) - 1),
-      cache_(decoder.make_cache(1, tokens_)) {
+namespace {
+
+// The tokens that a full run of `ids` runs, once there is memory for what it holds.
+std::int32_t tokens_of_full_run(const ModelSpec& spec, const std::vector<std::int32_t>& ids) {
+  const std::int64_t numbers = std::int64_t{spec.query_heads + spec.kv_heads} * (spec.key_dim + spec.value_dim);
+  io::require_memory("--diagnostics", text("a full run of ", ids.size(), " tokens"),
+                     static_cast<double>(ids.size()) * static_cast<double>(numbers) * spec.num_layers() * sizeof(float),
+                     "shorter texts, or --diagnostics-samples 0");
+  return static_cast<std::int32_t>(ids.size()) - 1;
+}
+
+}  // namespace
+
+FullRun::FullRun(lm::Decoder& decoder, const std::vector<std::int32_t>& tokens)
+    : spec_(decoder.spec()), tokens_(tokens_of_full_run(spec_, tokens)), cache_(decoder.make_cache(1, tokens_)) {
   const std::vector<std::int32_t> full_layers = spec_.full_layers();
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens_));
   std::iota(positions.begin(), positions.end(), 0);
@@ -81,7 +94,7 @@ FullRun::FullRun(lm::Decoder& decoder, const lm::TaskSample& sample)
     const float* from = attended.out.data<float>();
     outputs_.emplace_back(from, from + attended.out.numel());
   };
-  const std::vector<std::int32_t> ids(sample.ids.begin(), sample.ids.end() - 1), whole{0, tokens_}, row{0}, none{0};
+  const std::vector<std::int32_t> ids(tokens.begin(), tokens.end() - 1), whole{0, tokens_}, row{0}, none{0};
   decoder.forward({ids, whole, positions, row, none}, cache_, options);
 }
 
@@ -150,6 +163,70 @@ void OutputWatch::see(const lm::AttentionSight& sight) {
       }
       std::ranges::copy(full, out);
     }
+  }
+}
+
+void require_host_memory(const ModelOptions& model, const char* command) {
+  KVKEEP_REQUIRE_AS(Unsupported, model.device.name == "cpu", command,
+                    ": --diagnostics reads queries and outputs of attention in host memory; given --device ",
+                    model.device.name, "; allowed cpu");
+}
+
+WatchedTexts::WatchedTexts(lm::Decoder& decoder, const ModelOptions& model, const std::vector<Contest>& contests,
+                           std::int64_t traced)
+    : decoder_(decoder), model_(model), contests_(contests), traced_(traced) {
+  for (const Contest& contest : contests) {
+    watches_.emplace_back(decoder.spec(), traced);
+    gaps_.emplace_back(traced == 0       ? "--diagnostics-samples is 0"
+                       : !contest.folds  ? ""
+                       : contest.narrows ? "the policy folds and narrows, so a full run has other queries"
+                                         : "queries read folded spans, not a set of held slots");
+  }
+}
+
+std::function<void(const lm::EventSight&)> WatchedTexts::hook(std::size_t contest) {
+  return [&watch = watches_[contest]](const lm::EventSight& sight) { watch.see(sight); };
+}
+
+void WatchedTexts::fed(std::size_t contest, SequenceId sequence, lm::Request request, const lm::Completion& done) {
+  if (sequence >= traced_ || watches_[contest].kept(sequence).empty()) return;
+  const bool twice = done.prompt && done.prompt->second_pass;
+  if (twice || (contests_[contest].folds && request.forced_at_once)) {
+    gaps_[contest] = twice ? "the prompt ran twice, with other positions" : "spans fold, and the question ran at once";
+    return;
+  }
+  std::vector<std::int32_t> ids = request.prompt;
+  ids.insert(ids.end(), request.forced.begin(), request.forced.end());
+  texts_[sequence][std::move(ids)].push_back(contest);
+  fed_.emplace(std::pair(sequence, contest), std::move(request));
+}
+
+void WatchedTexts::end(Progress& progress, std::vector<Diagnosed>& to) {
+  progress.label("what attention loses");
+  for (const auto& [sequence, texts] : texts_)
+    for (const auto& [ids, those] : texts) {
+      const FullRun full(decoder_, ids);
+      for (const std::size_t c : those) {
+        Watch& watch = watches_[c];
+        if (!contests_[c].folds) {
+          full.compare(watch.kept(sequence), watch.diagnostics());
+        } else if (!contests_[c].narrows) {  // else the full run has other queries
+          OutputWatch outputs(decoder_.spec(), {&full, 1}, watch.diagnostics());
+          static_cast<void>(
+              lm::generate(decoder_, contests_[c].policy.make_untold(), {fed_.at({sequence, c})},
+                           {.cache_dtype = model_.dtype(),
+                            .hooks = {.on_attention = [&](const lm::AttentionSight& sight) { outputs.see(sight); },
+                                      .on_event = [&](const lm::EventSight& sight) { outputs.see(sight); }}}));
+        }
+      }
+    }
+  const bool first = to.empty();
+  for (std::size_t c = 0; c < watches_.size(); ++c) {
+    watches_[c].end();
+    if (first)
+      to.push_back({.result = watches_[c].diagnostics().result(), .gaps = {.attention = gaps_[c], .repetition = {}}});
+    else
+      to[c].result.add(watches_[c].diagnostics().result());
   }
 }
 

@@ -1,15 +1,22 @@
 #pragma once
-// eval --diagnostics: what the events of a run kept, and what attention of the full cache would have read.
+// --diagnostics: what the events of a run kept, and what attention of the full cache would have read.
 
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <span>
+#include <utility>
 #include <vector>
 
+#include "contests.h"
+#include "diagnostics_table.h"
 #include "kvkeep/lm/generation.h"
-#include "kvkeep/lm/tasks.h"
 #include "kvkeep/report/diagnostics.h"
+#include "model_options.h"
+#include "progress.h"
 
 namespace kvkeep::cli {
 
@@ -40,11 +47,12 @@ class Watch {
   std::map<SequenceId, bool> open_;
 };
 
-// A sample's own tokens through the model, nothing dropped: keys, values, queries and attention outputs of every full
+// A text's own tokens through the model, nothing dropped: keys, values, queries and attention outputs of every full
 // layer, f32. Memory: (Hq + Hkv) * (D + Dv) * 4 bytes per token and layer.
 class FullRun {
  public:
-  FullRun(lm::Decoder& decoder, const lm::TaskSample& sample);
+  // Every token of `ids` but the last, which is not fed. Throws before it allocates if memory does not suffice.
+  FullRun(lm::Decoder& decoder, const std::vector<std::int32_t>& ids);
 
   // Compares every query after an event, up to the next one, with what that event kept and what came since.
   void compare(const std::vector<KeptRows>& events, report::Diagnostics& to) const;
@@ -80,6 +88,40 @@ class OutputWatch {
   std::span<const FullRun> runs_;
   report::Diagnostics& to_;
   std::set<SequenceId> cut_;  // sequences that had an event: their later queries count
+};
+
+// Throws unless the model runs on the CPU.
+void require_host_memory(const ModelOptions& model, const char* command);
+
+// Diagnostics of some texts that run under every policy, sequences 0, 1, 2, ... of a generator for each.
+class WatchedTexts {
+ public:
+  // The first `traced` texts are compared with a full run of what they were fed. All must outlive it.
+  WatchedTexts(lm::Decoder& decoder, const ModelOptions& model, const std::vector<Contest>& contests,
+               std::int64_t traced);
+
+  // For GenerationHooks::on_event of a policy's generator.
+  [[nodiscard]] std::function<void(const lm::EventSight&)> hook(std::size_t contest);
+  // What a sequence was fed, as a request that feeds the same again: its prompt, and as `forced` all that followed,
+  // with one token more that was not fed.
+  void fed(std::size_t contest, SequenceId sequence, lm::Request request, const lm::Completion& done);
+  void wrote(std::size_t contest, std::span<const std::int32_t> tokens) {
+    watches_[contest].diagnostics().add_generated(tokens);
+  }
+  // All texts have ended: adds each policy's result to its own in `to`, [contests] or empty. Texts of the same tokens
+  // share a full run.
+  void end(Progress& progress, std::vector<Diagnosed>& to);
+
+ private:
+  lm::Decoder& decoder_;
+  const ModelOptions& model_;
+  const std::vector<Contest>& contests_;
+  std::int64_t traced_;
+  std::deque<Watch> watches_;      // [contests]
+  std::vector<std::string> gaps_;  // [contests] why attention is not compared, or not all of it
+  std::map<SequenceId, std::map<std::vector<std::int32_t>, std::vector<std::size_t>>>
+      texts_;  // of traced sequences: the contests that were fed a text
+  std::map<std::pair<SequenceId, std::size_t>, lm::Request> fed_;
 };
 
 }  // namespace kvkeep::cli
