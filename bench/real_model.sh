@@ -4,11 +4,14 @@ set -euo pipefail
 
 usage() {
   cat << 'TEXT'
-Measures policies on SmolLM2-135M-Instruct and writes the tables that docs/results.md shows.
+Measures policies on SmolLM2-135M-Instruct, and where two models are named on Gemma 3 270M, and writes the tables that
+docs/results.md shows.
 
   bash bench/real_model.sh STAGE [options]
 
-  STAGE     before   needles in prose, the prompt cut with its question in sight
+  STAGE     answers  what both models write, over three texts and three kinds of cache: whole answers, beside the bytes
+                     kept, with the question in sight at the cut and after it (bench/answers.py makes the tables)
+            before   needles in prose, the prompt cut with its question in sight
             after    the same, the context cut before its question comes
             share    one selection for the rows of a head or of all layers, before and after
             fold     what is not kept, folded instead of dropped
@@ -16,8 +19,10 @@ Measures policies on SmolLM2-135M-Instruct and writes the tables that docs/resul
             serving  continuous batching in a pool of pages that shrinks, without kvkeep and with it: long prompts, then
                      long answers (docs/serving.md)
             decode   2048 tokens one by one: of the prose (perplexity), and as the full cache writes them (fidelity)
-  --lengths L,...   [1024,2048,4096]
-  --samples N       samples per task [17]
+  --models M,...    answers: smollm2, gemma3 [both]
+  --texts T,...     answers: manual, policy, code, of bench/texts.sh [all]
+  --lengths L,...   [1024,2048,4096; answers: 1024]
+  --samples N       samples per task [17; answers: 6 per task and text]
   --set all|main    before and after: every scorer and allocator, or eight scorers alone and under AMS [all]
   --threads N       [1]
   --model FILE      [SmolLM2-135M-Instruct, loaded as examples/real_model.sh does]
@@ -33,12 +38,12 @@ TEXT
 stop() { printf '%s\n' "$*" >&2; exit 2; }
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-stage="" lengths=1024,2048,4096 samples=17 threads=1 set=all batch=9 model="" haystack="" out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
+stage="" lengths="" models=smollm2,gemma3 texts="" samples="" threads=1 set=all batch=9 model="" haystack="" out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) usage; exit 0 ;;
-    before | after | share | fold | prompts | decode | serving) stage="$1" ;;
-    --lengths | --samples | --set | --threads | --model | --haystack | --out | --kvkeep)
+    answers | before | after | share | fold | prompts | decode | serving) stage="$1" ;;
+    --models | --texts | --lengths | --samples | --set | --threads | --model | --haystack | --out | --kvkeep)
       [[ $# -ge 2 ]] || stop "bench/real_model.sh: $1: a value is missing; see --help"
       printf -v "${1#--}" '%s' "$2"
       shift
@@ -48,13 +53,64 @@ while [[ $# -gt 0 ]]; do
   shift
 done
 [[ "$set" == all || "$set" == main ]] || stop "bench/real_model.sh: --set: given '$set'; allowed all, main"
-[[ -n "$stage" ]] || stop "bench/real_model.sh: no stage; allowed before, after, share, fold, prompts, decode, serving"
+[[ -n "$stage" ]] || stop "bench/real_model.sh: no stage; allowed answers, before, after, share, fold, prompts, decode, serving"
 [[ -x "$kvkeep" ]] || stop "bench/real_model.sh: $kvkeep does not exist; build it, or name another with --kvkeep"
 mkdir -p -- "$out"
+# shellcheck source=cmake/bootstrap.sh
+source "$root/cmake/bootstrap.sh"
+# shellcheck source=bench/texts.sh
+source "$root/bench/texts.sh"
+
+# shown COMMAND...: prints it, runs it.
+shown() {
+  printf '%s ' "$@" >&2
+  printf '\n' >&2
+  "$@"
+}
+
+# What is written, whole answers counted: one command for each model, question, text and cache, two of them side by side.
+answers() {
+  local model question text folder jobs=() all quantised
+  all="full random streaming tova ams-tova ams-tova,preset=question ams-tova,variant=official expected adakv-expected ams-expected,preset=question keydiff tova,share=union"
+  all+=" tova,share=union,rest=fold ams-tova,preset=question,rest=fold expected,rest=fold"
+  quantised="full tova ams-tova,preset=question expected adakv-expected tova,share=union tova,share=union,rest=fold expected,rest=fold"
+  for model in ${models//,/ }; do
+    kvkeep_get_real_model "$model" || stop "bench/real_model.sh: cannot get the model $model"
+    for question in before after; do
+      folder="$out/answers/$model/$question"
+      mkdir -p -- "$folder"
+      for text in ${texts:-${kvkeep_texts[*]}}; do
+        text="${text%,}"
+        kvkeep_get_text "$text" || stop "bench/real_model.sh: cannot get the text $text"
+        jobs+=("$kvkeep_real_model|$kvkeep_text|$question|bf16|$folder/$text|$all")
+        jobs+=("$kvkeep_real_model|$kvkeep_text|$question|q8_0|$folder/$text@q8_0|full")
+        jobs+=("$kvkeep_real_model|$kvkeep_text|$question|q4_0|$folder/$text@q4_0|$quantised")
+      done
+    done
+  done
+  export kvkeep lengths samples threads
+  export -f answers_of shown
+  printf '%s\0' "${jobs[@]}" | xargs -0 -n 1 -P 2 bash -euo pipefail -c 'answers_of "$0"'
+}
+
+answers_of() {
+  local model text question cache to list policy policies=() budgets
+  IFS='|' read -r model text question cache to list <<< "$1"
+  for policy in $list; do policies+=(--policy "$policy"); done
+  budgets="$((lengths / 2)),$((lengths / 4)),$((lengths / 8))"
+  if [[ -s "$to.jsonl" ]]; then return; fi
+  shown "$kvkeep" eval --model "$model" --weights bf16 --cache-dtype "$cache" --threads "$threads" --task ruler/niah-single-2,ruler/niah-multikey-1,text/needle --haystack "$text" \
+    --length "$lengths" --samples "$samples" --batch 6 --question "$question" --interval 512 --budgets "$budgets" "${policies[@]}" --samples-out "$to.jsonl" --quiet -o csv > "$to.csv"
+}
+
+if [[ "$stage" == answers ]]; then
+  lengths="${lengths:-1024}" samples="${samples:-6}" texts="${texts//,/ }"
+  answers
+  exit
+fi
+lengths="${lengths:-1024,2048,4096}" samples="${samples:-17}"
 
 if [[ -z "$model" ]]; then
-  # shellcheck source=cmake/bootstrap.sh
-  source "$root/cmake/bootstrap.sh"
   kvkeep_get_real_model || stop "bench/real_model.sh: cannot get the model; name a file with --model"
   model="$kvkeep_real_model"
 fi
@@ -66,13 +122,6 @@ if [[ -z "$haystack" ]]; then
     python3 "$root/bench/prose.py" "$haystack" "$root"/.cache/prose/handbook/usr/share/doc/debian-handbook/html/en-US/*.html >&2
   fi
 fi
-
-# shown COMMAND...: prints it, runs it.
-shown() {
-  printf '%s ' "$@" >&2
-  printf '\n' >&2
-  "$@"
-}
 
 calibration="$out/calibration.safetensors"
 calibrate() {

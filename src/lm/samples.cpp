@@ -46,9 +46,10 @@ std::string known_forms() {
 }
 
 // The first twelve are read; the others --samples-out writes beside them.
-constexpr std::array<std::string_view, 18> kOwnKeys{
-    "prompt", "messages", "turns", "references", "scoring", "max_new_tokens", "choices",  "answer_prefix", "first_line",
-    "raw",    "task",     "id",    "seed",       "length",  "depth",          "question", "end_tokens",    "answers"};
+constexpr std::array<std::string_view, 19> kOwnKeys{
+    "prompt",        "messages",    "turns",    "references", "scoring", "max_new_tokens", "choices",
+    "answer_prefix", "first_line",  "raw",      "task",       "id",      "seed",           "length",
+    "depth",         "cache_dtype", "question", "end_tokens", "answers"};
 
 std::string keys_of(const SampleLine& line) {
   std::string all;

@@ -31,6 +31,7 @@ struct Writing {
   std::vector<std::int32_t> tokens;  // up to the first end token
   std::string text;
   double score = 0;
+  std::int64_t kept_bytes = 0;        // Completion::kept_bytes
   double cut_seconds = std::nan("");  // of the decision at the prompt's end; NaN if the prompt was narrowed as it ran
 };
 
@@ -95,6 +96,7 @@ Writing& add_answer(const lm::TextModel& text, const std::string& task, std::siz
   std::vector<report::Ratio>& ratios = to.by_task[task];
   Writing& writing = to.writings[task].at(repeat * ratios.size() + i) = writing_of(text, asked, done.tokens);
   writing.cut_seconds = cut_seconds;
+  writing.kept_bytes = done.kept_bytes;
   report::Ratio ratio{writing.score, 1};
   const bool each = asked.sample.text.scoring == lm::TextScoring::all;  // counts references
   const std::int64_t references = each ? static_cast<std::int64_t>(asked.sample.text.answers.size()) : 1;
@@ -340,6 +342,7 @@ std::string sample_lines(const TextEvaluation& e, const Groups& asked, const std
                              {"tokens", writings[w].tokens},
                              {"text", writings[w].text},
                              {"score", writings[w].score},
+                             {"kept_bytes", writings[w].kept_bytes},
                              {"cut_seconds", writings[w].cut_seconds}});
           if (!e.sampling.sampling.greedy()) answers.back()["sampling_seed"] = e.sampling.of(w).seed;
         }
@@ -350,6 +353,7 @@ std::string sample_lines(const TextEvaluation& e, const Groups& asked, const std
         line["length"] = e.length;
         line["depth"] = depths_of(one.sample.text);
       }
+      line["cache_dtype"] = e.model.cache_dtype;
       line["prompt"] = one.prompt;
       line["question"] = one.question;
       line["end_tokens"] = end_tokens;
