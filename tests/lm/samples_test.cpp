@@ -83,10 +83,11 @@ TEST(Samples, ComeBackFromWhatIsWritten) {
 }
 
 TEST(Samples, PassOverWhatEvalWritesBesideThem) {
-  const Sample sample = one(
-      R"({"task": "t", "turns": ["a", "b"], "references": ["x"], "scoring": "contains", "max_new_tokens": 3, )"
-      R"("seed": 5, "length": 64, "depth": [50], "cache_dtype": "f32", "prompt": [1, 2], "question": [3], "end_tokens": [0], )"
-      R"("answers": [{"policy": "full"}]})");
+  const Sample sample =
+      one(R"({"task": "t", "turns": ["a", "b"], "references": ["x"], "scoring": "contains", "max_new_tokens": 3, )"
+          R"("seed": 5, "length": 64, "depth": [50], "cache_dtype": "f32", "prompt": [1, 2], )"
+          R"("question": [3], "end_tokens": [0], )"
+          R"("answers": [{"policy": "full"}]})");
   EXPECT_EQ(sample.text.prompt(), "ab");
   EXPECT_NE(refusal(R"({"prompt": [1], "references": "x", "scoring": "any", "max_new_tokens": 3})")
                 .find("prompt is no string"),

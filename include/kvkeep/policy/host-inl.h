@@ -109,13 +109,16 @@ class HostRanks final : public PromptRanks {
 /// fold as they are. The same keys and values then give the same scores, however they are stored.
 class ReadableEvidence {
  public:
-  /// Copies keys if `needs.keys`, values if `needs.values`. Throws Unsupported for a dtype that it has no code for, and
-  /// for scales that are not f32.
+  /// Copies keys if `needs.keys`, values if `needs.values`; a dtype that nothing reads is left to those who refuse it.
+  /// Throws Unsupported for scales that are not f32.
   ReadableEvidence(const Evidence& evidence, const Needs& needs) : given_(evidence) {
     const ModelSpec& spec = evidence.spec;
     const RowTable& given = evidence.table;
-    const bool keys = needs.keys && !(is_scorable(given.key_dtype) && given.keys_rotated == 0),
-               values = needs.values && !(is_scorable(given.value_dtype) && given.values_rotated == 0);
+    const auto turns = [](Dtype dtype, std::int32_t rotated) {
+      return cpu::is_readable(dtype) && (!is_scorable(dtype) || rotated > 0);
+    };
+    const bool keys = needs.keys && turns(given.key_dtype, given.keys_rotated),
+               values = needs.values && turns(given.value_dtype, given.values_rotated);
     if (!keys && !values) return;
     table_ = given;
     if (keys) widen("keys", spec.key_dim, &Row::keys, &Row::key_scales, table_.key_dtype, table_.keys_rotated, keys_);
@@ -137,8 +140,6 @@ class ReadableEvidence {
  private:
   void widen(const char* what, std::int64_t dim, SlotAddress Row::* slots, SlotAddress Row::* scales, Dtype& dtype,
              std::int32_t& rotated, std::unique_ptr<float[]>& numbers) {
-    KVKEEP_REQUIRE_AS(Unsupported, cpu::is_readable(dtype), "decide: ", what, " are ", dtype, "; allowed ",
-                      cpu::kReadable);
     for (const Row& row : table_.rows)
       KVKEEP_REQUIRE_AS(Unsupported, (row.*scales).width == 0 || (row.*scales).width == 4, "decide: ", what,
                         " of layer ", row.layer, " have scales of ", (row.*scales).width, " bytes; allowed f32");
@@ -164,36 +165,36 @@ class ReadableEvidence {
 class HostEvent final : public LayerEvent {
  public:
   HostEvent(const Evidence& evidence, const Limits& limits, const Needs& needs)
-      : readable_(evidence, needs), evidence_(readable_.get()), limits_(limits) {}
+      : given_(evidence), needs_(needs), limits_(limits) {}
 
   [[nodiscard]] WindowAttention attend(std::int32_t window, bool official, WindowNeeds needs) override {
-    return window_attention(evidence_, row_windows(evidence_, limits_, window, official), needs);
+    return window_attention(evidence(), row_windows(evidence(), limits_, window, official), needs);
   }
 
   [[nodiscard]] Scores score(const Scorer& scorer, const WindowAttention& seen) override {
-    return scorer.score(evidence_, limits_, seen);
+    return scorer.score(evidence(), limits_, seen);
   }
 
   [[nodiscard]] Scores share(const Scores& scores, Sharing share) override {
     Scores shared{clone(scores.data)};
-    share_scores(evidence_.table, limits_, shared_rows(evidence_, limits_, share), shared.data.data<float>());
+    share_scores(evidence().table, limits_, shared_rows(evidence(), limits_, share), shared.data.data<float>());
     return shared;
   }
 
   void allot(const Allocator& allocator, const Scores& scores, WindowAttention seen, Decision& decision) override {
-    allocator.allot(evidence_, limits_, scores, std::move(seen), decision);
+    allocator.allot(evidence(), limits_, scores, std::move(seen), decision);
   }
 
   [[nodiscard]] PromptScores prompt_scores(const PromptScoreOptions& options) override {
-    return kvkeep::prompt_scores(evidence_, options);
+    return kvkeep::prompt_scores(evidence(), options);
   }
 
   [[nodiscard]] Tensor last_query_scores(std::int32_t pool) override {
-    return kvkeep::last_query_scores(evidence_, pool);
+    return kvkeep::last_query_scores(evidence(), pool);
   }
 
   [[nodiscard]] Tensor token_sums(std::int32_t window, std::span<const float> weights) override {
-    return sum_over_heads(evidence_, window_sums(evidence_, window, weights), window);
+    return sum_over_heads(evidence(), window_sums(evidence(), window, weights), window);
   }
 
   void rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override {
@@ -201,13 +202,13 @@ class HostEvent final : public LayerEvent {
     Tensor mass;
     std::int64_t first = 0;
     for (std::size_t g = 0; g < ranks.size(); ++g) {
-      const RowGroup& group = evidence_.table.groups[g];
-      const Row& row = evidence_.table.rows[static_cast<std::size_t>(group.first_row)];
+      const RowGroup& group = evidence().table.groups[g];
+      const Row& row = evidence().table.rows[static_cast<std::size_t>(group.first_row)];
       // All prompts of a layer have the window of one policy; one that is not ranked has as many scores.
       const std::int64_t tokens = row.length - window_of(ranks);
       if (ranks[g] != nullptr) {
         auto& own = static_cast<HostRanks&>(*ranks[g]);
-        if (own.reads_mass && !mass.defined()) mass = token_mass(evidence_, scores.sums, own.window);
+        if (own.reads_mass && !mass.defined()) mass = token_mass(evidence(), scores.sums, own.window);
         const auto of_prompt = [&](const Tensor& t) {
           return t.defined() ? std::span(t.data<float>() + first, static_cast<std::size_t>(tokens))
                              : std::span<float>();
@@ -224,7 +225,7 @@ class HostEvent final : public LayerEvent {
     std::int64_t first = 0;
     for (std::size_t g = 0; g < of.size(); ++g) {
       const std::int32_t tokens =
-          evidence_.table.rows[static_cast<std::size_t>(evidence_.table.groups[g].first_row)].length;
+          evidence().table.rows[static_cast<std::size_t>(evidence().table.groups[g].first_row)].length;
       if (of[g]) chosen_[g] = best_tokens({scores.data<float>() + first, static_cast<std::size_t>(tokens)}, best);
       first += tokens;
     }
@@ -232,9 +233,7 @@ class HostEvent final : public LayerEvent {
 
   [[nodiscard]] std::vector<std::optional<std::vector<std::int32_t>>> chosen() override { return std::move(chosen_); }
 
-  void fold(const SpanCut& cut, Decision& decision) override {
-    decision.fold = fold_rest(evidence_.table, decision, cut);
-  }
+  void fold(const SpanCut& cut, Decision& decision) override { decision.fold = fold_rest(given_.table, decision, cut); }
 
  private:
   [[nodiscard]] static std::int32_t window_of(std::span<PromptRanks* const> ranks) {
@@ -243,9 +242,16 @@ class HostEvent final : public LayerEvent {
     return 0;
   }
 
-  ReadableEvidence readable_;
-  const Evidence& evidence_;
+  /// Made where it is first read: what it refuses is then said as any stage's errors are.
+  [[nodiscard]] const Evidence& evidence() {
+    if (!readable_) readable_.emplace(given_, needs_);
+    return readable_->get();
+  }
+
+  const Evidence& given_;
+  const Needs needs_;
   const Limits& limits_;
+  std::optional<ReadableEvidence> readable_;
   std::vector<std::optional<std::vector<std::int32_t>>> chosen_;
 };
 
