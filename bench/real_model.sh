@@ -100,7 +100,7 @@ answers_of() {
   budgets="$((lengths / 2)),$((lengths / 4)),$((lengths / 8))"
   if [[ -s "$to.jsonl" ]]; then return; fi
   shown "$kvkeep" eval --model "$model" --weights bf16 --cache-dtype "$cache" --threads "$threads" --task ruler/niah-single-2,ruler/niah-multikey-1,text/needle --haystack "$text" \
-    --length "$lengths" --samples "$samples" --batch 6 --question "$question" --interval 512 --budgets "$budgets" "${policies[@]}" --samples-out "$to.jsonl" --quiet -o csv > "$to.csv"
+    --length "$lengths" --samples "$samples" --batch 6 --answer-tokens 32 --question "$question" --interval 512 --budgets "$budgets" "${policies[@]}" --samples-out "$to.jsonl" --quiet -o csv > "$to.csv"
 }
 
 if [[ "$stage" == answers ]]; then

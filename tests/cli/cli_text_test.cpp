@@ -258,6 +258,15 @@ TEST_F(CommandText, WritesSamplesAndAnswersForOtherPrograms) {
   }
   const json narrowed = written({"--policy", "fastkv,layer=0,window=8", "--budgets", "64"})[0]["answers"][0];
   EXPECT_TRUE(narrowed["cut_seconds"].is_null()) << "cut on its way, not at its end";
+
+  Words capped = policies;
+  capped.insert(capped.end(), {"--answer-tokens", "5", "--cache-dtype", "bf16"});
+  const std::vector<json> brief = written(capped);
+  EXPECT_EQ(brief[0]["max_new_tokens"], 5);
+  EXPECT_EQ(brief[0]["cache_dtype"], "bf16");
+  EXPECT_LE(brief[0]["answers"][0]["tokens"].size(), 5U);
+  // 96 slots of a KV head, two layers of two, in 2 bytes.
+  EXPECT_EQ(brief[0]["answers"][1]["kept_bytes"], 96 * 2 * 2 * 2 * 8 * 2);
 }
 
 TEST_F(CommandText, AsksInTemplatesThatStripBlanksAndRefusesThoseThatChangeTheText) {

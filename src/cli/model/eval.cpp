@@ -354,8 +354,9 @@ bool run_text(const EvalOptions& o) {
   const bool read = !o.text.samples_in.empty();
   if (!read && std::ranges::none_of(o.tasks, is_text_task)) {
     KVKEEP_REQUIRE(!o.text.any(),
-                   "eval: --haystack, --passages, --question, --score, --raw, --depth, --truncate, --templates and "
-                   "--samples-out are for tasks over text; allowed with --task ruler/..., --task text/needle and "
+                   "eval: --haystack, --passages, --question, --score, --raw, --depth, --truncate, --templates, "
+                   "--answer-tokens and --samples-out are for tasks over text; allowed with --task ruler/..., --task "
+                   "text/needle and "
                    "--samples-in");
     KVKEEP_REQUIRE(o.sampling.sampling.greedy() || o.diagnostics,
                    "eval: --temperature where the model writes nothing: the traces of the small model's tasks are fed; "

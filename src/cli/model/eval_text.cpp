@@ -537,6 +537,11 @@ void TextOptions::add(CLI::App& app) {
          },
          "tasks that ask for one needle: percent of the text before it; several: --samples at each")
       ->option_text("PERCENT,... [drawn]");
+  app.add_option("--answer-tokens", answer_tokens,
+                 "tasks over text: most tokens of an answer, where its task allows more; a model that does not stop by "
+                 "itself then takes less time")
+      ->check(CLI::Range(1, 65536))
+      ->option_text("N");
   app.add_flag("--raw", raw, "tasks over text: do not use the model's chat template");
   as_output(app.add_option(
                 "--samples-out", samples_out,
@@ -557,7 +562,7 @@ void evaluate_text(const TextEvaluation& given) {
   };
   static_cast<void>(made(e.contests));  // a wrong one is refused before samples are drawn
   const lm::TextModel model = lm::TextModel::open(e.model.folder);
-  const Layout layout(model, e.text.raw);
+  const Layout layout(model, e.text.raw, e.text.answer_tokens);
   Groups asked = draw_samples(e, layout);
   read_samples(e, layout, asked);
   if (!e.length_given && given.tasks.empty())  // of --budgets' default

@@ -34,7 +34,8 @@ void Asked::drop(std::int64_t begin, std::int64_t count) {
   truncated = true;
 }
 
-Layout::Layout(const lm::TextModel& text, bool raw) : text_(text), raw_(raw) {
+Layout::Layout(const lm::TextModel& text, bool raw, std::int32_t most_answer)
+    : text_(text), raw_(raw), most_answer_(most_answer) {
   if (!raw && !text.chat_template.empty()) template_ = text.layout();
 }
 
@@ -46,6 +47,7 @@ std::int64_t Layout::count(std::string_view said) const {
 Asked Layout::asked(lm::Sample sample, bool fed, bool cut_before) const {
   Asked made{.sample = std::move(sample)};
   made.sample.raw |= raw_;
+  if (most_answer_ > 0) made.sample.text.answer_tokens = std::min(made.sample.text.answer_tokens, most_answer_);
   const lm::TextSample& said = made.sample.text;
   const std::string whole = rendered(made.sample, said.context + std::string(kMark) + said.question);
   const std::size_t at = mark_in(whole);

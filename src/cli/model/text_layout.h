@@ -39,7 +39,8 @@ struct Asked {
 // Tokens of samples: a user's message, or the next one of a conversation, in the model's chat template, or as they are.
 class Layout {
  public:
-  Layout(const lm::TextModel& text, bool raw);
+  // most_answer: tokens of an answer; 0: what each sample says.
+  Layout(const lm::TextModel& text, bool raw, std::int32_t most_answer);
 
   // Of a user's message.
   [[nodiscard]] std::int64_t count(std::string_view said) const;
@@ -61,6 +62,7 @@ class Layout {
 
   const lm::TextModel& text_;
   bool raw_;
+  std::int32_t most_answer_;
   std::optional<lm::ChatTemplate> template_;  // none: texts are written as they are
 };
 
