@@ -356,8 +356,7 @@ bool run_text(const EvalOptions& o) {
     KVKEEP_REQUIRE(!o.text.any(),
                    "eval: --haystack, --passages, --question, --score, --raw, --depth, --truncate, --templates, "
                    "--answer-tokens and --samples-out are for tasks over text; allowed with --task ruler/..., --task "
-                   "text/needle and "
-                   "--samples-in");
+                   "text/needle and --samples-in");
     KVKEEP_REQUIRE(o.sampling.sampling.greedy() || o.diagnostics,
                    "eval: --temperature where the model writes nothing: the traces of the small model's tasks are fed; "
                    "allowed with tasks over text, and with --diagnostics for the free runs");
