@@ -45,7 +45,7 @@ TEST(SpanTrace, OfAnEmptyPromptHasAnEmptyMemory) {
 TEST(SpanTrace, SaysNearAndFarBytesAndWhetherTheBudgetIsExceeded) {
   Trace trace(FoldedPrompt(91, 200, 2, 4, 16, 2));
   const trace::Result loose = trace.replay("sekv,recent=20,zoom=mass"),
-                      tight = trace.replay("sekv,recent=20,zoom=mass,budget=21");
+                      tight = trace.replay("sekv,recent=20,zoom=mass,budget=29,max_span=4");
   EXPECT_EQ(loose.metadata.at("over_budget"), "false");
   EXPECT_EQ(tight.metadata.at("over_budget"), "true");
   EXPECT_EQ(torch_tensor(in(tight, "zoomed")).sum().item<std::int64_t>(), 0) << "nothing opens";

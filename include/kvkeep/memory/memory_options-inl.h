@@ -1,12 +1,43 @@
 #pragma once
 // Bodies of memory_options.h: compiled by src/memory, or where they are included under KVKEEP_HEADER_ONLY.
 
+#include <cmath>
+
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/memory/memory_options.h"
 
 namespace kvkeep {
+
+namespace memory_options_detail {
+
+/// `span`: entries of one that is open.
+inline std::vector<std::string> too_tight(const char* name, double entries, std::int64_t dense, std::int64_t length,
+                                          double span) {
+  const double needed = static_cast<double>(dense) + span;
+  if (!(needed > entries)) return {};
+  return {text(name, ": ", entries, ", but ", dense, " tokens always stay, and a span of max_span ", length,
+               " may take ", span, " when it opens; allowed ", std::ceil(needed), " or more, or less of the others")};
+}
+
+}  // namespace memory_options_detail
+
+KVKEEP_INLINE std::vector<std::string> MemoryOptions::too_tight(const char* name, std::int64_t dense,
+                                                                std::int64_t length) const {
+  // The wider the heads, the less an opened span takes: at least a coarse entry, and one for each component.
+  const std::int64_t least = 1 + std::min<std::int64_t>(length, factors.max_rank);
+  if (published_budget) return {};
+  return memory_options_detail::too_tight(name, entries, dense, length, static_cast<double>(least));
+}
+
+KVKEEP_INLINE std::vector<std::string> MemoryOptions::too_tight(const char* name, std::int64_t dense,
+                                                                std::int64_t length, const ModelSpec& spec) const {
+  if (published_budget || spec.query_heads == 0) return {};
+  return memory_options_detail::too_tight(
+      name, entries, dense, length,
+      entries_of_span(length, spec.group(), spec.key_dim) + most_opened(length, spec.key_dim));
+}
 
 KVKEEP_INLINE void MemoryOptions::describe(Fields& f) {
   factors.describe(f);

@@ -1,6 +1,7 @@
 #pragma once
 /// How a policy's folded spans are kept and read.
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -61,6 +62,25 @@ struct MemoryOptions {
                                       static_cast<double>(2 * dim * element_size(factors.store))
                                 : 0;
   }
+
+  /// Most entries that opening a span of `length` tokens takes (OpeningCost::entries).
+  [[nodiscard]] double most_opened(std::int64_t length, std::int64_t dim) const {
+    const auto rank = static_cast<double>(std::min<std::int64_t>({factors.max_rank, length, dim}));
+    const double factored = rank * static_cast<double>(length + dim) / static_cast<double>(dim);
+    return factors.raw ? std::min(static_cast<double>(length), factored) : factored;
+  }
+
+  /// Entries of a folded span of `length` tokens that is not open.
+  [[nodiscard]] double entries_of_span(std::int64_t length, std::int64_t group, std::int64_t dim) const {
+    return entries_per_span(group, dim, learned()) + product(entries_per_token(dim), static_cast<double>(length));
+  }
+
+  /// Why a span of `length` tokens may never open beside `dense` tokens that always stay, in one sentence that names
+  /// the budget `name` and max_span; empty if it can, or without such a budget, or under the published one.
+  [[nodiscard]] std::vector<std::string> too_tight(const char* name, std::int64_t dense, std::int64_t length) const;
+  /// The same for a known model, which says how large sketch and factors may be.
+  [[nodiscard]] std::vector<std::string> too_tight(const char* name, std::int64_t dense, std::int64_t length,
+                                                   const ModelSpec& spec) const;
 
   /// What a folded span counts as, in entries. With a trained router (`learned`), a norm for each of `group` query
   /// heads is near besides a key and a value of `dim` numbers.

@@ -153,8 +153,9 @@ KVKEEP_INLINE Tensor within_budget(const Tensor& relevance, const Tensor& wanted
   parallel_for(0, n * spans.kv_heads(), 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t at = i * group * count;
-      cpu::open_within(spans.row(i % spans.kv_heads()), keys.data<float>() + at, asked.data<std::uint8_t>() + at, group,
-                       budget, heads, zoomed.data<std::uint8_t>() + at);
+      static_cast<void>(cpu::open_within(spans.row(i % spans.kv_heads()), keys.data<float>() + at,
+                                         asked.data<std::uint8_t>() + at, group, budget, heads,
+                                         zoomed.data<std::uint8_t>() + at));
     }
   });
   return zoomed;

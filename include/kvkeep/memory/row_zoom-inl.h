@@ -46,9 +46,9 @@ inline void want_coverage(std::span<const float> mass, const ZoomOptions& o, std
 }
 
 /// Walks the spans that any of `heads` rows of marks wants, most relevant first; a span's cost is charged once. [heads,
-/// spans].
-inline void walk(const SpanRow& row, const float* relevance, const std::uint8_t* wanted, std::int64_t heads,
-                 const ZoomBudget& budget, bool share, std::uint8_t* zoomed) {
+/// spans]. Returns how many did not fit.
+inline std::int64_t walk(const SpanRow& row, const float* relevance, const std::uint8_t* wanted, std::int64_t heads,
+                         const ZoomBudget& budget, bool share, std::uint8_t* zoomed) {
   const std::int64_t spans = row.size();
   std::vector<std::int64_t> asked;
   std::vector<float> keys(static_cast<std::size_t>(spans));
@@ -63,14 +63,19 @@ inline void walk(const SpanRow& row, const float* relevance, const std::uint8_t*
     if (any) asked.push_back(s);
   }
   double used = budget.resident;
+  std::int64_t unmet = 0;
   const OpeningCost costs{row.dim(), budget.per_head};
   for (const std::int64_t s : by_key(keys, std::move(asked))) {
     const FoldedSpan& span = row.span(s);
     const double cost = costs.entries(span.factors[0], span.factors[1], span.length);
-    if (used + cost > budget.entries) continue;
+    if (used + cost > budget.entries) {
+      ++unmet;
+      continue;
+    }
     used += cost;
     for (std::int64_t h = 0; h < heads; ++h) zoomed[h * spans + s] = share ? std::uint8_t{1} : wanted[h * spans + s];
   }
+  return unmet;
 }
 
 /// Turns logits into weights relative to `top`, which they may raise, and returns their sum; 0 if all are -inf.
@@ -207,13 +212,15 @@ KVKEEP_INLINE void router_relevance(const Router& router, const SpanRow& spans, 
     }
 }
 
-KVKEEP_INLINE void open_within(const SpanRow& spans, const float* relevance, const std::uint8_t* wanted,
-                               std::int64_t group, const ZoomBudget& budget, ZoomOptions::Heads heads,
-                               std::uint8_t* zoomed) {
+KVKEEP_INLINE std::int64_t open_within(const SpanRow& spans, const float* relevance, const std::uint8_t* wanted,
+                                       std::int64_t group, const ZoomBudget& budget, ZoomOptions::Heads heads,
+                                       std::uint8_t* zoomed) {
   const std::int64_t together = budget.per_head ? 1 : group;
+  std::int64_t unmet = 0;
   for (std::int64_t at = 0; at < group * spans.size(); at += together * spans.size())
-    row_zoom_detail::walk(spans, relevance + at, wanted + at, together, budget, heads == ZoomOptions::Heads::group,
-                          zoomed + at);
+    unmet += row_zoom_detail::walk(spans, relevance + at, wanted + at, together, budget,
+                                   heads == ZoomOptions::Heads::group, zoomed + at);
+  return unmet;
 }
 
 KVKEEP_INLINE void merge_coarse(const SpanRow& spans, const float* logits, const std::uint8_t* zoomed,
@@ -264,7 +271,7 @@ KVKEEP_INLINE void merge_opened(const SpanRow& spans, std::int64_t i, const std:
 }
 
 KVKEEP_INLINE void RowReader::route(const MemoryRow& row, std::int64_t first_head, const float* queries,
-                                    const OpenHeads& open) {
+                                    const OpenHeads& open, ReadCounts& counts) {
   const SpanRow& spans = *row.spans;
   const std::int64_t n = spans.size();
   const auto all = static_cast<std::size_t>(group_ * n);
@@ -293,15 +300,17 @@ KVKEEP_INLINE void RowReader::route(const MemoryRow& row, std::int64_t first_hea
                                       product(reading_.entries_per_span, static_cast<double>(n)) +
                                       product(reading_.entries_per_token, static_cast<double>(spans.tokens())),
                           .per_head = reading_.per_head};
-  open_within(spans, relevance_.data(), wanted_.data(), group_, budget, reading_.zoom.heads, zoomed_.data());
+  counts.resident = std::llround(std::ceil(budget.resident));
+  counts.unmet =
+      open_within(spans, relevance_.data(), wanted_.data(), group_, budget, reading_.zoom.heads, zoomed_.data());
 }
 
 KVKEEP_INLINE ReadCounts RowReader::read(const MemoryRow& row, std::int64_t first_head, const float* queries,
                                          const OpenHeads& open) {
   const SpanRow& spans = *row.spans;
   const std::int64_t n = spans.size();
-  route(row, first_head, queries, open);
   ReadCounts counts{.queries = 1};
+  route(row, first_head, queries, open, counts);
   opened_.clear(), bytes_.clear();
   for (std::int64_t s = 0; s < n; ++s) {
     if (!anyone(zoomed_.data(), group_, n, s)) continue;
@@ -337,6 +346,7 @@ namespace kvkeep {
 
 KVKEEP_INLINE ReadCounts& ReadCounts::operator+=(const ReadCounts& other) {
   queries += other.queries, zooms += other.zooms, tokens += other.tokens, damaged += other.damaged;
+  unmet += other.unmet, resident += other.resident;
   return *this;
 }
 

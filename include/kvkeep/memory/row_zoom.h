@@ -49,9 +49,10 @@ struct RouterNorms {
 void router_relevance(const Router& router, const SpanRow& spans, std::int64_t first_head, std::int64_t heads,
                       const RouterNorms& norms, const float* queries, float* relevance, ZoomScratch& scratch);
 
-/// Of the spans that `group` heads want, [group, spans], marks those that are opened within budget.entries.
-void open_within(const SpanRow& spans, const float* relevance, const std::uint8_t* wanted, std::int64_t group,
-                 const ZoomBudget& budget, ZoomOptions::Heads heads, std::uint8_t* zoomed);
+/// Of the spans that `group` heads want, [group, spans], marks those that are opened within budget.entries. Returns how
+/// many did not fit.
+std::int64_t open_within(const SpanRow& spans, const float* relevance, const std::uint8_t* wanted, std::int64_t group,
+                         const ZoomBudget& budget, ZoomOptions::Heads heads, std::uint8_t* zoomed);
 
 /// Open softmaxes of the heads of one group: [heads], [heads], [heads, dim].
 struct OpenHeads {
@@ -86,7 +87,9 @@ class RowReader {
   [[nodiscard]] const std::vector<std::int32_t>& opened() const { return opened_; }
 
  private:
-  void route(const MemoryRow& row, std::int64_t first_head, const float* queries, const OpenHeads& open);
+  /// Counts what it does not open.
+  void route(const MemoryRow& row, std::int64_t first_head, const float* queries, const OpenHeads& open,
+             ReadCounts& counts);
 
   const Reading& reading_;
   std::int64_t group_;

@@ -65,7 +65,9 @@ struct SegmenterOptions {
 
   /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
-  void describe(Fields& f);  ///< without `sink` and `recent`
+  /// Without `sink` and `recent`. True if max_span was given; it is not written if not, and `limited`: a budget limits
+  /// it too.
+  bool describe(Fields& f, bool limited = false);
 };
 
 /// A prompt in pieces. Anchors, short spans, spans and window together hold every token once. The same pieces serve all

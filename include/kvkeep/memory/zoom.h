@@ -39,10 +39,12 @@ struct Reading {
 
 /// Counts of a reading.
 struct ReadCounts {
-  std::int64_t queries = 0;  ///< tokens x KV heads
-  std::int64_t zooms = 0;    ///< spans opened, by token and KV head
-  std::int64_t tokens = 0;   ///< tokens in them
-  std::int64_t damaged = 0;  ///< spans read as their coarse entry because their factors could not be read
+  std::int64_t queries = 0;   ///< tokens x KV heads
+  std::int64_t zooms = 0;     ///< spans opened, by token and KV head
+  std::int64_t tokens = 0;    ///< tokens in them
+  std::int64_t damaged = 0;   ///< spans read as their coarse entry because their factors could not be read
+  std::int64_t unmet = 0;     ///< spans asked for that the budget had no room for
+  std::int64_t resident = 0;  ///< entries in reach if nothing opens, rounded up, over all queries
 
   /// One of these counts per query; NaN if there were no queries.
   [[nodiscard]] double a_query(std::int64_t count) const {

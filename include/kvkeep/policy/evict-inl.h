@@ -6,6 +6,7 @@
 
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/pinned_slots.h"
+#include "kvkeep/core/problems.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/score/window_attention.h"
 
@@ -45,6 +46,9 @@ KVKEEP_INLINE Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std
   budget.period = retention_.trigger.interval;
   retention_.trigger.ragged = allocator_->ragged();
   retention_.trigger.thins = allocator_->thins();
+  if (fills_reach())
+    require_no_problems("policy: memory",
+                        retention_.rest->memory.too_tight("reach", budget.slots, retention_.rest->max_span));
 }
 
 KVKEEP_INLINE Needs needs_of(const Retention& retention, const Scorer& scorer, const Allocator& allocator) {
@@ -177,6 +181,10 @@ KVKEEP_INLINE std::vector<std::string> Evict::problems(const ModelSpec& spec) co
   std::vector<std::string> found = scorer_->problems(spec);
   if (retention_.rest != nullptr)
     for (std::string& one : retention_.rest->memory.problems(spec)) found.push_back(std::move(one));
+  if (fills_reach())
+    for (std::string& one :
+         retention_.rest->memory.too_tight("reach", retention_.trigger.budget.slots, retention_.rest->max_span, spec))
+      found.push_back(std::move(one));
   return found;
 }
 

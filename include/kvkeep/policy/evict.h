@@ -59,6 +59,8 @@ struct Retention {
 class Evict final : public KVPolicy {
  public:
   /// `name` and `json` describe the policy to people and files; the registry makes them. Keeper::save() needs `json`.
+  /// Throws InvalidArgument if the slots of a budget leave no room for an open span within the reach of
+  /// retention.rest, for heads of any size; problems() has the same for the model's.
   Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention,
         std::string json = {});
 
@@ -108,6 +110,11 @@ class Evict final : public KVPolicy {
     Demand demand{name_, needs, *scorer_, *allocator_, retention_.share};
     if (retention_.rest != nullptr) demand.rest = retention_.rest->cut();
     return demand;
+  }
+  /// Rows that fold hold at least the budget's slots, so whether spans may open within RestOptions' reach is known.
+  [[nodiscard]] bool fills_reach() const {
+    return retention_.rest != nullptr && retention_.trigger.budget.unit == Budget::Unit::slots &&
+           !retention_.trigger.ragged;
   }
   /// Decision::guarded, as `limits` say.
   [[nodiscard]] std::vector<std::int32_t> guarded_slots(const Evidence& evidence, const Limits& limits) const;

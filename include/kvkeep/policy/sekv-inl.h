@@ -75,14 +75,20 @@ KVKEEP_INLINE void SekvOptions::describe(Fields& f) {
   if (variant == Variant::official) *this = sekv_detail::published();
   budget = entries;
   budget_share = share;
-  f.integer("interval", interval, 1, INT32_MAX, "tokens that leave the local window together while decoding");
+  const bool follows = budget > 0 && variant == Variant::strict;  // what is not stated, follows the budget
   f.integer("sink", segmenter.sink, 0, INT32_MAX, "oldest tokens that are always anchors");
-  f.integer("recent", segmenter.recent, 0, INT32_MAX, "newest tokens that stay as they are (local window)");
+  if (follows) segmenter.recent = std::min(segmenter.recent, budget / 4);
+  f.integer("recent", segmenter.recent, 0, INT32_MAX, "newest tokens that stay as they are (local window)", {},
+            f.listing() ? "512, or a quarter of the budget if that is less" : nullptr);
   f.enter("memory");
-  segmenter.describe(f);
-  memory.describe(f);
   f.real("zoom_share", zoom_share, {0, 1}, "share of the budget that is kept free for zooming when anchors are chosen");
+  const bool limited = variant == Variant::strict && (budget > 0 || budget_share > 0);
+  fits_spans = !segmenter.describe(f, limited) && limited;
+  memory.describe(f);
   f.leave();
+  if (follows) interval = std::min(interval, std::max(budget / 4, segmenter.min_span));
+  f.integer("interval", interval, 1, INT32_MAX, "tokens that leave the local window together while decoding", {},
+            f.listing() ? "128, or a quarter of the budget if that is less" : nullptr);
   f.enter("training");
   training.describe(f);
   f.leave();
@@ -107,12 +113,17 @@ KVKEEP_INLINE Sekv::Sekv(SekvOptions options, std::string json) : options_(std::
   if (!(options_.zoom_share >= 0 && options_.zoom_share <= 1))
     add({text("zoom_share: ", options_.zoom_share, "; allowed 0 to 1")});
   if (options_.interval < 1) add({text("interval: ", options_.interval, "; allowed 1 or more")});
+  add(options_.memory.too_tight("budget", options_.always_dense(), options_.shortest_limit()));
   require_no_problems("sekv", found);
 }
 
 KVKEEP_INLINE std::vector<std::string> Sekv::problems(const ModelSpec& spec) const {
   std::vector<std::string> found = options_.memory.problems(spec);
   const SegmenterOptions& s = options_.segmenter;
+  const std::int64_t group = spec.query_heads > 0 ? spec.group() : 1;
+  const std::int32_t longest = longest_span(options_.budget, group, spec.key_dim);
+  for (std::string& one : options_.memory.too_tight("budget", options_.always_dense(), longest, spec))
+    found.push_back(std::move(one));
   if (options_.interval < s.min_span)
     found.push_back(text("interval: ", options_.interval, ", but runs below min_span ", s.min_span,
                          " stay as they are, so no generated token would fold; allowed min_span or more"));
@@ -142,6 +153,27 @@ KVKEEP_INLINE SegmenterOptions Sekv::segmenter(std::int64_t tokens, std::int64_t
   return o;
 }
 
+KVKEEP_INLINE SegmenterOptions Sekv::cut(std::int64_t tokens, std::int64_t group, std::int64_t dim) const {
+  SegmenterOptions o = segmenter(tokens, group, dim, options_.memory.learned());
+  o.entries_per_token = options_.memory.entries_per_token(dim);
+  o.max_span = longest_span(options_.memory.entries_after(tokens), group, dim);
+  return o;
+}
+
+KVKEEP_INLINE std::int32_t Sekv::longest_span(double budget, std::int64_t group, std::int64_t dim) const {
+  const MemoryOptions& m = options_.memory;
+  std::int32_t length = options_.segmenter.max_span;
+  const auto opens = [&] {
+    const double opened = m.most_opened(length, dim),
+                 all = static_cast<double>(options_.always_dense()) + m.entries_of_span(length, group, dim) + opened;
+    // A share of the tokens may leave no room at all yet; that is no reason for short spans.
+    return opened <= options_.zoom_share * budget && (options_.budget_share > 0 || all <= budget);
+  };
+  if (options_.fits_spans)
+    while (length > options_.segmenter.min_span && !opens()) --length;
+  return length;
+}
+
 KVKEEP_INLINE ZoomBudget Sekv::zoom_budget(const Segments& segments, std::int64_t group, std::int64_t dim,
                                            bool learned) const {
   ZoomBudget b;
@@ -168,13 +200,9 @@ KVKEEP_INLINE Decision Sekv::decide(Machine&, const Evidence& evidence) const {
         std::lower_bound(row.positions, row.positions + row.length, group.settled) - row.positions);
     std::vector<float> nats;
     for (std::int32_t slot = first; slot < row.length; ++slot) nats.push_back(surprisal_at(row.positions[slot]));
-    const auto segmenter = [&](std::int64_t tokens) {
-      SegmenterOptions o = this->segmenter(tokens, group_size, dim, options_.memory.learned());
-      o.entries_per_token = options_.memory.entries_per_token(dim);
-      return o;
-    };
     if (group.settled == 0)
-      return sekv_detail::pieces_of(segment(nats, segmenter(row.length)), 0, row, own.sink, group.pinned, nats);
+      return sekv_detail::pieces_of(segment(nats, cut(row.length, group_size, dim)), 0, row, own.sink, group.pinned,
+                                    nats);
     // The first event was at the end of the prompt, or, for a prompt no longer than the window, when `interval` tokens
     // had left the window.
     const std::int32_t then = std::max(static_cast<std::int32_t>(group.prompt.tokens),
@@ -182,8 +210,8 @@ KVKEEP_INLINE Decision Sekv::decide(Machine&, const Evidence& evidence) const {
     std::vector<float> all;
     for (std::size_t p = 0; p < group.surprisal.size() && std::ssize(all) < then; ++p)
       if (group.surprisal[p] != kNoToken) all.push_back(group.surprisal[p]);
-    const double threshold = segment(all, segmenter(then)).kept_above;
-    SegmenterOptions behind = own;
+    SegmenterOptions behind = cut(then, group_size, dim);
+    const double threshold = segment(all, behind).kept_above;
     behind.sink = std::max(0, own.sink - first);  // earlier sinks are before `first`
     return sekv_detail::pieces_of(segment_above(nats, threshold, behind), first, row, own.sink, group.pinned, nats);
   };

@@ -18,21 +18,34 @@ namespace kvkeep {
 struct SekvOptions {
   Variant variant = Variant::strict;  ///< official: the published budget, separate for each query head; the other
                                       ///< differences are options
-  std::int32_t budget = 0;            ///< entries of one KV head that may be in reach at once; 0: no limit
+  std::int32_t budget = 0;            ///< entries of one KV head that may be in reach at once; 0: no limit. In variant
+                                      ///< strict, describe() lowers recent and interval that are not stated to a
+                                      ///< quarter of it
   double budget_share = 0;            ///< instead of `budget`: this share of the tokens seen; 0: none
   double zoom_share = 0.5;            ///< share of the budget that is left for zooming when anchors are chosen (strict)
   std::int32_t interval = 128;        ///< tokens that leave the window together while decoding
+  bool fits_spans = false;  ///< max_span is an upper limit: with a budget, spans are cut so that zoom_share of
+                            ///< it can open any, but not below min_span. describe() sets it if max_span is
+                            ///< not stated
   SegmenterOptions segmenter;
   MemoryOptions memory;
   TrainingOptions training;  ///< weights of the losses, for traces that train router and gates
 
   void describe(Fields& f);
+
+  /// Tokens of a long text that stay whatever they are: sinks and the local window.
+  [[nodiscard]] std::int64_t always_dense() const { return std::int64_t{segmenter.sink} + segmenter.recent; }
+  /// max_span as low as it may get.
+  [[nodiscard]] std::int32_t shortest_limit() const {
+    return fits_spans ? std::min(segmenter.min_span, segmenter.max_span) : segmenter.max_span;
+  }
 };
 
 class Sekv final : public KVPolicy {
  public:
   /// `json` describes the policy to people and files; the registry makes it. Throws InvalidArgument for options that
-  /// are not allowed.
+  /// are not allowed, and in variant strict for a budget in which no span of max_span opens for heads of any size.
+  /// problems() has the same for the model's.
   Sekv(SekvOptions options, std::string json = {});
 
   [[nodiscard]] std::string_view name() const override { return "sekv"; }
@@ -63,8 +76,10 @@ class Sekv final : public KVPolicy {
 
   [[nodiscard]] const SekvOptions& options() const { return options_; }
 
-  /// The options for cutting a prompt of `tokens` tokens, when `group` query heads share keys of `dim` numbers. With a
-  /// budget, they keep the anchors few enough. `learned`: a router decides what opens.
+  /// The options by which decide() cuts a prompt of `tokens` tokens, when `group` query heads share keys of `dim`
+  /// numbers. With a budget, they keep anchors few enough, and spans short enough if they fit them.
+  [[nodiscard]] SegmenterOptions cut(std::int64_t tokens, std::int64_t group, std::int64_t dim) const;
+  /// The same for a trace: no sketches, and max_span as it is. `learned`: a router decides what opens.
   [[nodiscard]] SegmenterOptions segmenter(std::int64_t tokens, std::int64_t group, std::int64_t dim,
                                            bool learned) const;
   /// What zooming may use in addition to the entries that are always there.
@@ -72,6 +87,9 @@ class Sekv final : public KVPolicy {
                                        bool learned) const;
 
  private:
+  /// max_span under a budget of so many entries.
+  [[nodiscard]] std::int32_t longest_span(double budget, std::int64_t group, std::int64_t dim) const;
+
   SekvOptions options_;
   std::string json_;
 };

@@ -25,6 +25,7 @@ void resolve(Contest& contest) {
   contest.resolved = made->to_json();
   contest.keeps_prompt = nlohmann::json::parse(contest.resolved).value("protect_prompt", false);
   contest.warning = warning_about(*made);
+  contest.reach = reach_text(*made);
 }
 
 // One policy under every budget, or as it is written if it states its own limit.
@@ -164,12 +165,28 @@ std::string EventCounts::warning(const std::string& shown) const {
               "protected, the prompt took the whole budget");
 }
 
-void note_events(const Contest& contest, const EventCounts& counts, const char* what, bool quiet) {
+std::string reach_text(const KVPolicy& policy) {
+  const MemoryOptions* memory = policy.memory();
+  if (memory == nullptr) return {};
+  if (memory->entries_share > 0) return text(memory->entries_share, " of the tokens seen");
+  return std::isinf(memory->entries) ? std::string() : text(memory->entries);
+}
+
+std::string opened_nothing(const std::string& shown, const std::string& reach, const ReadCounts& reads) {
+  if (reads.zooms > 0 || reads.unmet == 0) return {};
+  return text("note: ", shown, " opened nothing: ", real_cell(reads.a_query(reads.resident), 0).shown,
+              " entries are always there, of a budget of ", reach, "; ", reads.unmet,
+              " spans that queries asked for did not fit (docs/memory.md: Zoom)");
+}
+
+void note_events(const Contest& contest, const EventCounts& counts, const ReadCounts& reads, const char* what,
+                 bool quiet) {
   if (contest.never || quiet) return;
   if (counts.events == 0)
     note(text("note: ", contest.shown(), " never reached an event; its ", what, " stay below budget + interval"));
   else if (const std::string warning = counts.warning(contest.shown()); contest.warning.empty() && !warning.empty())
     note(warning);
+  if (const std::string none = opened_nothing(contest.shown(), contest.reach, reads); !none.empty()) note(none);
 }
 
 std::vector<Column> contest_columns(const ContestOptions& options, const std::vector<Column>& others) {

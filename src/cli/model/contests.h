@@ -34,6 +34,7 @@ struct Contest {
   bool never = false, narrows = false, folds = false, keeps_prompt = false;
   Cell budget = {nullptr, "-"};
   std::string resolved = {}, warning = {};
+  std::string reach = {};                   // reach_text()
   std::optional<std::size_t> against = {};  // the contest that it is compared to
 
   [[nodiscard]] bool keeps_all() const { return never && !narrows; }
@@ -63,9 +64,14 @@ struct EventCounts {
   [[nodiscard]] std::vector<Cell> cells() const { return {events, chosen()}; }
 };
 
-// Prints a note if a policy that cuts never did, or never by its scores, unless quiet. `what` names what it ran over:
-// samples, texts.
-void note_events(const Contest& contest, const EventCounts& counts, const char* what, bool quiet);
+// Prints a note if a policy that cuts never did, or never by its scores, or if its budget left no room for the spans
+// that queries asked for, unless quiet. `what` names what it ran over: samples, texts.
+void note_events(const Contest& contest, const EventCounts& counts, const ReadCounts& reads, const char* what,
+                 bool quiet);
+// What a policy that folds may have in reach, for people; empty without a limit.
+std::string reach_text(const KVPolicy& policy);
+// A note about the policy `shown` if queries asked for spans and none opened; else empty.
+std::string opened_nothing(const std::string& shown, const std::string& reach, const ReadCounts& reads);
 
 // The columns of a table: policy, budget, with --protect-prompt whether the prompt was kept, and the others.
 std::vector<Column> contest_columns(const ContestOptions& options, const std::vector<Column>& others = {});

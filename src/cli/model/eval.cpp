@@ -413,7 +413,8 @@ void run(const EvalOptions& o) {
       measure_task(decoder, o, all[i], task, samples.at(task), full, progress, measured[i]);
     }
   progress.clear();
-  for (std::size_t i = 0; i < all.size(); ++i) note_events(all[i], measured[i].cost.counts, "samples", o.output.quiet);
+  for (std::size_t i = 0; i < all.size(); ++i)
+    note_events(all[i], measured[i].cost.counts, measured[i].cost.reads, "samples", o.output.quiet);
   print(o.output.format == Format::md ? markdown(o, all, measured)
                                       : long_table(o, all, measured).text(o.output.format));
 }

@@ -591,7 +591,8 @@ void evaluate_text(const TextEvaluation& given) {
     for (auto& [task, those] : diagnosed)
       for (Diagnosed& one : those) one.gaps.repetition = "the reference was fed, so nothing was written";
   progress.clear();
-  for (std::size_t c = 0; c < all.size(); ++c) note_events(all[c], answered[c].cost.counts, "samples", e.output.quiet);
+  for (std::size_t c = 0; c < all.size(); ++c)
+    note_events(all[c], answered[c].cost.counts, answered[c].cost.reads, "samples", e.output.quiet);
   if (!e.text.samples_out.empty())
     io::write_text_atomically(e.text.samples_out, sample_lines(e, asked, all, answered, model.tokenizer.end_tokens()));
   if (e.output.format != Format::md) {

@@ -211,7 +211,7 @@ std::string FedResults::counted() const {
 
 void FedResults::show(const OutputOptions& output, const char* unit, const std::function<std::string()>& tables) const {
   for (std::size_t c = 0; c < contests_.size(); ++c)
-    note_events(contests_[c], followed_[c].counts, "texts", output.quiet);
+    note_events(contests_[c], followed_[c].counts, followed_[c].reads, "texts", output.quiet);
   if (output.format != Format::md) return print(long_table(output.format).text(output.format));
   std::string out = tables();
   if (!options_.against.empty())

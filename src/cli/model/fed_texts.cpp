@@ -76,6 +76,7 @@ class Group {
 
   void add_to(std::vector<Followed>& all, std::vector<Diagnosed>& diagnosed, Progress& progress) {
     for (std::size_t c = 0; c < contests_.size(); ++c) {
+      all[c].reads += generators_[c]->keeper().totals().reads;
       for (std::size_t i = 0; i < texts_.size(); ++i) {
         const lm::Completion done = generators_[c]->leave(static_cast<SequenceId>(i));
         Followed& to = all[c];

@@ -29,6 +29,7 @@ struct Foretold {
 struct Followed {
   std::vector<std::vector<Foretold>> texts;  // [texts][tokens]
   EventCounts counts;                        // over all texts
+  ReadCounts reads;                          // the same
   std::int64_t kept_bytes = 0;               // most of one text
   std::int64_t before_events = 0;  // tokens of a text before its first event, most over the texts; 0 if there was none
   std::optional<Diagnosed> diagnosed = {};  // with --diagnostics

@@ -151,7 +151,7 @@ Json folded_json(const Outcome& outcome) {
   return {{"spans", folded.spans},         {"tokens", folded.tokens},         {"near_bytes", folded.near_bytes},
           {"far_bytes", folded.far_bytes}, {"disk_bytes", folded.disk_bytes}, {"moved_bytes", outcome.near.bytes_moved},
           {"queries", reads.queries},      {"opened", reads.zooms},           {"tokens_opened", reads.tokens},
-          {"damaged", reads.damaged}};
+          {"did_not_fit", reads.unmet},    {"damaged", reads.damaged}};
 }
 
 std::string markdown(const Outcome& outcome) {
@@ -295,6 +295,7 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
   const std::string name(policy->name());
   Outcome outcome{policy->to_json(), {}, decoder.spec(), {}, {}, {}, {}, request.sampling};
   const Trigger trigger = policy->trigger();
+  const std::string reach = reach_text(*policy);
   lm::GenerationRun run = lm::generate(decoder, std::move(policy),
                                        std::vector(static_cast<std::size_t>(o.copies), request), std::move(options));
   progress.clear();
@@ -309,6 +310,9 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
   EventCounts counts;
   counts.add(outcome.done);
   if (const std::string none = counts.warning(name); !o.output.quiet && warning.empty() && !none.empty()) note(none);
+  if (const std::string none = opened_nothing(policy_text.label(), reach, outcome.totals.reads);
+      !o.output.quiet && !none.empty())
+    note(none);
   return outcome;
 }
 
