@@ -21,6 +21,13 @@ class Rows {
     lengths_.assign(layers_.size() * static_cast<std::size_t>(spec.kv_heads), 0);
   }
 
+  void begin() {
+    if (plan_.held.empty()) return grow(plan_.prompt);
+    for (std::size_t r = 0; r < lengths_.size(); ++r)
+      lengths_[r] = plan_.held[static_cast<std::size_t>(layers_[r / static_cast<std::size_t>(spec_.kv_heads)])];
+    slots_ = std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0});
+  }
+
   void grow(std::int32_t tokens) {
     for (std::int32_t& length : lengths_) length += tokens;
     slots_ += tokens * static_cast<std::int64_t>(lengths_.size());
@@ -59,6 +66,7 @@ class Rows {
     slots_ = std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0});
   }
 
+  [[nodiscard]] std::span<const std::int32_t> lengths() const { return lengths_; }
   [[nodiscard]] std::int64_t slots() const { return slots_; }
   // Of these, those that the scorer chose at the last cut.
   [[nodiscard]] std::int64_t chosen() const { return chosen_; }
@@ -100,7 +108,9 @@ std::int64_t look(const Rows& rows, std::int32_t seen, LayerSlots LayerForecast:
   return bytes;
 }
 
-void check(const ModelSpec& spec, const KVPolicy& policy) {
+}  // namespace
+
+void require_fits(const ModelSpec& spec, const KVPolicy& policy) {
   const std::vector<std::string> found = policy.problems(spec);
   if (found.empty()) return;
   std::string all = text("policy ", policy.name(), " cannot run on this model:");
@@ -108,10 +118,8 @@ void check(const ModelSpec& spec, const KVPolicy& policy) {
   refuse(all);
 }
 
-}  // namespace
-
-Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequencePlan& plan) {
-  check(spec, policy);
+Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequencePlan& plan, const Watch& watch) {
+  require_fits(spec, policy);
   const Trigger trigger = policy.trigger();
   const auto* evict = dynamic_cast<const Evict*>(&policy);
   KVKEEP_REQUIRE_AS(Unsupported, trigger.never || evict != nullptr, "plan: policy ", policy.name(),
@@ -129,7 +137,10 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
     result.peak_slots = rows.slots();
     result.peak_bytes = std::max(result.peak_bytes, look(rows, seen, &LayerForecast::peak, result.layers));
   };
-  rows.grow(plan.prompt);
+  const auto show = [&](Moment moment, std::int32_t seen) {
+    if (watch) watch(moment, seen, rows.lengths());
+  };
+  rows.begin();
   for (std::int32_t seen = plan.prompt; seen <= plan.length; ++seen) {
     const std::int32_t step = seen == plan.prompt ? plan.prompt : 1;
     if (seen > plan.prompt) rows.grow(1);
@@ -141,7 +152,9 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
                             .slot_bytes = result.slot_bytes};
     if (step == 0 || rows.rows() == 0 || !trigger.due(occasion)) continue;
     see_peak(seen);
+    show(Moment::before_event, seen);
     rows.cut(*evict, seen);
+    show(Moment::after_event, seen);
     result.kept_bytes = look(rows, seen, &LayerForecast::kept, result.layers);
     result.kept_slots = rows.slots();
     result.chosen_slots = rows.chosen();
@@ -150,28 +163,31 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
     result.last_event = seen;
   }
   see_peak(plan.length);
+  show(Moment::end, plan.length);
   if (result.events == 0) result.kept_bytes = look(rows, plan.length, &LayerForecast::kept, result.layers);
   return result;
 }
 
-OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, const Forecast& forecast, std::int32_t query_bytes) {
+OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, std::int64_t peak_slots, std::int32_t length,
+                   std::int32_t query_bytes) {
   constexpr std::int64_t kNumber = 4;  // positions are i32, the rest is f32
-  OwnBytes own{.positions = kNumber * forecast.peak_slots};
+  OwnBytes own{.positions = kNumber * peak_slots};
   const std::int32_t queries = policy.needs().queries;
   const auto full_layers = static_cast<std::int64_t>(spec.full_layers().size());
   if (queries > 0)
     own.queries = full_layers * (queries + QueryRing::kRollback) * spec.query_heads * spec.key_dim * query_bytes;
   if (const std::int32_t from = policy.needs().statistics_from; from >= 0)
     own.statistics = full_layers * QueryStatistics(spec.query_heads, spec.key_dim, from).bytes();
+  if (policy.needs().surprisal) own.surprisal = kNumber * length;
   if (policy.trigger().never) return own;
   const auto options = nlohmann::json::parse(policy.to_json());
   const auto* evict = dynamic_cast<const Evict*>(&policy);
   const bool segments = options.contains("allocator") && options["allocator"].contains("segment_mass");
   const bool credit = segments && options["allocator"].value("credit", false);
-  if (credit) own.credit = kNumber * forecast.peak_slots;
-  if (evict != nullptr && evict->scorer().accumulates()) own.tally = kNumber * forecast.peak_slots;
-  if (policy.needs().given_scores) own.given = kNumber * forecast.peak_slots;
-  own.event = (1 + (segments ? 1 : 0) + (credit ? 1 : 0)) * kNumber * forecast.peak_slots;
+  if (credit) own.credit = kNumber * peak_slots;
+  if (evict != nullptr && evict->scorer().accumulates()) own.tally = kNumber * peak_slots;
+  if (policy.needs().given_scores) own.given = kNumber * peak_slots;
+  own.event = (1 + (segments ? 1 : 0) + (credit ? 1 : 0)) * kNumber * peak_slots;
   return own;
 }
 

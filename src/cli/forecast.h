@@ -2,6 +2,8 @@
 // What a policy will hold of a sequence, from its trigger and limits alone: no weights, no cache.
 
 #include <cstdint>
+#include <functional>
+#include <span>
 #include <vector>
 
 #include "kvkeep/core/model_spec.h"
@@ -14,6 +16,7 @@ struct SequencePlan {
   std::int32_t prompt = 0, length = 1;  // tokens; `length` counts the prompt
   std::int32_t element_bytes = 2;       // of K and V
   std::int32_t page_size = 16;          // slots; 1: no pages
+  std::vector<std::int32_t> held = {};  // [layers] slots of every row once the prompt has ended; empty: all of it
 };
 
 // Slots of the rows of one layer, and K and V bytes of all of them with pages rounded up. A layer's heads share its
@@ -39,19 +42,32 @@ struct Forecast {
   std::int64_t slot_bytes = 0;                     // K and V of one token in every full layer
 };
 
+enum class Moment : std::uint8_t { before_event, after_event, end };
+// `lengths`: [full layers * Hkv] slots of the rows after `seen` tokens.
+using Watch = std::function<void(Moment moment, std::int32_t seen, std::span<const std::int32_t> lengths)>;
+
+// Throws InvalidArgument with every reason why the policy cannot run on the model.
+void require_fits(const ModelSpec& spec, const KVPolicy& policy);
+
 // Throws InvalidArgument with every reason why the policy cannot run on the model; Unsupported for a policy that cuts
 // without being an eviction. Rows of a policy that spreads its budget by the data (Trigger::ragged) count with what
 // they may keep on average.
-Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequencePlan& plan);
+// `watch`, if set, is called at every event and at the end.
+Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequencePlan& plan, const Watch& watch = {});
 
 // What kvkeep itself holds for one sequence, in bytes.
 struct OwnBytes {
   std::int64_t positions = 0, credit = 0, tally = 0, given = 0;  // columns, at the peak
+  std::int64_t surprisal = 0;                                    // of every token
   std::int64_t queries = 0;                                      // the ring
   std::int64_t statistics = 0;                                   // running mean and covariance of every query
   std::int64_t event = 0;                                        // scores, and for AMS mass and credit, during an event
-  [[nodiscard]] std::int64_t sum() const { return positions + credit + tally + given + queries + statistics + event; }
+  [[nodiscard]] std::int64_t sum() const {
+    return positions + credit + tally + given + surprisal + queries + statistics + event;
+  }
 };
-OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, const Forecast& forecast, std::int32_t query_bytes);
+// `peak_slots`: most at once, over all rows that the policy cuts; `length`: tokens of the sequence.
+OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, std::int64_t peak_slots, std::int32_t length,
+                   std::int32_t query_bytes);
 
 }  // namespace kvkeep::cli

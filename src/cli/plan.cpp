@@ -11,7 +11,9 @@
 #include "forecast.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/lm/config.h"
+#include "kvkeep/policy/prefill.h"
 #include "options.h"
+#include "plan.h"
 #include "progress.h"
 #include "untrusted_json.h"
 
@@ -25,6 +27,8 @@ Examples:
   kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
   kvkeep plan --shape 32:32:8:128 --policy tova,ratio=0.75,interval=256 --length 16384 --prompt 4000 --page-size 1
   kvkeep plan --model examples/model --policy streaming,bytes=200000 --length 1024 --dtype f32 -o json
+  kvkeep plan --shape qwen7b --policy sekv,budget=2048 --prompt 32000
+  kvkeep plan --shape qwen7b --policy asl,budget=2048+tova,budget=1024,rest=fold --prompt 32000
 
 No weights are read and nothing is run: the policy's own trigger and limits are followed token by token.
 slots         what a row (layer, KV head) holds; a range if heads differ
@@ -36,16 +40,15 @@ kvkeep's own  position, credit, tally and given score of every slot, the newest 
               event. A scorer's workspace per thread is extra: docs/scorers.md has its formula.
 fits          sequences under this policy, each at its peak, that fit in the memory of the batch with a full cache
 
+Policies that fold (sekv, rest=fold) or narrow prompts (asl and its relatives) hold what the text decides. For them
+every figure has a least and a most that no text leaves: `near` is K and V of slots, coarse entries and sketches, as
+kvkeep generate and eval count cache bytes; `far` the factors, at most the folded rows themselves. docs/memory.md says
+what follows from which option.
+
 Bytes are those of K and V with pages rounded up to --page-size slots. The heads of a layer share its pages, so the
 longest row counts.
 Sliding layers hold their window and are never cut. --shape takes layers:query heads:KV heads:head size.
 )";
-
-struct PlanOptions {
-  std::string model, shape, policy, dtype = "bf16";
-  std::int32_t batch = 1, length = 32768, prompt = 0, page_size = 16;
-  OutputOptions output;
-};
 
 struct Shape {
   const char* name;
@@ -90,26 +93,6 @@ struct Planned {
   std::int64_t fits = 0;
 };
 
-std::string slots_text(const LayerSlots& slots) {
-  return slots.least == slots.most ? std::to_string(slots.most) : text(slots.least, "-", slots.most);
-}
-
-const char* kind_text(LayerKind kind) {
-  switch (kind) {
-    case LayerKind::full:
-      return "full";
-    case LayerKind::elsewhere:
-      return "elsewhere";
-    case LayerKind::sliding:
-      return "sliding";
-    case LayerKind::shared:
-      return "shared";
-    case LayerKind::other:
-      return "other";
-  }
-  return "";
-}
-
 bool alike(const LayerSlots& a, const LayerSlots& b) {
   return a.least == b.least && a.most == b.most && a.bytes == b.bytes;
 }
@@ -135,8 +118,9 @@ Table layer_table(const Planned& out) {
     while (last + 1 < out.sequence.layers.size() && alike(out, l, last + 1)) ++last;
     const LayerForecast& layer = out.sequence.layers[l];
     table.add({l == last ? std::to_string(l) : text(l, "-", last), kind_text(out.spec.layers[l].kind),
-               slots_text(layer.full), bytes_cell(layer.full.bytes), slots_text(layer.peak),
-               bytes_cell(layer.peak.bytes), slots_text(layer.kept), bytes_cell(layer.kept.bytes)});
+               slots_text(layer.full.least, layer.full.most), bytes_cell(layer.full.bytes),
+               slots_text(layer.peak.least, layer.peak.most), bytes_cell(layer.peak.bytes),
+               slots_text(layer.kept.least, layer.kept.most), bytes_cell(layer.kept.bytes)});
     l = last + 1;
   }
   return table;
@@ -151,13 +135,7 @@ Table total_table(const PlanOptions& o, const Planned& out) {
   add("full cache", out.sequence.full_bytes);
   add("peak", out.sequence.peak_bytes);
   add("kept", out.sequence.kept_bytes);
-  add("kvkeep's own: positions", out.own.positions);
-  if (out.own.credit > 0) add("kvkeep's own: credit", out.own.credit);
-  if (out.own.tally > 0) add("kvkeep's own: tally", out.own.tally);
-  if (out.own.given > 0) add("kvkeep's own: given scores", out.own.given);
-  if (out.own.queries > 0) add("kvkeep's own: queries", out.own.queries);
-  if (out.own.statistics > 0) add("kvkeep's own: query statistics", out.own.statistics);
-  if (out.own.event > 0) add("kvkeep's own: one event", out.own.event);
+  each_own(out.own, add);
   add("peak with all of that", out.sequence.peak_bytes + out.own.sum());
   return table;
 }
@@ -213,9 +191,7 @@ std::string json(const PlanOptions& o, const Planned& out) {
                              {"full", slots_json(s.layers[l].full)},
                              {"peak", slots_json(s.layers[l].peak)},
                              {"kept", slots_json(s.layers[l].kept)}});
-  all["own"] = {{"positions", out.own.positions}, {"credit", out.own.credit},   {"tally", out.own.tally},
-                {"given", out.own.given},         {"queries", out.own.queries}, {"statistics", out.own.statistics},
-                {"event", out.own.event},         {"sum", out.own.sum()}};
+  all["own"] = own_json(out.own);
   const auto totals = [&](std::int64_t n) -> Json {
     return {{"full_bytes", s.full_bytes * n},
             {"peak_bytes", s.peak_bytes * n},
@@ -264,30 +240,74 @@ void run(const PlanOptions& o) {
   KVKEEP_REQUIRE(o.prompt <= o.length, "--prompt: ", o.prompt, " tokens of a sequence of ", o.length,
                  "; allowed at most --length");
   Planned out{.spec = spec_of(o), .policy = PolicyText(o.policy).make(), .sequence = {}, .own = {}};
-  KVKEEP_REQUIRE_AS(Unsupported, !out.policy->narrows(), "plan: ", out.policy->name(),
-                    " narrows prompts, so what its layers hold depends on the text; allowed policies that decide "
-                    "after prompts (kvkeep eval measures the others)");
-  KVKEEP_REQUIRE_AS(Unsupported, out.policy->memory() == nullptr, "plan: ", out.policy->name(),
-                    " folds, so what its spans take depends on the text; allowed policies that drop (kvkeep eval "
-                    "measures the others)");
   const std::int32_t bytes = o.dtype == "f32" ? 4 : o.dtype == "8bit" ? 1 : 2;
   const double most = static_cast<double>(out.spec.num_layers()) * out.spec.kv_heads *
                       (out.spec.key_dim + out.spec.value_dim) * bytes * (static_cast<double>(o.length) + o.page_size) *
                       o.batch;
   KVKEEP_REQUIRE(most < 1e18, "--batch: the full caches of ", o.batch,
                  " sequences would take more than 1e18 bytes; allowed less");
-  out.sequence = forecast(out.spec, *out.policy,
-                          {.prompt = o.prompt, .length = o.length, .element_bytes = bytes, .page_size = o.page_size});
-  out.own = own_bytes(out.spec, *out.policy, out.sequence, std::max(bytes, 2));  // queries are never quantised
-  if (out.policy->trigger().never) out.own = {};                                 // an engine without kvkeep
-  const std::int64_t each = out.sequence.peak_bytes + out.own.sum();
-  out.fits = each > 0 ? out.sequence.full_bytes * o.batch / each : 0;
+  const SequencePlan plan{.prompt = o.prompt, .length = o.length, .element_bytes = bytes, .page_size = o.page_size};
+  const auto own = [&](const KVPolicy& policy, std::int64_t peak_slots) {
+    return own_bytes(out.spec, policy, peak_slots, o.length, std::max(bytes, 2));  // queries are never quantised
+  };
+  const auto room_for = [&](std::int64_t full_bytes, std::int64_t each) {
+    return each > 0 ? full_bytes * o.batch / each : 0;
+  };
+  if (out.policy->narrows() || out.policy->memory() != nullptr) {
+    PlannedBounds between{
+        .spec = out.spec, .policy = *out.policy, .sequence = bounded_forecast(out.spec, *out.policy, plan), .own = {}};
+    const auto* prefill = dynamic_cast<const Prefill*>(out.policy.get());
+    between.own = own(prefill != nullptr ? prefill->decoding() : *out.policy, between.sequence.peak_slots);
+    between.fits = room_for(between.sequence.full_bytes, between.sequence.peak.most + between.own.sum());
+    return print(bounds_text(o, between));
+  }
+  out.sequence = forecast(out.spec, *out.policy, plan);
+  out.own = own(*out.policy, out.sequence.peak_slots);
+  if (out.policy->trigger().never) out.own = {};  // an engine without kvkeep
+  out.fits = room_for(out.sequence.full_bytes, out.sequence.peak_bytes + out.own.sum());
   const std::string warning = warning_about(*out.policy);
   if (!o.output.quiet && !warning.empty()) note(warning);
   print(o.output.format == Format::md ? markdown(o, out) : o.output.format == Format::csv ? csv(o, out) : json(o, out));
 }
 
 }  // namespace
+
+std::string slots_text(std::int64_t least, std::int64_t most) {
+  return least == most ? std::to_string(most) : text(least, "-", most);
+}
+
+const char* kind_text(LayerKind kind) {
+  switch (kind) {
+    case LayerKind::full:
+      return "full";
+    case LayerKind::elsewhere:
+      return "elsewhere";
+    case LayerKind::sliding:
+      return "sliding";
+    case LayerKind::shared:
+      return "shared";
+    case LayerKind::other:
+      return "other";
+  }
+  return "";
+}
+
+void each_own(const OwnBytes& own, const std::function<void(const char* what, std::int64_t bytes)>& add) {
+  add("kvkeep's own: positions", own.positions);
+  if (own.credit > 0) add("kvkeep's own: credit", own.credit);
+  if (own.tally > 0) add("kvkeep's own: tally", own.tally);
+  if (own.given > 0) add("kvkeep's own: given scores", own.given);
+  if (own.surprisal > 0) add("kvkeep's own: surprisal", own.surprisal);
+  if (own.queries > 0) add("kvkeep's own: queries", own.queries);
+  if (own.statistics > 0) add("kvkeep's own: query statistics", own.statistics);
+  if (own.event > 0) add("kvkeep's own: one event", own.event);
+}
+
+Json own_json(const OwnBytes& own) {
+  return {{"positions", own.positions},   {"credit", own.credit},       {"tally", own.tally},
+          {"given", own.given},           {"surprisal", own.surprisal}, {"queries", own.queries},
+          {"statistics", own.statistics}, {"event", own.event},         {"sum", own.sum()}};
+}
 
 Run add_plan(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("plan", "memory under a policy, by layer and batch, from shapes alone");

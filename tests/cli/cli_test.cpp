@@ -675,8 +675,6 @@ TEST_F(Command, RefusesPlansOfWhatIsNoShape) {
   expect_refused(with({"--shape", "qwen7b", "--page-size", "0"}), "page-size");
   expect_refused(with({"--model", place("nowhere")}), "nowhere");
   expect_refused({"plan", "--shape", "qwen7b", "--policy", "lru"}, "lru");
-  for (const char* folding : {"sekv", "tova,budget=64,rest=fold"})
-    expect_refused({"plan", "--shape", "qwen7b", "--policy", folding}, "folds");
   expect_refused({"plan", "--shape", "qwen7b"}, "--policy");
 }
 

@@ -53,13 +53,7 @@ class AslPass final : public PromptPass {
       : ranks_(std::move(ranks)), options_(options) {}
 
   [[nodiscard]] std::int32_t wants(std::int32_t layer, std::int32_t present) const override {
-    return ranks_->wants(layer) || cuts(present) ? options_.selector.window : 0;
-  }
-  /// True if a layer that `present` tokens have reached keeps fewer of them.
-  [[nodiscard]] bool cuts(std::int32_t present) const {
-    if (present <= options_.selector.window) return false;
-    return options_.cache > 0 ? present > options_.cache
-                              : options_.cache_mass > 0 && present > options_.selector.select;
+    return ranks_->wants(layer) || options_.cuts(present) ? options_.selector.window : 0;
   }
   [[nodiscard]] PromptRanks* ranked(std::int32_t layer) { return ranks_->wants(layer) ? ranks_.get() : nullptr; }
 
@@ -151,6 +145,38 @@ KVKEEP_INLINE LayerSelectorOptions Asl::selector(const ModelSpec& spec) const {
   return selector;
 }
 
+KVKEEP_INLINE std::vector<PromptCourse> Asl::courses(const ModelSpec& spec, std::int32_t tokens) const {
+  const LayerSelectorOptions o = selector(spec);
+  const std::int32_t deepest = spec.num_layers() - 1;
+  std::int32_t first = deepest, last = deepest;  // layers that may select; the deepest: nothing continues from it
+  if (tokens > o.select && o.fixed_layer >= 0)
+    first = last = o.fixed_layer;
+  else if (tokens > o.select && (o.missed_mass > 0 || o.threshold > 0))  // the variance of min_layer is 1 of itself
+    first = std::min(deepest, o.min_layer + (o.missed_mass > 0 || o.threshold > 1 ? 0 : 1));
+  std::vector<PromptCourse> courses;
+  for (std::int32_t selecting = first; selecting <= last; ++selecting)
+    for (const bool fewest : {false, true}) {
+      if (fewest && !courses_vary()) continue;
+      const std::int32_t best = fewest && o.select_mass < 1 ? o.window : o.select, going_on = std::min(best, tokens);
+      PromptCourse course;
+      for (std::int32_t layer = 0; layer <= deepest; ++layer) {
+        const std::int32_t present = layer <= selecting ? tokens : going_on;
+        course.entered.push_back(present);
+        course.held.push_back(!options_.cuts(present) ? present
+                              : options_.cache > 0    ? options_.cache
+                              : fewest                ? o.window
+                                                      : present);
+      }
+      if (options_.two_pass && tokens > o.select) {
+        course.entered.resize(static_cast<std::size_t>(selecting) + 1);
+        course.held.assign(course.held.size(), going_on);
+        course.afresh = going_on;
+      }
+      courses.push_back(std::move(course));
+    }
+  return courses;
+}
+
 KVKEEP_INLINE std::unique_ptr<PromptPass> Asl::begin_prompt(Machine& machine, const ModelSpec& spec,
                                                             std::int32_t tokens) const {
   return std::make_unique<asl_detail::AslPass>(options_, machine.ranks(selector(spec), tokens));
@@ -180,7 +206,7 @@ KVKEEP_INLINE LayerDecision Asl::decide_layer(Machine& machine, const Evidence& 
     KVKEEP_REQUIRE_AS(StateError, pass.wants(layer, present) > 0, "prompt pass: layer ", layer, " with ", present,
                       " tokens is not due; allowed layers that wants() names");
     ranked[g] = pass.ranked(layer);
-    decision.prompts[g].cut = pass.cuts(present);
+    decision.prompts[g].cut = options_.cuts(present);
     std::fill_n(limits.rows.begin() + static_cast<std::ptrdiff_t>(first), evidence.spec.kv_heads,
                 RowLimit{options_.cache, decision.prompts[g].cut, {.sinks = 0, .recents = selector.window}});
   }

@@ -37,6 +37,11 @@ struct AslOptions {
 
   /// Every problem with these options, one sentence each that names the field; empty: none.
   [[nodiscard]] std::vector<std::string> problems() const;
+  /// True if a layer that `present` tokens have reached keeps fewer of them.
+  [[nodiscard]] bool cuts(std::int32_t present) const {
+    if (present <= selector.window) return false;
+    return cache > 0 ? present > cache : cache_mass > 0 && present > selector.select;
+  }
   /// The options of asl; of asl-2pass with `two_pass`; of fastkv with a `selector.fixed_layer` of 0 or more. `policy`
   /// is the name in messages.
   void describe(Fields& f, std::string_view policy);
@@ -50,6 +55,10 @@ class Asl final : public Prefill {
                                                          std::int32_t tokens) const override;
   [[nodiscard]] LayerDecision decide_layer(Machine& machine, const Evidence& evidence,
                                            std::span<PromptPass* const> passes) const override;
+  [[nodiscard]] std::vector<PromptCourse> courses(const ModelSpec& spec, std::int32_t tokens) const override;
+  [[nodiscard]] bool courses_vary() const override {
+    return options_.selector.select_mass < 1 || options_.cache_mass > 0;
+  }
   [[nodiscard]] const AslOptions& options() const { return options_; }
 
  protected:

@@ -52,6 +52,15 @@ KVKEEP_INLINE std::vector<std::string> GemFilter::misfits(const ModelSpec& spec)
   return {text("layer: ", options_.layer, "; allowed 0 to ", spec.num_layers() - 1, ", a layer of the model")};
 }
 
+KVKEEP_INLINE std::vector<PromptCourse> GemFilter::courses(const ModelSpec& spec, std::int32_t tokens) const {
+  const auto layers = static_cast<std::size_t>(spec.num_layers());
+  const bool again = tokens > options_.select;
+  const std::int32_t going_on = again ? options_.select : tokens;
+  return {{.entered = std::vector(again ? static_cast<std::size_t>(options_.layer) + 1 : layers, tokens),
+           .held = std::vector(layers, going_on),
+           .afresh = again ? going_on : 0}};
+}
+
 KVKEEP_INLINE std::unique_ptr<PromptPass> GemFilter::begin_prompt(Machine&, const ModelSpec&,
                                                                   std::int32_t tokens) const {
   return std::make_unique<gemfilter_detail::GemFilterPass>(options_, tokens);

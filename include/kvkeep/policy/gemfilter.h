@@ -23,6 +23,7 @@ class GemFilter final : public Prefill {
                                                          std::int32_t tokens) const override;
   [[nodiscard]] LayerDecision decide_layer(Machine& machine, const Evidence& evidence,
                                            std::span<PromptPass* const> passes) const override;
+  [[nodiscard]] std::vector<PromptCourse> courses(const ModelSpec& spec, std::int32_t tokens) const override;
 
  protected:
   [[nodiscard]] std::vector<std::string> misfits(const ModelSpec& spec) const override;

@@ -11,6 +11,14 @@
 
 namespace kvkeep {
 
+/// One way that a prompt may take through the layers, in numbers of tokens.
+struct PromptCourse {
+  std::vector<std::int32_t> entered =
+      {};                               ///< [layers that it reaches] tokens whose rows a layer holds until it decides
+  std::vector<std::int32_t> held = {};  ///< [num_layers] slots of every row once the prompt has ended
+  std::int32_t afresh = 0;              ///< tokens that run again as a prompt of their own; 0: there is one pass
+};
+
 class Prefill : public KVPolicy {
  public:
   /// `decoding` decides after the prompt: any policy that does not narrow. `name` and `json` describe the whole policy
@@ -29,6 +37,14 @@ class Prefill : public KVPolicy {
   }
   [[nodiscard]] const MemoryOptions* memory() const override { return decoding_->memory(); }
   [[nodiscard]] bool narrows() const override { return true; }
+  /// Every way that a prompt of `tokens` tokens, 1 or more, may take; where shares of attention decide how many tokens
+  /// stay, the fewest and the most. Empty: not known, as of a policy that does not say.
+  [[nodiscard]] virtual std::vector<PromptCourse> courses(const ModelSpec&, std::int32_t tokens) const {
+    static_cast<void>(tokens);
+    return {};
+  }
+  /// True if courses() are the ends of ranges.
+  [[nodiscard]] virtual bool courses_vary() const { return false; }
   void check_pins(std::span<const PositionSpan>) const override {
     refuse<Unsupported>("pin: ", name_, " narrows prompts, and ranks alone say which tokens continue; allowed under ",
                         "policies that do not narrow");

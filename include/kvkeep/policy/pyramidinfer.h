@@ -19,6 +19,7 @@ class PyramidInfer final : public Prefill {
                                                          std::int32_t tokens) const override;
   [[nodiscard]] LayerDecision decide_layer(Machine& machine, const Evidence& evidence,
                                            std::span<PromptPass* const> passes) const override;
+  [[nodiscard]] std::vector<PromptCourse> courses(const ModelSpec& spec, std::int32_t tokens) const override;
 
  protected:
   [[nodiscard]] std::vector<std::string> misfits(const ModelSpec& spec) const override;
@@ -68,6 +69,18 @@ inline std::vector<std::string> PyramidInfer::misfits(const ModelSpec&) const { 
 inline std::unique_ptr<PromptPass> PyramidInfer::begin_prompt(Machine&, const ModelSpec& spec,
                                                               std::int32_t tokens) const {
   return std::make_unique<pyramidinfer_detail::PyramidInferPass>(options_, spec.num_layers(), tokens);
+}
+
+inline std::vector<PromptCourse> PyramidInfer::courses(const ModelSpec& spec, std::int32_t tokens) const {
+  const pyramidinfer_detail::PyramidInferPass pass(options_, spec.num_layers(), tokens);
+  const ShrinkingContext& context = pass.context();
+  PromptCourse course;
+  for (std::int32_t layer = 0, present = tokens; layer < spec.num_layers(); ++layer) {
+    course.entered.push_back(present);
+    if (pass.wants(layer, present) > 0) present = context.going_on(layer, present) + context.observers();
+  }
+  course.held = course.entered;
+  return {course};
 }
 
 /// Prompts differ in how many of their queries observe, so each is looked at by itself.
