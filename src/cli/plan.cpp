@@ -257,7 +257,9 @@ void run(const PlanOptions& o) {
     PlannedBounds between{
         .spec = out.spec, .policy = *out.policy, .sequence = bounded_forecast(out.spec, *out.policy, plan), .own = {}};
     const auto* prefill = dynamic_cast<const Prefill*>(out.policy.get());
-    between.own = own(prefill != nullptr ? prefill->decoding() : *out.policy, between.sequence.peak_slots);
+    const KVPolicy& decoding = prefill != nullptr ? prefill->decoding() : *out.policy;
+    between.own = own(decoding, between.sequence.peak_slots);
+    between.ragged = decoding.trigger().ragged;
     between.fits = room_for(between.sequence.full_bytes, between.sequence.peak.most + between.own.sum());
     return print(bounds_text(o, between));
   }

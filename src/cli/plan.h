@@ -22,6 +22,7 @@ struct PlannedBounds {
   const KVPolicy& policy;
   BoundedForecast sequence;
   OwnBytes own;
+  bool ragged = false;    // the policy that decides after the prompt spreads its budget by the data
   std::int64_t fits = 0;  // sequences at the most, in the memory of the batch's full caches
 };
 

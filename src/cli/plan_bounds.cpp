@@ -73,7 +73,7 @@ std::string shown(const PlanOptions& o, const PlannedBounds& out) {
   if (out.policy.memory() != nullptr)
     head += text("Folded at the end, over all layers and heads: ", slots_text(s.folded.least, s.folded.most),
                  " slots in ", slots_text(s.spans.least, s.spans.most), " spans.\n");
-  if (out.policy.trigger().ragged) head += "Rows may end up unequal; slots are those of an average row.\n";
+  if (out.ragged) head += "Rows may end up unequal; slots are those of an average row.\n";
   return text(head, "\n", layers_between(out).markdown(), "\n", totals_between(o, out).markdown(),
               "\nIn the memory of ", o.batch, o.batch == 1 ? " full cache" : " full caches", " there is room for ",
               out.fits, out.fits == 1 ? " sequence" : " sequences", " at the most that they hold.\n");
@@ -91,7 +91,7 @@ std::string written(const PlanOptions& o, const PlannedBounds& out) {
            {"prompt", o.prompt},
            {"page_size", o.page_size},
            {"token_bytes", s.slot_bytes},
-           {"ragged", out.policy.trigger().ragged},
+           {"ragged", out.ragged},
            {"events", between(s.events)},
            {"spans", between(s.spans)},
            {"folded", between(s.folded)},

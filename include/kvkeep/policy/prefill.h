@@ -31,7 +31,12 @@ class Prefill : public KVPolicy {
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const final;
   /// Those of its layers, and of the policy that decides after the prompt.
   [[nodiscard]] std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const final;
-  [[nodiscard]] Trigger trigger() const override { return decoding_->trigger(); }
+  /// That of `decoding`; layers may end up with rows of different lengths.
+  [[nodiscard]] Trigger trigger() const override {
+    Trigger trigger = decoding_->trigger();
+    trigger.ragged = true;
+    return trigger;
+  }
   [[nodiscard]] Decision decide(Machine& machine, const Evidence& evidence) const override {
     return decoding_->decide(machine, evidence);
   }
