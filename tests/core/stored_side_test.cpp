@@ -32,7 +32,7 @@ std::vector<float> numbers() {
 }
 
 std::vector<std::byte> stored(Dtype dtype, const std::vector<float>& x) {
-  std::vector<std::byte> bytes(x.size() / kBlock * static_cast<std::size_t>(element_size(dtype)));
+  std::vector<std::byte> bytes(x.size() / kBlockNumbers * static_cast<std::size_t>(element_size(dtype)));
   cpu::store_slot({.slots = {.base = bytes.data(), .width = std::ssize(bytes)}, .dtype = dtype, .dim = std::ssize(x)},
                   0, x.data());
   return bytes;

@@ -31,21 +31,21 @@ enum class Dtype : std::uint8_t {
 };
 
 /// Numbers of a block.
-inline constexpr std::int32_t kBlock = 32;
+inline constexpr std::int32_t kBlockNumbers = 32;
 
-/// Whether an element is a block of kBlock numbers: a tensor's last dimension counts blocks.
+/// Whether an element is a block of kBlockNumbers numbers: a tensor's last dimension counts blocks.
 [[nodiscard]] constexpr bool is_blocks(Dtype dtype) { return dtype == Dtype::q8_0 || dtype == Dtype::q4_0; }
 
 /// Numbers of an element.
-[[nodiscard]] constexpr std::int64_t numbers_of(Dtype dtype) { return is_blocks(dtype) ? kBlock : 1; }
+[[nodiscard]] constexpr std::int64_t numbers_of(Dtype dtype) { return is_blocks(dtype) ? kBlockNumbers : 1; }
 
 /// Bytes of one element.
 [[nodiscard]] constexpr std::int64_t element_size(Dtype dtype) {
   switch (dtype) {
     case Dtype::q8_0:
-      return 2 + kBlock;
+      return 2 + kBlockNumbers;
     case Dtype::q4_0:
-      return 2 + kBlock / 2;
+      return 2 + kBlockNumbers / 2;
     case Dtype::f64:
     case Dtype::i64:
     case Dtype::u64:

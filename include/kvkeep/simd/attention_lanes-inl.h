@@ -64,12 +64,12 @@ HWY_INLINE void Widen(const Half* HWY_RESTRICT from, std::int64_t n, float* HWY_
 /// Whole blocks. Source: ggml-quants.c, `dequantize_row_q8_0` and `_q4_0`.
 HWY_INLINE void WidenBlocks(const std::uint8_t* HWY_RESTRICT block, bool eight, std::int64_t n,
                             float* HWY_RESTRICT to) {
-  const hn::CappedTag<float, kBlock / 2> d;
+  const hn::CappedTag<float, kBlockNumbers / 2> d;
   const hn::Rebind<std::int32_t, decltype(d)> d32;
   const hn::Rebind<std::int8_t, decltype(d)> d8;
   const hn::Rebind<std::uint8_t, decltype(d)> du8;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  for (const float* end = to + n; to < end; to += kBlock) {
+  for (const float* end = to + n; to < end; to += kBlockNumbers) {
     std::uint16_t bits;
     std::memcpy(&bits, block, sizeof(bits));
     const auto scale = hn::Set(d, Half::from_bits(bits));
@@ -77,17 +77,17 @@ HWY_INLINE void WidenBlocks(const std::uint8_t* HWY_RESTRICT block, bool eight, 
     const auto put = [&](auto numbers, float* at)
                          HWY_ATTR { hn::StoreU(hn::Mul(scale, hn::ConvertTo(d, numbers)), d, at); };
     if (eight) {
-      for (std::int64_t i = 0; i < kBlock; i += lanes)
+      for (std::int64_t i = 0; i < kBlockNumbers; i += lanes)
         put(hn::PromoteTo(d32, hn::LoadU(d8, reinterpret_cast<const std::int8_t*>(block) + i)), to + i);
-      block += kBlock;
+      block += kBlockNumbers;
     } else {  // the low halves of 16 bytes, then the high ones
       const auto less = hn::Set(d32, 8);
-      for (std::int64_t i = 0; i < kBlock / 2; i += lanes) {
+      for (std::int64_t i = 0; i < kBlockNumbers / 2; i += lanes) {
         const auto two = hn::PromoteTo(d32, hn::LoadU(du8, block + i));
         put(hn::Sub(hn::And(two, hn::Set(d32, 15)), less), to + i);
-        put(hn::Sub(hn::ShiftRight<4>(two), less), to + i + kBlock / 2);
+        put(hn::Sub(hn::ShiftRight<4>(two), less), to + i + kBlockNumbers / 2);
       }
-      block += kBlock / 2;
+      block += kBlockNumbers / 2;
     }
   }
 }

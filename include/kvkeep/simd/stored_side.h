@@ -70,20 +70,20 @@ inline void put_half(std::byte* at, float x) {
 /// `quantize_row_q8_0_ref` and `_q4_0_ref`.
 inline void narrow_block(const float* from, Dtype dtype, std::byte* to) {
   float most = 0, signed_most = 0;
-  for (int i = 0; i < kBlock; ++i)
+  for (int i = 0; i < kBlockNumbers; ++i)
     if (std::fabs(from[i]) > most) most = std::fabs(from[i]), signed_most = from[i];
   const bool eight = dtype == Dtype::q8_0;
-  if (!std::all_of(from, from + kBlock, [](float x) { return std::isfinite(x); })) {
+  if (!std::all_of(from, from + kBlockNumbers, [](float x) { return std::isfinite(x); })) {
     std::fill_n(to, element_size(dtype), std::byte{0});
     return stored_detail::put_half(to, std::nanf(""));
   }
   const float scale = eight ? most / kMostOfI8 : signed_most / -8, inverse = scale != 0 ? 1 / scale : 0;
   stored_detail::put_half(to, scale);
   const auto level = [&](int i) { return std::min(15, static_cast<int>(from[i] * inverse + 8.5F)); };
-  for (int i = 0; eight && i < kBlock; ++i)
+  for (int i = 0; eight && i < kBlockNumbers; ++i)
     to[2 + i] = static_cast<std::byte>(static_cast<std::int8_t>(std::round(from[i] * inverse)));
-  for (int i = 0; !eight && i < kBlock / 2; ++i)
-    to[2 + i] = static_cast<std::byte>(level(i) | (level(i + kBlock / 2) << 4));
+  for (int i = 0; !eight && i < kBlockNumbers / 2; ++i)
+    to[2 + i] = static_cast<std::byte>(level(i) | (level(i + kBlockNumbers / 2) << 4));
 }
 
 /// The orthonormal Walsh-Hadamard transform of every run of `run` numbers, a power of two, in place. It is its own
@@ -119,8 +119,8 @@ inline void store_rotated(const StoredSide& side, std::int64_t slot, const float
       for (std::int64_t d = 0; d < side.dim; ++d) to[d] = decltype(number)(from[d]);
     });
   if (is_blocks(side.dtype)) {
-    for (std::int64_t b = 0; b < side.dim / kBlock; ++b)
-      narrow_block(from + b * kBlock, side.dtype, at + b * element_size(side.dtype));
+    for (std::int64_t b = 0; b < side.dim / kBlockNumbers; ++b)
+      narrow_block(from + b * kBlockNumbers, side.dtype, at + b * element_size(side.dtype));
     return;
   }
   float most = 0;
