@@ -55,23 +55,29 @@ std::int32_t allowed_by(const std::string& refusal) {
 TEST(SekvBudget, SetsWhatIsNotStated) {
   struct Case {
     const char* policy;
-    std::int32_t recent, interval, max_span;
+    std::int32_t recent, interval;
+    std::int64_t tokens;
+    std::int32_t max_span;
   };
-  for (const Case& c : std::vector<Case>{{"sekv", 512, 128, 128},
-                                         {"sekv,budget=8192", 512, 128, 128},
-                                         {"sekv,budget=128", 32, 32, 64},
-                                         {"sekv,budget=128,zoom_share=0.25", 32, 32, 32},
-                                         {"sekv,budget=128,recent=80", 80, 32, 42},
-                                         {"sekv,budget=128,max_span=20,interval=9", 32, 9, 20},
-                                         {"sekv,budget=64,min_span=40,recent=1,zoom_share=0.1", 1, 40, 40},
-                                         {"sekv,budget_share=0.1", 512, 128, 50},
-                                         {"sekv,budget_share=0.1,max_span=90", 512, 128, 90},
-                                         {"sekv,variant=official,budget=128", 0, 128, 0}}) {
+  for (const Case& c : std::vector<Case>{{"sekv", 512, 128, 1000, 128},
+                                         {"sekv,budget=8192", 512, 128, 1000, 128},
+                                         // 68 stay until the next event, a coarse entry, 57 and their sketches.
+                                         {"sekv,budget=128", 32, 32, 60, 57},
+                                         // 964 fold: of 36 tokens there are 27; 28 of 35, ... come to the same 63.
+                                         {"sekv,budget=128", 32, 32, 1000, 36},
+                                         {"sekv,budget=128,zoom_share=0.25", 32, 32, 60, 32},
+                                         {"sekv,budget=128,recent=80", 80, 32, 60, 10},
+                                         {"sekv,budget=128,max_span=20,interval=9", 32, 9, 60, 20},
+                                         {"sekv,budget=64,min_span=40,recent=1,zoom_share=0.1", 1, 40, 60, 40},
+                                         // 484 fold: 22 spans of 22.
+                                         {"sekv,budget_share=0.1", 512, 128, 1000, 22},
+                                         {"sekv,budget_share=0.1,max_span=90", 512, 128, 1000, 90},
+                                         {"sekv,variant=official,budget=128", 0, 128, 1000, 0}}) {
     SCOPED_TRACE(c.policy);
     const std::unique_ptr<KVPolicy> made = make_policy(c.policy);
     EXPECT_EQ(options_of(*made).segmenter.recent, c.recent);
     EXPECT_EQ(options_of(*made).interval, c.interval);
-    EXPECT_EQ(dynamic_cast<const Sekv&>(*made).cut(1000, 1, kDim).max_span, c.max_span);
+    EXPECT_EQ(dynamic_cast<const Sekv&>(*made).cut(c.tokens, 1, kDim).max_span, c.max_span);
     EXPECT_EQ(make_policy_from_json(made->to_json())->to_json(), made->to_json());
   }
 }
@@ -167,6 +173,20 @@ struct Prompt {
   std::int32_t longest = 0;
 };
 
+/// Whether spans of any one length leave room for one of them to open, with no anchors but sinks.
+bool some_length_fits(const SekvOptions& o, std::int32_t tokens) {
+  const double folded = tokens - o.segmenter.sink - o.segmenter.recent,
+               number = o.memory.factors.store == Dtype::f32 ? 4 : 2;
+  for (double length = 4; folded >= 4 && length <= 128; ++length) {
+    const double opened = std::min(length, 32 * (length + kDim) / kDim);
+    if (opened <= o.zoom_share * o.budget && o.segmenter.sink + o.segmenter.recent + std::ceil(folded / length) +
+                                                     folded * 10 / (2 * kDim * number) + opened <=
+                                                 o.budget)
+      return true;
+  }
+  return false;
+}
+
 TEST(SekvBudget, OpensTheSpanOfAKeyThatIsAskedForWhereverTheTextLeavesRoom) {
   int roomy = 0, full = 0;
   std::int32_t least = 1;
@@ -191,6 +211,7 @@ TEST(SekvBudget, OpensTheSpanOfAKeyThatIsAskedForWhereverTheTextLeavesRoom) {
                  room = options_of(*made).budget - prompt.resident;
     if (prompt.resident <= prompt.allowed && prompt.longest > options_of(*made).segmenter.min_span)
       EXPECT_GE(room, most) << "what zoom_share keeps free is enough for any span";
+    if (some_length_fits(options_of(*made), prompt.tokens)) EXPECT_GE(room, most) << "there is a length that fits";
     for (int i = 0; i < 4; ++i) {
       const auto [counts, opened] = prompt.ask(*made);
       if (room >= most) {

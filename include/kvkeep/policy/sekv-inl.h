@@ -2,6 +2,8 @@
 // Bodies of sekv.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -120,9 +122,7 @@ KVKEEP_INLINE Sekv::Sekv(SekvOptions options, std::string json) : options_(std::
 KVKEEP_INLINE std::vector<std::string> Sekv::problems(const ModelSpec& spec) const {
   std::vector<std::string> found = options_.memory.problems(spec);
   const SegmenterOptions& s = options_.segmenter;
-  const std::int64_t group = spec.query_heads > 0 ? spec.group() : 1;
-  const std::int32_t longest = longest_span(options_.budget, group, spec.key_dim);
-  for (std::string& one : options_.memory.too_tight("budget", options_.always_dense(), longest, spec))
+  for (std::string& one : options_.memory.too_tight("budget", options_.always_dense(), options_.shortest_limit(), spec))
     found.push_back(std::move(one));
   if (options_.interval < s.min_span)
     found.push_back(text("interval: ", options_.interval, ", but runs below min_span ", s.min_span,
@@ -156,22 +156,29 @@ KVKEEP_INLINE SegmenterOptions Sekv::segmenter(std::int64_t tokens, std::int64_t
 KVKEEP_INLINE SegmenterOptions Sekv::cut(std::int64_t tokens, std::int64_t group, std::int64_t dim) const {
   SegmenterOptions o = segmenter(tokens, group, dim, options_.memory.learned());
   o.entries_per_token = options_.memory.entries_per_token(dim);
-  o.max_span = longest_span(options_.memory.entries_after(tokens), group, dim);
+  o.max_span = longest_span(options_.memory.entries_after(tokens), tokens, group, dim);
   return o;
 }
 
-KVKEEP_INLINE std::int32_t Sekv::longest_span(double budget, std::int64_t group, std::int64_t dim) const {
+KVKEEP_INLINE std::int32_t Sekv::longest_span(double budget, std::int64_t tokens, std::int64_t group,
+                                              std::int64_t dim) const {
+  const std::int32_t longest = options_.segmenter.max_span, shortest = options_.shortest_limit();
+  if (!options_.fits_spans) return longest;
+  // Long spans are few, short ones are cheap to open. Until the next event `interval` more tokens stay.
   const MemoryOptions& m = options_.memory;
-  std::int32_t length = options_.segmenter.max_span;
-  const auto opens = [&] {
-    const double opened = m.most_opened(length, dim),
-                 all = static_cast<double>(options_.always_dense()) + m.entries_of_span(length, group, dim) + opened;
-    // A share of the tokens may leave no room at all yet; that is no reason for short spans.
-    return opened <= options_.zoom_share * budget && (options_.budget_share > 0 || all <= budget);
-  };
-  if (options_.fits_spans)
-    while (length > options_.segmenter.min_span && !opens()) --length;
-  return length;
+  const auto folded = static_cast<double>(std::max<std::int64_t>(0, tokens - options_.always_dense()));
+  std::int32_t best = shortest;
+  double least = std::numeric_limits<double>::infinity();
+  for (std::int32_t length = longest; length >= shortest; --length) {
+    const double opened = m.most_opened(length, dim), spans = std::max(1.0, std::ceil(folded / length));
+    if (opened > options_.zoom_share * budget && length > shortest) continue;
+    const double entries = static_cast<double>(options_.always_dense() + options_.interval) +
+                           product(m.entries_per_span(group, dim, m.learned()), spans) +
+                           product(m.entries_per_token(dim), std::max(folded, static_cast<double>(length))) + opened;
+    if (entries <= budget) return length;
+    if (entries < least) least = entries, best = length;
+  }
+  return best;
 }
 
 KVKEEP_INLINE ZoomBudget Sekv::zoom_budget(const Segments& segments, std::int64_t group, std::int64_t dim,

@@ -87,8 +87,10 @@ class Sekv final : public KVPolicy {
                                        bool learned) const;
 
  private:
-  /// max_span under a budget of so many entries.
-  [[nodiscard]] std::int32_t longest_span(double budget, std::int64_t group, std::int64_t dim) const;
+  /// max_span for a prompt under a budget of so many entries: the longest with which coarse entries, sketches and one
+  /// open span fit; if there is none, that with which they take least.
+  [[nodiscard]] std::int32_t longest_span(double budget, std::int64_t tokens, std::int64_t group,
+                                          std::int64_t dim) const;
 
   SekvOptions options_;
   std::string json_;
