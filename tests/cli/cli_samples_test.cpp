@@ -154,7 +154,7 @@ TEST_F(CommandSamples, AreReadAgainAsTheyWereWritten) {
   ASSERT_EQ(one.size(), 2U);
   for (auto* lines : {&one, &two})
     for (json& line : *lines) {
-      line.erase("seed");  // of drawn samples alone
+      for (const char* key : {"seed", "length", "depth"}) line.erase(key);  // of drawn samples alone
       for (json& answer : line["answers"]) answer.erase("cut_seconds");
     }
   EXPECT_EQ(one, two);
@@ -269,7 +269,6 @@ TEST_F(CommandSamples, AreRefusedBeforeTheModelRuns) {
   expect_refused(eval({"--samples-in", place("nowhere.jsonl")}), "nowhere.jsonl");
   const std::string file = write("good.jsonl", good);
   expect_refused(eval({"--samples-in", file, "--task", "ask"}), "one kind");
-  expect_refused(eval({"--samples-in", file, "--diagnostics"}), "--diagnostics");
   expect_refused(eval({"--task", "ruler/vt", "--truncate", "middle"}), "--samples-in");
   expect_refused(eval({"--samples-in", file, "--truncate", "end"}), "middle");
   expect_refused(eval({"--samples-in", file, "--templates", write("t.json", "[]")}), "no object of strings");
