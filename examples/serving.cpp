@@ -173,7 +173,9 @@ class Prose {
     const auto count = [&](std::string_view said) { return static_cast<std::int64_t>(encode(said).size()); };
     const kvkeep::lm::TextSample sample = kvkeep::lm::make_text_task(
         "text/needle", static_cast<std::uint64_t>(request.id), count, {.length = length + kReply, .haystack = prose});
-    const Ints context = encode(sample.context), question = encode(sample.question + sample.answer_prefix);
+    const Ints context = encode(sample.context),
+               question = text_.tokenizer.encode_continuation(sample.question + sample.answer_prefix,
+                                                              kvkeep::lm::SpecialTokens::plain);
     request.prompt.insert(request.prompt.end(), context.begin(), context.end());
     if (at_once)
       request.prompt.insert(request.prompt.end(), question.begin(), question.end());
