@@ -58,7 +58,8 @@ struct LayerSides {
   std::int32_t keys_rotated, values_rotated;
 };
 
-/// Requires: the layer has rows.
+/// Requires: the layer has rows, and outlives the result.
+[[nodiscard]] LayerSides sides_of(LayerKv&& layer) = delete;
 [[nodiscard]] inline LayerSides sides_of(const LayerKv& layer) {
   if (const auto* dense = std::get_if<DenseKv>(&layer))
     return {dense->keys, dense->values, dense->key_scales,   dense->value_scales,  1,

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "kvkeep/core/dtype.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/slot.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/simd/attention_lanes.h"
@@ -79,7 +80,7 @@ inline void narrow_block(const float* from, Dtype dtype, std::byte* to) {
   }
   const float scale = eight ? most / kMostOfI8 : signed_most / -8, inverse = scale != 0 ? 1 / scale : 0;
   stored_detail::put_half(to, scale);
-  const auto level = [&](int i) { return std::min(15, static_cast<int>(from[i] * inverse + 8.5F)); };
+  const auto level = [&](int i) { return std::min(15, static_cast<int>(product(from[i], inverse) + 8.5F)); };
   for (int i = 0; eight && i < kBlockNumbers; ++i)
     to[2 + i] = static_cast<std::byte>(static_cast<std::int8_t>(std::round(from[i] * inverse)));
   for (int i = 0; !eight && i < kBlockNumbers / 2; ++i)
