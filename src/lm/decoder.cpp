@@ -120,7 +120,7 @@ namespace {
 
 // llama.cpp rotates quantised keys in the longest runs that fit, from 64 on, and values in runs of 64; heads of other
 // sizes not at all. Source: llama-kv-cache.cpp, `build_input_k_rot` and `build_input_v_rot`.
-std::int32_t run_of_values(std::int32_t dim) { return dim % 64 == 0 && dim <= 1024 ? 64 : 0; }
+std::int32_t run_of_values(std::int32_t dim) { return dim % 64 == 0 && dim <= kMostRotated ? 64 : 0; }
 std::int32_t run_of_keys(std::int32_t dim) {
   std::int32_t run = run_of_values(dim);
   while (run > 0 && dim % (2 * run) == 0) run *= 2;

@@ -237,7 +237,7 @@ PromptRun Generator::run_prompt(std::span<Generator* const> generators, const Re
   }
   run.logits = decoder.forward(step, cache, {}, options).cpu();
   if (surprise) run.surprisal.assign(surprise->values().begin(), surprise->values().end());
-  run.cache = dense;
+  run.cache = std::move(cache);
   run.seconds = seconds_since(start);
   return run;
 }
@@ -250,8 +250,7 @@ void Generator::begin(SequenceId id, const PromptRun& prompt) {
   const auto start = std::chrono::steady_clock::now();
   const auto tokens = static_cast<std::int64_t>(sequence.prompt.size());
   for (std::size_t l = 0; l < cache_.size(); ++l) {
-    const LayerKv run = prompt.cache[l];
-    const LayerSides from = sides_of(run), to = sides_of(cache_[l]);
+    const LayerSides from = sides_of(prompt.cache[l]), to = sides_of(cache_[l]);
     const auto put = [&](const kvkeep::Tensor& theirs, const kvkeep::Tensor& ours) {
       if (theirs.defined()) copy(theirs.select(0, 0), ours.select(0, sequence.place).narrow(1, 0, tokens));
     };

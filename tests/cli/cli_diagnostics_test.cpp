@@ -67,16 +67,8 @@ Attention slow_attention(lm::Decoder& decoder, const Ids& ids, std::int32_t prom
   return {sum.recall / static_cast<double>(queries), sum.past_recall / on_prompt};
 }
 
-class CommandDiagnostics : public CommandText {
+class CommandDiagnostics : public CommandProse {
  protected:
-  void SetUp() override {
-    CommandText::SetUp();
-    std::string prose;
-    for (int i = 0; i < 300; ++i)
-      prose += text(i % 3 == 0 ? "the cat sat on the mat " : "a hat and a rat sat there ", i * 17 % 97, ". ");
-    prose_ = write("prose.txt", prose);
-    ids_ = lm::Tokenizer::read(tokenizer_file()).encode(prose, lm::SpecialTokens::plain, false);
-  }
   json measured(Words words, const Words& more) {
     words.insert(words.end(), more.begin(), more.end());
     return answered(std::move(words));
@@ -91,9 +83,6 @@ class CommandDiagnostics : public CommandText {
       if (row["policy"].get<std::string>().starts_with(policy) && row.value("part", "counted") == "counted") return row;
     return {};
   }
-
-  std::string prose_;
-  Ids ids_;
 };
 
 TEST_F(CommandDiagnostics, ComparesAFedTextWithAttentionOfTheFullCache) {

@@ -66,17 +66,8 @@ void expect_row(const json& row, const std::vector<SlowText>& texts, std::size_t
   EXPECT_NEAR(row["same_token"].get<double>(), same.value(), 1e-6);
 }
 
-class CommandFidelity : public CommandText {
+class CommandFidelity : public CommandProse {
  protected:
-  void SetUp() override {
-    CommandText::SetUp();
-    std::string prose;
-    for (int i = 0; i < 300; ++i)
-      prose += text(i % 3 == 0 ? "the cat sat on the mat " : "a hat and a rat sat there ", i * 17 % 97, ". ");
-    prose_ = write("prose.txt", prose);
-    ids_ = lm::Tokenizer::read(tokenizer_file()).encode(prose, lm::SpecialTokens::plain, false);
-  }
-
   json perplexity(const Words& more) {
     return measured({"perplexity", "--model", place("model"), "--text", prose_, "--length", "380", "--prompt", "60",
                      "--texts", "3"},
@@ -91,9 +82,6 @@ class CommandFidelity : public CommandText {
     words.insert(words.end(), more.begin(), more.end());
     return answered(std::move(words));
   }
-
-  std::string prose_;
-  std::vector<std::int32_t> ids_;
 };
 
 /// The rows of one policy.

@@ -46,4 +46,20 @@ class CommandText : public Command {
   }
 };
 
+/// With a text of its own, as a file and as ids.
+class CommandProse : public CommandText {
+ protected:
+  void SetUp() override {
+    CommandText::SetUp();
+    std::string prose;
+    for (int i = 0; i < 300; ++i)
+      prose += text(i % 3 == 0 ? "the cat sat on the mat " : "a hat and a rat sat there ", i * 17 % 97, ". ");
+    prose_ = write("prose.txt", prose);
+    ids_ = lm::Tokenizer::read(tokenizer_file()).encode(prose, lm::SpecialTokens::plain, false);
+  }
+
+  std::string prose_;
+  std::vector<std::int32_t> ids_;
+};
+
 }  // namespace kvkeep

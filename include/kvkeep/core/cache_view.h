@@ -13,6 +13,9 @@ namespace kvkeep {
 /// Names a sequence (a request) for its lifetime. Chosen by the engine.
 using SequenceId = std::int64_t;
 
+/// Most numbers of a head that is stored rotated (DenseKv::keys_rotated).
+inline constexpr std::int32_t kMostRotated = 1024;
+
 /// One layer's rows in a dense batch.
 struct DenseKv {
   Tensor keys;    ///< any 1-, 2- or 4-byte dtype [B, Hkv, capacity, D] after RoPE; the last dimension contiguous, other

@@ -34,10 +34,10 @@ inline void check_side(const char* side, const Tensor& t, const LayerSides& laye
 }
 
 inline void check_rotated(const char* side, std::int32_t run, std::int32_t l, std::int32_t dim) {
-  KVKEEP_REQUIRE(
-      run == 0 || (run > 0 && std::has_single_bit(static_cast<std::uint32_t>(run)) && dim % run == 0 && dim <= 1024),
-      "cache: ", side, " of layer ", l, " are rotated in runs of ", run, " numbers, in heads of ", dim,
-      "; allowed 0, or a power of two that divides heads of up to 1024");
+  KVKEEP_REQUIRE(run == 0 || (run > 0 && std::has_single_bit(static_cast<std::uint32_t>(run)) && dim % run == 0 &&
+                              dim <= kMostRotated),
+                 "cache: ", side, " of layer ", l, " are rotated in runs of ", run, " numbers, in heads of ", dim,
+                 "; allowed 0, or a power of two that divides heads of up to ", kMostRotated);
 }
 
 inline void check_scales(const char* side, const Tensor& scales, const Tensor& rows, std::int32_t l) {

@@ -131,7 +131,7 @@ struct GeneratorOptions {
 /// A prompt after its last layer, from which the sequences that begin with it continue.
 struct PromptRun {
   std::vector<SequenceId> sequences;  ///< [generators] that joined
-  std::vector<LayerCache> cache;      ///< [num_layers] of one sequence of n slots, as the generators' caches are
+  std::vector<LayerKv> cache;         ///< [num_layers] of one sequence of n slots, as the generators' caches are
   Tensor logits;                      ///< f32 [1, vocab] in host memory, of the last token
   std::vector<float> surprisal = {};  ///< [n] if a policy reads it
   double seconds = 0;

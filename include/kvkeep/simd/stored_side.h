@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/dtype.h"
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/slot.h"
@@ -18,9 +19,6 @@ namespace kvkeep::cpu {
 
 /// Largest magnitude of i8 numbers that store_slot() writes: -128 is read, and never written.
 inline constexpr float kMostOfI8 = 127;
-
-/// Most numbers of a head that are stored rotated.
-inline constexpr std::size_t kMostRotated = 1024;
 
 /// One side of a row, keys or values.
 struct StoredSide {
