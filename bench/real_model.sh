@@ -1,196 +1,256 @@
 #!/usr/bin/env bash
-# Tables of docs/results.md on a pretrained model: how much of the answers each policy keeps at each budget.
+# Evidence of docs/results.md: what two pretrained models still write, under each policy and budget.
 set -euo pipefail
 
 usage() {
   cat << 'TEXT'
-Measures policies on SmolLM2-135M-Instruct, and where two models are named on Gemma 3 270M, and writes the tables that
-docs/results.md shows.
+Measures policies on SmolLM2-135M-Instruct and Gemma 3 270M, over three texts, by what the models write, and keeps
+every answer. bench/answers.py makes the tables of docs/results.md of them.
 
   bash bench/real_model.sh STAGE [options]
 
-  STAGE     answers  what both models write, over three texts and three kinds of cache: whole answers, beside the bytes
-                     kept, with the question in sight at the cut and after it (bench/answers.py makes the tables)
-            before   needles in prose, the prompt cut with its question in sight
-            after    the same, the context cut before its question comes
-            share    one selection for the rows of a head or of all layers, before and after
-            fold     what is not kept, folded instead of dropped
-            prompts  policies that narrow prompts, layer by layer
-            serving  continuous batching in a pool of pages that shrinks, without kvkeep and with it: long prompts, then
-                     long answers (docs/serving.md)
-            decode   2048 tokens one by one: of the prose (perplexity), and as the full cache writes them (fidelity)
-  --models M,...    answers: smollm2, gemma3 [both]
-  --texts T,...     answers: manual, policy, code, of bench/texts.sh [all]
-  --lengths L,...   [1024,2048,4096; answers: 1024]
-  --samples N       samples per task [17; answers: 6 per task and text]
-  --set all|main    before and after: every scorer and allocator, or eight scorers alone and under AMS [all]
-  --threads N       [1]
-  --model FILE      [SmolLM2-135M-Instruct, loaded as examples/real_model.sh does]
-  --haystack FILE   prose [the Debian Administrator's Handbook, loaded as a package, made text by bench/prose.py]
+  STAGE     answers   needles in prose, cut with their question in sight and before it comes: the headline
+            caches    the same over caches of 8 and 4 bits (q8_0, q4_0)
+            ams       every scorer alone, under AMS as published, as ours by default, and with all of the budget in
+                      segments
+            ablate    AMS without each of its parts, and its sweeps
+            decode    long decodes, whose answers depend on what was told, asked and written long before
+            distance  KL from the full cache, token by token, over long decodes of prose
+            ea        Expected Attention with and without head budgets, from 10 to 90 %; its options; depth by length
+            asl       prompts on fewer tokens: thresholds, first layers, observed layers; a layer of choice
+            sekv      folded spans: anchors, windows, span lengths, ranks, budgets
+            serving   continuous batching in a pool of pages that shrinks (docs/serving.md)
+  --models M,...    smollm2, gemma3 [both]
+  --texts T,...     manual, policy, code, of bench/texts.sh [all]
+  --questions Q,... before, after [both, or those that the stage is about]
+  --length N        tokens of a needle's prompt and answer [1024]
+  --samples N       of each task and text [6; asl: 3]
+  --threads N       of each of the two commands that run side by side [1]
   --out DIR         [out/results]
   --kvkeep FILE     [build/release/bin/kvkeep]
 
-Each table is one command, which is printed before it runs. Samples of needles are written beside it as lines of
-JSON, from which bench/needles_tables.py makes the tables of docs/results.md.
+Results lie in DIR/STAGE/MODEL/QUESTION/TEXT*.jsonl; what is there is not measured again, so a stage that was stopped
+goes on where it was. Two commands run side by side; each is printed before it runs. On two cores a stage takes 10 to
+20 minutes for each model.
 TEXT
 }
 
-stop() { printf '%s\n' "$*" >&2; exit 2; }
+stop() { printf 'bench/real_model.sh: %s\n' "$*" >&2; exit 2; }
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-stage="" lengths="" models=smollm2,gemma3 texts="" samples="" threads=1 set=all batch=9 model="" haystack="" out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
+stages=(answers caches ams ablate decode distance ea asl sekv serving)
+stage="" models=smollm2,gemma3 texts="" questions="" length=1024 samples="" threads=1 out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) usage; exit 0 ;;
-    answers | before | after | share | fold | prompts | decode | serving) stage="$1" ;;
-    --models | --texts | --lengths | --samples | --set | --threads | --model | --haystack | --out | --kvkeep)
-      [[ $# -ge 2 ]] || stop "bench/real_model.sh: $1: a value is missing; see --help"
+    --models | --texts | --questions | --length | --samples | --threads | --out | --kvkeep)
+      [[ $# -ge 2 ]] || stop "$1: a value is missing; see --help"
       printf -v "${1#--}" '%s' "$2"
       shift
       ;;
-    *) stop "bench/real_model.sh: unknown option '$1'; allowed: see --help" ;;
+    -*) stop "unknown option '$1'; allowed: see --help" ;;
+    *) [[ " ${stages[*]} " == *" $1 "* ]] || stop "no stage is called '$1'; allowed ${stages[*]}"; stage="$1" ;;
   esac
   shift
 done
-[[ "$set" == all || "$set" == main ]] || stop "bench/real_model.sh: --set: given '$set'; allowed all, main"
-[[ -n "$stage" ]] || stop "bench/real_model.sh: no stage; allowed answers, before, after, share, fold, prompts, decode, serving"
-[[ -x "$kvkeep" ]] || stop "bench/real_model.sh: $kvkeep does not exist; build it, or name another with --kvkeep"
-mkdir -p -- "$out"
+[[ -n "$stage" ]] || stop "no stage; allowed ${stages[*]}"
+[[ -x "$kvkeep" ]] || stop "$kvkeep does not exist; build it, or name another with --kvkeep"
 # shellcheck source=cmake/bootstrap.sh
 source "$root/cmake/bootstrap.sh"
 # shellcheck source=bench/texts.sh
 source "$root/bench/texts.sh"
+read -ra texts <<< "${texts:+${texts//,/ }}"
+[[ ${#texts[@]} -gt 0 ]] || texts=("${kvkeep_texts[@]}")
+half=$((length / 2)) quarter=$((length / 4)) eighth=$((length / 8))
+needles=ruler/niah-single-2,ruler/niah-multikey-1,text/needle
 
-# shown COMMAND...: prints it, runs it.
-shown() {
-  printf '%s ' "$@" >&2
+# ---- The queue
+
+jobs=()
+
+# job FILE SUB-COMMAND ARGUMENTS...: kvkeep with these; its table is FILE.csv, samples of eval are FILE.jsonl.
+job() { jobs+=("$(printf '%q ' "$@")"); }
+
+run_job() {
+  local to="$1" command=("$kvkeep" "${@:2}" --weights bf16 --threads "$threads" --quiet -o csv)
+  if [[ -s "$to.csv" ]]; then return; fi
+  mkdir -p -- "$(dirname -- "$to")"
+  [[ "$2" != eval ]] || command+=(--samples-out "$to.jsonl")
+  printf '%s ' "${command[@]}" >&2
   printf '\n' >&2
-  "$@"
+  "${command[@]}" > "$to.csv.part"
+  mv -- "$to.csv.part" "$to.csv"
 }
 
-# What is written, whole answers counted: one command for each model, question, text and cache, two of them side by side.
-answers() {
-  local model question text folder jobs=() all quantised
-  all="full random streaming tova ams-tova ams-tova,preset=question ams-tova,variant=official expected adakv-expected ams-expected,preset=question keydiff tova,share=union"
-  all+=" tova,share=union,rest=fold ams-tova,preset=question,rest=fold expected,rest=fold"
-  quantised="full tova ams-tova,preset=question expected adakv-expected tova,share=union tova,share=union,rest=fold expected,rest=fold"
+run_jobs() {
+  export kvkeep threads
+  export -f run_job
+  printf '%s\0' "${jobs[@]}" | xargs -0 -n 1 -P 2 bash -euo pipefail -c 'eval "set -- $0"; run_job "$@"'
+}
+
+# model_file NAME, text_file NAME: answer in $file.
+model_file() { kvkeep_get_real_model "$1" || stop "cannot get the model $1"; file="$kvkeep_real_model"; }
+text_file() { kvkeep_get_text "$1" || stop "cannot get the text $1"; file="$kvkeep_text"; }
+
+# policies P...: answers in $given as --policy P ...
+policies() { given=(); for p in "$@"; do given+=(--policy "$p"); done; }
+
+# grid TAG CACHE BUDGETS POLICIES...: one job for each model, question and text.
+grid() {
+  local tag="$1" cache="$2" slots="$3" model text question from
+  shift 3
+  policies "$@"
   for model in ${models//,/ }; do
-    kvkeep_get_real_model "$model" || stop "bench/real_model.sh: cannot get the model $model"
-    for question in before after; do
-      folder="$out/answers/$model/$question"
-      mkdir -p -- "$folder"
-      for text in ${texts:-${kvkeep_texts[*]}}; do
-        text="${text%,}"
-        kvkeep_get_text "$text" || stop "bench/real_model.sh: cannot get the text $text"
-        jobs+=("$kvkeep_real_model|$kvkeep_text|$question|bf16|$folder/$text|$all")
-        jobs+=("$kvkeep_real_model|$kvkeep_text|$question|q8_0|$folder/$text@q8_0|full")
-        jobs+=("$kvkeep_real_model|$kvkeep_text|$question|q4_0|$folder/$text@q4_0|$quantised")
+    model_file "$model"
+    from="$file"
+    for question in ${questions//,/ }; do
+      for text in "${texts[@]}"; do
+        text_file "$text"
+        job "$out/$stage/$model/$question/$text$tag" eval --model "$from" --cache-dtype "$cache" --task "$needles" --haystack "$file" --length "$length" --samples "${samples:-6}" --batch 6 \
+          --answer-tokens 32 --question "$question" --interval 512 ${slots:+--budgets "$slots"} "${given[@]}"
       done
     done
   done
-  export kvkeep lengths samples threads
-  export -f answers_of shown
-  printf '%s\0' "${jobs[@]}" | xargs -0 -n 1 -P 2 bash -euo pipefail -c 'answers_of "$0"'
 }
 
-answers_of() {
-  local model text question cache to list policy policies=() budgets
-  IFS='|' read -r model text question cache to list <<< "$1"
-  for policy in $list; do policies+=(--policy "$policy"); done
-  budgets="$((lengths / 2)),$((lengths / 4)),$((lengths / 8))"
-  if [[ -s "$to.jsonl" ]]; then return; fi
-  shown "$kvkeep" eval --model "$model" --weights bf16 --cache-dtype "$cache" --threads "$threads" --task ruler/niah-single-2,ruler/niah-multikey-1,text/needle --haystack "$text" \
-    --length "$lengths" --samples "$samples" --batch 6 --answer-tokens 32 --question "$question" --interval 512 --budgets "$budgets" "${policies[@]}" --samples-out "$to.jsonl" --quiet -o csv > "$to.csv"
-}
+# ---- The stages
 
-if [[ "$stage" == answers ]]; then
-  lengths="${lengths:-1024}" samples="${samples:-6}" texts="${texts//,/ }"
-  answers
-  exit
-fi
-lengths="${lengths:-1024,2048,4096}" samples="${samples:-17}"
-
-if [[ -z "$model" ]]; then
-  kvkeep_get_real_model || stop "bench/real_model.sh: cannot get the model; name a file with --model"
-  model="$kvkeep_real_model"
-fi
-if [[ -z "$haystack" ]]; then
-  haystack="$root/.cache/prose/handbook.txt"
-  if [[ ! -f "$haystack" ]]; then
-    mkdir -p -- "$root/.cache/prose"
-    (cd -- "$root/.cache/prose" && apt-get download debian-handbook && dpkg-deb -x debian-handbook_*.deb handbook) >&2 || stop "bench/real_model.sh: cannot get the package debian-handbook; name prose with --haystack"
-    python3 "$root/bench/prose.py" "$haystack" "$root"/.cache/prose/handbook/usr/share/doc/debian-handbook/html/en-US/*.html >&2
-  fi
-fi
-
-calibration="$out/calibration.safetensors"
-calibrate() {
-  [[ -f "$calibration" ]] || shown "$kvkeep" calibrate --model "$model" --weights bf16 --threads "$threads" --prompt-file "$haystack" --tokens 6000 --quiet --out "$calibration" > "$out/calibration.md"
-}
-
-# needles NAME LENGTH BUDGETS OPTIONS...: three tasks, their references fed.
-needles() {
-  local name="$1" length="$2" slots="$3"
-  shift 3
-  shown "$kvkeep" eval --model "$model" --weights bf16 --threads "$threads" --task ruler/niah-single-2,ruler/niah-multikey-1,text/needle --haystack "$haystack" --length "$length" --samples "$samples" \
-    --batch "$batch" --score tokens --interval 512 --budgets "$slots" "$@" --samples-out "$out/$name-$length.jsonl" --quiet -o csv > "$out/$name-$length.csv.part"
-  mv -- "$out/$name-$length.csv.part" "$out/$name-$length.csv"
-}
-
-budgets() { echo "$(($1 / 2)),$(($1 / 4)),$(($1 / 8))"; }  # half, a quarter and an eighth of a length
-
-table() {
-  local policies=(--policy full --policy streaming --policy random) scorers=(tova snapkv,scorer.window=16 rkv h2o expected keydiff) scorer allocator
-  if [[ "$set" == all ]]; then
-    calibrate
-    scorers+=(rpc,scorer.window=16 knorm "triattention,calibration=$calibration")
-    for allocator in pyramidkv adakv chunkkv criticalkv; do policies+=(--policy "$allocator-snapkv,scorer.window=16" --policy "$allocator-tova"); done
-  fi
-  for scorer in "${scorers[@]}"; do policies+=(--policy "$scorer" --policy "ams-$scorer" --policy "ams-$scorer,preset=question" --policy "ams-$scorer,variant=official"); done
-  for length in ${lengths//,/ }; do needles "$1" "$length" "$(budgets "$length")" --question "$1" "${policies[@]}"; done
+calibration_of() { # MODEL: answers in $calibration
+  calibration="$out/calibration/$1.safetensors"
+  [[ -s "$calibration" ]] && return
+  mkdir -p -- "$out/calibration"
+  model_file "$1"
+  local from="$file"
+  text_file manual
+  "$kvkeep" calibrate --model "$from" --weights bf16 --threads 2 --prompt-file "$file" --tokens 6000 --quiet --out "$calibration" > "$out/calibration/$1.md"
 }
 
 case "$stage" in
-  before | after) table "$stage" ;;
-  share)
-    policies=()
-    for scorer in tova snapkv,scorer.window=16 rkv expected keydiff; do
-      for share in per_layer_per_head per_head union union_mean; do policies+=(--policy "$scorer,share=$share"); done
-    done
-    for length in ${lengths//,/ }; do
-      for question in before after; do needles "share-$question" "$length" "$(budgets "$length")" --question "$question" --policy full "${policies[@]}"; done
+  answers)
+    questions="${questions:-before,after}"
+    grid "" bf16 "$half,$quarter,$eighth" full random streaming tova ams-tova ams-tova,preset=question ams-tova,variant=official expected adakv-expected ams-expected,preset=question keydiff \
+      tova,share=union tova,share=union,rest=fold ams-tova,preset=question,rest=fold expected,rest=fold
+    ;;
+  caches)
+    questions="${questions:-before,after}"
+    grid @q8_0 q8_0 "" full
+    grid @q4_0 q4_0 "$half,$quarter,$eighth" full tova ams-tova,preset=question expected adakv-expected tova,share=union tova,share=union,rest=fold expected,rest=fold
+    ;;
+  ams)
+    questions="${questions:-before}"
+    asked="$models"
+    for models in ${asked//,/ }; do
+      calibration_of "$models"
+      forms=()
+      for scorer in snapkv rkv h2o rpc,scorer.window=16 defensive "triattention,calibration=$calibration"; do
+        forms+=("$scorer" "ams-$scorer" "ams-$scorer,preset=question" "ams-$scorer,variant=official")
+      done
+      grid "" bf16 "$half,$quarter,$eighth" "${forms[@]}" ams-expected ams-expected,variant=official ams-keydiff ams-keydiff,preset=question ams-keydiff,variant=official
     done
     ;;
-  fold)
-    for length in ${lengths//,/ }; do
-      for question in before after; do
-        needles "fold-$question" "$length" "$(budgets "$length"),$((length / 16))" --question "$question" --policy full --policy tova --policy tova,rest=fold --policy snapkv,scorer.window=16,rest=fold \
-          --policy expected,rest=fold --policy sekv,recent=64
+  ablate)
+    questions="${questions:-before,after}"
+    variants=()
+    for base in tova expected; do
+      for change in coverage=0.5 coverage=0.75 segments=fixed:64 quotas=equal quotas=length pool=1 window=8 window=128 suffix_fill=causal_mean suffix_fill=exclude min_segment=8 segment_mass=0.005; do
+        variants+=("ams-$base,preset=question,allocator.$change")
+      done
+    done
+    grid "" bf16 "$half,$eighth" "${variants[@]}"
+    ;;
+  decode)
+    named=()
+    for text in "${texts[@]}"; do text_file "$text"; named+=("$text=$file"); done
+    mkdir -p -- "$out/decode"
+    python3 "$root/bench/long_decodes.py" "$out/decode/samples.jsonl" "${named[@]}" --samples "${samples:-6}"
+    for task in facts asked list; do grep "\"task\": \"$task\"" "$out/decode/samples.jsonl" > "$out/decode/$task.jsonl"; done
+    policies full streaming random tova expected adakv-expected keydiff snapkv tova,share=union ams-tova ams-tova,allocator.credit=false ams-tova,preset=question ams-tova,preset=question,allocator.credit=false \
+      ams-tova,variant=official ams-tova,variant=official,allocator.credit=false
+    for model in ${models//,/ }; do
+      model_file "$model"
+      for task in facts asked list; do
+        job "$out/decode/$model/stream/$task" eval --model "$file" --cache-dtype bf16 --samples-in "$out/decode/$task.jsonl" --batch 18 --stream-after 32 --interval 32 --budgets 128 "${given[@]}"
       done
     done
     ;;
-  prompts)
-    batch=1  # each prompt alone, for the time of its first token
-    for length in ${lengths//,/ }; do
-      needles prompts "$length" "$((length / 4))" --policy full --policy asl --policy asl-2pass --policy fastkv,layer=15 --policy gemfilter,layer=13 --policy pyramidinfer --policy "asl+tova,budget=$((length / 4))"
+  distance)
+    policies streaming random tova expected keydiff snapkv ams-tova ams-tova,allocator.credit=false ams-tova,preset=question ams-tova,preset=question,allocator.credit=false ams-tova,variant=official \
+      ams-tova,variant=official,allocator.credit=false
+    for model in ${models//,/ }; do
+      model_file "$model"
+      from="$file"
+      for text in "${texts[@]}"; do
+        text_file "$text"
+        job "$out/distance/$model/stream/$text" perplexity --model "$from" --cache-dtype bf16 --text "$file" --length "$length" --prompt 128 --texts "${samples:-6}" --interval 32 --budgets "$eighth" "${given[@]}"
+      done
     done
+    ;;
+  ea)
+    questions="${questions:-before,after}"
+    ratios=()
+    for ratio in 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9; do
+      for policy in expected adakv-expected; do ratios+=("$policy,ratio=$ratio"); done
+    done
+    grid @ratios bf16 "" "${ratios[@]}"
+    options=()
+    for policy in expected adakv-expected; do
+      for change in epsilon=0 epsilon=0.1 n_future=128 n_future=2048 covariance=false value_norm=false queries=64; do options+=("$policy,scorer.$change"); done
+    done
+    grid @options bf16 "$quarter" "${options[@]}"
+    texts=(manual) questions=after
+    for length in 512 1024 2048; do
+      for model in ${models//,/ }; do
+        model_file "$model"
+        from="$file"
+        text_file manual
+        policies full expected adakv-expected expected,rest=fold
+        job "$out/ea-depth/$model/after/manual@$length" eval --model "$from" --cache-dtype bf16 --task ruler/niah-single-2,text/needle --haystack "$file" --length "$length" --samples 3 --depth 0,25,50,75,100 --batch 5 \
+          --answer-tokens 32 --question after --interval 512 --budgets "$((length / 4))" "${given[@]}"
+      done
+    done
+    ;;
+  asl) # Gemma's sliding layers are not narrowed, so SmolLM2 alone; each prompt by itself, for the time of its first token
+    model_file smollm2
+    from="$file"
+    selecting=(full pyramidinfer asl-2pass,layers.threshold=0.8)
+    for threshold in 0.3 0.5 0.7 0.8 0.9; do selecting+=("asl,layers.threshold=$threshold"); done
+    for first in 5 15; do for threshold in 0.3 0.5 0.8; do selecting+=("asl,layers.threshold=$threshold,layers.min_layer=$first,layers.observed_layers=5"); done; done
+    for threshold in 0.3 0.5 0.8; do selecting+=("asl,layers.threshold=$threshold,layers.observed_layers=4"); done
+    for layer in 5 10 15 20 25; do selecting+=("fastkv,layer=$layer"); done
+    for layer in 10 13 20; do selecting+=("gemfilter,layer=$layer"); done
+    for text in "${texts[@]}"; do
+      text_file "$text"
+      common=(--model "$from" --cache-dtype bf16 --haystack "$file" --length "$length" --batch 1 --answer-tokens 32 --question before --budgets "$quarter")
+      policies "${selecting[@]}"
+      job "$out/asl/smollm2/before/$text" eval "${common[@]}" --samples "${samples:-3}" --task "$needles" "${given[@]}"
+      policies asl,layers.threshold=0,layers.min_layer=4,layers.observed_layers=5
+      job "$out/asl-variance/smollm2/before/$text" eval "${common[@]}" --samples 2 --task "$needles,ruler/niah-multivalue,ruler/vt,ruler/cwe,ruler/fwe" "${given[@]}"
+    done
+    ;;
+  sekv)
+    questions="${questions:-before,after}"
+    spans=(sekv)
+    for change in memory.alpha=3 memory.alpha=0 memory.max_span=16 memory.max_span=32 memory.max_rank=8 memory.energy=0.3 memory.mass=0.005 recent=32 recent=32,memory.alpha=3 recent=16,memory.alpha=3,memory.max_span=32; do
+      spans+=("sekv,$change")
+    done
+    grid "" bf16 "$quarter,$eighth" "${spans[@]}"
+    grid @free bf16 "" sekv,recent=32 sekv,recent=32,memory.alpha=3 sekv,recent=32,memory.alpha=3,memory.max_span=32 sekv,recent=32,memory.alpha=3,memory.max_rank=8 sekv,recent=128,memory.alpha=3 \
+      sekv,recent=32,memory.alpha=100
     ;;
   serving)
     export OMP_NUM_THREADS="$threads" GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
     program="$(dirname -- "$kvkeep")/example_serving"
-    [[ -x "$program" ]] || stop "bench/real_model.sh: $program does not exist; build the target example_serving"
-    serve=("$program" --model "$model" --weights bf16 --haystack "$haystack" --rate 0.3 --rounds 3)
-    shown "${serve[@]}" --requests 16 --pages 560,280,140 --prefix 150:350 --prompt 256:768 --answer 80:160 \
+    [[ -x "$program" ]] || stop "$program does not exist; build the target example_serving"
+    mkdir -p -- "$out"
+    model_file smollm2
+    serve=("$program" --model "$file" --weights bf16)
+    text_file manual
+    serve+=(--haystack "$file" --rate 0.3 --rounds 3)
+    "${serve[@]}" --requests 16 --pages 560,280,140 --prefix 150:350 --prompt 256:768 --answer 80:160 \
       --policy expected,budget=384,interval=32,prefill=cut --policy expected,budget=192,interval=32,prefill=cut --csv "$out/serving.csv" | tee "$out/serving.md"
     # Longer answers, shorter prompts: what takes the time is decoding.
-    shown "${serve[@]}" --requests 12 --pages 280,140 --prefix 64:128 --prompt 96:192 --answer 400:700 \
+    "${serve[@]}" --requests 12 --pages 280,140 --prefix 64:128 --prompt 96:192 --answer 400:700 \
       --policy tova,budget=384,interval=32 --policy tova,budget=192,interval=32 --policy keydiff,budget=192,interval=32 --csv "$out/serving-answers.csv" | tee "$out/serving-answers.md"
     ;;
-  decode)
-    policies=(--policy streaming --policy random --policy tova --policy ams-tova --policy snapkv,scorer.window=16 --policy expected --policy keydiff --policy rkv)
-    shown "$kvkeep" perplexity --model "$model" --weights bf16 --threads "$threads" --text "$haystack" --length 2560 --prompt 512 --texts 4 --budgets 256 "${policies[@]}" --against tova --protect-prompt \
-      --quiet > "$out/perplexity.md"
-    shown "$kvkeep" fidelity --model "$model" --weights bf16 --threads "$threads" --chat --prompt "Write a long story about a lighthouse." --prompt "Explain how tides work, in detail." \
-      --prompt "Describe a day in a medieval town." --new-tokens 2048 --budgets 256 "${policies[@]}" --against tova --protect-prompt --quiet > "$out/fidelity.md"
-    ;;
 esac
+[[ ${#jobs[@]} -eq 0 ]] || run_jobs

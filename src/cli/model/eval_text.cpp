@@ -33,6 +33,8 @@ struct Writing {
   double score = 0;
   std::int64_t kept_bytes = 0;        // Completion::kept_bytes
   double cut_seconds = std::nan("");  // of the decision at the prompt's end; NaN if the prompt was narrowed as it ran
+  double first_token_seconds = 0;
+  std::optional<PromptReport> prompt = {};
 };
 
 // What a policy answered.
@@ -56,14 +58,14 @@ lm::Request request_of(const Asked& asked) {
   return {.prompt = asked.prompt,
           .new_tokens = asked.new_tokens(),
           .forced = asked.forced(),
-          .forced_at_once = true,
+          .forced_at_once = !asked.streamed,
           .stop_at_end = true,
           .sampling = asked.sampling};
 }
 
 // The question and the answer that was written, or fed; `forced_at_once` as they ran.
 lm::Request fed_again(const Asked& asked, const std::vector<std::int32_t>& tokens) {
-  lm::Request request{.prompt = asked.prompt, .forced = asked.forced(), .forced_at_once = !asked.forced().empty()};
+  lm::Request request{.prompt = asked.prompt, .forced = asked.forced(), .forced_at_once = !asked.streamed && !asked.forced().empty()};
   request.forced.insert(request.forced.end(), tokens.begin() + std::ssize(request.forced), tokens.end());
   request.new_tokens = static_cast<std::int32_t>(request.forced.size());
   return request;
@@ -97,6 +99,8 @@ Writing& add_answer(const lm::TextModel& text, const std::string& task, std::siz
   Writing& writing = to.writings[task].at(repeat * ratios.size() + i) = writing_of(text, asked, done.tokens);
   writing.cut_seconds = cut_seconds;
   writing.kept_bytes = done.kept_bytes;
+  writing.first_token_seconds = done.first_token_seconds;
+  writing.prompt = done.prompt;
   report::Ratio ratio{writing.score, 1};
   const bool each = asked.sample.text.scoring == lm::TextScoring::all;  // counts references
   const std::int64_t references = each ? static_cast<std::int64_t>(asked.sample.text.answers.size()) : 1;
@@ -220,6 +224,11 @@ std::string scoring_of(const TextEvaluation& e, const std::vector<Asked>& group)
   return same ? std::string(lm::name_of(first)) : "mixed";
 }
 
+// When the question comes.
+const char* question_of(const TextEvaluation& e) {
+  return e.text.stream_after > 0 ? "stream" : e.text.question_after ? "after" : "before";
+}
+
 using Groups = std::map<std::string, std::vector<Asked>>;  // by task
 
 // Tasks that the full cache does not solve say nothing about what policies lose. Answers in one's own words share few
@@ -298,7 +307,7 @@ Table long_table(const TextEvaluation& e, const Groups& asked, const std::vector
           contests[c].against ? difference(a.strata(task), answered[*contests[c].against].strata(task)) : Difference{};
       std::vector<Cell> row =
           contest_cells(e.contests, contests[c],
-                        {task, is_drawn(group) ? e.length : longest(group), e.text.question_after ? "after" : "before",
+                        {task, is_drawn(group) ? e.length : longest(group), question_of(e),
                          static_cast<std::int64_t>(group.size()), found.asked, found.right,
                          share_cell(share_of(a, task)), share_cell(interval.low), share_cell(interval.high),
                          a.whole.at(task).right, scoring_of(e, group), std::ranges::count_if(group, &Asked::truncated),
@@ -344,6 +353,11 @@ std::string sample_lines(const TextEvaluation& e, const Groups& asked, const std
                              {"score", writings[w].score},
                              {"kept_bytes", writings[w].kept_bytes},
                              {"cut_seconds", writings[w].cut_seconds}});
+          if (const std::optional<PromptReport>& narrowed = writings[w].prompt)
+            answers.back().update(nlohmann::ordered_json{{"first_token_seconds", writings[w].first_token_seconds},
+                                                         {"selection_layer", narrowed->selection_layer},
+                                                         {"going_on", narrowed->going_on.size()},
+                                                         {"relative_variance", narrowed->relative_variance}});
           if (!e.sampling.sampling.greedy()) answers.back()["sampling_seed"] = e.sampling.of(w).seed;
         }
       }
@@ -463,8 +477,10 @@ ContestOptions with_random(const TextEvaluation& e, const std::vector<std::strin
 
 std::string notes(const TextEvaluation& e, const Groups& asked, const std::vector<Contest>& contests) {
   const bool drawn = std::ranges::any_of(asked, [](const auto& one) { return is_drawn(one.second); });
-  const std::string cut =
-      e.text.question_after ? "cut before their question comes" : "cut with their question in sight";
+  const std::string cut = e.text.stream_after > 0
+                              ? text("fed token by token after the first ", e.text.stream_after)
+                          : e.text.question_after ? "cut before their question comes"
+                                                  : "cut with their question in sight";
   std::string out = "\n";
   if (drawn)
     out += text(e.samples, " samples per task", e.text.depths.empty() ? "" : " and depth", ", prompts of ", e.length,
@@ -542,6 +558,11 @@ void TextOptions::add(CLI::App& app) {
                  "itself then takes less time")
       ->check(CLI::Range(1, 65536))
       ->option_text("N");
+  app.add_option("--stream-after", stream_after,
+                 "tasks over text: the first N tokens come at once; the rest, the question too, token by token with "
+                 "events on the way, as in a long decode")
+      ->check(CLI::Range(1, 1 << 22))
+      ->option_text("N");
   app.add_flag("--raw", raw, "tasks over text: do not use the model's chat template");
   as_output(app.add_option(
                 "--samples-out", samples_out,
@@ -560,11 +581,16 @@ void evaluate_text(const TextEvaluation& given) {
     for (const Contest& contest : all) static_cast<void>(contest.policy.make_untold());
     return all;
   };
+  KVKEEP_REQUIRE(e.text.stream_after == 0 || !e.text.question_after,
+                 "eval: --stream-after feeds the question behind the text; allowed without --question after");
   static_cast<void>(made(e.contests));  // a wrong one is refused before samples are drawn
   const lm::TextModel model = lm::TextModel::open(e.model.folder);
   const Layout layout(model, e.text.raw, e.text.answer_tokens);
   Groups asked = draw_samples(e, layout);
   read_samples(e, layout, asked);
+  if (e.text.stream_after > 0)
+    for (auto& [task, group] : asked)
+      for (Asked& one : group) one.stream(e.text.stream_after);
   if (!e.length_given && given.tasks.empty())  // of --budgets' default
     for (const auto& [task, group] : asked) e.length = std::max(e.length, longest(group));
   const std::vector<Contest> all = made(with_random(e, policies, made(e.contests)));

@@ -34,6 +34,13 @@ void Asked::drop(std::int64_t begin, std::int64_t count) {
   truncated = true;
 }
 
+void Asked::stream(std::int64_t after) {
+  const auto begin = prompt.begin() + std::min(after, std::ssize(prompt));
+  question.insert(question.begin(), begin, prompt.end());
+  prompt.erase(begin, prompt.end());
+  streamed = true;
+}
+
 Layout::Layout(const lm::TextModel& text, bool raw, std::int32_t most_answer)
     : text_(text), raw_(raw), most_answer_(most_answer) {
   if (!raw && !text.chat_template.empty()) template_ = text.layout();

@@ -19,6 +19,7 @@ struct Asked {
   std::vector<std::int32_t> prompt = {}, question = {};  // the answer's prefix ends the last one that is not empty
   std::vector<std::int32_t> answer = {};                 // the reference, if it is fed
   bool truncated = false;
+  bool streamed = false;  // the question comes token by token, with events on the way
   lm::Sampling sampling = {};
 
   [[nodiscard]] std::vector<std::int32_t> forced() const {
@@ -34,6 +35,9 @@ struct Asked {
 
   // Drops these tokens, counted over prompt and question.
   void drop(std::int64_t begin, std::int64_t count);
+
+  // Moves what the prompt has after this many tokens to the front of the question, to come token by token.
+  void stream(std::int64_t after);
 };
 
 // Tokens of samples: a user's message, or the next one of a conversation, in the model's chat template, or as they are.
