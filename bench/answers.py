@@ -1,155 +1,227 @@
 #!/usr/bin/env python3
-"""Tables of what a model writes, over several texts: from samples of `kvkeep eval --samples-out`.
+"""Tables of what models write, over several texts: from samples of bench/real_model.sh, or from what --csv wrote.
 
-    answers.py SAMPLES.jsonl [SAMPLES.jsonl ...]                        a row for each policy, cache and budget
-    answers.py SAMPLES.jsonl ... --pairs "ams-tova=tova;..."            differences, paired by sample, instead
-    answers.py SAMPLES.jsonl ... --csv OUT.csv                          every cell, by text, for programs
+    answers.py RESULTS [RESULTS ...]                             one table for each model: policies by question and budget
+    answers.py RESULTS ... --long                                a row for each policy, cache, question and budget
+    answers.py RESULTS ... --pairs "ams-tova=tova;..."           differences, paired by sample
+    answers.py RESULTS ... --csv OUT.csv                         every score, for programs and for this one
 
-A file is of one text, which its name says: manual.jsonl, or manual@after@q4_0.jsonl, of which the first word counts.
-A cell is the share of whole answers in percent, the mean over texts; in parentheses its 95 % interval, bootstrap over
-samples within texts and tasks; the worst text is named. `bytes`: what the cache keeps after the cut, in percent of the
-full one in 16 bits, of the layers that are cut. --mean takes the mean score in place of whole answers.
+RESULTS is a CSV, a folder, or MODEL/QUESTION/TEXT*.jsonl. A cell is the share of whole answers in percent, the mean over texts; after ± half of its 95 % interval, bootstrap over samples
+within texts and tasks; in parentheses the worst text. Bytes: what is held near after the cut, in percent of the full cache in 16 bits, of the layers that are cut.
 """
 import argparse
 import csv
 import json
 import os
+import re
 import sys
 from collections import defaultdict
 
 import numpy as np
 
 RESAMPLES = 2000
+COLUMNS = ["model", "question", "length", "text", "task", "cache", "policy", "budget", "kept_bytes", "scores"]
+SIXTEEN_BITS = ("bf16", "f16", "f32")
+QUESTIONS = {"before": "in sight", "after": "later", "stream": "long decode"}
 
 
 class Cell:
-    """Scores of one policy at one budget over one cache, by text and task, in the order of seeds."""
+    """Scores of one policy at one budget over one cache, by text and task, in the order of samples."""
 
     def __init__(self):
-        self.scores = defaultdict(lambda: defaultdict(dict))  # text -> task -> seed -> score
-        self.bytes = []
+        self.scores = defaultdict(dict)  # text -> task -> [scores]
+        self.kept = {}                   # (text, task) -> mean bytes
 
-    def by_text(self):
-        return {text: [np.array([s[k] for k in sorted(s)]) for _, s in sorted(tasks.items())] for text, tasks in sorted(self.scores.items())}
+    def by_text(self, whole):
+        shown = (lambda s: (s > 1 - 1e-6).astype(float)) if whole else (lambda s: s)
+        return {text: [shown(np.array(tasks[t])) for t in sorted(tasks)] for text, tasks in sorted(self.scores.items())}
 
 
-def read(paths, mean):
-    cells, full = defaultdict(Cell), {}
-    for path in paths:
-        text = os.path.basename(path).split(".")[0].split("@")[0]
-        with open(path) as f:
-            for line in f:
-                sample = json.loads(line)
-                key = (text, sample["task"], sample["seed"], sample.get("depth") and tuple(sample["depth"]))
-                for answer in sample["answers"]:
-                    cell = cells[answer["policy"], sample["cache_dtype"], answer["budget"]]
-                    score = answer["score"] if mean else float(answer["score"] > 1 - 1e-6)
-                    cell.scores[text][sample["task"]][key[2:]] = score
-                    if answer["policy"] == "full" and sample["cache_dtype"] in ("bf16", "f16", "f32"):
-                        full[key] = answer["kept_bytes"] * (0.5 if sample["cache_dtype"] == "f32" else 1)
-                    cell.bytes.append((key, answer["kept_bytes"]))
+def files_of(path):
+    if not os.path.isdir(path):
+        return [path]
+    return sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names if name.endswith(".jsonl") and folder.count(os.sep) >= 2)
+
+
+def read_samples(path, cells):
+    """Lines of kvkeep eval --samples-out. The folders say which model, and when the question comes."""
+    model, question, name = os.path.normpath(path).split(os.sep)[-3:]
+    rows = defaultdict(list)
+    with open(path) as f:
+        for line in f:
+            sample = json.loads(line)
+            text = re.split("[.@]", name)[0] if "seed" in sample else sample["id"].rsplit("-", 1)[0]
+            for answer in sample["answers"]:
+                policy = re.sub(r"calibration=[^,]*", "calibration=...", answer["policy"])
+                rows[(model, question, sample.get("length", 0), policy, sample["cache_dtype"], str(answer["budget"] or "")), text, sample["task"]].append((sample.get("seed", 0), answer["score"], answer["kept_bytes"]))
+    for (key, text, task), got in rows.items():
+        got.sort(key=lambda g: g[0])
+        cells[key].scores[text][task] = [g[1] for g in got]
+        cells[key].kept[text, task] = float(np.mean([g[2] for g in got]))
+
+
+def read(paths):
+    cells = defaultdict(Cell)
+    for path in (file for given in paths for file in files_of(given)):
+        if path.endswith(".jsonl"):
+            read_samples(path, cells)
+            continue
+        with open(path, newline="") as f:
+            for row in csv.DictReader(f):
+                cell = cells[row["model"], row["question"], int(row["length"]), row["policy"], row["cache"], row["budget"]]
+                cell.scores[row["text"]][row["task"]] = [float(s) for s in row["scores"].split()]
+                cell.kept[row["text"], row["task"]] = float(row["kept_bytes"])
     if not cells:
-        sys.exit("answers.py: no samples; allowed what kvkeep eval --samples-out writes")
-    return cells, full
+        sys.exit("answers.py: no samples; allowed what bench/real_model.sh writes, and CSVs of --csv")
+    return cells
 
 
 def mean_of(by_text):
     return float(np.mean([np.mean([task.mean() for task in tasks]) for tasks in by_text.values()]))
 
 
-def resampled(by_text):
-    """Means over texts and tasks of samples drawn again, the same draws for every policy."""
+def interval(by_text):
+    """Of the mean over texts and tasks, samples drawn again: the same draws for every policy."""
     draw, means = np.random.default_rng(0), []
     for tasks in by_text.values():
         means.append(np.mean([s[draw.integers(0, len(s), (RESAMPLES, len(s)))].mean(axis=1) for s in tasks], axis=0))
-    return np.mean(means, axis=0)
+    return np.quantile(np.mean(means, axis=0), [0.025, 0.975])
 
 
-def interval(by_text):
-    return np.quantile(resampled(by_text), [0.025, 0.975])
+def bytes_of(cells, key):
+    """In percent of the full cache of 16 bits; NaN where that was not measured."""
+    model, question, length = key[:3]
+    for cache in SIXTEEN_BITS:
+        full = next((cells[k] for k in ((model, q, length, "full", cache, "") for q in (question, "before")) if k in cells), None)
+        if full is not None:
+            known = [kept / full.kept[at] for at, kept in cells[key].kept.items() if at in full.kept]
+            return 100 * float(np.mean(known)) * (0.5 if cache == "f32" else 1) ** -1 if known else float("nan")
+    return float("nan")
 
 
-def share_of_bytes(cell, full):
-    known = [b / full[k] for k, b in cell.bytes if k in full]
-    return 100 * float(np.mean(known)) if known else float("nan")
+def cell_text(cell, whole):
+    by_text = cell.by_text(whole)
+    low, high = interval(by_text)
+    each = {t: 100 * mean_of({t: v}) for t, v in by_text.items()}
+    worst = min(each, key=each.get)
+    return "%.0f ± %.0f" % (100 * mean_of(by_text), 50 * (high - low)) + (" (%s %.0f)" % (worst, each[worst]) if len(each) > 1 else "")
 
 
-def name_of(policy, dtype):
-    return "`%s`" % policy + ("" if dtype in ("bf16", "f16", "f32") else " over `%s`" % dtype)
+def row(columns):
+    print("| " + " | ".join(columns) + " |")
 
 
-def row(cells):
-    print("| " + " | ".join(cells) + " |")
+def budget_order(budget):
+    """The mildest first: nothing dropped, large budgets, small ratios."""
+    if budget == "":
+        return (0, 0)
+    return (1, -int(budget)) if budget.isdigit() else (2, budget)
 
 
-def table(cells, full, policies):
-    texts = sorted({t for c in cells.values() for t in c.scores})
-    row(["policy", "budget", "bytes", "answers"] + texts + ["worst"])
-    row(["---"] + ["---:"] * (3 + len(texts)) + ["---"])
-    order = sorted(cells, key=lambda k: (-(k[2] or 1 << 40), -mean_of(cells[k].by_text())))
-    for key in order:
-        if policies and key[0] not in policies:
-            continue
-        by_text = cells[key].by_text()
+def shown_name(policy, cache):
+    return "`%s`" % policy + ("" if cache in SIXTEEN_BITS else " over %s" % cache)
+
+
+def wide(cells, whole):
+    for model, length in sorted({(k[0], k[2]) for k in cells}, key=lambda m: (m[0] != "smollm2", m)):
+        own = {k: c for k, c in cells.items() if (k[0], k[2]) == (model, length)}
+        columns = sorted({(k[1], k[5]) for k in own if k[5] != ""}, key=lambda c: (list(QUESTIONS).index(c[0]), budget_order(c[1])))
+        print("\n%s%s:\n" % (model, ", %d tokens" % length if length else ""))
+        row(["policy"] + ["%s, %s" % (QUESTIONS[q], b) for q, b in columns] + ["bytes %"])
+        row(["---"] + ["---:"] * (len(columns) + 1))
+        names = {}
+        for k in own:
+            names.setdefault((k[3], k[4]), []).append(mean_of(own[k].by_text(whole)))
+        for (policy, cache), _ in sorted(names.items(), key=lambda n: -float(np.mean(n[1]))):
+            shown, shares = [], []
+            for question, budget in columns:
+                key = next((k for k in ((model, question, length, policy, cache, b) for b in (budget, "")) if k in own), None)
+                shown.append(cell_text(own[key], whole) if key else "")
+                if key:
+                    shares.append("%.0f" % bytes_of(cells, key))
+            row([shown_name(policy, cache)] + shown + [", ".join(dict.fromkeys(shares))])
+
+
+def long(cells, whole):
+    row(["model", "question", "policy", "budget", "bytes", "answers, 95 % interval", "by text"])
+    row(["---"] * 3 + ["---:"] * 3 + ["---"])
+    for key in sorted(cells, key=lambda k: (k[0] != "smollm2", list(QUESTIONS).index(k[1]), budget_order(k[5]), -mean_of(cells[k].by_text(whole)))):
+        by_text = cells[key].by_text(whole)
         low, high = interval(by_text)
-        each = {t: 100 * mean_of({t: v}) for t, v in by_text.items()}
-        worst = min(each, key=each.get) if len(each) > 1 and min(each.values()) < max(each.values()) else "-"
-        row([name_of(*key[:2]), str(key[2] or "-"), "%.0f %%" % share_of_bytes(cells[key], full), "**%.0f** (%.0f-%.0f)" % (100 * mean_of(by_text), 100 * low, 100 * high)] +
-            ["%.0f" % each[t] if t in each else "" for t in texts] + [worst])
-    count = {k: sum(len(s) for tasks in c.by_text().values() for s in tasks) for k, c in cells.items()}
-    print("\n%d to %d samples a cell, over %s." % (min(count.values()), max(count.values()), ", ".join(texts)))
+        row([key[0], QUESTIONS[key[1]], shown_name(key[3], key[4]), key[5] or "-", "%.0f %%" % bytes_of(cells, key), "**%.0f** (%.0f-%.0f)" % (100 * mean_of(by_text), 100 * low, 100 * high),
+             ", ".join("%s %.0f" % (t, 100 * mean_of({t: v})) for t, v in by_text.items())])
 
 
-def pairs(cells, asked):
-    texts = sorted({t for c in cells.values() for t in c.scores})
-    row(["policy", "against", "budget", "points (95 %)"] + texts)
-    row(["---", "---"] + ["---:"] * (2 + len(texts)))
+def pairs(cells, asked, whole):
+    row(["model", "question", "policy", "against", "budget", "points (95 %)", "by text"])
+    row(["---"] * 4 + ["---:"] * 2 + ["---"])
     for ours, theirs in asked:
-        for policy, dtype, budget in sorted(cells, key=lambda k: -(k[2] or 1 << 40)):
-            other = cells.get((theirs, dtype, budget)) or cells.get((theirs, dtype, None))
-            if policy != ours or other is None:
+        for key in sorted(cells, key=lambda k: (k[0] != "smollm2", list(QUESTIONS).index(k[1]), budget_order(k[5]))):
+            other = next((cells[k] for k in ((*key[:3], theirs, key[4], b) for b in (key[5], "")) if k in cells), None)
+            if key[3] != ours or other is None:
                 continue
-            a, b = cells[policy, dtype, budget].by_text(), other.by_text()
+            a, b = cells[key].by_text(whole), other.by_text(whole)
             difference = {t: [x - y for x, y in zip(a[t], b[t])] for t in a if t in b and [len(x) for x in a[t]] == [len(y) for y in b[t]]}
             if not difference:
                 continue
             low, high = interval(difference)
-            row([name_of(policy, dtype), "`%s`" % theirs, str(budget or "-"), "%+.0f (%+.0f to %+.0f)" % (100 * mean_of(difference), 100 * low, 100 * high)] +
-                ["%+.0f" % (100 * mean_of({t: difference[t]})) if t in difference else "" for t in texts])
+            row([key[0], QUESTIONS[key[1]], shown_name(ours, key[4]), "`%s`" % theirs, key[5] or "-", "%+.0f (%+.0f to %+.0f)" % (100 * mean_of(difference), 100 * low, 100 * high),
+                 ", ".join("%s %+.0f" % (t, 100 * mean_of({t: v})) for t, v in difference.items())])
 
 
-def write_csv(path, cells, full):
+def write_csv(path, cells):
     with open(path, "w", newline="") as f:
         out = csv.writer(f, lineterminator="\n")
-        out.writerow(["policy", "cache", "budget", "text", "task", "samples", "answers", "bytes_percent"])
-        for (policy, dtype, budget), cell in sorted(cells.items(), key=lambda kv: (kv[0][0], kv[0][1], -(kv[0][2] or 1 << 40))):
-            share = share_of_bytes(cell, full)
+        out.writerow(COLUMNS)
+        for (model, question, length, policy, cache, budget), cell in sorted(cells.items(), key=lambda kv: (kv[0][:5], budget_order(kv[0][5]))):
             for text, tasks in sorted(cell.scores.items()):
                 for task, scores in sorted(tasks.items()):
-                    out.writerow([policy, dtype, budget or "", text, task, len(scores), "%.4f" % np.mean(list(scores.values())), "%.2f" % share])
+                    out.writerow([model, question, length, text, task, cache, policy, budget, "%.0f" % cell.kept[text, task], " ".join("%.4g" % s for s in scores)])
+
+
+def asked_pairs(text, cells):
+    """A policy's options hold = too: the base follows the last one that a policy's name follows."""
+    known = {k[3] for k in cells}
+    for one in text.split(";"):
+        at = max((i for i, c in enumerate(one) if c == "=" and one[i + 1:] in known), default=-1)
+        if at < 0:
+            sys.exit("answers.py: --pairs: '%s' does not end in =POLICY of these samples" % one)
+        yield one[:at], one[at + 1:]
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("samples", metavar="SAMPLES.jsonl", nargs="+")
+    p.add_argument("results", metavar="RESULTS", nargs="+")
+    p.add_argument("--models", default="", help="these alone, separated by , [all]")
+    p.add_argument("--questions", default="", help="before, after, stream [all]")
+    p.add_argument("--tasks", default="", help="these alone, separated by , [all]")
     p.add_argument("--policies", default="", help="rows, separated by ; [all]")
-    p.add_argument("--pairs", default="", help="differences in place of answers: POLICY=BASE, separated by ;")
+    p.add_argument("--budgets", default="", help="these alone, separated by , [all]")
+    p.add_argument("--caches", default="", help="dtypes, separated by , [all]")
     p.add_argument("--mean", action="store_true", help="mean scores in place of whole answers")
-    p.add_argument("--csv", help="also write every cell, by text and task")
+    how = p.add_mutually_exclusive_group()
+    how.add_argument("--long", action="store_true", help="a row for each cell")
+    how.add_argument("--pairs", default="", help="POLICY=BASE, separated by ;")
+    p.add_argument("--csv", metavar="OUT.csv", help="write every score")
     a = p.parse_args()
-    cells, full = read(a.samples, a.mean)
+    cells = read(a.results)
     if a.csv:
-        write_csv(a.csv, cells, full)
+        return write_csv(a.csv, cells)
+    kept = [(0, a.models, ","), (1, a.questions, ","), (4, a.caches, ","), (5, a.budgets, ",")] + ([] if a.pairs else [(3, a.policies, ";")])
+    shown = {k: c for k, c in cells.items() if all(not given or k[at] in given.split(by) or (at == 5 and k[5] == "") for at, given, by in kept)}
+    for cell in shown.values():
+        for text in cell.scores:
+            cell.scores[text] = {t: s for t, s in cell.scores[text].items() if not a.tasks or t in a.tasks.split(",")}
+        cell.scores = {text: tasks for text, tasks in cell.scores.items() if tasks}
+    shown = {k: c for k, c in shown.items() if c.scores}
+    whole = not a.mean
     if a.pairs:
-        # a policy's options hold = too: the base follows the last one that a policy's name follows
-        asked = []
-        for one in a.pairs.split(";"):
-            at = max((i for i, c in enumerate(one) if c == "=" and any(one[i + 1:] == k[0] for k in cells)), default=-1)
-            if at < 0:
-                sys.exit("answers.py: --pairs: '%s' does not end in =POLICY of these samples" % one)
-            asked.append((one[:at], one[at + 1:]))
-        return pairs(cells, asked)
-    table(cells, full, [w for w in a.policies.split(";") if w])
+        pairs(shown, list(asked_pairs(a.pairs, cells)), whole)
+    else:
+        (long if a.long else wide)(shown, whole)
+        count = [sum(len(s) for tasks in c.scores.values() for s in tasks.values()) for c in shown.values()]
+        print("\n%d to %d samples a cell; texts: %s." % (min(count), max(count), ", ".join(sorted({t for c in shown.values() for t in c.scores}))))
 
 
-main()
+if __name__ == "__main__":
+    main()

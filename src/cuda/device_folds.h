@@ -128,6 +128,7 @@ class DeviceFolds final : public FoldedMemory {
                                               std::span<const FoldTarget> targets) override;
   ReadCounts view(const FoldedReading& reading) override;
   [[nodiscard]] FarStore& far_store() override { return *far_; }
+  [[nodiscard]] std::span<const ReadCounts> reads() const override { return {}; }
   [[nodiscard]] const FactorCache* factor_cache() const override { return nullptr; }
 
  private:

@@ -137,6 +137,49 @@ TEST_F(CommandSamples, CutBeforeOrAfterTheLastTurn) {
   EXPECT_EQ(text(after[1]["question"]), "Who sat?<|im_end|>\\n<|im_start|>assistant\\n");
 }
 
+TEST_F(CommandSamples, ComeTokenByTokenInALongDecode) {
+  const std::string file = write("log.jsonl", line(repeated("the cat sat ", 60)) + line(repeated("a hat ", 90)));
+  const auto asked = [&](const Words& more) {
+    Words words = eval({"--samples-in", file, "--raw", "--policy", "full", "--policy", "tova", "--budgets", "48",
+                        "--interval", "16", "--samples-out", place("out.jsonl")});
+    words.insert(words.end(), more.begin(), more.end());
+    return answered(words);
+  };
+  const json at_once = asked({});
+  const std::vector<json> whole = lines_of(content(place("out.jsonl")));
+  const json streamed = asked({"--stream-after", "10"});
+  const std::vector<json> parts = lines_of(content(place("out.jsonl")));
+  ASSERT_EQ(parts.size(), 2U);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    EXPECT_EQ(parts[i]["prompt"].size(), 10U);
+    json all = parts[i]["prompt"];
+    for (const json& id : parts[i]["question"]) all.push_back(id);
+    EXPECT_EQ(all, whole[i]["prompt"]) << "the same tokens";
+    EXPECT_EQ(parts[i]["answers"][0]["tokens"], whole[i]["answers"][0]["tokens"]) << "nothing is lost under full";
+  }
+  EXPECT_EQ(at_once[1]["events"], 2) << "one a sample, at the prompt's end";
+  EXPECT_GT(streamed[1]["events"].get<int>(), 8) << "and one every interval";
+  EXPECT_EQ(streamed[0]["question"], "stream");
+  const Outcome both = run(eval({"--samples-in", file, "--stream-after", "10", "--question", "after"}));
+  EXPECT_EQ(both.status, 2);
+  EXPECT_NE(both.err.find("--stream-after feeds the question behind the text"), std::string::npos) << both.err;
+}
+
+TEST_F(CommandSamples, SayWhichHeadsOpenWhatWasFolded) {
+  const std::string file = write("log.jsonl", line(repeated("the cat sat ", 90)));
+  const json rows = answered(eval({"--samples-in", file, "--raw", "--policy", "full", "--policy",
+                                   "tova,rest=fold,memory.mass=0.0001", "--budgets", "48"}));
+  EXPECT_TRUE(rows[0]["opened_by_head"].is_null()) << "nothing was folded";
+  const json& layers = rows[1]["opened_by_head"];
+  ASSERT_EQ(layers.size(), 2U) << layers;
+  double sum = 0;
+  std::size_t heads = 0;
+  for (const json& layer : layers)
+    for (const json& opened : layer) sum += opened.get<double>(), ++heads;
+  EXPECT_GT(sum, 0);
+  EXPECT_NEAR(sum / static_cast<double>(heads), rows[1]["opened"].get<double>(), 1e-3);
+}
+
 TEST_F(CommandSamples, AreReadAgainAsTheyWereWritten) {
   const Words first{"--task",        "ruler/niah-single-1",
                     "--length",      "900",

@@ -258,6 +258,9 @@ TEST_F(CommandText, WritesSamplesAndAnswersForOtherPrograms) {
   }
   const json narrowed = written({"--policy", "fastkv,layer=0,window=8", "--budgets", "64"})[0]["answers"][0];
   EXPECT_TRUE(narrowed["cut_seconds"].is_null()) << "cut on its way, not at its end";
+  EXPECT_EQ(narrowed["selection_layer"], 0);
+  EXPECT_EQ(narrowed["going_on"], 64);
+  EXPECT_GT(narrowed["first_token_seconds"].get<double>(), 0);
 
   Words capped = policies;
   capped.insert(capped.end(), {"--answer-tokens", "5", "--cache-dtype", "bf16"});

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <numeric>
 
 #include "folding_engine.h"
 #include "message_of.h"
@@ -226,6 +227,12 @@ TEST(Fold, OpensNoMoreThanTheBudgetAllows) {
   FoldingEngine loose(kSekv + kExact), tight(kSekv + kExact + ",budget=60");
   run(loose, 1, 200, 3), run(tight, 1, 200, 3);
   EXPECT_GT(loose.keeper.totals().reads.zooms, 0);
+  const std::span<const ReadCounts> by_head = loose.keeper.reads();
+  ASSERT_EQ(by_head.size(), static_cast<std::size_t>(FoldingEngine::kLayers * FoldingEngine::kHeads));
+  const ReadCounts all = std::accumulate(by_head.begin(), by_head.end(), ReadCounts{});
+  EXPECT_EQ(all.zooms, loose.keeper.totals().reads.zooms);
+  EXPECT_EQ(all.queries, loose.keeper.totals().reads.queries);
+  for (const ReadCounts& one : by_head) EXPECT_EQ(one.queries, by_head.front().queries) << "every head is asked";
   EXPECT_LT(tight.keeper.totals().reads.zooms, loose.keeper.totals().reads.zooms);
   EXPECT_LT(tight.keeper.physical_length(1, 0, 0), loose.keeper.physical_length(1, 0, 0)) << "fewer anchors";
   const SpanRow& row = tight.keeper.spans(1, 0, 0);

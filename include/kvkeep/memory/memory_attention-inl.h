@@ -155,7 +155,7 @@ KVKEEP_INLINE void merge_spans(OpenAttention& open, const SpanStore& spans, cons
 
 KVKEEP_INLINE ReadCounts read_memory(OpenAttention& open, std::span<const MemoryRow> rows, const Tensor& queries,
                                      double scale, const Reading& reading,
-                                     std::vector<std::vector<std::int32_t>>* opened) {
+                                     std::vector<std::vector<std::int32_t>>* opened, std::span<ReadCounts> by_head) {
   const auto kv_heads = static_cast<std::int64_t>(rows.size());
   KVKEEP_REQUIRE(kv_heads > 0, "memory: no rows; allowed one per KV head");
   const std::int64_t dim = rows.front().spans->dim();
@@ -183,6 +183,7 @@ KVKEEP_INLINE ReadCounts read_memory(OpenAttention& open, std::span<const Memory
       if (opened != nullptr && task / kv_heads == n - 1) (*opened)[static_cast<std::size_t>(kv)] = reader.opened();
     }
   });
+  for (std::size_t task = 0; !by_head.empty() && task < counts.size(); ++task) by_head[task % rows.size()] += counts[task];
   return std::accumulate(counts.begin(), counts.end(), ReadCounts{});
 }
 

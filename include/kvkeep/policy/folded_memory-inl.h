@@ -82,7 +82,8 @@ class HostFoldedMemory final : public FoldedMemory {
       : spec_(spec),
         memory_(memory),
         far_(far != nullptr ? std::move(far) : FarStore::make(memory.far)),
-        near_(memory.near) {}
+        near_(memory.near),
+        reads_(spec.full_layers().size() * static_cast<std::size_t>(spec.kv_heads)) {}
 
   [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::int32_t count) override {
     return std::make_unique<HostRows>(
@@ -135,6 +136,7 @@ class HostFoldedMemory final : public FoldedMemory {
     return counts;
   }
 
+  [[nodiscard]] std::span<const ReadCounts> reads() const override { return reads_; }
   [[nodiscard]] FarStore& far_store() override { return *far_; }
   [[nodiscard]] const FactorCache* factor_cache() const override { return &near_; }
 
@@ -170,7 +172,8 @@ class HostFoldedMemory final : public FoldedMemory {
     }
     std::vector<std::vector<std::int32_t>> opened;
     const ReadCounts counts =
-        read_memory(open, rows, r.queries.narrow(0, reader.first, reader.tokens), spec_.scale(), reading, &opened);
+        read_memory(open, rows, r.queries.narrow(0, reader.first, reader.tokens), spec_.scale(), reading, &opened,
+                    std::span(reads_).subspan(static_cast<std::size_t>(first_row), rows.size()));
     for (std::int64_t n = 0; n < lse.numel(); ++n)
       for (float* x = outputs + n * dim; x < outputs + (n + 1) * dim; ++x) *x /= sums[n];
     copy(open.log_mass(), lse);
@@ -198,6 +201,7 @@ class HostFoldedMemory final : public FoldedMemory {
   const MemoryOptions& memory_;
   std::shared_ptr<FarStore> far_;
   FactorCache near_;
+  std::vector<ReadCounts> reads_;  // [rows]
 };
 
 }  // namespace folded_memory_detail

@@ -93,6 +93,8 @@ class FoldedMemory {
   /// launches, all counts are 0, and it throws StateError while a stream is captured.
   virtual ReadCounts view(const FoldedReading& reading) = 0;
 
+  /// [rows] What view() has counted in each, since construction; empty on a device.
+  [[nodiscard]] virtual std::span<const ReadCounts> reads() const = 0;
   /// The store of factors.
   [[nodiscard]] virtual FarStore& far_store() = 0;
   /// The cache of factors that are near; null on a device.

@@ -199,6 +199,7 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
       if (asked(i).answer.empty()) watched->wrote(c, writing.tokens);
       watched->fed(c, ids[i], fed_again(asked(i), done.tokens), done);
     }
+    to[c].cost.add(generator.keeper().reads(), decoder.config().spec.kv_heads);
     const FactorCache* near = generator.keeper().factor_cache();
     to[c].cost.add(generator.pace(), generator.keeper().totals(),
                    near == nullptr ? FactorCache::Totals{} : near->totals());
@@ -293,6 +294,8 @@ Table long_table(const TextEvaluation& e, const Groups& asked, const std::vector
     columns.push_back({key, key});
   append(columns, RunCost::narrowing_columns());
   append(columns, RunCost::folding_columns());
+  const bool by_head = e.output.format == Format::json && std::ranges::any_of(contests, &Contest::folds);
+  if (by_head) columns.push_back({"opened_by_head", "opened_by_head"});
   for (const char* key : {"against", "difference", "difference_low", "difference_high"}) columns.push_back({key, key});
   if (e.diagnostics) append(columns, diagnostics_columns(e.output.format));
   columns.push_back({"resolved", "resolved"});
@@ -316,6 +319,7 @@ Table long_table(const TextEvaluation& e, const Groups& asked, const std::vector
       append(row, a.cost.counts.cells());
       append(row, a.cost.narrowing_cells(1));
       append(row, a.cost.folding_cells(3));
+      if (by_head) row.push_back(a.cost.opened_by_head());
       append(row, {contests[c].against ? Cell(contests[*contests[c].against].policy.label()) : Cell(nullptr, "-"),
                    share_cell(d.value), share_cell(d.interval.low), share_cell(d.interval.high)});
       if (e.diagnostics) append(row, diagnostics_cells(diagnosed.at(task)[c], e.output.format));

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "contests.h"
@@ -20,6 +21,8 @@ struct RunCost {
   std::vector<double> first_token_seconds;  // [samples]
   std::int64_t samples_folded = 0, far_bytes = 0, moved_bytes = 0;
   ReadCounts reads;
+  std::vector<ReadCounts> reads_by_head;  // [full layers * Hkv]; empty if nothing was folded
+  std::int32_t kv_heads = 1;
   std::int64_t prompts_selected = 0, layers_selected = 0, tokens_going_on = 0,
                prompts_narrowed = 0;  // sums over samples
 
@@ -45,6 +48,11 @@ struct RunCost {
     moved_bytes += near.bytes_moved;
     reads += totals.reads;
   }
+  void add(std::span<const ReadCounts> more, std::int32_t heads) {
+    kv_heads = heads;
+    reads_by_head.resize(more.size());
+    for (std::size_t r = 0; r < more.size(); ++r) reads_by_head[r] += more[r];
+  }
 
   [[nodiscard]] double tokens_per_second() const {
     return decode_seconds > 0 ? static_cast<double>(decoded_tokens) / decode_seconds : std::nan("");
@@ -66,6 +74,13 @@ struct RunCost {
   // token.
   static std::vector<Column> folding_columns() {
     return {{"far_bytes", "far"}, {"opened", "opened"}, {"tokens_opened", "tokens opened"}, {"moved_bytes", "moved"}};
+  }
+  // [full layers][Hkv] spans that a query opens; null if nothing was folded.
+  [[nodiscard]] Cell opened_by_head() const {
+    nlohmann::ordered_json rows;
+    for (std::size_t r = 0; r < reads_by_head.size(); ++r)
+      rows[r / static_cast<std::size_t>(kv_heads)].push_back(reads_by_head[r].a_query(reads_by_head[r].zooms));
+    return {std::move(rows), ""};
   }
   [[nodiscard]] std::vector<Cell> folding_cells(int digits = 1) const {
     return {mean_bytes_cell(mean(far_bytes, samples_folded)), real_cell(reads.a_query(reads.zooms), digits + 1),
