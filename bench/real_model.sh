@@ -194,7 +194,7 @@ case "$stage" in
     grid @ratios bf16 "" "${ratios[@]}"
     options=()
     for policy in expected adakv-expected; do
-      for change in epsilon=0 epsilon=0.1 n_future=128 n_future=2048 covariance=false value_norm=false queries=64; do options+=("$policy,scorer.$change"); done
+      for change in epsilon=0 epsilon=0.1 n_future=128 covariance=false value_norm=false queries=64 queries=1024; do options+=("$policy,scorer.$change"); done
     done
     grid @options bf16 "$quarter" "${options[@]}"
     texts=(manual) questions=after

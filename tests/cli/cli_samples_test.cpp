@@ -161,7 +161,7 @@ TEST_F(CommandSamples, ComeTokenByTokenInALongDecode) {
   EXPECT_GT(streamed[1]["events"].get<int>(), 8) << "and one every interval";
   EXPECT_EQ(streamed[0]["question"], "stream");
   const Outcome both = run(eval({"--samples-in", file, "--stream-after", "10", "--question", "after"}));
-  EXPECT_EQ(both.status, 2);
+  EXPECT_EQ(both.code, 2);
   EXPECT_NE(both.err.find("--stream-after feeds the question behind the text"), std::string::npos) << both.err;
 }
 
