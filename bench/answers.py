@@ -5,15 +5,21 @@
     answers.py RESULTS ... --long                                a row for each policy, cache, question and budget
     answers.py RESULTS ... --pairs "ams-tova=tova;..."           differences, paired by sample
     answers.py RESULTS ... --csv OUT.csv                         every score, for programs and for this one
+    answers.py --write PAGE.md                                   makes the page's tables anew: those between the lines
+                                                                 <!-- answers.py ARGUMENTS --> and <!-- end -->
+    answers.py --check PAGE.md                                   fails unless the page's tables are those
 
 RESULTS is a CSV, a folder, or MODEL/QUESTION/TEXT*.jsonl. A cell is the share of whole answers in percent, the mean over texts; after ± half of its 95 % interval, bootstrap over samples
 within texts and tasks; in parentheses the worst text. Bytes: what is held near after the cut, in percent of the full cache in 16 bits, of the layers that are cut.
 """
 import argparse
+import contextlib
 import csv
+import io
 import json
 import os
 import re
+import shlex
 import sys
 from collections import defaultdict
 
@@ -152,21 +158,28 @@ def long(cells, whole):
              ", ".join("%s %.0f" % (t, 100 * mean_of({t: v})) for t, v in by_text.items())])
 
 
+def difference_text(a, b):
+    """Of two cells, paired by sample: points and their interval; empty where no samples are the same."""
+    paired = {t: [x - y for x, y in zip(a[t], b[t])] for t in a if t in b and [len(x) for x in a[t]] == [len(y) for y in b[t]]}
+    if not paired:
+        return ""
+    low, high = interval(paired)
+    return "%+.0f (%+.0f to %+.0f)" % (100 * mean_of(paired), 100 * low, 100 * high)
+
+
 def pairs(cells, asked, whole):
-    row(["model", "question", "policy", "against", "budget", "points (95 %)", "by text"])
-    row(["---"] * 4 + ["---:"] * 2 + ["---"])
+    budgets = sorted({k[5] for k in cells if k[5]}, key=budget_order)
+    row(["policy, less the other", "model", "question"] + budgets)
+    row(["---"] * 3 + ["---:"] * len(budgets))
     for ours, theirs in asked:
-        for key in sorted(cells, key=lambda k: (k[0] != "smollm2", list(QUESTIONS).index(k[1]), budget_order(k[5]))):
-            other = next((cells[k] for k in ((*key[:3], theirs, key[4], b) for b in (key[5], "")) if k in cells), None)
-            if key[3] != ours or other is None:
-                continue
-            a, b = cells[key].by_text(whole), other.by_text(whole)
-            difference = {t: [x - y for x, y in zip(a[t], b[t])] for t in a if t in b and [len(x) for x in a[t]] == [len(y) for y in b[t]]}
-            if not difference:
-                continue
-            low, high = interval(difference)
-            row([key[0], QUESTIONS[key[1]], shown_name(ours, key[4]), "`%s`" % theirs, key[5] or "-", "%+.0f (%+.0f to %+.0f)" % (100 * mean_of(difference), 100 * low, 100 * high),
-                 ", ".join("%s %+.0f" % (t, 100 * mean_of({t: v})) for t, v in difference.items())])
+        for model, question, length, cache in sorted({(*k[:3], k[4]) for k in cells if k[3] == ours}, key=lambda k: (k[0] != "smollm2", list(QUESTIONS).index(k[1]), k[2:])):
+            shown = []
+            for budget in budgets:
+                mine = cells.get((model, question, length, ours, cache, budget))
+                other = next((cells[k] for k in ((model, question, length, theirs, cache, b) for b in (budget, "")) if k in cells), None)
+                shown.append(difference_text(mine.by_text(whole), other.by_text(whole)) if mine and other else "")
+            if any(shown):
+                row(["%s - `%s`" % (shown_name(ours, cache), theirs), model, QUESTIONS[question]] + shown)
 
 
 def write_csv(path, cells):
@@ -189,9 +202,38 @@ def asked_pairs(text, cells):
         yield one[:at], one[at + 1:]
 
 
-def main():
+def filled(path):
+    """The page with its tables made anew; RESULTS are relative to the page."""
+    with open(path, encoding="utf-8") as f:
+        page = f.read()
+
+    def table(match):
+        folder = os.path.dirname(os.path.abspath(path))
+        words = [os.path.join(folder, w) if w.endswith(".csv") else w for w in shlex.split(match[1])]
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            main(words)
+        return "<!-- answers.py %s -->\n\n%s\n\n<!-- end -->" % (match[1], out.getvalue().strip())
+
+    return page, re.sub(r"<!-- answers\.py (.*?) -->\n.*?<!-- end -->", table, page, flags=re.S)
+
+
+def write_page(path):
+    page, now = filled(path)
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(now)
+    print("%s: %s" % (path, "its tables are as they were" if page == now else "its tables were made anew"))
+
+
+def check_page(path):
+    page, now = filled(path)
+    if page != now:
+        sys.exit("answers.py: %s has tables that do not follow from its CSVs; answers.py --write makes them anew" % path)
+
+
+def main(words=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("results", metavar="RESULTS", nargs="+")
+    p.add_argument("results", metavar="RESULTS", nargs="*")
     p.add_argument("--models", default="", help="these alone, separated by , [all]")
     p.add_argument("--questions", default="", help="before, after, stream [all]")
     p.add_argument("--tasks", default="", help="these alone, separated by , [all]")
@@ -203,7 +245,13 @@ def main():
     how.add_argument("--long", action="store_true", help="a row for each cell")
     how.add_argument("--pairs", default="", help="POLICY=BASE, separated by ;")
     p.add_argument("--csv", metavar="OUT.csv", help="write every score")
-    a = p.parse_args()
+    how.add_argument("--write", metavar="PAGE.md", help="make a page's tables anew")
+    how.add_argument("--check", metavar="PAGE.md", help="fail unless a page's tables follow from its CSVs")
+    a = p.parse_args(words)
+    if a.write or a.check:
+        return write_page(a.write) if a.write else check_page(a.check)
+    if not a.results:
+        p.error("no RESULTS; allowed a CSV, a folder, or lines of kvkeep eval --samples-out")
     cells = read(a.results)
     if a.csv:
         return write_csv(a.csv, cells)

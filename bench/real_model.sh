@@ -106,7 +106,7 @@ grid() {
     for question in ${questions//,/ }; do
       for text in "${texts[@]}"; do
         text_file "$text"
-        job "$out/$stage/$model/$question/$text$tag" eval --model "$from" --cache-dtype "$cache" --task "$needles" --haystack "$file" --length "$length" --samples "${samples:-6}" --batch 6 \
+        job "$out/$stage/$model/$question/$text$tag" eval --model "$from" --cache-dtype "$cache" --task "$needles" --haystack "$file" --length "$length" --samples "${samples:-6}" --batch 18 \
           --answer-tokens 32 --question "$question" --interval 512 ${slots:+--budgets "$slots"} "${given[@]}"
       done
     done

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Draws what a model still answers against the bytes that it keeps, from the CSV of bench/answers.py.
 
-    plot_answers.py OUT.png ANSWERS.csv [ANSWERS.csv ...] [--policies "P;P=shown name;..."]
+    plot_answers.py OUT.png ANSWERS.csv [ANSWERS.csv ...] [--policies "P;P over CACHE;..."]
 
-One panel for each model and way to ask. A line for each policy, one mark for each budget, with the 95 % interval; "P over q4_0" is a policy over that cache. Stars: nothing dropped, in 16, 8
-and 4 bits. Grey: budgets at which a policy answers less than those four bits do with as many bytes or more. Needs numpy and matplotlib.
+One panel for each model and way to ask. A line for each policy, one mark for each budget, shaded by its 95 % interval. Solid: what is not kept is dropped; dashed: it is folded, and factors
+that lie far are not counted; "P over q4_0" is the same policy over a cache of four bits, in the same colour with open marks. Stars: nothing is dropped, in 16, 8 and 4 bits. Needs numpy
+and matplotlib.
 """
 import argparse
 import os
@@ -14,10 +15,10 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import answers as table
 
 # Okabe and Ito's palette: told apart by people with any colour vision.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000"]
+COLOURS = ["#999999", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#000000"]
 MARKS = ["o", "s", "^", "D", "v", "P", "X", "h"]
-DEFAULT = ("tova;ams-tova,preset=question;ams-expected,preset=question;expected;adakv-expected;tova,share=union;expected,rest=fold;ams-tova,preset=question,rest=fold;"
-           "expected,rest=fold over q4_0;streaming")
+DEFAULT = ("streaming;tova;keydiff;adakv-expected;adakv-expected over q4_0;ams-tova,preset=question;ams-expected,preset=question;expected,rest=fold;expected,rest=fold over q4_0;"
+           "ams-tova,preset=question,rest=fold")
 TITLES = {"before": "question in sight at the cut", "after": "question comes later", "stream": "long decode"}
 
 
@@ -37,7 +38,8 @@ def main():
     cells = table.read(a.tables)
     models = sorted({k[0] for k in cells}, key=lambda m: (m != "smollm2", m))
     questions = [q for q in table.QUESTIONS if any(k[1] == q for k in cells)]
-    wanted = [tuple(w.split("=>")) if "=>" in w else (w, w) for w in a.policies.split(";") if w]
+    wanted = [w for w in a.policies.split(";") if w]
+    families = list(dict.fromkeys(w.partition(" over ")[0] for w in wanted))
     figure, axes = plt.subplots(len(models), len(questions), figsize=(6.2 * len(questions), 4.0 * len(models)), sharey=True, squeeze=False)
     for y, model in enumerate(models):
         for x, question in enumerate(questions):
@@ -57,13 +59,14 @@ def main():
                 if len(full):
                     axis.plot(full[0, 0], full[0, 1], "*", color="black", ms=11, zorder=5)
                     axis.annotate(bits, (full[0, 0], full[0, 1]), textcoords="offset points", xytext=(0, -15), ha="center", fontsize=8)
-            for i, (name, shown) in enumerate(wanted):
+            for name in wanted:
                 policy, _, cache = name.partition(" over ")
+                i = families.index(policy)
                 got = points(policy, cache or "bf16")
                 if not len(got):
                     continue
-                style = dict(color=COLOURS[i % len(COLOURS)], marker=MARKS[i % len(MARKS)], ms=5, lw=1.6, ls="--" if "rest=fold" in name else "-")
-                axis.plot(got[:, 0], got[:, 1], label=shown, **style)
+                style = dict(color=COLOURS[i % len(COLOURS)], marker=MARKS[i % len(MARKS)], ms=5, lw=1.6, ls="--" if "rest=fold" in name else "-", mfc="white" if cache else None)
+                axis.plot(got[:, 0], got[:, 1], label=name, **style)
                 axis.fill_between(got[:, 0], got[:, 2], got[:, 3], color=style["color"], alpha=0.07, lw=0)
             axis.set_xscale("log", base=2)
             axis.set_xticks([3.125, 6.25, 12.5, 25, 50, 100], ["3", "6", "12", "25", "50", "100"])

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cmath>
 #include <map>
-#include <numeric>
 
 #include "files.h"
 #include "kvkeep/core/error.h"
@@ -122,38 +121,66 @@ Writing& add_answer(const lm::TextModel& text, const std::string& task, std::siz
   return writing;
 }
 
+// A sample and its place in its task.
+struct Seat {
+  const std::string* task;
+  std::size_t index;
+  const Asked* asked;
+
+  [[nodiscard]] std::int64_t tokens() const { return asked->tokens(); }
+};
+
+using Batch = std::vector<Seat>;
+
 // Which samples run together: at most `most`, the longest at most twice as long as the shortest, since each has room
 // for the longest.
-std::vector<std::vector<std::size_t>> batches_of(const std::vector<Asked>& asked, std::int32_t most) {
-  std::vector<std::size_t> order(asked.size());
-  std::iota(order.begin(), order.end(), 0U);
-  std::ranges::stable_sort(order, {}, [&](std::size_t i) { return asked[i].tokens(); });
-  std::vector<std::vector<std::size_t>> batches;
-  for (const std::size_t i : order) {
+std::vector<Batch> batches_of(std::vector<Seat> seats, std::int32_t most) {
+  std::ranges::stable_sort(seats, {}, &Seat::tokens);
+  std::vector<Batch> batches;
+  for (const Seat& seat : seats) {
     if (batches.empty() || batches.back().size() == static_cast<std::size_t>(most) ||
-        asked[i].tokens() > 2 * asked[batches.back().front()].tokens())
+        seat.tokens() > 2 * batches.back().front().tokens())
       batches.emplace_back();
-    batches.back().push_back(i);
+    batches.back().push_back(seat);
   }
   return batches;
 }
 
+// Samples of several tasks run together, but for diagnostics, which are of one.
+std::vector<Batch> batches_of(const TextEvaluation& e, const std::map<std::string, std::vector<Asked>>& asked) {
+  std::vector<Batch> batches;
+  std::vector<Seat> seats;
+  for (const std::string& task : e.tasks) {
+    const std::vector<Asked>& group = asked.at(task);
+    for (std::size_t i = 0; i < group.size(); ++i) seats.push_back({&task, i, &group[i]});
+    if (!e.diagnostics && task != e.tasks.back()) continue;
+    append(batches, batches_of(std::move(seats), e.batch));
+    seats = {};
+  }
+  return batches;
+}
+
+std::string shown_tasks(const Batch& batch) {
+  const bool one = std::ranges::all_of(batch, [&](const Seat& seat) { return seat.task == batch.front().task; });
+  return one ? ", " + *batch.front().task : "";
+}
+
 // Runs some samples under every policy. Their prompts run once for all policies but those that narrow them.
 void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluation& e,
-            const std::vector<Contest>& contests, const std::string& task, const std::vector<Asked>& all,
-            const std::vector<std::size_t>& batch, std::size_t repeat, Progress& progress, std::vector<Answered>& to,
-            std::vector<Diagnosed>& diagnosed) {
+            const std::vector<Contest>& contests, const Batch& batch, std::size_t repeat, Progress& progress,
+            std::vector<Answered>& to, std::vector<Diagnosed>& diagnosed) {
   std::int64_t capacity = 0;
-  for (const std::size_t i : batch) capacity = std::max(capacity, all[i].tokens());
+  for (const Seat& seat : batch) capacity = std::max(capacity, seat.tokens());
   const auto places = static_cast<std::int64_t>(batch.size());
-  const auto asked = [&](std::size_t i) -> const Asked& { return all[batch[i]]; };
+  const auto asked = [&](std::size_t i) -> const Asked& { return *batch[i].asked; };
   using Clock = std::chrono::steady_clock;
   Clock::time_point deciding;
   lm::GenerationHooks hooks{.before_decision = [&](const lm::DecisionSight&) { deciding = Clock::now(); }};
   std::optional<WatchedTexts> watched;
   if (e.diagnostics)
     watched.emplace(decoder, e.model, contests,
-                    std::clamp<std::int64_t>(*e.diagnostics - to.front().whole[task].asked, 0, places));
+                    std::clamp<std::int64_t>(
+                        *e.diagnostics - to.front().whole[*batch.front().task].asked, 0, places));
   const std::vector<lm::LayerCache> dense = decoder.make_cache(places, capacity, e.model.dtype());
   std::vector<std::unique_ptr<lm::Generator>> generators;
   std::vector<lm::Generator*> sharing;
@@ -172,11 +199,11 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
     if (!contests[c].narrows) sharing.push_back(generators.back().get());
   }
   std::vector<lm::PromptRun> prompts;
-  progress.label("prompts, " + task);
+  progress.label("prompts" + shown_tasks(batch));
   for (std::size_t i = 0; !sharing.empty() && i < batch.size(); ++i)
     prompts.push_back(lm::Generator::run_prompt(sharing, request_of(asked(i))));
   for (std::size_t c = 0; c < contests.size(); ++c) {
-    progress.label(contests[c].shown() + ", " + task);
+    progress.label(contests[c].shown() + shown_tasks(batch));
     lm::Generator& generator = *generators[c];
     std::vector<SequenceId> ids;
     std::vector<double> cut_seconds(batch.size(), std::nan(""));
@@ -194,7 +221,7 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
     }
     for (std::size_t i = 0; i < batch.size(); ++i) {
       const lm::Completion done = generator.leave(ids[i]);
-      const Writing& writing = add_answer(text, task, repeat, batch[i], asked(i), done, cut_seconds[i], to[c]);
+      const Writing& writing = add_answer(text, *batch[i].task, repeat, batch[i].index, asked(i), done, cut_seconds[i], to[c]);
       if (!watched) continue;
       if (asked(i).answer.empty()) watched->wrote(c, writing.tokens);
       watched->fed(c, ids[i], fed_again(asked(i), done.tokens), done);
@@ -610,13 +637,12 @@ void evaluate_text(const TextEvaluation& given) {
   }
   Progress progress(static_cast<std::int64_t>(all.size()) * samples * e.repeats, e.output.quiet);
   std::map<std::string, std::vector<Diagnosed>> diagnosed;
-  for (std::size_t repeat = 0; repeat < repeats; ++repeat)
-    for (const std::string& task : e.tasks) {
-      std::vector<Asked>& group = asked[task];
+  for (std::size_t repeat = 0; repeat < repeats; ++repeat) {
+    for (auto& [task, group] : asked)
       for (std::size_t i = 0; i < group.size(); ++i) group[i].sampling = e.sampling.of(repeat * group.size() + i);
-      for (const std::vector<std::size_t>& batch : batches_of(group, e.batch))
-        answer(decoder, model, e, all, task, group, batch, repeat, progress, answered, diagnosed[task]);
-    }
+    for (const Batch& batch : batches_of(e, asked))
+      answer(decoder, model, e, all, batch, repeat, progress, answered, diagnosed[*batch.front().task]);
+  }
   if (e.text.score_tokens)
     for (auto& [task, those] : diagnosed)
       for (Diagnosed& one : those) one.gaps.repetition = "the reference was fed, so nothing was written";
