@@ -9,7 +9,7 @@
                                                                  <!-- answers.py ARGUMENTS --> and <!-- end -->
     answers.py --check PAGE.md                                   fails unless the page's tables are those
 
-RESULTS is a CSV, a folder, or MODEL/QUESTION/TEXT*.jsonl. A cell is the share of whole answers in percent, the mean over texts; after ± half of its 95 % interval, bootstrap over samples
+RESULTS is a CSV, a folder, or MODEL/QUESTION/TEXT*.jsonl. A cell is the share of whole answers in percent, the mean over texts; after ± half of its 95 % interval, over samples
 within texts and tasks; in parentheses the worst text. Bytes: what is held near after the cut, in percent of the full cache in 16 bits, of the layers that are cut.
 """
 import argparse
@@ -22,10 +22,8 @@ import re
 import shlex
 import sys
 from collections import defaultdict
+from statistics import fmean, variance
 
-import numpy as np
-
-RESAMPLES = 2000
 COLUMNS = ["model", "question", "length", "text", "task", "cache", "policy", "budget", "kept_bytes", "scores"]
 SIXTEEN_BITS = ("bf16", "f16", "f32")
 QUESTIONS = {"before": "in sight", "after": "later", "stream": "long decode"}
@@ -39,8 +37,7 @@ class Cell:
         self.kept = {}                   # (text, task) -> mean bytes
 
     def by_text(self, whole):
-        shown = (lambda s: (s > 1 - 1e-6).astype(float)) if whole else (lambda s: s)
-        return {text: [shown(np.array(tasks[t])) for t in sorted(tasks)] for text, tasks in sorted(self.scores.items())}
+        return {text: [[float(s > 1 - 1e-6) if whole else s for s in tasks[t]] for t in sorted(tasks)] for text, tasks in sorted(self.scores.items())}
 
 
 def files_of(path):
@@ -63,7 +60,7 @@ def read_samples(path, cells):
     for (key, text, task), got in rows.items():
         got.sort(key=lambda g: g[0])
         cells[key].scores[text][task] = [g[1] for g in got]
-        cells[key].kept[text, task] = float(np.mean([g[2] for g in got]))
+        cells[key].kept[text, task] = fmean(g[2] for g in got)
 
 
 def read(paths):
@@ -83,15 +80,16 @@ def read(paths):
 
 
 def mean_of(by_text):
-    return float(np.mean([np.mean([task.mean() for task in tasks]) for tasks in by_text.values()]))
+    return fmean(fmean(fmean(task) for task in tasks) for tasks in by_text.values())
 
 
-def interval(by_text):
-    """Of the mean over texts and tasks, samples drawn again: the same draws for every policy."""
-    draw, means = np.random.default_rng(0), []
+def half_of(by_text):
+    """Half of the 95 % interval of mean_of: samples vary within a text and a task, which are given."""
+    spread = 0.0
     for tasks in by_text.values():
-        means.append(np.mean([s[draw.integers(0, len(s), (RESAMPLES, len(s)))].mean(axis=1) for s in tasks], axis=0))
-    return np.quantile(np.mean(means, axis=0), [0.025, 0.975])
+        for task in tasks:
+            spread += (variance(task) / len(task) if len(task) > 1 else 0.25) / (len(tasks) * len(by_text)) ** 2
+    return 1.96 * spread ** 0.5
 
 
 def bytes_of(cells, key):
@@ -101,16 +99,20 @@ def bytes_of(cells, key):
         full = next((cells[k] for k in ((model, q, length, "full", cache, "") for q in (question, "before")) if k in cells), None)
         if full is not None:
             known = [kept / full.kept[at] for at, kept in cells[key].kept.items() if at in full.kept]
-            return 100 * float(np.mean(known)) * (0.5 if cache == "f32" else 1) ** -1 if known else float("nan")
+            return 100 * fmean(known) * (2 if cache == "f32" else 1) if known else float("nan")
     return float("nan")
+
+
+def shown_bytes(cells, key):
+    share = bytes_of(cells, key)
+    return "-" if share != share else "%.0f" % share
 
 
 def cell_text(cell, whole):
     by_text = cell.by_text(whole)
-    low, high = interval(by_text)
     each = {t: 100 * mean_of({t: v}) for t, v in by_text.items()}
     worst = min(each, key=each.get)
-    return "%.0f ± %.0f" % (100 * mean_of(by_text), 50 * (high - low)) + (" (%s %.0f)" % (worst, each[worst]) if len(each) > 1 else "")
+    return "%.0f ± %.0f" % (100 * mean_of(by_text), 100 * half_of(by_text)) + (" (%s %.0f)" % (worst, each[worst]) if len(each) > 1 else "")
 
 
 def row(columns):
@@ -128,7 +130,7 @@ def shown_name(policy, cache):
     return "`%s`" % policy + ("" if cache in SIXTEEN_BITS else " over %s" % cache)
 
 
-def wide(cells, whole):
+def wide(cells, all_cells, whole):
     for model, length in sorted({(k[0], k[2]) for k in cells}, key=lambda m: (m[0] != "smollm2", m)):
         own = {k: c for k, c in cells.items() if (k[0], k[2]) == (model, length)}
         columns = sorted({(k[1], k[5]) for k in own if k[5] != ""}, key=lambda c: (list(QUESTIONS).index(c[0]), budget_order(c[1])))
@@ -138,38 +140,36 @@ def wide(cells, whole):
         names = {}
         for k in own:
             names.setdefault((k[3], k[4]), []).append(mean_of(own[k].by_text(whole)))
-        for (policy, cache), _ in sorted(names.items(), key=lambda n: -float(np.mean(n[1]))):
+        for (policy, cache), _ in sorted(names.items(), key=lambda n: -fmean(n[1])):
             shown, shares = [], []
             for question, budget in columns:
                 key = next((k for k in ((model, question, length, policy, cache, b) for b in (budget, "")) if k in own), None)
                 shown.append(cell_text(own[key], whole) if key else "")
                 if key:
-                    shares.append("%.0f" % bytes_of(cells, key))
+                    shares.append(shown_bytes(all_cells, key))
             row([shown_name(policy, cache)] + shown + [", ".join(dict.fromkeys(shares))])
 
 
-def long(cells, whole):
-    row(["model", "question", "policy", "budget", "bytes", "answers, 95 % interval", "by text"])
+def long(cells, all_cells, whole):
+    row(["model", "question", "policy", "budget", "bytes %", "answers, 95 % interval", "by text"])
     row(["---"] * 3 + ["---:"] * 3 + ["---"])
     for key in sorted(cells, key=lambda k: (k[0] != "smollm2", list(QUESTIONS).index(k[1]), budget_order(k[5]), -mean_of(cells[k].by_text(whole)))):
         by_text = cells[key].by_text(whole)
-        low, high = interval(by_text)
-        row([key[0], QUESTIONS[key[1]], shown_name(key[3], key[4]), key[5] or "-", "%.0f %%" % bytes_of(cells, key), "**%.0f** (%.0f-%.0f)" % (100 * mean_of(by_text), 100 * low, 100 * high),
+        row([key[0], QUESTIONS[key[1]], shown_name(key[3], key[4]), key[5] or "-", shown_bytes(all_cells, key), "%.0f ± %.0f" % (100 * mean_of(by_text), 100 * half_of(by_text)),
              ", ".join("%s %.0f" % (t, 100 * mean_of({t: v})) for t, v in by_text.items())])
 
 
 def difference_text(a, b):
     """Of two cells, paired by sample: points and their interval; empty where no samples are the same."""
-    paired = {t: [x - y for x, y in zip(a[t], b[t])] for t in a if t in b and [len(x) for x in a[t]] == [len(y) for y in b[t]]}
+    paired = {t: [[m - n for m, n in zip(x, y)] for x, y in zip(a[t], b[t])] for t in a if t in b and [len(x) for x in a[t]] == [len(y) for y in b[t]]}
     if not paired:
         return ""
-    low, high = interval(paired)
-    return "%+.0f (%+.0f to %+.0f)" % (100 * mean_of(paired), 100 * low, 100 * high)
+    return "%+.0f ± %.0f" % (100 * mean_of(paired), 100 * half_of(paired))
 
 
 def pairs(cells, asked, whole):
     budgets = sorted({k[5] for k in cells if k[5]}, key=budget_order)
-    row(["policy, less the other", "model", "question"] + budgets)
+    row(["points", "model", "question"] + budgets)
     row(["---"] * 3 + ["---:"] * len(budgets))
     for ours, theirs in asked:
         for model, question, length, cache in sorted({(*k[:3], k[4]) for k in cells if k[3] == ours}, key=lambda k: (k[0] != "smollm2", list(QUESTIONS).index(k[1]), k[2:])):
@@ -266,7 +266,7 @@ def main(words=None):
     if a.pairs:
         pairs(shown, list(asked_pairs(a.pairs, cells)), whole)
     else:
-        (long if a.long else wide)(shown, whole)
+        (long if a.long else wide)(shown, cells, whole)
         count = [sum(len(s) for tasks in c.scores.values() for s in tasks.values()) for c in shown.values()]
         print("\n%d to %d samples a cell; texts: %s." % (min(count), max(count), ", ".join(sorted({t for c in shown.values() for t in c.scores}))))
 

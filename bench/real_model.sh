@@ -11,6 +11,8 @@ every answer. bench/answers.py makes the tables of docs/results.md of them.
 
   STAGE     answers   needles in prose, cut with their question in sight and before it comes: the headline
             caches    the same over caches of 8 and 4 bits (q8_0, q4_0)
+            peers     the samples of `answers`, asked of llama.cpp: its own caches of 16, 8 and 4 bits, its context shift
+                      (needs kvkeep-llama, docs/llama.md, and the stage answers)
             ams       every scorer alone, under AMS as published, as ours by default, and with all of the budget in
                       segments
             ablate    AMS without each of its parts, and its sweeps
@@ -38,7 +40,7 @@ TEXT
 stop() { printf 'bench/real_model.sh: %s\n' "$*" >&2; exit 2; }
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-stages=(answers caches ams ablate decode distance ea asl sekv serving)
+stages=(answers caches peers ams ablate decode distance ea asl sekv serving)
 stage="" models=smollm2,gemma3 texts="" questions="" length=1024 samples="" threads=1 out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
 while [[ $# -gt 0 ]]; do
   case "$1" in
@@ -76,6 +78,7 @@ run_job() {
   if [[ -s "$to.csv" ]]; then return; fi
   mkdir -p -- "$(dirname -- "$to")"
   [[ "$2" != eval ]] || command+=(--samples-out "$to.jsonl")
+  [[ "$2" != llama ]] || command=("$(dirname -- "$kvkeep")/kvkeep-llama" answer "${@:3}" -t "$threads" --samples-out "$to.jsonl")
   printf '%s ' "${command[@]}" >&2
   printf '\n' >&2
   "${command[@]}" > "$to.csv.part"
@@ -135,6 +138,19 @@ case "$stage" in
     questions="${questions:-before,after}"
     grid @q8_0 q8_0 "" full
     grid @q4_0 q4_0 "$half,$quarter,$eighth" full tova ams-tova,preset=question expected adakv-expected tova,share=union tova,share=union,rest=fold expected,rest=fold
+    grid @q4_0-ams q4_0 "$half,$quarter,$eighth" keydiff ams-expected,preset=question ams-tova,preset=question,rest=fold ams-expected,preset=question,rest=fold
+    ;;
+  peers)
+    [[ -x "$(dirname -- "$kvkeep")/kvkeep-llama" ]] || stop "kvkeep-llama does not lie beside $kvkeep; docs/llama.md says how to build it"
+    for model in ${models//,/ }; do
+      model_file "$model"
+      for text in "${texts[@]}"; do
+        samples="$out/answers/$model/before/$text.jsonl"  # nothing here depends on when the question comes
+        [[ -s "$samples" ]] || stop "$samples does not exist; run the stage answers first"
+        for cache in f16 q8_0 q4_0; do job "$out/peers/$model/before/$text@$cache" llama -m "$file" --samples "$samples" --cache-type "$cache" --policy alone; done
+        job "$out/peers/$model/before/$text@shift" llama -m "$file" --samples "$samples" --policy shift --budgets "$half,$quarter,$eighth"
+      done
+    done
     ;;
   ams)
     questions="${questions:-before}"

@@ -4,8 +4,7 @@
     plot_answers.py OUT.png ANSWERS.csv [ANSWERS.csv ...] [--policies "P;P over CACHE;..."]
 
 One panel for each model and way to ask. A line for each policy, one mark for each budget, shaded by its 95 % interval. Solid: what is not kept is dropped; dashed: it is folded, and factors
-that lie far are not counted; "P over q4_0" is the same policy over a cache of four bits, in the same colour with open marks. Stars: nothing is dropped, in 16, 8 and 4 bits. Needs numpy
-and matplotlib.
+that lie far are not counted; "P over q4_0" is the same policy over a cache of four bits, in the same colour with open marks. Stars: nothing is dropped, in 16, 8 and 4 bits. Needs matplotlib.
 """
 import argparse
 import os
@@ -33,7 +32,6 @@ def main():
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import numpy as np
 
     cells = table.read(a.tables)
     models = sorted({k[0] for k in cells}, key=lambda m: (m != "smollm2", m))
@@ -50,24 +48,24 @@ def main():
                 for key in cells:
                     if key[0] == model and key[1] == question and key[3] == policy and key[4] == cache:
                         by_text = cells[key].by_text(not a.mean)
-                        low, high = table.interval(by_text)
-                        found.append((table.bytes_of(cells, key), 100 * table.mean_of(by_text), 100 * low, 100 * high))
-                return np.array(sorted(found))
+                        mean, half = 100 * table.mean_of(by_text), 100 * table.half_of(by_text)
+                        found.append((table.bytes_of(cells, key), mean, max(0, mean - half), min(100, mean + half)))
+                return list(zip(*sorted(found)))
 
             for cache, bits in (("bf16", "16 bits"), ("q8_0", "8 bits"), ("q4_0", "4 bits")):
                 full = points("full", cache)
-                if len(full):
-                    axis.plot(full[0, 0], full[0, 1], "*", color="black", ms=11, zorder=5)
-                    axis.annotate(bits, (full[0, 0], full[0, 1]), textcoords="offset points", xytext=(0, -15), ha="center", fontsize=8)
+                if full:
+                    axis.plot(full[0][0], full[1][0], "*", color="black", ms=11, zorder=5)
+                    axis.annotate(bits, (full[0][0], full[1][0]), textcoords="offset points", xytext=(0, -15), ha="center", fontsize=8)
             for name in wanted:
                 policy, _, cache = name.partition(" over ")
                 i = families.index(policy)
                 got = points(policy, cache or "bf16")
-                if not len(got):
+                if not got:
                     continue
                 style = dict(color=COLOURS[i % len(COLOURS)], marker=MARKS[i % len(MARKS)], ms=5, lw=1.6, ls="--" if "rest=fold" in name else "-", mfc="white" if cache else None)
-                axis.plot(got[:, 0], got[:, 1], label=name, **style)
-                axis.fill_between(got[:, 0], got[:, 2], got[:, 3], color=style["color"], alpha=0.07, lw=0)
+                axis.plot(got[0], got[1], label=name, **style)
+                axis.fill_between(got[0], got[2], got[3], color=style["color"], alpha=0.07, lw=0)
             axis.set_xscale("log", base=2)
             axis.set_xticks([3.125, 6.25, 12.5, 25, 50, 100], ["3", "6", "12", "25", "50", "100"])
             axis.set_ylim(-3, 103)

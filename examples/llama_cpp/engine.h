@@ -41,7 +41,7 @@ struct Options {
   float temperature = 0;
   std::uint32_t seed = 1;
   bool stats = false, endless = false, hold_prompt = false;
-  std::string positions = "text", text, samples, budgets = "1/4,1/8", extra_buffers = "auto";
+  std::string positions = "text", text, samples, samples_out, budgets = "1/4,1/8", extra_buffers = "auto";
   std::vector<std::string> policies;
 };
 

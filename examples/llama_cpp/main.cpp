@@ -73,6 +73,7 @@ void check_files(const Options& o) {
   files.reads("--prompt-file", o.prompt_file);
   files.reads("--text", o.text);
   files.reads("--samples", o.samples);
+  files.writes("--samples-out", o.samples_out);
   std::vector<std::string> policies = o.policies;
   policies.push_back(o.policy);
   for (const std::string& policy : policies) files.declare("--policy", kvkeep::files_of_policy(policy));
@@ -142,7 +143,8 @@ int main(int argc, char** argv) {
   long_text->add_option("-f,--text", o.text, "file with text")->required()->check(CLI::ExistingFile);
   CLI::App* asked = common(app.add_subcommand("answer", "Answers the samples of `kvkeep eval --samples-out`."));
   asked->add_option("--samples", o.samples, "file with a sample per line")->required()->check(CLI::ExistingFile);
-  asked->add_option("--budgets", o.budgets, "parts of the prompt")->capture_default_str();
+  asked->add_option("--budgets", o.budgets, "parts of the prompt, or cells")->capture_default_str();
+  asked->add_option("--samples-out", o.samples_out, "write the samples again, with these answers in place of theirs");
   for (CLI::App* sub : {forever, long_text, asked})
     sub->add_option("--policy", o.policies, "several rows; shift: llama.cpp's context shift, without a policy")
         ->required();

@@ -12,6 +12,8 @@
 #include <span>
 #include <utility>
 
+#include "kvkeep/io/atomic_file.h"
+
 namespace {
 
 /// Seconds on the clock, and of the process on all its cores: the second is what other programs do not take.
@@ -276,51 +278,111 @@ void perplexity(const Options& o) {
   }
 }
 
+namespace {
+
+/// "1/4": a part of the prompt; "256": cells.
+struct Budget {
+  std::string name;
+  int part = 0, cells = 0;
+
+  [[nodiscard]] int of(std::size_t prompt) const { return part > 0 ? static_cast<int>(prompt) / part : cells; }
+};
+
+std::vector<Budget> budgets_of(const std::string& given) {
+  std::vector<Budget> budgets;
+  std::istringstream list(given);
+  for (std::string one; std::getline(list, one, ',');) {
+    const bool is_part = one.starts_with("1/");
+    const int number = std::atoi(one.c_str() + (is_part ? 2 : 0));
+    if (number < 1) fail("--budgets: given '" + one + "'; allowed parts of the prompt such as 1/4, and cells such as 256");
+    budgets.push_back({one, is_part ? number : 0, is_part ? 0 : number});
+  }
+  return budgets;
+}
+
+/// The share of references that the text contains.
+double score_of(std::string text, const nlohmann::json& references) {
+  const auto lower = [](std::string& s) {
+    std::ranges::transform(s, s.begin(), [](unsigned char c) { return std::tolower(c); });
+  };
+  lower(text);
+  double found = 0;
+  for (auto wanted : references.get<std::vector<std::string>>()) {
+    lower(wanted);
+    found += text.find(wanted) != std::string::npos ? 1 : 0;
+  }
+  return found / static_cast<double>(std::max<std::size_t>(1, references.size()));
+}
+
+/// What kvkeep eval says that the full cache of 16 bits holds behind the prompt; 0: nothing.
+double full_bytes(const nlohmann::json& sample) {
+  for (const nlohmann::json& answer : sample.value("answers", nlohmann::json::array()))
+    if (answer.at("policy") == "full" && answer.contains("kept_bytes"))
+      return answer.at("kept_bytes").get<double>() * (sample.value("cache_dtype", "") == "f32" ? 0.5 : 1.0);
+  return 0;
+}
+
+}  // namespace
+
 void answer(const Options& o) {
   const Model model = load(o);
   std::ifstream in(o.samples);
   if (!in) fail("cannot read '" + o.samples + "'");
   std::vector<nlohmann::json> samples;
   for (std::string line; std::getline(in, line);) samples.push_back(nlohmann::json::parse(line));
-  std::vector<int> parts;
-  std::istringstream list(o.budgets);
-  for (std::string one; std::getline(list, one, ',');) {
-    if (!one.starts_with("1/") || std::atoi(one.c_str() + 2) < 1)
-      fail("--budgets: given '" + one + "'; allowed parts of the prompt such as 1/4,1/8");
-    parts.push_back(std::atoi(one.c_str() + 2));
-  }
-  std::printf("| policy | budget | task | samples | answered |\n|---|---:|---|---:|---:|\n");
-  for (const std::string& policy : o.policies)
-    for (const int part : policy == "full" ? std::vector<int>{1} : parts) {
+  const std::vector<Budget> budgets = budgets_of(o.budgets);
+  const ggml_type type = cache_type(o.cache_type);
+  const double width = static_cast<double>(ggml_row_size(type, 64)) / 128;  // of 16 bits
+  std::vector<nlohmann::json> answers(samples.size(), nlohmann::json::array());
+  std::printf("| policy | budget | task | samples | answered | tok/s |\n|---|---:|---|---:|---:|---:|\n");
+  for (const std::string& policy : o.policies) {
+    const bool shift = policy == "shift", whole = policy == "full" || policy == "alone";
+    for (const Budget& budget : whole ? std::vector<Budget>{{"1/1", 1, 0}} : budgets) {
       std::map<std::string, std::pair<double, int>> by_task;
-      for (const nlohmann::json& sample : samples) {
+      double seconds = 0;
+      std::int64_t written = 0;
+      for (std::size_t i = 0; i < samples.size(); ++i) {
         if (interrupted != 0) return;
+        const nlohmann::json& sample = samples[i];
         const auto prompt = sample.at("prompt").get<std::vector<llama_token>>();
         const auto question = sample.at("question").get<std::vector<llama_token>>();
-        const int most = sample.at("max_new_tokens").get<int>();
+        const int most = sample.at("max_new_tokens").get<int>(), kept = budget.of(prompt.size());
         const auto all = static_cast<int>(prompt.size() + question.size()) + most + 8;
-        const std::string budget = std::to_string(prompt.size() / static_cast<std::size_t>(part));
-        const bool shift = policy == "shift";
         Engine engine(model.get(), o,
-                      policy == "full" || shift ? policy : policy + ",prefill=cut,interval=1000000,budget=" + budget,
-                      shift ? std::stoi(budget) + static_cast<int>(question.size()) + most + 8 : all);
+                      whole || shift ? policy
+                                     : policy + ",prefill=cut,interval=1000000,budget=" + std::to_string(kept),
+                      shift ? kept + static_cast<int>(question.size()) + most + 8 : all);
         engine.feed(prompt);
         if (!question.empty()) engine.feed(question);
-        std::string got = engine.answer(most, false);
-        std::ranges::transform(got, got.begin(), [](unsigned char c) { return std::tolower(c); });
-        double score = 0;
-        const auto references = sample.at("references").get<std::vector<std::string>>();
-        for (std::string wanted : references) {
-          std::ranges::transform(wanted, wanted.begin(), [](unsigned char c) { return std::tolower(c); });
-          score += got.find(wanted) != std::string::npos ? 1 : 0;
-        }
+        const Stopwatch decoding;
+        const int begun = engine.next_position();
+        const std::string got = engine.answer(most, false);
+        seconds += decoding.wall(), written += engine.next_position() - begun;
+        const double score = score_of(got, sample.at("references"));
         auto& [sum, count] = by_task[sample.at("task").get<std::string>()];
-        sum += score / static_cast<double>(std::max<std::size_t>(1, references.size()));
+        sum += score;
         ++count;
+        const double share = std::min(1.0, static_cast<double>(kept) / static_cast<double>(prompt.size()));
+        answers[i].push_back({{"policy", whole ? "llama.cpp" : "llama.cpp: " + policy},
+                              {"budget", whole ? nlohmann::json() : nlohmann::json(kept)},
+                              {"prompt_kept", false},
+                              {"text", got},
+                              {"score", score},
+                              {"kept_bytes", std::llround(full_bytes(sample) * width * share)}});
       }
       for (const auto& [task, scores] : by_task)
-        std::printf("| %s | 1/%d | %s | %d | %.1f %% |\n", kvkeep::escaped(policy).c_str(), part,
-                    kvkeep::escaped(task).c_str(), scores.second, 100 * scores.first / scores.second);
+        std::printf("| %s | %s | %s | %d | %.1f %% | %.1f |\n", kvkeep::escaped(policy).c_str(), budget.name.c_str(),
+                    kvkeep::escaped(task).c_str(), scores.second, 100 * scores.first / scores.second,
+                    static_cast<double>(written) / seconds);
       std::fflush(stdout);
     }
+  }
+  if (o.samples_out.empty()) return;
+  std::string lines;
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    samples[i]["cache_dtype"] = o.cache_type;
+    samples[i]["answers"] = std::move(answers[i]);
+    lines += samples[i].dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  }
+  kvkeep::io::write_text_atomically(o.samples_out, lines);
 }

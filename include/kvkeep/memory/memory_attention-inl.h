@@ -183,7 +183,8 @@ KVKEEP_INLINE ReadCounts read_memory(OpenAttention& open, std::span<const Memory
       if (opened != nullptr && task / kv_heads == n - 1) (*opened)[static_cast<std::size_t>(kv)] = reader.opened();
     }
   });
-  for (std::size_t task = 0; !by_head.empty() && task < counts.size(); ++task) by_head[task % rows.size()] += counts[task];
+  for (std::size_t task = 0; !by_head.empty() && task < counts.size(); ++task)
+    by_head[task % rows.size()] += counts[task];
   return std::accumulate(counts.begin(), counts.end(), ReadCounts{});
 }
 

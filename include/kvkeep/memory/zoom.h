@@ -59,9 +59,10 @@ struct ReadCounts {
 /// Merges the folded spans of one layer and sequence into softmaxes that are open over its rows: each query opens the
 /// spans that the rule names, as far as the budget allows; the others are read as their coarse entries. rows: [Hkv];
 /// queries: f32, f16 or bf16 [n, Hq, D] after RoPE; each sees every span. `opened`: if not null, [Hkv] the spans that
-/// the last query opened; `by_head`: [Hkv] or empty, to which the counts of each are added. Throws InvalidArgument for other shapes and a router of other heads; DamagedData if
-/// reading.damage is refuse. `open` is of no use then. Cost per query and KV head: the coarse keys and values once; the
-/// factors of opened spans. Queries and KV heads in parallel.
+/// the last query opened; `by_head`: [Hkv] or empty, to which the counts of each are added. Throws InvalidArgument for
+/// other shapes and a router of other heads; DamagedData if reading.damage is refuse. `open` is of no use then. Cost
+/// per query and KV head: the coarse keys and values once; the factors of opened spans. Queries and KV heads in
+/// parallel.
 ReadCounts read_memory(OpenAttention& open, std::span<const MemoryRow> rows, const Tensor& queries, double scale,
                        const Reading& reading, std::vector<std::vector<std::int32_t>>* opened = nullptr,
                        std::span<ReadCounts> by_head = {});

@@ -264,8 +264,8 @@ class Keeper {
   /// The folded spans of one row. Throws Unsupported under a policy that does not fold, and on a device. Valid until
   /// the next step.
   [[nodiscard]] const SpanRow& spans(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
-  /// [full layers * Hkv] What view() has counted in each layer and KV head, which sum up to Totals::reads; empty under a
-  /// policy that does not fold, and on a device.
+  /// [full layers * Hkv] What view() has counted in each layer and KV head, which sum up to Totals::reads; empty under
+  /// a policy that does not fold, and on a device.
   [[nodiscard]] std::span<const ReadCounts> reads() const {
     return memory_ == nullptr ? std::span<const ReadCounts>() : memory_->reads();
   }

@@ -64,7 +64,8 @@ lm::Request request_of(const Asked& asked) {
 
 // The question and the answer that was written, or fed; `forced_at_once` as they ran.
 lm::Request fed_again(const Asked& asked, const std::vector<std::int32_t>& tokens) {
-  lm::Request request{.prompt = asked.prompt, .forced = asked.forced(), .forced_at_once = !asked.streamed && !asked.forced().empty()};
+  lm::Request request{
+      .prompt = asked.prompt, .forced = asked.forced(), .forced_at_once = !asked.streamed && !asked.forced().empty()};
   request.forced.insert(request.forced.end(), tokens.begin() + std::ssize(request.forced), tokens.end());
   request.new_tokens = static_cast<std::int32_t>(request.forced.size());
   return request;
@@ -179,8 +180,7 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
   std::optional<WatchedTexts> watched;
   if (e.diagnostics)
     watched.emplace(decoder, e.model, contests,
-                    std::clamp<std::int64_t>(
-                        *e.diagnostics - to.front().whole[*batch.front().task].asked, 0, places));
+                    std::clamp<std::int64_t>(*e.diagnostics - to.front().whole[*batch.front().task].asked, 0, places));
   const std::vector<lm::LayerCache> dense = decoder.make_cache(places, capacity, e.model.dtype());
   std::vector<std::unique_ptr<lm::Generator>> generators;
   std::vector<lm::Generator*> sharing;
@@ -221,7 +221,8 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
     }
     for (std::size_t i = 0; i < batch.size(); ++i) {
       const lm::Completion done = generator.leave(ids[i]);
-      const Writing& writing = add_answer(text, *batch[i].task, repeat, batch[i].index, asked(i), done, cut_seconds[i], to[c]);
+      const Writing& writing =
+          add_answer(text, *batch[i].task, repeat, batch[i].index, asked(i), done, cut_seconds[i], to[c]);
       if (!watched) continue;
       if (asked(i).answer.empty()) watched->wrote(c, writing.tokens);
       watched->fed(c, ids[i], fed_again(asked(i), done.tokens), done);
@@ -335,14 +336,13 @@ Table long_table(const TextEvaluation& e, const Groups& asked, const std::vector
       const report::Interval interval = report::bootstrap(a.strata(task));
       const Difference d =
           contests[c].against ? difference(a.strata(task), answered[*contests[c].against].strata(task)) : Difference{};
-      std::vector<Cell> row =
-          contest_cells(e.contests, contests[c],
-                        {task, is_drawn(group) ? e.length : longest(group), question_of(e),
-                         static_cast<std::int64_t>(group.size()), found.asked, found.right,
-                         share_cell(share_of(a, task)), share_cell(interval.low), share_cell(interval.high),
-                         a.whole.at(task).right, scoring_of(e, group), std::ranges::count_if(group, &Asked::truncated),
-                         bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes),
-                         real_cell(a.cost.median_first_token_ms(), 3), real_cell(a.cost.tokens_per_second(), 2)});
+      std::vector<Cell> row = contest_cells(
+          e.contests, contests[c],
+          {task, is_drawn(group) ? e.length : longest(group), question_of(e), static_cast<std::int64_t>(group.size()),
+           found.asked, found.right, share_cell(share_of(a, task)), share_cell(interval.low), share_cell(interval.high),
+           a.whole.at(task).right, scoring_of(e, group), std::ranges::count_if(group, &Asked::truncated),
+           bytes_cell(a.cost.peak_bytes), bytes_cell(a.cost.kept_bytes), real_cell(a.cost.median_first_token_ms(), 3),
+           real_cell(a.cost.tokens_per_second(), 2)});
       append(row, a.cost.counts.cells());
       append(row, a.cost.narrowing_cells(1));
       append(row, a.cost.folding_cells(3));
@@ -508,8 +508,7 @@ ContestOptions with_random(const TextEvaluation& e, const std::vector<std::strin
 
 std::string notes(const TextEvaluation& e, const Groups& asked, const std::vector<Contest>& contests) {
   const bool drawn = std::ranges::any_of(asked, [](const auto& one) { return is_drawn(one.second); });
-  const std::string cut = e.text.stream_after > 0
-                              ? text("fed token by token after the first ", e.text.stream_after)
+  const std::string cut = e.text.stream_after > 0 ? text("fed token by token after the first ", e.text.stream_after)
                           : e.text.question_after ? "cut before their question comes"
                                                   : "cut with their question in sight";
   std::string out = "\n";

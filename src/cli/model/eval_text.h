@@ -30,8 +30,9 @@ struct TextOptions {
   std::int32_t stream_after = 0;        // tokens that come at once, as the prompt; the rest one by one; 0: all at once
   // True if any is given that tasks of the small model do not take.
   [[nodiscard]] bool any() const {
-    return question_after || score_tokens || raw || truncate || answer_tokens > 0 || stream_after > 0 || !haystack.empty() ||
-           !samples_out.empty() || !samples_in.empty() || !templates.empty() || !passages.empty() || !depths.empty();
+    return question_after || score_tokens || raw || truncate || answer_tokens > 0 || stream_after > 0 ||
+           !haystack.empty() || !samples_out.empty() || !samples_in.empty() || !templates.empty() ||
+           !passages.empty() || !depths.empty();
   }
   void add(CLI::App& app);
 };
