@@ -54,19 +54,21 @@ HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length
   Vector sums[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int n = 0; n < N; ++n) sums[r][n] = hn::Zero(kLanes32);
   std::int64_t i = 0;
   for (; i + kStride <= length; i += kStride) {
-    Vector xs[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) xs[n] = hn::LoadU(kLanes32, x + n * x_stride + i);
+    Vector row[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       if constexpr (kAhead) hwy::Prefetch(rows + (r + R) * stride + i);
-      const Vector row = widen(rows + r * stride + i);
+      row[r] = widen(rows + r * stride + i);
+    }
+#pragma GCC unroll 6
+    for (int n = 0; n < N; ++n) {
+      const Vector xs = hn::LoadU(kLanes32, x + n * x_stride + i);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[r][n] = hn::MulAdd(row, xs[n], sums[r][n]);
+      for (int r = 0; r < R; ++r) sums[r][n] = hn::MulAdd(row[r], xs, sums[r][n]);
     }
   }
   if (i < length)
@@ -79,20 +81,41 @@ HWY_INLINE void dot_tile(const T* rows, std::int64_t stride, std::int64_t length
     for (int n = 0; n < N; ++n) out[n * out_stride + r] = sum_lanes(sums[r][n]);
 }
 
+// Vectors that meet four rows at once, as far as registers go: 32 of them hold 24 sums, 4 rows and a vector.
+#if HWY_ARCH_X86 && HWY_TARGET > HWY_AVX3
+inline constexpr int kVectors = 3;
+#else
+inline constexpr int kVectors = 6;
+#endif
+
 template <int R, bool kAhead, class T>
 HWY_INLINE void dot_rows(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride,
                          std::int64_t n_x, float* out, std::int64_t out_stride) {
+  const auto tile = [&]<int N, bool kFirst>(std::int64_t i) HWY_ATTR {
+    dot_tile<R, N, kFirst>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  };
+  const auto rest = [&]<bool kFirst>(std::int64_t i) HWY_ATTR {
+    switch (n_x - i) {
+      case 1:
+        return tile.template operator()<1, kFirst>(i);
+      case 2:
+        return tile.template operator()<2, kFirst>(i);
+      case 3:
+        return tile.template operator()<3, kFirst>(i);
+      case 4:
+        return tile.template operator()<4, kFirst>(i);
+      case 5:
+        return tile.template operator()<5, kFirst>(i);
+      default:
+        return;
+    }
+  };
   // Only the first vectors meet rows that are not in the cache yet.
-  if (n_x == 1) return dot_tile<R, 1, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
-  if (n_x == 2) return dot_tile<R, 2, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
-  dot_tile<R, 3, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
-  std::int64_t i = 3;
-  for (; i + 3 <= n_x; i += 3)
-    dot_tile<R, 3, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
-  if (n_x - i == 2)
-    dot_tile<R, 2, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
-  if (n_x - i == 1)
-    dot_tile<R, 1, false>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  if (n_x < kVectors) return rest.template operator()<kAhead>(0);
+  tile.template operator()<kVectors, kAhead>(0);
+  std::int64_t i = kVectors;
+  for (; i + kVectors <= n_x; i += kVectors) tile.template operator()<kVectors, false>(i);
+  rest.template operator()<false>(i);
 }
 
 template <class T>
@@ -101,7 +124,7 @@ void dots_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64
   // Vectors in blocks that stay in the second-level cache while the rows pass by.
   constexpr std::int64_t kBlockBytes = 192 * 1024;
   constexpr std::int64_t kShortRowBytes = 8 * 1024;
-  const std::int64_t block = std::max<std::int64_t>(3, kBlockBytes / (4 * std::max<std::int64_t>(1, length)) / 3 * 3);
+  const std::int64_t block = std::max<std::int64_t>(kVectors, kBlockBytes / (4 * std::max<std::int64_t>(1, length)) / kVectors * kVectors);
   for (std::int64_t first = 0; first < n_x; first += block) {
     const std::int64_t count = std::min(block, n_x - first);
     const float* xs = x + first * x_stride;
