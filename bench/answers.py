@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 from collections import defaultdict
 from statistics import fmean, variance
@@ -272,4 +273,5 @@ def main(words=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()
