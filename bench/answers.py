@@ -44,7 +44,7 @@ class Cell:
 def files_of(path):
     if not os.path.isdir(path):
         return [path]
-    return sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names if name.endswith(".jsonl") and folder.count(os.sep) >= 2)
+    return sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names if name.endswith(".jsonl") and os.path.basename(folder) in QUESTIONS)
 
 
 def read_samples(path, cells):

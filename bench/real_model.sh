@@ -15,6 +15,7 @@ every answer. bench/answers.py makes the tables of docs/results.md of them.
                       (needs kvkeep-llama, docs/llama.md, and the stage answers)
             ams       every scorer alone, under AMS as published, as ours by default, and with all of the budget in
                       segments
+            coverage  how much of the budget goes through AMS's segments: a quarter, half, three quarters, all
             ablate    AMS without each of its parts, and its sweeps
             decode    long decodes, whose answers depend on what was told, asked and written long before
             distance  KL from the full cache, token by token, over long decodes of prose
@@ -40,7 +41,7 @@ TEXT
 stop() { printf 'bench/real_model.sh: %s\n' "$*" >&2; exit 2; }
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-stages=(answers caches peers ams ablate decode distance ea asl sekv serving)
+stages=(answers caches peers ams coverage ablate decode distance ea asl sekv serving)
 stage="" models=smollm2,gemma3 texts="" questions="" length=1024 samples="" threads=1 out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
 while [[ $# -gt 0 ]]; do
   case "$1" in
@@ -164,11 +165,15 @@ case "$stage" in
       grid "" bf16 "$half,$quarter,$eighth" "${forms[@]}" ams-expected ams-expected,variant=official ams-keydiff ams-keydiff,preset=question ams-keydiff,variant=official
     done
     ;;
+  coverage)
+    questions="${questions:-before,after}"
+    grid "" bf16 "$half,$quarter,$eighth" ams-tova,coverage=0.5 ams-tova,coverage=0.75 ams-expected,coverage=0.25 ams-expected,coverage=0.5 ams-expected,coverage=0.75
+    ;;
   ablate)
     questions="${questions:-before,after}"
     variants=()
     for base in tova expected; do
-      for change in coverage=0.5 coverage=0.75 segments=fixed:64 quotas=equal quotas=length pool=1 window=8 window=128 suffix_fill=causal_mean suffix_fill=exclude min_segment=8 segment_mass=0.005; do
+      for change in segments=fixed:64 quotas=equal quotas=length pool=1 window=8 window=128 suffix_fill=causal_mean suffix_fill=exclude min_segment=8 segment_mass=0.005; do
         variants+=("ams-$base,preset=question,allocator.$change")
       done
     done
@@ -177,15 +182,15 @@ case "$stage" in
   decode)
     named=()
     for text in "${texts[@]}"; do text_file "$text"; named+=("$text=$file"); done
-    mkdir -p -- "$out/decode"
-    python3 "$root/bench/long_decodes.py" "$out/decode/samples.jsonl" "${named[@]}" --samples "${samples:-6}"
-    for task in facts asked list; do grep "\"task\": \"$task\"" "$out/decode/samples.jsonl" > "$out/decode/$task.jsonl"; done
-    policies full streaming random tova expected adakv-expected keydiff snapkv tova,share=union ams-tova ams-tova,allocator.credit=false ams-tova,preset=question ams-tova,preset=question,allocator.credit=false \
+    mkdir -p -- "$out/logs"
+    python3 "$root/bench/long_decodes.py" "$out/logs/all.jsonl" "${named[@]}" --samples "${samples:-6}"
+    for task in facts asked list; do grep "\"task\": \"$task\"" "$out/logs/all.jsonl" > "$out/logs/$task.jsonl"; done
+    policies full streaming tova expected adakv-expected keydiff expected,rest=fold ams-tova ams-tova,allocator.credit=false ams-tova,preset=question ams-tova,preset=question,allocator.credit=false \
       ams-tova,variant=official ams-tova,variant=official,allocator.credit=false
-    for model in ${models//,/ }; do
-      model_file "$model"
-      for task in facts asked list; do
-        job "$out/decode/$model/stream/$task" eval --model "$file" --cache-dtype bf16 --samples-in "$out/decode/$task.jsonl" --batch 18 --stream-after 32 --interval 32 --budgets 128 "${given[@]}"
+    for task in facts asked list; do
+      for model in ${models//,/ }; do
+        model_file "$model"
+        job "$out/decode/$model/stream/$task" eval --model "$file" --cache-dtype bf16 --samples-in "$out/logs/$task.jsonl" --batch 18 --stream-after 32 --interval 32 --budgets 256 "${given[@]}"
       done
     done
     ;;
