@@ -5,7 +5,8 @@
 
 SAMPLES are lines of `kvkeep eval --question after --samples-out`. For each, two events are recorded: at the end of the text, where every scorer scores it (`kvkeep replay`), and at the end of
 question and answer, whose queries show what was read. By layer, the mean over KV heads of Spearman's rank correlation between the two over the slots that a scorer may choose (not the 4 sinks,
-nor the 32 newest), and the share of rows in which the needle, five slots, is among the better half of them: 3 % by chance. Needs numpy; --png also matplotlib.
+nor the 32 newest), and the share of rows in which all slots of
+the number are among the better half of them. Needs numpy; --png also matplotlib.
 """
 import argparse
 import csv
@@ -36,6 +37,19 @@ def ranks(x):
     order = np.empty(len(x))
     order[np.argsort(x, kind="stable")] = np.arange(len(x))
     return order
+
+
+def slots_of(pieces, wanted):
+    """The slots whose pieces spell the number; None if there are none."""
+    for first in range(len(pieces)):
+        spelt = ""
+        for last in range(first, len(pieces)):
+            spelt += pieces[last].strip()
+            if spelt == wanted:
+                return np.arange(first, last + 1)
+            if not wanted.startswith(spelt) or not spelt:
+                break
+    return None
 
 
 def attention(event, layer, first):
@@ -87,10 +101,12 @@ def main():
                 layers = sorted(int(k.split(".")[1]) for k in told if k.endswith(".keys"))
                 n = told["layer.%d.keys" % layers[0]].shape[2]
                 paid = {layer: attention(asked, layer, n) for layer in layers}
-                # The needle: the slot that is read most, in any layer, by question and answer, but for sinks and newest slots; and its neighbours.
-                total = sum(rows.max(axis=0) for rows in paid.values())
-                total[:4] = total[n - 32:] = 0
-                needle = np.arange(max(4, int(total.argmax()) - 2), min(n - 32, int(total.argmax()) + 3))
+                with open(place("prompt.txt"), "w") as f:
+                    f.write(text)
+                pieces = [t["piece"] for t in json.loads(subprocess.run([a.kvkeep, "tokens", "--model", weights, "--prompt-file", place("prompt.txt"), "-o", "json"], check=True, capture_output=True).stdout)]
+                needle = slots_of(pieces, sample["references"][0])
+                if needle is None or needle[0] < 4 or needle[-1] >= n - 32:
+                    continue  # it stays in any case
                 for scorer in SCORERS:
                     run("replay", place("text"), "--policy", scorer + ",budget=256", "--out", place("kept"))
                     scores = tensors(place("kept"))
