@@ -27,14 +27,15 @@ every answer. bench/answers.py makes the tables of docs/results.md of them.
   --texts T,...     manual, policy, code, of bench/texts.sh [all]
   --questions Q,... before, after [both, or those that the stage is about]
   --length N        tokens of a needle's prompt and answer [1024]
+  --slots N         budgets of decode [256]
   --samples N       of each task and text [6; asl: 3]
   --threads N       of each of the two commands that run side by side [1]
   --out DIR         [out/results]
   --kvkeep FILE     [build/release/bin/kvkeep]
 
 Results lie in DIR/STAGE/MODEL/QUESTION/TEXT*.jsonl; what is there is not measured again, so a stage that was stopped
-goes on where it was. Two commands run side by side; each is printed before it runs. On two cores a stage takes 10 to
-20 minutes for each model.
+goes on where it was. Two commands run side by side; each is printed before it runs. On two cores a stage takes 5 to
+20 minutes for each model; serving takes an hour.
 TEXT
 }
 
@@ -42,11 +43,11 @@ stop() { printf 'bench/real_model.sh: %s\n' "$*" >&2; exit 2; }
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 stages=(answers caches peers ams coverage ablate decode distance ea asl sekv serving)
-stage="" models=smollm2,gemma3 texts="" questions="" length=1024 samples="" threads=1 out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
+stage="" models=smollm2,gemma3 texts="" questions="" length=1024 slots=256 samples="" threads=1 out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) usage; exit 0 ;;
-    --models | --texts | --questions | --length | --samples | --threads | --out | --kvkeep)
+    --models | --texts | --questions | --length | --slots | --samples | --threads | --out | --kvkeep)
       [[ $# -ge 2 ]] || stop "$1: a value is missing; see --help"
       printf -v "${1#--}" '%s' "$2"
       shift
@@ -190,7 +191,7 @@ case "$stage" in
     for task in facts asked list; do
       for model in ${models//,/ }; do
         model_file "$model"
-        job "$out/decode/$model/stream/$task" eval --model "$file" --cache-dtype bf16 --samples-in "$out/logs/$task.jsonl" --batch 18 --stream-after 32 --interval 32 --budgets 256 "${given[@]}"
+        job "$out/decode-$slots/$model/stream/$task" eval --model "$file" --cache-dtype bf16 --samples-in "$out/logs/$task.jsonl" --batch 18 --stream-after 32 --interval 32 --budgets "$slots" "${given[@]}"
       done
     done
     ;;
