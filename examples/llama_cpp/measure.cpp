@@ -294,7 +294,8 @@ std::vector<Budget> budgets_of(const std::string& given) {
   for (std::string one; std::getline(list, one, ',');) {
     const bool is_part = one.starts_with("1/");
     const int number = std::atoi(one.c_str() + (is_part ? 2 : 0));
-    if (number < 1) fail("--budgets: given '" + one + "'; allowed parts of the prompt such as 1/4, and cells such as 256");
+    if (number < 1)
+      fail("--budgets: given '" + one + "'; allowed parts of the prompt such as 1/4, and cells such as 256");
     budgets.push_back({one, is_part ? number : 0, is_part ? 0 : number});
   }
   return budgets;
@@ -349,8 +350,7 @@ void answer(const Options& o) {
         const int most = sample.at("max_new_tokens").get<int>(), kept = budget.of(prompt.size());
         const auto all = static_cast<int>(prompt.size() + question.size()) + most + 8;
         Engine engine(model.get(), o,
-                      whole || shift ? policy
-                                     : policy + ",prefill=cut,interval=1000000,budget=" + std::to_string(kept),
+                      whole || shift ? policy : policy + ",prefill=cut,interval=1000000,budget=" + std::to_string(kept),
                       shift ? kept + static_cast<int>(question.size()) + most + 8 : all);
         engine.feed(prompt);
         if (!question.empty()) engine.feed(question);

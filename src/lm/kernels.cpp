@@ -124,7 +124,8 @@ void dots_of(const T* rows, std::int64_t stride, std::int64_t n_rows, std::int64
   // Vectors in blocks that stay in the second-level cache while the rows pass by.
   constexpr std::int64_t kBlockBytes = 192 * 1024;
   constexpr std::int64_t kShortRowBytes = 8 * 1024;
-  const std::int64_t block = std::max<std::int64_t>(kVectors, kBlockBytes / (4 * std::max<std::int64_t>(1, length)) / kVectors * kVectors);
+  const std::int64_t block =
+      std::max<std::int64_t>(kVectors, kBlockBytes / (4 * std::max<std::int64_t>(1, length)) / kVectors * kVectors);
   for (std::int64_t first = 0; first < n_x; first += block) {
     const std::int64_t count = std::min(block, n_x - first);
     const float* xs = x + first * x_stride;
