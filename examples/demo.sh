@@ -47,14 +47,14 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
 
 # Exact but for tokens/s: samples come from a seed.
 show_pretrained() {
-  local name="${model##*/}" question cache policies=() policy
+  local name="${model##*/}" question cache policies policy
   [[ "$model" != "${kvkeep_real_model:-}" ]] || name=smollm2
-  for policy in full streaming tova ams-expected,preset=question adakv-expected expected,rest=fold; do policies+=(--policy "$policy"); done
   grep -hv '^[|!#]' "$kvkeep_root"/docs/{design,integration,ams,memory}.md > "$out/prose.txt"
   for question in before after; do
     mkdir -p -- "$out/$name/$question"
     for cache in bf16 q4_0; do
-      [[ "$cache" == bf16 ]] || policies=(--policy full)
+      policies=(--policy full)  # of 4 bits nothing is dropped here
+      [[ "$cache" == q4_0 ]] || for policy in streaming tova ams-expected,preset=question adakv-expected expected,rest=fold; do policies+=(--policy "$policy"); done
       "$kvkeep" eval --model "$model" --weights bf16 --cache-dtype "$cache" --task ruler/niah-single-2,text/needle --haystack "$out/prose.txt" --length 1024 --samples "$samples" --batch 6 \
         --answer-tokens 32 --interval 512 --question "$question" --budgets 256,128 "${policies[@]}" --samples-out "$out/$name/$question/docs@$cache.jsonl" > /dev/null
     done
