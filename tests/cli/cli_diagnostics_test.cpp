@@ -208,6 +208,15 @@ TEST_F(CommandDiagnostics, ComparesWhatEachPolicyWroteWithAttentionOfTheFullCach
   }
 }
 
+TEST_F(CommandDiagnostics, KeepsTasksApartThatWouldRunTogether) {
+  const json table =
+      measured({"eval", "--model", place("model"), "--task", "text/needle,ruler/niah-single-2", "--haystack", prose_,
+                "--length", "600", "--samples", "1", "--policy", kTova, "--diagnostics"},
+               {});
+  ASSERT_EQ(table.size(), 2U);
+  for (const json& row : table) EXPECT_EQ(row["diagnostics"]["events"], 1) << row["task"];
+}
+
 TEST_F(CommandDiagnostics, SaysWhyANumberIsMissing) {
   const Words eval{"eval",
                    "--model",
