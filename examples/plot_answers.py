@@ -16,7 +16,7 @@ import answers as table
 # Okabe and Ito's palette: told apart by people with any colour vision.
 COLOURS = ["#999999", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#000000"]
 MARKS = ["o", "s", "^", "D", "v", "P", "X", "h"]
-DEFAULT = ("streaming;tova;keydiff;adakv-expected;adakv-expected over q4_0;ams-tova,preset=question;ams-expected,preset=question;expected,rest=fold;expected,rest=fold over q4_0;"
+DEFAULT = ("streaming;tova;keydiff;adakv-expected;adakv-expected over q4_0;ams-expected,preset=question;ams-expected,preset=question over q4_0;expected,rest=fold;expected,rest=fold over q4_0;"
            "ams-tova,preset=question,rest=fold;ams-tova,preset=question,rest=fold over q4_0")
 TITLES = {"before": "question in sight at the cut", "after": "question comes later", "stream": "long decode"}
 

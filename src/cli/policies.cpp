@@ -33,8 +33,8 @@ tokens of three texts (docs/results.md); the full cache answers 96 and 96:
 - A quarter: a cache of 4 bits (q4_0), and drop nothing. 85 and 91, whenever the question comes. If it is in sight when
   the prompt is cut, `ams-expected,preset=question` over 16 bits: 94 and 61.
 - Less: half of the slots of a cache of 4 bits, a seventh of the bytes: with the question in sight
-  `ams-expected,preset=question`, 89 and 81. Folded instead of dropped (`rest=fold`), if the rest may lie far: in sight
-  `ams-tova,preset=question,rest=fold` 87 and 89, later `expected,rest=fold` 87 and 57.
+  `ams-expected,preset=question`, 89 and 81. Folded instead of dropped, if the rest may lie far:
+  `ams-tova,preset=question,rest=fold`, in sight 87 and 89, later 83 and 69.
 - Dropping loses where the question comes later and less than half stays; which scorer loses least goes by the model:
   `adakv-expected` on SmolLM2, `keydiff` on Gemma.
 
