@@ -43,7 +43,7 @@ done
 source "$(dirname -- "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
 [[ -n "$out" ]] || out="$kvkeep_root/out/demo"
 
-# Here kvkeep is built ("$kvkeep"), "$kvkeep_python" has matplotlib and numpy, "$out" exists.
+# Here kvkeep is built ("$kvkeep"), "$kvkeep_python" has matplotlib, "$out" exists.
 
 # Exact but for tokens/s: samples come from a seed.
 show_pretrained() {
@@ -59,11 +59,10 @@ show_pretrained() {
         --answer-tokens 32 --interval 512 --question "$question" --budgets 256,128 "${policies[@]}" --samples-out "$out/$name/$question/docs@$cache.jsonl" > /dev/null
     done
   done
-  "$kvkeep_python" "$kvkeep_root/bench/answers.py" "$out/$name" > "$out/table.md"
+  "$kvkeep_python" "$kvkeep_root/bench/answers.py" "$out/$name" | tee -- "$out/table.md"
   "$kvkeep_python" "$kvkeep_root/examples/plot_answers.py" "$out/answers.png" "$out/$name"
   "$kvkeep" generate --model "$model" --chat --prompt-file "$kvkeep_root/examples/lighthouse.txt" --max-new-tokens 40 --stop --quiet \
     --policy tova,budget=192,interval=32,recent=16,prefill=cut --html "$out/kept.html" > "$out/lighthouse.txt"
-  cat -- "$out/table.md"
   kvkeep_say "" "Whole answers in percent, +- half of the 95 % interval; \"later\": the cache was cut before its question came." \
     "Answers against bytes:                         $out/answers.png" "Which tokens of a story stayed, for a browser: $out/kept.html" "Every answer:                                  $out/$name"
 }

@@ -88,34 +88,23 @@ inline constexpr int kVectors = 3;
 inline constexpr int kVectors = 6;
 #endif
 
+// Of `count` vectors, 0 to N.
+template <int R, int N, bool kAhead, class T>
+HWY_INLINE void dot_tile_of(std::int64_t count, const T* rows, std::int64_t stride, std::int64_t length, const float* x,
+                            std::int64_t x_stride, float* out, std::int64_t out_stride) {
+  if (count == N) return dot_tile<R, N, kAhead>(rows, stride, length, x, x_stride, out, out_stride);
+  if constexpr (N > 1) dot_tile_of<R, N - 1, kAhead>(count, rows, stride, length, x, x_stride, out, out_stride);
+}
+
 template <int R, bool kAhead, class T>
 HWY_INLINE void dot_rows(const T* rows, std::int64_t stride, std::int64_t length, const float* x, std::int64_t x_stride,
                          std::int64_t n_x, float* out, std::int64_t out_stride) {
-  const auto tile = [&]<int N, bool kFirst>(std::int64_t i) HWY_ATTR {
-    dot_tile<R, N, kFirst>(rows, stride, length, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
-  };
-  const auto rest = [&]<bool kFirst>(std::int64_t i) HWY_ATTR {
-    switch (n_x - i) {
-      case 1:
-        return tile.template operator()<1, kFirst>(i);
-      case 2:
-        return tile.template operator()<2, kFirst>(i);
-      case 3:
-        return tile.template operator()<3, kFirst>(i);
-      case 4:
-        return tile.template operator()<4, kFirst>(i);
-      case 5:
-        return tile.template operator()<5, kFirst>(i);
-      default:
-        return;
-    }
-  };
   // Only the first vectors meet rows that are not in the cache yet.
-  if (n_x < kVectors) return rest.template operator()<kAhead>(0);
-  tile.template operator()<kVectors, kAhead>(0);
-  std::int64_t i = kVectors;
-  for (; i + kVectors <= n_x; i += kVectors) tile.template operator()<kVectors, false>(i);
-  rest.template operator()<false>(i);
+  dot_tile_of<R, kVectors, kAhead>(std::min<std::int64_t>(kVectors, n_x), rows, stride, length, x, x_stride, out,
+                                   out_stride);
+  for (std::int64_t i = kVectors; i < n_x; i += kVectors)
+    dot_tile_of<R, kVectors, false>(std::min(n_x - i, std::int64_t{kVectors}), rows, stride, length, x + i * x_stride,
+                                    x_stride, out + i * out_stride, out_stride);
 }
 
 template <class T>
