@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds here what runs on a machine with a GPU that has neither a network nor Debian's packages: tests, benches and
-# kvkeep's libraries for one chip, stripped, with the few libraries that LibTorch does not bring.
+# Builds here what runs on a machine with a GPU that has neither a network nor Debian's packages: tests, benches, the
+# command and kvkeep's libraries for one chip, stripped, with the few libraries that LibTorch does not bring.
 #
 #   bash bench/gpu_kit.sh             build/gpu-kit -> .gpu/kit.tar.xz, below 15 MB; tried from a foreign folder
 #   bash bench/gpu_kit.sh --sources   the checksum of the sources that a kit of this tree would have
@@ -32,15 +32,15 @@ export PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
 command -v nvcc > /dev/null || kvkeep_stop "gpu_kit.sh: there is no nvcc on PATH nor in CUDA_HOME"
 # shellcheck disable=SC2034  # kvkeep_build reads it
 kvkeep_configure_options=(-DKVKEEP_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=${KVKEEP_GPU_ARCH:-90-real}" -DKVKEEP_BUILD_EXAMPLES=OFF -DKVKEEP_BUILD_CUDA_MODEL=OFF)
-programs=(kvkeep_gpu_tests kvkeep_gpu_bench)
-kvkeep_build release "$kvkeep_root/build/gpu-kit" "${programs[@]}"
+programs=(kvkeep_gpu_tests kvkeep_gpu_bench kvkeep)
+kvkeep_build release "$kvkeep_root/build/gpu-kit" kvkeep_gpu_tests kvkeep_gpu_bench kvkeep_cli
 
 kit="$(mktemp -d)"
 trap 'rm -rf -- "$kit"' EXIT
 mkdir -p "$kit/kit/bin" "$kit/kit/lib"
 for program in "${programs[@]}"; do strip -o "$kit/kit/bin/$program" "build/gpu-kit/bin/$program"; done
 # Ours, and what the system has of the libraries that LibTorch and a bare machine lack.
-ldd build/gpu-kit/bin/kvkeep_gpu_tests build/gpu-kit/bin/kvkeep_gpu_bench |
+ldd "${programs[@]/#/build/gpu-kit/bin/}" |
   awk '$2 == "=>" && $1 ~ /^lib(kvkeep|hwy|utf8proc)/ { print $1, $3 }' | sort -u |
   while read -r name path; do strip -o "$kit/kit/lib/$name" "$path"; done
 printf '%s%s, sm_%s, %s\n%s\n' "$(git rev-parse --short HEAD)" "$([[ -z "$(git status --porcelain)" ]] || echo ' and changes')" \
