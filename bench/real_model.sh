@@ -28,7 +28,7 @@ every answer. bench/answers.py makes the tables of docs/results.md of them.
   --questions Q,... before, after [both, or those that the stage is about]
   --length N        tokens of a needle's prompt and answer [1024]
   --slots N         budgets of decode [256]
-  --samples N       of each task and text [6; asl: 3]
+  --samples N       of each task and text [6; ams, ablate, ea, asl, sekv: 3; distance: 2]
   --threads N       of each of the two commands that run side by side [1]
   --out DIR         [out/results]
   --kvkeep FILE     [build/release/bin/kvkeep]
@@ -68,6 +68,13 @@ read -ra texts <<< "${texts:+${texts//,/ }}"
 half=$((length / 2)) quarter=$((length / 4)) eighth=$((length / 8))
 needles=ruler/niah-single-2,ruler/niah-multikey-1,text/needle
 
+case "$stage" in
+  ams | ablate | ea | asl | sekv) few=3 ;;
+  distance) few=2 ;;
+  *) few=6 ;;
+esac
+samples="${samples:-$few}"
+
 # ---- The queue
 
 jobs=()
@@ -76,15 +83,17 @@ jobs=()
 job() { jobs+=("$(printf '%q ' "$@")"); }
 
 run_job() {
-  local to="$1" command=("$kvkeep" "${@:2}" --weights bf16 --threads "$threads" --quiet -o csv)
-  if [[ -s "$to.csv" ]]; then return; fi
+  local to="$1" form=csv
+  [[ "$to" != *-zoom/* ]] || form=json  # a number for each head does not fit a row of CSV
+  local command=("$kvkeep" "${@:2}" --weights bf16 --threads "$threads" --quiet -o "$form")
+  if [[ -s "$to.$form" ]]; then return; fi
   mkdir -p -- "$(dirname -- "$to")"
   [[ "$2" != eval ]] || command+=(--samples-out "$to.jsonl")
   [[ "$2" != llama ]] || command=("$(dirname -- "$kvkeep")/kvkeep-llama" answer "${@:3}" -t "$threads" --samples-out "$to.jsonl")
   printf '%s ' "${command[@]}" >&2
   printf '\n' >&2
-  "${command[@]}" > "$to.csv.part"
-  mv -- "$to.csv.part" "$to.csv"
+  "${command[@]}" > "$to.$form.part"
+  mv -- "$to.$form.part" "$to.$form"
 }
 
 run_jobs() {
@@ -111,7 +120,7 @@ grid() {
     for question in ${questions//,/ }; do
       for text in "${texts[@]}"; do
         text_file "$text"
-        job "$out/$stage/$model/$question/$text$tag" eval --model "$from" --cache-dtype "$cache" --task "$needles" --haystack "$file" --length "$length" --samples "${samples:-6}" --batch 18 \
+        job "$out/$stage/$model/$question/$text$tag" eval --model "$from" --cache-dtype "$cache" --task "$needles" --haystack "$file" --length "$length" --samples "$samples" --batch 18 \
           --answer-tokens 32 --question "$question" --interval 512 ${slots:+--budgets "$slots"} "${given[@]}"
       done
     done
@@ -184,7 +193,7 @@ case "$stage" in
     named=()
     for text in "${texts[@]}"; do text_file "$text"; named+=("$text=$file"); done
     mkdir -p -- "$out/logs"
-    python3 "$root/bench/long_decodes.py" "$out/logs/all.jsonl" "${named[@]}" --samples "${samples:-6}"
+    python3 "$root/bench/long_decodes.py" "$out/logs/all.jsonl" "${named[@]}" --samples "$samples"
     for task in facts asked list; do grep "\"task\": \"$task\"" "$out/logs/all.jsonl" > "$out/logs/$task.jsonl"; done
     policies full streaming tova expected adakv-expected keydiff expected,rest=fold ams-tova ams-tova,allocator.credit=false ams-tova,preset=question ams-tova,preset=question,allocator.credit=false \
       ams-tova,variant=official ams-tova,variant=official,allocator.credit=false
@@ -203,7 +212,7 @@ case "$stage" in
       from="$file"
       for text in "${texts[@]}"; do
         text_file "$text"
-        job "$out/distance/$model/stream/$text" perplexity --model "$from" --cache-dtype bf16 --text "$file" --length "$length" --prompt 128 --texts "${samples:-6}" --interval 32 --budgets "$eighth" "${given[@]}"
+        job "$out/distance/$model/stream/$text" perplexity --model "$from" --cache-dtype bf16 --text "$file" --length "$length" --prompt 128 --texts "$samples" --interval 32 --budgets "$eighth" "${given[@]}"
       done
     done
     ;;
@@ -244,7 +253,7 @@ case "$stage" in
       text_file "$text"
       common=(--model "$from" --cache-dtype bf16 --haystack "$file" --length "$length" --batch 1 --answer-tokens 32 --question before --budgets "$quarter")
       policies "${selecting[@]}"
-      job "$out/asl/smollm2/before/$text" eval "${common[@]}" --samples "${samples:-3}" --task "$needles" "${given[@]}"
+      job "$out/asl/smollm2/before/$text" eval "${common[@]}" --samples "$samples" --task "$needles" "${given[@]}"
       policies asl,layers.threshold=0,layers.min_layer=4,layers.observed_layers=5
       job "$out/asl-variance/smollm2/before/$text" eval "${common[@]}" --samples 2 --task "$needles,ruler/niah-multivalue,ruler/vt,ruler/cwe,ruler/fwe" "${given[@]}"
     done
@@ -258,6 +267,16 @@ case "$stage" in
     grid "" bf16 "$quarter,$eighth" "${spans[@]}"
     grid @free bf16 "" sekv,recent=32 sekv,recent=32,memory.alpha=3 sekv,recent=32,memory.alpha=3,memory.max_span=32 sekv,recent=32,memory.alpha=3,memory.max_rank=8 sekv,recent=128,memory.alpha=3 \
       sekv,recent=32,memory.alpha=100
+    policies sekv,recent=32,memory.alpha=3 sekv,recent=32,memory.alpha=3,memory.mass=0.005 sekv,recent=32,memory.alpha=3,memory.max_span=32
+    for model in ${models//,/ }; do
+      model_file "$model"
+      from="$file"
+      text_file manual
+      for question in ${questions//,/ }; do
+        job "$out/sekv-zoom/$model/$question/manual" eval --model "$from" --cache-dtype bf16 --task "$needles" --haystack "$file" --length "$length" --samples "$samples" --batch 9 --answer-tokens 32 \
+          --question "$question" --interval 512 "${given[@]}"
+      done
+    done
     ;;
   serving)
     export OMP_NUM_THREADS="$threads" GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
