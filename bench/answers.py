@@ -4,6 +4,8 @@
     answers.py RESULTS [RESULTS ...]                             one table for each model: policies by question and budget
     answers.py RESULTS ... --long                                a row for each policy, cache, question and budget
     answers.py RESULTS ... --pairs "ams-tova=tova;..."           differences, paired by sample
+    answers.py RESULTS ... --beside first_token_ms,opened        with --long or --csv: also means of these columns of
+                                                                 the command's own table, which lies beside its samples
     answers.py RESULTS ... --csv OUT.csv                         every score, for programs and for this one
     answers.py --write PAGE.md                                   makes the page's tables anew: those between the lines
                                                                  <!-- answers.py ARGUMENTS --> and <!-- end -->
@@ -25,7 +27,7 @@ import sys
 from collections import defaultdict
 from statistics import fmean, variance
 
-COLUMNS = ["model", "question", "length", "text", "task", "cache", "policy", "budget", "kept_bytes", "scores"]
+COLUMNS = ["model", "question", "length", "text", "task", "cache", "policy", "budget", "kept_bytes", "scores", "beside"]
 SIXTEEN_BITS = ("bf16", "f16", "f32")
 QUESTIONS = {"before": "in sight", "after": "later", "stream": "long decode"}
 
@@ -36,6 +38,7 @@ class Cell:
     def __init__(self):
         self.scores = defaultdict(dict)  # text -> task -> [scores]
         self.kept = {}                   # (text, task) -> mean bytes
+        self.beside = {}                 # (text, task) -> {column: number}
 
     def by_text(self, whole):
         return {text: [[float(s > 1 - 1e-6) if whole else s for s in tasks[t]] for t in sorted(tasks)] for text, tasks in sorted(self.scores.items())}
@@ -47,21 +50,33 @@ def files_of(path):
     return sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names if name.endswith(".jsonl") and os.path.basename(folder) in QUESTIONS)
 
 
+def shown_policy(name):
+    return re.sub(r"calibration=[^,]*", "calibration=...", name)
+
+
+def read_table(path):
+    """(policy, budget, task) -> {column: number} of the table that a command printed."""
+    if not os.path.exists(path):
+        return {}
+    with open(path, newline="") as f:
+        return {(shown_policy(row["policy"]), row["budget"], row["task"]): {name: float(x) for name, x in row.items() if x and re.fullmatch(r"-?[\d.]+(e-?\d+)?", x)} for row in csv.DictReader(f)}
+
+
 def read_samples(path, cells):
     """Lines of kvkeep eval --samples-out. The folders say which model, and when the question comes."""
     model, question, name = os.path.normpath(path).split(os.sep)[-3:]
-    rows = defaultdict(list)
+    rows, table = defaultdict(list), read_table(path[: -len("jsonl")] + "csv")
     with open(path) as f:
         for line in f:
             sample = json.loads(line)
             text = re.split("[.@]", name)[0] if "seed" in sample else sample["id"].rsplit("-", 1)[0]
             for answer in sample["answers"]:
-                policy = re.sub(r"calibration=[^,]*", "calibration=...", answer["policy"])
-                rows[(model, question, sample.get("length", 0), policy, sample["cache_dtype"], str(answer["budget"] or "")), text, sample["task"]].append((sample.get("seed", 0), answer["score"], answer["kept_bytes"]))
+                rows[(model, question, sample.get("length", 0), shown_policy(answer["policy"]), sample["cache_dtype"], str(answer["budget"] or "")), text, sample["task"]].append((sample.get("seed", 0), answer["score"], answer["kept_bytes"]))
     for (key, text, task), got in rows.items():
         got.sort(key=lambda g: g[0])
         cells[key].scores[text][task] = [g[1] for g in got]
         cells[key].kept[text, task] = fmean(g[2] for g in got)
+        cells[key].beside[text, task] = table.get((key[3], key[5], task), {})
 
 
 def read(paths):
@@ -75,6 +90,7 @@ def read(paths):
                 cell = cells[row["model"], row["question"], int(row["length"]), row["policy"], row["cache"], row["budget"]]
                 cell.scores[row["text"]][row["task"]] = [float(s) for s in row["scores"].split()]
                 cell.kept[row["text"], row["task"]] = float(row["kept_bytes"])
+                cell.beside[row["text"], row["task"]] = {n: float(x) for n, _, x in (w.partition("=") for w in (row.get("beside") or "").split())}
     if not cells:
         sys.exit("answers.py: no samples; allowed what bench/real_model.sh writes, and CSVs of --csv")
     return cells
@@ -151,13 +167,18 @@ def wide(cells, all_cells, whole):
             row([shown_name(policy, cache)] + shown + [", ".join(dict.fromkeys(shares))])
 
 
-def long(cells, all_cells, whole):
-    row(["model", "question", "policy", "budget", "bytes %", "answers, 95 % interval", "by text"])
-    row(["---"] * 3 + ["---:"] * 3 + ["---"])
+def beside_text(cell, column):
+    known = [got[column] for got in cell.beside.values() if column in got]
+    return "%.*f" % (0 if abs(fmean(known)) >= 100 else 1, fmean(known)) if known else ""
+
+
+def long(cells, all_cells, whole, beside):
+    row(["model", "question", "policy", "budget", "bytes %", "answers, 95 % interval"] + [b.replace("_", " ") for b in beside] + ["by text"])
+    row(["---"] * 3 + ["---:"] * (3 + len(beside)) + ["---"])
     for key in sorted(cells, key=lambda k: (k[0] != "smollm2", list(QUESTIONS).index(k[1]), budget_order(k[5]), -mean_of(cells[k].by_text(whole)))):
         by_text = cells[key].by_text(whole)
-        row([key[0], QUESTIONS[key[1]], shown_name(key[3], key[4]), key[5] or "-", shown_bytes(all_cells, key), "%.0f ± %.0f" % (100 * mean_of(by_text), 100 * half_of(by_text)),
-             ", ".join("%s %.0f" % (t, 100 * mean_of({t: v})) for t, v in by_text.items())])
+        row([key[0], QUESTIONS[key[1]], shown_name(key[3], key[4]), key[5] or "-", shown_bytes(all_cells, key), "%.0f ± %.0f" % (100 * mean_of(by_text), 100 * half_of(by_text))] + [beside_text(cells[key], b) for b in beside] +
+            [", ".join("%s %.0f" % (t, 100 * mean_of({t: v})) for t, v in by_text.items())])
 
 
 def difference_text(a, b):
@@ -183,14 +204,15 @@ def pairs(cells, asked, whole):
                 row(["%s - `%s`" % (shown_name(ours, cache), theirs), model, QUESTIONS[question]] + shown)
 
 
-def write_csv(path, cells):
+def write_csv(path, cells, beside):
     with open(path, "w", newline="") as f:
         out = csv.writer(f, lineterminator="\n")
         out.writerow(COLUMNS)
         for (model, question, length, policy, cache, budget), cell in sorted(cells.items(), key=lambda kv: (kv[0][:5], budget_order(kv[0][5]))):
             for text, tasks in sorted(cell.scores.items()):
                 for task, scores in sorted(tasks.items()):
-                    out.writerow([model, question, length, text, task, cache, policy, budget, "%.0f" % cell.kept[text, task], " ".join("%.4g" % s for s in scores)])
+                    out.writerow([model, question, length, text, task, cache, policy, budget, "%.0f" % cell.kept[text, task], " ".join("%.4g" % s for s in scores),
+                                  " ".join("%s=%.6g" % (b, cell.beside[text, task][b]) for b in beside if b in cell.beside.get((text, task), {}))])
 
 
 def asked_pairs(text, cells):
@@ -241,6 +263,7 @@ def main(words=None):
     p.add_argument("--policies", default="", help="rows, separated by ; [all]")
     p.add_argument("--budgets", default="", help="these alone, separated by , [all]")
     p.add_argument("--caches", default="", help="dtypes, separated by , [all]")
+    p.add_argument("--beside", default="", help="columns, separated by ,")
     p.add_argument("--mean", action="store_true", help="mean scores in place of whole answers")
     how = p.add_mutually_exclusive_group()
     how.add_argument("--long", action="store_true", help="a row for each cell")
@@ -255,7 +278,7 @@ def main(words=None):
         p.error("no RESULTS; allowed a CSV, a folder, or lines of kvkeep eval --samples-out")
     cells = read(a.results)
     if a.csv:
-        return write_csv(a.csv, cells)
+        return write_csv(a.csv, cells, a.beside.split(",") if a.beside else [])
     kept = [(0, a.models, ","), (1, a.questions, ","), (4, a.caches, ","), (5, a.budgets, ",")] + ([] if a.pairs else [(3, a.policies, ";")])
     shown = {k: c for k, c in cells.items() if all(not given or k[at] in given.split(by) or (at == 5 and k[5] == "") for at, given, by in kept)}
     for cell in shown.values():
@@ -267,7 +290,7 @@ def main(words=None):
     if a.pairs:
         pairs(shown, list(asked_pairs(a.pairs, cells)), whole)
     else:
-        (long if a.long else wide)(shown, cells, whole)
+        long(shown, cells, whole, a.beside.split(",") if a.beside else []) if a.long else wide(shown, cells, whole)
         count = [sum(len(s) for tasks in c.scores.values() for s in tasks.values()) for c in shown.values()]
         print("\n%d to %d samples a cell; texts: %s." % (min(count), max(count), ", ".join(sorted({t for c in shown.values() for t in c.scores}))))
 

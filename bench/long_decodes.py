@@ -4,11 +4,13 @@
     long_decodes.py OUT.jsonl TEXT=FILE [TEXT=FILE ...] [--samples 6] [--characters 1800] [--seed 1]
 
 A sample is a log: prose of the text, with short entries between its paragraphs. `kvkeep eval --samples-in OUT.jsonl --stream-after 32` feeds it token by token, with events
-on the way, and lets the model write how it goes on. Three tasks, each with --samples samples of every text:
+on the way, and lets the model write how it goes on. Four tasks, each with --samples samples of every text:
 
-  facts  eight access codes are told along the way; one of the first four is asked for at the end, for the first time
-  asked  the same, but that code was asked for and written at one third and at two thirds as well
-  list   a running list: the log writes down a new item after every piece of text, and all items so far; six in all
+  facts        eight access codes are told along the way; one of the first four is asked for at the end, for the first
+               time
+  asked        the same, but that code was asked for and written behind the fifth and the seventh of nine pieces as well
+  asked-early  the same, but it is one of the first two, asked for behind the third and the fourth piece
+  list         a running list: the log writes down a new item after every piece of text, and all items so far; six in all
 """
 import argparse
 import json
@@ -30,16 +32,16 @@ def code_of(place, code=None):
     return "The access code of the %s is" % place + ("" if code is None else " %s.\n" % code)
 
 
-def facts(text, rng, count, asked_before):
+def facts(text, rng, count, first, asked_behind):
     places = rng.sample(PLACES, 8)
     codes = [str(rng.randrange(1000, 10000)) for _ in places]
-    wanted = rng.randrange(4)
+    wanted = rng.randrange(first)
     parts = ["This log tells access codes between pieces of text.\n\n"]
     for i, piece in enumerate(prose(text, rng, count, 9)):
         parts.append(piece + "\n\n")
         if i < 8:
             parts.append("Entry: " + code_of(places[i], codes[i]) + "\n")
-        if asked_before and i in (4, 6):
+        if i in asked_behind:
             parts.append("Asked again: " + code_of(places[wanted], codes[wanted]) + "\n")
     parts.append("Asked again: ")
     return "".join(parts).rstrip(" "), code_of(places[wanted]), [codes[wanted]]
@@ -53,6 +55,9 @@ def running_list(text, rng, count):
     return "".join(parts).removesuffix(" The list is now: "), " The list is now:", items
 
 
+TASKS = {"facts": lambda *a: facts(*a, 4, ()), "asked": lambda *a: facts(*a, 4, (4, 6)), "asked-early": lambda *a: facts(*a, 2, (2, 3)), "list": running_list}
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("out", metavar="OUT.jsonl")
@@ -62,7 +67,7 @@ def main():
     p.add_argument("--seed", type=int, default=1)
     a = p.parse_args()
     lines = []
-    for task in ("facts", "asked", "list"):
+    for task, make in TASKS.items():
         for named in a.texts:
             text, _, path = named.partition("=")
             with open(path, encoding="utf-8") as f:
@@ -71,7 +76,7 @@ def main():
                 sys.exit("long_decodes.py: %s has %d characters; allowed more than %d" % (path, len(prose_of), a.characters))
             for i in range(a.samples):
                 rng = random.Random("%s %s %d %d" % (task, text, a.seed, i))
-                context, question, answers = running_list(prose_of, rng, a.characters) if task == "list" else facts(prose_of, rng, a.characters, task == "asked")
+                context, question, answers = make(prose_of, rng, a.characters)
                 lines.append({"task": task, "id": "%s-%d" % (text, i), "turns": [context, question], "references": answers, "scoring": "contains",
                               "max_new_tokens": 64 if task == "list" else 8, "raw": True})
     with open(a.out, "w", encoding="utf-8") as f:
