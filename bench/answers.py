@@ -7,9 +7,9 @@
     answers.py RESULTS ... --beside first_token_ms,opened        with --long or --csv: also means of these columns of
                                                                  the command's own table, which lies beside its samples
     answers.py RESULTS ... --csv OUT.csv                         every score, for programs and for this one
-    answers.py --write PAGE.md                                   makes the page's tables anew: those between the lines
+    answers.py --write PAGE.md ...                               makes the pages' tables anew: those between the lines
                                                                  <!-- answers.py ARGUMENTS --> and <!-- end -->
-    answers.py --check PAGE.md                                   fails unless the page's tables are those
+    answers.py --check PAGE.md ...                               fails unless the pages' tables are those
 
 RESULTS is a CSV, a folder, or MODEL/QUESTION/TEXT*.jsonl. A cell is the share of whole answers in percent, the mean over texts; after ± half of its 95 % interval, over samples
 within texts and tasks; in parentheses the worst text. Bytes: what is held near after the cut, in percent of the full cache in 16 bits, of the layers that are cut.
@@ -27,7 +27,7 @@ import sys
 from collections import defaultdict
 from statistics import fmean, variance
 
-COLUMNS = ["model", "question", "length", "text", "task", "cache", "policy", "budget", "kept_bytes", "scores", "beside"]
+COLUMNS = ["model", "question", "length", "text", "task", "cache", "policy", "budget", "kept_bytes", "scores"]
 SIXTEEN_BITS = ("bf16", "f16", "f32")
 QUESTIONS = {"before": "in sight", "after": "later", "stream": "long decode"}
 
@@ -207,12 +207,12 @@ def pairs(cells, asked, whole):
 def write_csv(path, cells, beside):
     with open(path, "w", newline="") as f:
         out = csv.writer(f, lineterminator="\n")
-        out.writerow(COLUMNS)
+        out.writerow(COLUMNS + ["beside"] * bool(beside))
         for (model, question, length, policy, cache, budget), cell in sorted(cells.items(), key=lambda kv: (kv[0][:5], budget_order(kv[0][5]))):
             for text, tasks in sorted(cell.scores.items()):
                 for task, scores in sorted(tasks.items()):
                     out.writerow([model, question, length, text, task, cache, policy, budget, "%.0f" % cell.kept[text, task], " ".join("%.4g" % s for s in scores),
-                                  " ".join("%s=%.6g" % (b, cell.beside[text, task][b]) for b in beside if b in cell.beside.get((text, task), {}))])
+                                  *[" ".join("%s=%.6g" % (b, cell.beside[text, task][b]) for b in beside if b in cell.beside[text, task])] * bool(beside)])
 
 
 def asked_pairs(text, cells):
@@ -269,11 +269,13 @@ def main(words=None):
     how.add_argument("--long", action="store_true", help="a row for each cell")
     how.add_argument("--pairs", default="", help="POLICY=BASE, separated by ;")
     p.add_argument("--csv", metavar="OUT.csv", help="write every score")
-    how.add_argument("--write", metavar="PAGE.md", help="make a page's tables anew")
-    how.add_argument("--check", metavar="PAGE.md", help="fail unless a page's tables follow from its CSVs")
+    how.add_argument("--write", metavar="PAGE.md", nargs="+", help="make tables of pages anew")
+    how.add_argument("--check", metavar="PAGE.md", nargs="+", help="fail unless tables of pages follow from their CSVs")
     a = p.parse_args(words)
     if a.write or a.check:
-        return write_page(a.write) if a.write else check_page(a.check)
+        for page in a.write or a.check:
+            (write_page if a.write else check_page)(page)
+        return
     if not a.results:
         p.error("no RESULTS; allowed a CSV, a folder, or lines of kvkeep eval --samples-out")
     cells = read(a.results)

@@ -15,7 +15,7 @@ every answer. bench/answers.py makes the tables of docs/results.md of them.
                       (needs kvkeep-llama, docs/llama.md, and the stage answers)
             ams       every scorer alone, under AMS as published, as ours by default, and with all of the budget in
                       segments
-            coverage  how much of the budget goes through AMS's segments: a quarter, half, three quarters, all
+            coverage  less of the budget through AMS's segments, and more: a quarter, half, three quarters, all
             ablate    AMS without each of its parts, and its sweeps
             decode    long decodes, whose answers depend on what was told, asked and written long before
             distance  KL from the full cache, token by token, over long decodes of prose
@@ -169,21 +169,21 @@ case "$stage" in
     for models in ${asked//,/ }; do
       calibration_of "$models"
       forms=()
-      for scorer in snapkv rkv h2o rpc,scorer.window=16 defensive "triattention,calibration=$calibration"; do
-        forms+=("$scorer" "ams-$scorer" "ams-$scorer,preset=question" "ams-$scorer,variant=official")
-      done
-      grid "" bf16 "$half,$quarter,$eighth" "${forms[@]}" ams-expected ams-expected,variant=official ams-keydiff ams-keydiff,preset=question ams-keydiff,variant=official
+      for scorer in rkv defensive "triattention,calibration=$calibration"; do forms+=("$scorer" "ams-$scorer" "ams-$scorer,preset=question" "ams-$scorer,variant=official"); done
+      # By default all of the budget goes through segments over these.
+      for scorer in snapkv h2o rpc,scorer.window=16; do forms+=("$scorer" "ams-$scorer" "ams-$scorer,coverage=0.75" "ams-$scorer,variant=official"); done
+      grid "" bf16 "$half,$quarter,$eighth" "${forms[@]}" ams-expected,variant=official ams-keydiff ams-keydiff,preset=question ams-keydiff,variant=official
     done
     ;;
   coverage)
     questions="${questions:-before,after}"
-    grid "" bf16 "$half,$quarter,$eighth" ams-tova,coverage=0.5 ams-tova,coverage=0.75 ams-expected,coverage=0.25 ams-expected,coverage=0.5 ams-expected,coverage=0.75
+    grid "" bf16 "$half,$quarter,$eighth" ams-tova,coverage=0.25 ams-tova,coverage=0.5 ams-expected,coverage=0.25 ams-expected,coverage=0.5 ams-expected
     ;;
   ablate)
     questions="${questions:-before,after}"
     variants=()
     for base in tova expected; do
-      for change in segments=fixed:64 quotas=equal quotas=length pool=1 window=8 window=128 suffix_fill=causal_mean suffix_fill=exclude min_segment=8 segment_mass=0.005; do
+      for change in segments=fixed:64 quotas=equal quotas=length pool=1 window=8 window=128 suffix_fill=causal_mean suffix_fill=exclude min_quota=8 protected_mass=true segment_mass=0.005; do
         variants+=("ams-$base,preset=question,allocator.$change")
       done
     done
@@ -194,14 +194,21 @@ case "$stage" in
     for text in "${texts[@]}"; do text_file "$text"; named+=("$text=$file"); done
     mkdir -p -- "$out/logs"
     python3 "$root/bench/long_decodes.py" "$out/logs/all.jsonl" "${named[@]}" --samples "$samples"
-    for task in facts asked list; do grep "\"task\": \"$task\"" "$out/logs/all.jsonl" > "$out/logs/$task.jsonl"; done
-    policies full streaming tova expected adakv-expected keydiff expected,rest=fold ams-tova ams-tova,allocator.credit=false ams-tova,preset=question ams-tova,preset=question,allocator.credit=false \
-      ams-tova,variant=official ams-tova,variant=official,allocator.credit=false
-    for task in facts asked list; do
+    tasks=(facts asked asked-early list)
+    for task in "${tasks[@]}"; do grep "\"task\": \"$task\"" "$out/logs/all.jsonl" > "$out/logs/$task.jsonl"; done
+    fed=(eval --cache-dtype bf16 --batch 18 --stream-after 32 --interval 32 --budgets "$slots")
+    policies full streaming tova expected adakv-expected keydiff expected,rest=fold ams-tova ams-tova,allocator.credit=false ams-tova,coverage=0.25 ams-tova,preset=question \
+      ams-tova,preset=question,allocator.credit=false ams-tova,variant=official ams-tova,variant=official,allocator.credit=false
+    for task in "${tasks[@]}"; do
       for model in ${models//,/ }; do
         model_file "$model"
-        job "$out/decode-$slots/$model/stream/$task" eval --model "$file" --cache-dtype bf16 --samples-in "$out/logs/$task.jsonl" --batch 18 --stream-after 32 --interval 32 --budgets "$slots" "${given[@]}"
+        job "$out/decode-$slots/$model/stream/$task" "${fed[@]}" --model "$file" --samples-in "$out/logs/$task.jsonl" "${given[@]}"
       done
+    done
+    policies streaming tova ams-tova ams-tova,preset=question ams-tova,variant=official
+    for model in ${models//,/ }; do
+      model_file "$model"
+      job "$out/decode-kept/$model/stream/asked" "${fed[@]}" --model "$file" --samples-in "$out/logs/asked.jsonl" --diagnostics --diagnostics-samples 2 "${given[@]}"
     done
     ;;
   distance)
@@ -261,13 +268,12 @@ case "$stage" in
   sekv)
     questions="${questions:-before,after}"
     spans=(sekv)
-    for change in memory.alpha=3 memory.alpha=0 memory.max_span=16 memory.max_span=32 memory.max_rank=8 memory.energy=0.3 memory.mass=0.005 recent=32 recent=32,memory.alpha=3 recent=16,memory.alpha=3,memory.max_span=32; do
+    for change in memory.alpha=1 memory.alpha=0 memory.alpha=100 memory.max_span=16 memory.max_span=64 memory.max_span=128 memory.max_rank=8 memory.energy=0.3 memory.mass=0.005 recent=16 recent=128; do
       spans+=("sekv,$change")
     done
-    grid "" bf16 "$quarter,$eighth" "${spans[@]}"
-    grid @free bf16 "" sekv,recent=32 sekv,recent=32,memory.alpha=3 sekv,recent=32,memory.alpha=3,memory.max_span=32 sekv,recent=32,memory.alpha=3,memory.max_rank=8 sekv,recent=128,memory.alpha=3 \
-      sekv,recent=32,memory.alpha=100
-    policies sekv,recent=32,memory.alpha=3 sekv,recent=32,memory.alpha=3,memory.mass=0.005 sekv,recent=32,memory.alpha=3,memory.max_span=32
+    grid "" bf16 "$half,$quarter" "${spans[@]}"
+    grid @free bf16 "" sekv sekv,memory.alpha=1 sekv,memory.alpha=100 sekv,memory.max_span=128 sekv,memory.max_span=128,memory.alpha=100 sekv,memory.max_rank=8 sekv,recent=128
+    policies sekv sekv,memory.mass=0.005 sekv,memory.max_span=128
     for model in ${models//,/ }; do
       model_file "$model"
       from="$file"

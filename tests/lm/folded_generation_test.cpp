@@ -88,7 +88,7 @@ TEST(FoldedGeneration, CutsThePromptByTheSurprisalOfItsOwnLogits) {
   ASSERT_FALSE(events.empty());
   EXPECT_EQ(events.front().step, 0) << "as soon as the prompt has ended";
   const std::vector<std::int32_t> dense =
-      segment(surprisal.values(), {.alpha = 1, .sink = 4, .recent = 24, .min_span = 4, .max_span = 16}).dense();
+      segment(surprisal.values(), {.alpha = 3, .sink = 4, .recent = 24, .min_span = 4, .max_span = 16}).dense();
   for (const auto& row : events.front().positions) EXPECT_EQ(row, dense);
 }
 

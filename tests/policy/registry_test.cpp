@@ -32,7 +32,7 @@ TEST(Registry, FillsDefaultsAndDescribesItself) {
   EXPECT_EQ(json["allocator"]["window"], 32);
   EXPECT_EQ(json["preset"], "kvkeep");
   EXPECT_EQ(json["allocator"]["suffix_fill"], "max_head");
-  EXPECT_EQ(json["allocator"]["coverage"], 0.25);
+  EXPECT_EQ(json["allocator"]["coverage"], 0.75);
   EXPECT_EQ(json["allocator"]["protected_mass"], false);
   EXPECT_EQ(json["allocator"]["min_quota"], 1);
   EXPECT_EQ(make_policy_from_json(policy->to_json())->to_json(), policy->to_json());
@@ -55,7 +55,7 @@ TEST(Registry, KnowsBothPresetsOfThePaper) {
 TEST(Registry, AmsDefaultsAreOursUnlessAPresetOrAFillIsNamed) {
   const auto ours = resolved("ams-keydiff,budget=512")["allocator"];
   EXPECT_EQ(ours["suffix_fill"], "max_head");
-  EXPECT_EQ(ours["coverage"], 0.25);
+  EXPECT_EQ(ours["coverage"], 0.75);
   const auto question = resolved("ams-keydiff,budget=512,preset=question")["allocator"];
   EXPECT_EQ(question["coverage"], 1.0);
   EXPECT_EQ(question["protected_mass"], false);
@@ -71,8 +71,8 @@ TEST(Registry, AmsDefaultsAreOursUnlessAPresetOrAFillIsNamed) {
   for (const auto& [policy, coverage] : {std::pair{"ams-snapkv,budget=512", 1.0},
                                          {"ams-rpc,budget=512", 1.0},
                                          {"ams-h2o,budget=512", 1.0},
-                                         {"ams-rkv,budget=512", 0.5},
-                                         {"ams-expected,budget=512", 0.25},
+                                         {"ams-rkv,budget=512", 0.75},
+                                         {"ams-expected,budget=512", 0.75},
                                          {"ams-rkv,budget=512,coverage=0", 0.0},
                                          {"ams-rkv,budget=512,variant=official", 1.0}})
     EXPECT_EQ(resolved(policy)["allocator"]["coverage"], coverage) << policy << ": each scorer has its default";

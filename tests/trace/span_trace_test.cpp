@@ -54,6 +54,15 @@ TEST(SpanTrace, SaysNearAndFarBytesAndWhetherTheBudgetIsExceeded) {
                                              in(loose, "bytes").data<std::int64_t>()[1], "]"));
 }
 
+TEST(SpanTrace, IsCutAsThePaperDoesUnlessThePolicyStatesIt) {
+  Trace trace(FoldedPrompt(91, 200, 2, 4, 16, 2));
+  const auto anchors = [&trace](const std::string& more) {
+    return torch_tensor(in(trace.replay("sekv,recent=20,zoom=mass" + more), "anchors")).clone();
+  };
+  EXPECT_TRUE(anchors("").equal(anchors(",alpha=1")));
+  EXPECT_LT(anchors(",alpha=3").numel(), anchors("").numel());
+}
+
 TEST(SpanTrace, StoresHalfTheBytesInSixteenBits) {
   Trace trace(FoldedPrompt(92, 300, 2, 4, 16, 2));
   const trace::Result wide = trace.replay("sekv,recent=20,zoom=coverage,memory.coverage=1,coverage_floor=0"),

@@ -35,7 +35,7 @@ struct AllocatorContext {
   std::int32_t sink = 0;       ///< oldest slots that always stay
   std::int32_t newest = 0;     ///< newest slots that the scorer never drops
   bool reads_keys = true;      ///< the scorer does
-  double ams_coverage = 0.25;  ///< ScorerTraits::ams_coverage
+  double ams_coverage = 0.75;  ///< ScorerTraits::ams_coverage
   Budget budget;
 };
 

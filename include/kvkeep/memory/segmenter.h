@@ -65,9 +65,12 @@ struct SegmenterOptions {
 
   /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
-  /// Without `sink` and `recent`. True if max_span was given; it is not written if not, and `limited`: a budget limits
-  /// it too.
-  bool describe(Fields& f, bool limited = false);
+  struct Stated {
+    bool alpha = false, max_span = false;
+  };
+  /// Without `sink` and `recent`. What was given; with `chosen` max_span is not written if it was not, since another
+  /// place chooses it.
+  Stated describe(Fields& f, bool chosen = false);
 };
 
 /// A prompt in pieces. Anchors, short spans, spans and window together hold every token once. The same pieces serve all

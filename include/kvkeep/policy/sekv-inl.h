@@ -16,6 +16,10 @@
 namespace kvkeep {
 namespace sekv_detail {
 
+// Measured on two pretrained models (docs/papers.md#sekv).
+inline constexpr double kAlpha = 3;
+inline constexpr std::int32_t kRecent = 32, kMaxSpan = 32;
+
 /// The published code: no sinks, window or longest span, uncentred rows, gates that weigh, and never raw rows.
 inline SekvOptions published() {
   SekvOptions o;
@@ -77,15 +81,17 @@ KVKEEP_INLINE void SekvOptions::describe(Fields& f) {
   if (variant == Variant::official) *this = sekv_detail::published();
   budget = entries;
   budget_share = share;
-  const bool follows = budget > 0 && variant == Variant::strict;  // what is not stated, follows the budget
+  const bool strict = variant == Variant::strict, follows = budget > 0 && strict;  // what is not stated
   f.integer("sink", segmenter.sink, 0, INT32_MAX, "oldest tokens that are always anchors");
+  if (strict) segmenter.recent = sekv_detail::kRecent, segmenter.alpha = sekv_detail::kAlpha;
   if (follows) segmenter.recent = std::min(segmenter.recent, budget / 4);
   f.integer("recent", segmenter.recent, 0, INT32_MAX, "newest tokens that stay as they are (local window)", {},
-            f.listing() ? "512, or a quarter of the budget if that is less" : nullptr);
+            f.listing() ? "32, or a quarter of the budget if that is less" : nullptr);
   f.enter("memory");
   f.real("zoom_share", zoom_share, {0, 1}, "share of the budget that is kept free for zooming when anchors are chosen");
-  const bool limited = variant == Variant::strict && (budget > 0 || budget_share > 0);
-  fits_spans = !segmenter.describe(f, limited) && limited;
+  const SegmenterOptions::Stated stated = segmenter.describe(f, strict);
+  own_alpha = strict && !stated.alpha;
+  fits_spans = strict && !stated.max_span;
   memory.describe(f);
   f.leave();
   if (follows) interval = std::min(interval, std::max(budget / 4, segmenter.min_span));
@@ -146,6 +152,7 @@ KVKEEP_INLINE void Sekv::check_pins(std::span<const PositionSpan> pins) const {
 KVKEEP_INLINE SegmenterOptions Sekv::segmenter(std::int64_t tokens, std::int64_t group, std::int64_t dim,
                                                bool learned) const {
   SegmenterOptions o = options_.segmenter;
+  if (options_.own_alpha) o.alpha = SegmenterOptions{}.alpha;
   o.entries_per_span = options_.memory.entries_per_span(group, dim, learned);
   const double budget =
       options_.budget_share > 0 ? options_.budget_share * static_cast<double>(tokens) : options_.budget;
@@ -156,14 +163,15 @@ KVKEEP_INLINE SegmenterOptions Sekv::segmenter(std::int64_t tokens, std::int64_t
 KVKEEP_INLINE SegmenterOptions Sekv::cut(std::int64_t tokens, std::int64_t group, std::int64_t dim) const {
   SegmenterOptions o = segmenter(tokens, group, dim, options_.memory.learned());
   o.entries_per_token = options_.memory.entries_per_token(dim);
+  o.alpha = options_.segmenter.alpha;
   o.max_span = longest_span(options_.memory.entries_after(tokens), tokens, group, dim);
   return o;
 }
 
 KVKEEP_INLINE std::int32_t Sekv::longest_span(double budget, std::int64_t tokens, std::int64_t group,
                                               std::int64_t dim) const {
-  const std::int32_t longest = options_.segmenter.max_span, shortest = options_.shortest_limit();
-  if (!options_.fits_spans) return longest;
+  if (!options_.fits_spans) return options_.segmenter.max_span;
+  const std::int32_t longest = sekv_detail::kMaxSpan, shortest = options_.shortest_limit();
   // Long spans are few, short ones are cheap to open. Until the next event `interval` more tokens stay.
   const MemoryOptions& m = options_.memory;
   const auto folded = static_cast<double>(std::max<std::int64_t>(0, tokens - options_.always_dense()));

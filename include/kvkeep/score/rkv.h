@@ -48,8 +48,7 @@ class Rkv final : public Scorer {
   static constexpr ScorerTraits traits{
       .name = "rkv",
       .what = "slots that the newest queries attend to, less those that repeat other keys",
-      .source = "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
-      .ams_coverage = 0.5};
+      .source = "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models"};
 
   explicit Rkv(RkvOptions options = {}) : options_(options) {}
 
