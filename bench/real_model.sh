@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
   cat << 'TEXT'
 Measures policies on SmolLM2-135M-Instruct and Gemma 3 270M, over three texts, by what the models write, and keeps
-every answer. bench/answers.py makes the tables of docs/results.md of them.
+every answer. bench/answers.py makes the tables of docs/results.md and docs/papers.md of them.
 
   bash bench/real_model.sh STAGE [options]
 
