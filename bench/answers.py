@@ -207,12 +207,12 @@ def pairs(cells, asked, whole):
 def write_csv(path, cells, beside):
     with open(path, "w", newline="") as f:
         out = csv.writer(f, lineterminator="\n")
-        out.writerow(COLUMNS + ["beside"] * bool(beside))
+        out.writerow(COLUMNS + (["beside"] if beside else []))
         for (model, question, length, policy, cache, budget), cell in sorted(cells.items(), key=lambda kv: (kv[0][:5], budget_order(kv[0][5]))):
             for text, tasks in sorted(cell.scores.items()):
                 for task, scores in sorted(tasks.items()):
-                    out.writerow([model, question, length, text, task, cache, policy, budget, "%.0f" % cell.kept[text, task], " ".join("%.4g" % s for s in scores),
-                                  *[" ".join("%s=%.6g" % (b, cell.beside[text, task][b]) for b in beside if b in cell.beside[text, task])] * bool(beside)])
+                    out.writerow([model, question, length, text, task, cache, policy, budget, "%.0f" % cell.kept[text, task], " ".join("%.4g" % s for s in scores)] +
+                                 ([" ".join("%s=%.6g" % (b, cell.beside[text, task][b]) for b in beside if b in cell.beside[text, task])] if beside else []))
 
 
 def asked_pairs(text, cells):
@@ -276,11 +276,12 @@ def main(words=None):
         for page in a.write or a.check:
             (write_page if a.write else check_page)(page)
         return
+    beside = [b for b in a.beside.split(",") if b]
     if not a.results:
         p.error("no RESULTS; allowed a CSV, a folder, or lines of kvkeep eval --samples-out")
     cells = read(a.results)
     if a.csv:
-        return write_csv(a.csv, cells, a.beside.split(",") if a.beside else [])
+        return write_csv(a.csv, cells, beside)
     kept = [(0, a.models, ","), (1, a.questions, ","), (4, a.caches, ","), (5, a.budgets, ",")] + ([] if a.pairs else [(3, a.policies, ";")])
     shown = {k: c for k, c in cells.items() if all(not given or k[at] in given.split(by) or (at == 5 and k[5] == "") for at, given, by in kept)}
     for cell in shown.values():
@@ -292,7 +293,7 @@ def main(words=None):
     if a.pairs:
         pairs(shown, list(asked_pairs(a.pairs, cells)), whole)
     else:
-        long(shown, cells, whole, a.beside.split(",") if a.beside else []) if a.long else wide(shown, cells, whole)
+        long(shown, cells, whole, beside) if a.long else wide(shown, cells, whole)
         count = [sum(len(s) for tasks in c.scores.values() for s in tasks.values()) for c in shown.values()]
         print("\n%d to %d samples a cell; texts: %s." % (min(count), max(count), ", ".join(sorted({t for c in shown.values() for t in c.scores}))))
 

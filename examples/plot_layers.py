@@ -45,10 +45,9 @@ def draw_narrowed(a, plt):
     shown = [p for p in (a.wanted or chosen) if p in chosen]
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 1.8 + 0.32 * max(len(shown), 10)), width_ratios=[1, 1.1], layout="constrained")
     for colour, (task, curves) in zip(COLOURS * 3, sorted(variance.items())):
-        for curve in curves:
-            left.plot(*zip(*curve), color=colour, alpha=0.18, linewidth=0.7) if curve else None
         by_layer = defaultdict(list)
-        for curve in curves:
+        for curve in filter(None, curves):
+            left.plot(*zip(*curve), color=colour, alpha=0.18, linewidth=0.7)
             for layer, x in curve:
                 by_layer[layer].append(x)
         if by_layer:

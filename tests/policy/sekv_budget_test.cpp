@@ -64,6 +64,9 @@ TEST(SekvBudget, SetsWhatIsNotStated) {
                                          {"sekv,budget=128", 32, 32, 60, 32},
                                          {"sekv,budget=128", 32, 32, 1000, 32},
                                          {"sekv,budget=128,zoom_share=0.25", 32, 32, 60, 32},
+                                         {"sekv,budget=128,zoom_share=0.1", 32, 32, 60, 12},
+                                         // 28 stay until the next event, 3 coarse entries, 16 and 44 tokens' sketches.
+                                         {"sekv,budget=48", 12, 12, 60, 16},
                                          {"sekv,budget=128,recent=80", 80, 32, 60, 10},
                                          {"sekv,budget=128,max_span=20,interval=9", 32, 9, 60, 20},
                                          {"sekv,budget=64,min_span=40,recent=1,zoom_share=0.1", 1, 40, 60, 40},

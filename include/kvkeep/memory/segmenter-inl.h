@@ -168,16 +168,13 @@ KVKEEP_INLINE float token_surprisal(const Tensor& logits, std::int32_t id) {
   return segmenter_detail::surprisal_of(static_cast<const std::byte*>(row.bytes()), row.dtype(), row.size(0), id);
 }
 
-KVKEEP_INLINE SegmenterOptions::Stated SegmenterOptions::describe(Fields& f, bool chosen) {
+KVKEEP_INLINE SegmenterOptions::Stated SegmenterOptions::describe(Fields& f, const char* span) {
   constexpr double kAnyAlpha = 1e9;
   Stated stated;
   stated.alpha = f.real("alpha", alpha, {-kAnyAlpha, kAnyAlpha},
                         "a token is an anchor if its surprisal is above mean + alpha * deviation");
   f.integer("min_span", min_span, 1, INT32_MAX, "shorter runs between anchors stay as they are");
-  stated.max_span = f.integer("max_span", max_span, 1, INT32_MAX, "longer runs are cut into equal pieces", {},
-                              chosen          ? "32, or less: what zoom_share of the budget can open"
-                              : max_span == 0 ? "none"
-                                              : nullptr);
+  stated.max_span = f.integer("max_span", max_span, 1, INT32_MAX, "longer runs are cut into equal pieces", {}, span);
   return stated;
 }
 

@@ -68,9 +68,9 @@ struct SegmenterOptions {
   struct Stated {
     bool alpha = false, max_span = false;
   };
-  /// Without `sink` and `recent`. What was given; with `chosen` max_span is not written if it was not, since another
-  /// place chooses it.
-  Stated describe(Fields& f, bool chosen = false);
+  /// Without `sink` and `recent`. What was given; `span` is what lists say of max_span if it was not, which is then not
+  /// written.
+  Stated describe(Fields& f, const char* span);
 };
 
 /// A prompt in pieces. Anchors, short spans, spans and window together hold every token once. The same pieces serve all

@@ -81,7 +81,8 @@ KVKEEP_INLINE void SekvOptions::describe(Fields& f) {
   if (variant == Variant::official) *this = sekv_detail::published();
   budget = entries;
   budget_share = share;
-  const bool strict = variant == Variant::strict, follows = budget > 0 && strict;  // what is not stated
+  const bool strict = variant == Variant::strict;
+  const bool follows = budget > 0 && strict;  // what is not stated, follows the budget
   f.integer("sink", segmenter.sink, 0, INT32_MAX, "oldest tokens that are always anchors");
   if (strict) segmenter.recent = sekv_detail::kRecent, segmenter.alpha = sekv_detail::kAlpha;
   if (follows) segmenter.recent = std::min(segmenter.recent, budget / 4);
@@ -89,7 +90,8 @@ KVKEEP_INLINE void SekvOptions::describe(Fields& f) {
             f.listing() ? "32, or a quarter of the budget if that is less" : nullptr);
   f.enter("memory");
   f.real("zoom_share", zoom_share, {0, 1}, "share of the budget that is kept free for zooming when anchors are chosen");
-  const SegmenterOptions::Stated stated = segmenter.describe(f, strict);
+  const SegmenterOptions::Stated stated =
+      segmenter.describe(f, strict ? "32, or less: what zoom_share of the budget can open" : "none");
   own_alpha = strict && !stated.alpha;
   fits_spans = strict && !stated.max_span;
   memory.describe(f);
