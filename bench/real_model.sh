@@ -29,13 +29,15 @@ every answer. bench/answers.py makes the tables of docs/results.md and docs/pape
   --length N        tokens of a needle's prompt and answer [1024]
   --slots N         budgets of decode [256]
   --samples N       of each task and text [6; ams, ablate, ea, asl, sekv: 3; distance: 2]
-  --threads N       of each of the two commands that run side by side [1]
+  --threads N       of each command [1]
+  --jobs N          commands that run side by side [2]
+  --device D        cpu or cuda:N, that holds models and caches [cpu]
   --out DIR         [out/results]
   --kvkeep FILE     [build/release/bin/kvkeep]
 
 Results lie in DIR/STAGE/MODEL/QUESTION/TEXT*.jsonl; what is there is not measured again, so a stage that was stopped
-goes on where it was. Two commands run side by side; each is printed before it runs. On two cores a stage takes 5 to
-20 minutes for each model; serving takes an hour.
+goes on where it was. Each command is printed before it runs. On two cores a stage takes 5 to 20 minutes for each
+model; serving takes an hour. On a GPU more commands may run side by side, as many as the machine has cores.
 TEXT
 }
 
@@ -43,11 +45,11 @@ stop() { printf 'bench/real_model.sh: %s\n' "$*" >&2; exit 2; }
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 stages=(answers caches peers ams coverage ablate decode distance ea asl sekv serving)
-stage="" models=smollm2,gemma3 texts="" questions="" length=1024 slots=256 samples="" threads=1 out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
+stage="" models=smollm2,gemma3 texts="" questions="" length=1024 slots=256 samples="" threads=1 jobs=2 device=cpu out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h) usage; exit 0 ;;
-    --models | --texts | --questions | --length | --slots | --samples | --threads | --out | --kvkeep)
+    --models | --texts | --questions | --length | --slots | --samples | --threads | --jobs | --device | --out | --kvkeep)
       [[ $# -ge 2 ]] || stop "$1: a value is missing; see --help"
       printf -v "${1#--}" '%s' "$2"
       shift
@@ -77,15 +79,15 @@ samples="${samples:-$few}"
 
 # ---- The queue
 
-jobs=()
+queue=()
 
 # job FILE SUB-COMMAND ARGUMENTS...: kvkeep with these; its table is FILE.csv, samples of eval are FILE.jsonl.
-job() { jobs+=("$(printf '%q ' "$@")"); }
+job() { queue+=("$(printf '%q ' "$@")"); }
 
 run_job() {
   local to="$1" form=csv
   [[ "$to" != *-zoom/* ]] || form=json  # a number for each head does not fit a row of CSV
-  local command=("$kvkeep" "${@:2}" --weights bf16 --threads "$threads" --quiet -o "$form")
+  local command=("$kvkeep" "${@:2}" --weights bf16 --device "$device" --threads "$threads" --quiet -o "$form")
   if [[ -s "$to.$form" ]]; then return; fi
   mkdir -p -- "$(dirname -- "$to")"
   [[ "$2" != eval ]] || command+=(--samples-out "$to.jsonl")
@@ -97,9 +99,9 @@ run_job() {
 }
 
 run_jobs() {
-  export kvkeep threads
+  export kvkeep threads device
   export -f run_job
-  printf '%s\0' "${jobs[@]}" | xargs -0 -n 1 -P 2 bash -euo pipefail -c 'eval "set -- $0"; run_job "$@"'
+  printf '%s\0' "${queue[@]}" | xargs -0 -n 1 -P "$jobs" bash -euo pipefail -c 'eval "set -- $0"; run_job "$@"'
 }
 
 # model_file NAME, text_file NAME: answer in $file.
@@ -300,4 +302,4 @@ case "$stage" in
       --policy tova,budget=384,interval=32 --policy tova,budget=192,interval=32 --policy keydiff,budget=192,interval=32 --csv "$out/serving-answers.csv" | tee "$out/serving-answers.md"
     ;;
 esac
-[[ ${#jobs[@]} -eq 0 ]] || run_jobs
+[[ ${#queue[@]} -eq 0 ]] || run_jobs
