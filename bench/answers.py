@@ -182,26 +182,34 @@ def long(cells, all_cells, whole, beside):
 
 
 def difference_text(a, b):
-    """Of two cells, paired by sample: points and their interval; empty where no samples are the same."""
-    paired = {t: [[m - n for m, n in zip(x, y)] for x, y in zip(a[t], b[t])] for t in a if t in b and [len(x) for x in a[t]] == [len(y) for y in b[t]]}
-    if not paired:
-        return ""
-    return "%+.0f ± %.0f" % (100 * mean_of(paired), 100 * half_of(paired))
+    """Of two cells, paired by sample: points and their interval; empty where no samples are the same. Samples are numbered alike in every stage, so where one has more, the first are the same."""
+    paired = {t: [[m - n for m, n in zip(x, y)] for x, y in zip(a[t], b[t])] for t in a if t in b and len(a[t]) == len(b[t])}
+    return "%+.0f ± %.0f" % (100 * mean_of(paired), 100 * half_of(paired)) if paired else ""
+
+
+def pair_name(ours, theirs, cache):
+    if ours.startswith(theirs + ","):
+        return "%s with `%s`" % (shown_name(theirs, cache), ours[len(theirs) + 1:])
+    return "%s - `%s`" % (shown_name(ours, cache), theirs)
 
 
 def pairs(cells, asked, whole):
-    budgets = sorted({k[5] for k in cells if k[5]}, key=budget_order)
-    row(["points", "model", "question"] + budgets)
-    row(["---"] * 3 + ["---:"] * len(budgets))
-    for ours, theirs in asked:
-        for model, question, length, cache in sorted({(*k[:3], k[4]) for k in cells if k[3] == ours}, key=lambda k: (k[0] != "smollm2", list(QUESTIONS).index(k[1]), k[2:])):
-            shown = []
-            for budget in budgets:
-                mine = cells.get((model, question, length, ours, cache, budget))
-                other = next((cells[k] for k in ((model, question, length, theirs, cache, b) for b in (budget, "")) if k in cells), None)
-                shown.append(difference_text(mine.by_text(whole), other.by_text(whole)) if mine and other else "")
-            if any(shown):
-                row(["%s - `%s`" % (shown_name(ours, cache), theirs), model, QUESTIONS[question]] + shown)
+    asked = list(asked)
+    for model, length in sorted({(k[0], k[2]) for k in cells}, key=lambda m: (m[0] != "smollm2", m)):
+        rows = {}
+        for ours, theirs in asked:
+            for key in [k for k in cells if (k[0], k[2], k[3]) == (model, length, ours)]:
+                other = next((cells[k] for k in ((*key[:3], theirs, key[4], b) for b in (key[5], "")) if k in cells), None)
+                difference = difference_text(cells[key].by_text(whole), other.by_text(whole)) if other else ""
+                if difference:
+                    rows.setdefault(pair_name(ours, theirs, key[4]), {})[key[1], key[5]] = difference
+        columns = sorted({c for got in rows.values() for c in got}, key=lambda c: (list(QUESTIONS).index(c[0]), budget_order(c[1])))
+        if columns:
+            print("\n%s%s, points:\n" % (model, ", %d tokens" % length if length else ""))
+            row(["policy and base"] + ["%s, %s" % (QUESTIONS[q], b) if b else QUESTIONS[q] for q, b in columns])
+            row(["---"] + ["---:"] * len(columns))
+            for name, got in rows.items():
+                row([name] + [got.get(c, "") for c in columns])
 
 
 def write_csv(path, cells, beside):
