@@ -185,6 +185,7 @@ case "$stage" in
     questions="${questions:-before,after}"
     variants=()
     for base in tova expected; do
+      variants+=("$base" "ams-$base,preset=question")
       for change in segments=fixed:64 quotas=equal quotas=length pool=1 window=8 window=128 suffix_fill=causal_mean suffix_fill=exclude min_quota=8 protected_mass=true segment_mass=0.005; do
         variants+=("ams-$base,preset=question,allocator.$change")
       done
@@ -234,7 +235,8 @@ case "$stage" in
     grid @ratios bf16 "" "${ratios[@]}"
     options=()
     for policy in expected adakv-expected; do
-      for change in epsilon=0 epsilon=0.1 n_future=128 covariance=false value_norm=false queries=64 queries=1024; do options+=("$policy,scorer.$change"); done
+      options+=("$policy")
+      for change in epsilon=0 epsilon=0.1 epsilon=1 n_future=128 covariance=false value_norm=false queries=64 queries=1024; do options+=("$policy,scorer.$change"); done
     done
     grid @options bf16 "$quarter" "${options[@]}"
     texts=(manual) questions=after

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Draws where in a text policies lose a needle, from lines of `kvkeep eval --depth ... --samples-out FILE`.
 
-    plot_depths.py OUT.png SAMPLES.jsonl [SAMPLES.jsonl ...] [--policies P;P;...] [--step PERCENT]
+    plot_depths.py OUT.png SAMPLES.jsonl [SAMPLES.jsonl ...] [--policies P;P;...] [--step PERCENT] [--shares]
 
-One panel for each policy and budget: lengths on x, depths on y (0 %: the text's start), the colour is the share of right answers, which is printed in each field.
+One panel for each policy and budget, with --shares for each policy and share of the prompt's length: lengths on x, depths on y (0 %: the text's start), the colour is the share of right answers, which is printed in each field.
 Lines that ask for no needle or for several are left out, and said so. All files must be of the same way to ask; several tasks count alike. Needs matplotlib.
 """
 import argparse
@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 
 
-def read(paths, step):
+def read(paths, step, shares):
     """policy and budget, as shown -> (length, depth) -> scores; how many lines were left out."""
     fields, left_out = defaultdict(lambda: defaultdict(list)), 0
     for path in paths:
@@ -24,7 +24,9 @@ def read(paths, step):
                     continue
                 depth = step * round(sample["depth"][0] / step)
                 for answer in sample["answers"]:
-                    name = answer["policy"] + ("" if answer["budget"] is None else " %s" % answer["budget"]) + (", prompt kept" if answer["prompt_kept"] else "")
+                    budget = answer["budget"]
+                    kept = "" if budget is None else " %.0f %%" % (100 * budget / sample["length"]) if shares and not isinstance(budget, str) else " %s" % budget
+                    name = answer["policy"] + kept + (", prompt kept" if answer["prompt_kept"] else "")
                     fields[name][sample["length"], depth].append(answer["score"])
     if not fields:
         sys.exit("plot_depths.py: no line asks for one needle; allowed the lines of kvkeep eval --samples-out on text/needle, ruler/niah-single-* and ruler/niah-multikey-*")
@@ -37,6 +39,7 @@ def main():
     p.add_argument("samples", metavar="SAMPLES.jsonl", nargs="+")
     p.add_argument("--policies", default="", help="panels to draw, in order, separated by ; [all], such as \"full;tova 256\"")
     p.add_argument("--step", type=float, default=5, metavar="PERCENT", help="depths are rounded to multiples of this [5]")
+    p.add_argument("--shares", action="store_true", help="budgets are named by their share of the prompt, such as \"tova 25 %%\", so that one panel has all lengths")
     a = p.parse_args()
     if not 0 < a.step <= 100:
         p.error("--step: %s; allowed above 0 up to 100" % a.step)
@@ -45,7 +48,7 @@ def main():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fields, left_out = read(a.samples, a.step)
+    fields, left_out = read(a.samples, a.step, a.shares)
     panels = [w for w in a.policies.split(";") if w] or list(fields)
     for panel in panels:
         if panel not in fields:
