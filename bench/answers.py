@@ -5,7 +5,8 @@
     answers.py RESULTS ... --long                                a row for each policy, cache, question and budget
     answers.py RESULTS ... --pairs "ams-tova=tova;..."           differences, paired by sample
     answers.py RESULTS ... --beside first_token_ms,opened        with --long or --csv: also means of these columns of
-                                                                 the command's own table, which lies beside its samples
+                                                                 the command's own table, which lies beside its samples;
+                                                                 first_token_ms@95: the 95th percentile over samples
     answers.py RESULTS ... --csv OUT.csv                         every score, for programs and for this one
     answers.py --write PAGE.md ...                               makes the pages' tables anew: those between the lines
                                                                  <!-- answers.py ARGUMENTS --> and <!-- end -->
@@ -38,7 +39,7 @@ class Cell:
     def __init__(self):
         self.scores = defaultdict(dict)  # text -> task -> [scores]
         self.kept = {}                   # (text, task) -> mean bytes
-        self.beside = {}                 # (text, task) -> {column: number}
+        self.beside = {}                 # (text, task) -> {column: [number, or one a sample]}
 
     def by_text(self, whole):
         return {text: [[float(s > 1 - 1e-6) if whole else s for s in tasks[t]] for t in sorted(tasks)] for text, tasks in sorted(self.scores.items())}
@@ -59,7 +60,7 @@ def read_table(path):
     if not os.path.exists(path):
         return {}
     with open(path, newline="") as f:
-        return {(shown_policy(row["policy"]), row["budget"], row["task"]): {name: float(x) for name, x in row.items() if x and re.fullmatch(r"-?[\d.]+(e-?\d+)?", x)} for row in csv.DictReader(f)}
+        return {(shown_policy(row["policy"]), row["budget"], row["task"]): {name: [float(x)] for name, x in row.items() if x and re.fullmatch(r"-?[\d.]+(e-?\d+)?", x)} for row in csv.DictReader(f)}
 
 
 def read_samples(path, cells):
@@ -71,12 +72,14 @@ def read_samples(path, cells):
             sample = json.loads(line)
             text = re.split("[.@]", name)[0] if "seed" in sample else sample["id"].rsplit("-", 1)[0]
             for answer in sample["answers"]:
-                rows[(model, question, sample.get("length", 0), shown_policy(answer["policy"]), sample["cache_dtype"], str(answer["budget"] or "")), text, sample["task"]].append((sample.get("seed", 0), answer["score"], answer["kept_bytes"]))
+                rows[(model, question, sample.get("length", 0), shown_policy(answer["policy"]), sample["cache_dtype"], str(answer["budget"] or "")), text, sample["task"]].append((sample.get("seed", 0), answer["score"], answer["kept_bytes"], answer.get("first_token_seconds")))
     for (key, text, task), got in rows.items():
         got.sort(key=lambda g: g[0])
         cells[key].scores[text][task] = [g[1] for g in got]
         cells[key].kept[text, task] = fmean(g[2] for g in got)
-        cells[key].beside[text, task] = table.get((key[3], key[5], task), {})
+        cells[key].beside[text, task] = dict(table.get((key[3], key[5], task), {}))
+        if got[0][3] is not None:
+            cells[key].beside[text, task]["first_token_ms"] = [1000 * g[3] for g in got]
 
 
 def read(paths):
@@ -90,7 +93,7 @@ def read(paths):
                 cell = cells[row["model"], row["question"], int(row["length"]), row["policy"], row["cache"], row["budget"]]
                 cell.scores[row["text"]][row["task"]] = [float(s) for s in row["scores"].split()]
                 cell.kept[row["text"], row["task"]] = float(row["kept_bytes"])
-                cell.beside[row["text"], row["task"]] = {n: float(x) for n, _, x in (w.partition("=") for w in (row.get("beside") or "").split())}
+                cell.beside[row["text"], row["task"]] = {n: [float(y) for y in x.split("/")] for n, _, x in (w.partition("=") for w in (row.get("beside") or "").split())}
     if not cells:
         sys.exit("answers.py: no samples; allowed what bench/real_model.sh writes, and CSVs of --csv")
     return cells
@@ -168,12 +171,17 @@ def wide(cells, all_cells, whole):
 
 
 def beside_text(cell, column):
+    column, _, percent = column.partition("@")
     known = [got[column] for got in cell.beside.values() if column in got]
-    return "%.*f" % (0 if abs(fmean(known)) >= 100 else 1, fmean(known)) if known else ""
+    if not known:
+        return ""
+    pooled = sorted(x for xs in known for x in xs)
+    value = pooled[min(len(pooled) - 1, int(len(pooled) * float(percent) / 100))] if percent else fmean(map(fmean, known))
+    return "%.*f" % (0 if abs(value) >= 100 else 1, value)
 
 
 def long(cells, all_cells, whole, beside):
-    row(["model", "question", "policy", "budget", "bytes %", "answers, 95 % interval"] + [b.replace("_", " ") for b in beside] + ["by text"])
+    row(["model", "question", "policy", "budget", "bytes %", "answers, 95 % interval"] + [re.sub("@(.*)", r" (\1 %)", b.replace("_", " ")) for b in beside] + ["by text"])
     row(["---"] * 3 + ["---:"] * (3 + len(beside)) + ["---"])
     for key in sorted(cells, key=lambda k: (k[0] != "smollm2", list(QUESTIONS).index(k[1]), budget_order(k[5]), -mean_of(cells[k].by_text(whole)))):
         by_text = cells[key].by_text(whole)
@@ -220,7 +228,7 @@ def write_csv(path, cells, beside):
             for text, tasks in sorted(cell.scores.items()):
                 for task, scores in sorted(tasks.items()):
                     out.writerow([model, question, length, text, task, cache, policy, budget, "%.0f" % cell.kept[text, task], " ".join("%.4g" % s for s in scores)] +
-                                 ([" ".join("%s=%.6g" % (b, cell.beside[text, task][b]) for b in beside if b in cell.beside[text, task])] if beside else []))
+                                 ([" ".join("%s=%s" % (b, "/".join("%.6g" % x for x in cell.beside[text, task][b])) for b in beside if b in cell.beside[text, task])] if beside else []))
 
 
 def asked_pairs(text, cells):

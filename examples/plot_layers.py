@@ -5,7 +5,7 @@
     plot_layers.py OUT.png EVAL.json [EVAL.json ...] [--policies P;P;...]
 
 Lines of `--samples-out` under policies that narrow prompts (asl, fastkv, ...): left how far ranks have settled behind each layer, a thin line for each prompt and a thick
-one, the median, for each task; right which layers selected under each policy, with the share of answers that are right there, of those that --base [full] gives.
+one, the median, for each task; right, if any selected, which layers did under each policy, with the share of answers that are right there, of those that --base [full] gives.
 Output of `-o json` under policies that fold (sekv, rest=fold): spans opened per query, a row a layer and a column a KV head, a panel a policy. Needs matplotlib.
 """
 import argparse
@@ -43,7 +43,9 @@ def narrowed(paths, policies, base):
 def draw_narrowed(a, plt):
     variance, chosen, layers = narrowed(a.files, a.wanted, a.base)
     shown = [p for p in (a.wanted or chosen) if p in chosen]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 1.8 + 0.32 * max(len(shown), 10)), width_ratios=[1, 1.1], layout="constrained")
+    selected = any(layer >= 0 for policy in shown for layer in chosen[policy])
+    figure, axes = plt.subplots(1, 1 + selected, figsize=(13 if selected else 8, 1.8 + 0.32 * max(len(shown), 10)), width_ratios=[1, 1.1][: 1 + selected], layout="constrained", squeeze=False)
+    left = axes[0][0]
     for colour, (task, curves) in zip(COLOURS * 3, sorted(variance.items())):
         by_layer = defaultdict(list)
         for curve in filter(None, curves):
@@ -54,6 +56,9 @@ def draw_narrowed(a, plt):
             left.plot(sorted(by_layer), [median(by_layer[l]) for l in sorted(by_layer)], color=colour, linewidth=2, label=task)
     left.set(xlabel="layer", ylabel="relative variance of ranks", title="how far ranks have settled", xlim=(0, layers - 1), ylim=(0, None))
     left.legend(fontsize=8, frameon=False)
+    if not selected:
+        return figure
+    right = axes[0][1]
     for row, policy in enumerate(shown):
         counts = chosen[policy]
         total = sum(map(len, counts.values()))
