@@ -20,9 +20,9 @@ from collections import defaultdict
 
 import numpy as np
 
-SCORERS = ["tova", "snapkv", "expected", "keydiff", "rkv", "h2o"]
+SCORERS = ["tova", "snapkv", "expected", "expected,scorer.value_norm=false", "keydiff", "rkv", "h2o"]
 DTYPES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
-COLOURS = ["#E69F00", "#999999", "#009E73", "#56B4E9", "#CC79A7", "#000000"]
+COLOURS = ["#E69F00", "#999999", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#000000"]
 
 
 def tensors(path):
@@ -143,8 +143,8 @@ def draw(path, found):
             axes[y][x].grid(color="#dddddd", lw=0.6)
         axes[0][x].set_title("%s: scores at the cut, attention of the later question" % model, fontsize=10)
         axes[1][x].set_xlabel("layer")
-    axes[0][0].legend(fontsize=8, ncol=2)
-    figure.tight_layout()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", fontsize=8, ncol=4, frameon=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, dpi=110)
 
 
