@@ -81,12 +81,13 @@ samples="${samples:-$few}"
 
 queue=()
 
-# job FILE SUB-COMMAND ARGUMENTS...: kvkeep with these; its table is FILE.csv, samples of eval are FILE.jsonl.
+# job FILE SUB-COMMAND ARGUMENTS...: kvkeep with these; its table is FILE.csv (.md of llama), samples are FILE.jsonl.
 job() { queue+=("$(printf '%q ' "$@")"); }
 
 run_job() {
   local to="$1" form=csv
   [[ "$to" != *-zoom/* ]] || form=json  # a number for each head does not fit a row of CSV
+  [[ "$2" != llama ]] || form=md
   local command=("$kvkeep" "${@:2}" --weights bf16 --device "$device" --threads "$threads" --quiet -o "$form")
   if [[ -s "$to.$form" ]]; then return; fi
   mkdir -p -- "$(dirname -- "$to")"
