@@ -256,11 +256,11 @@ case "$stage" in
     model_file smollm2
     from="$file"
     selecting=(full pyramidinfer asl-2pass,layers.threshold=0.8)
-    for threshold in 0.3 0.5 0.7 0.8 0.9; do selecting+=("asl,layers.threshold=$threshold"); done
+    for threshold in 0.3 0.5 0.8 0.9; do selecting+=("asl,layers.threshold=$threshold"); done
     for first in 5 15; do for threshold in 0.3 0.5 0.8; do selecting+=("asl,layers.threshold=$threshold,layers.min_layer=$first,layers.observed_layers=5"); done; done
     for threshold in 0.3 0.5 0.8; do selecting+=("asl,layers.threshold=$threshold,layers.observed_layers=4"); done
     for layer in 5 10 15 20 25; do selecting+=("fastkv,layer=$layer"); done
-    for layer in 10 13 20; do selecting+=("gemfilter,layer=$layer"); done
+    for layer in 13 20; do selecting+=("gemfilter,layer=$layer"); done
     for text in "${texts[@]}"; do
       text_file "$text"
       common=(--model "$from" --cache-dtype bf16 --haystack "$file" --length "$length" --batch 1 --answer-tokens 32 --question before --budgets "$quarter")
