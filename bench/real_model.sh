@@ -28,7 +28,7 @@ every answer. bench/answers.py makes the tables of docs/results.md and docs/pape
   --questions Q,... before, after [both, or those that the stage is about]
   --length N        tokens of a needle's prompt and answer [1024]
   --slots N         budgets of decode [256]
-  --samples N       of each task and text [6; ams, ablate, decode, ea, asl, sekv: 3; distance: 2]
+  --samples N       of each task and text [6; ams, ablate, decode, ea, asl, sekv: 3; distance: 1]
   --threads N       of each command [1]
   --jobs N          commands that run side by side [2]
   --device D        cpu or cuda:N, that holds models and caches [cpu]
@@ -72,7 +72,7 @@ needles=ruler/niah-single-2,ruler/niah-multikey-1,text/needle
 
 case "$stage" in
   ams | ablate | decode | ea | asl | sekv) few=3 ;;
-  distance) few=2 ;;
+  distance) few=1 ;;
   *) few=6 ;;
 esac
 samples="${samples:-$few}"
