@@ -28,7 +28,7 @@ every answer. bench/answers.py makes the tables of docs/results.md and docs/pape
   --questions Q,... before, after [both, or those that the stage is about]
   --length N        tokens of a needle's prompt and answer [1024]
   --slots N         budgets of decode [256]
-  --samples N       of each task and text [6; ams, ablate, decode, ea, asl, sekv: 3; distance: 1]
+  --samples N       of each task and text [6; ams, ablate, ea, asl, sekv: 3; decode: 2; distance: 1]
   --threads N       of each command [1]
   --jobs N          commands that run side by side [2]
   --device D        cpu or cuda:N, that holds models and caches [cpu]
@@ -36,7 +36,7 @@ every answer. bench/answers.py makes the tables of docs/results.md and docs/pape
   --kvkeep FILE     [build/release/bin/kvkeep]
 
 Results lie in DIR/STAGE/MODEL/QUESTION/TEXT*.jsonl; what is there is not measured again, so a stage that was stopped
-goes on where it was. Each command is printed before it runs. On two cores a stage takes 5 to 20 minutes for each
+goes on where it was. Each command is printed before it runs. On two cores a stage takes 5 to 25 minutes for each
 model; serving takes an hour. On a GPU more commands may run side by side, as many as the machine has cores.
 TEXT
 }
@@ -71,7 +71,8 @@ half=$((length / 2)) quarter=$((length / 4)) eighth=$((length / 8))
 needles=ruler/niah-single-2,ruler/niah-multikey-1,text/needle
 
 case "$stage" in
-  ams | ablate | decode | ea | asl | sekv) few=3 ;;
+  ams | ablate | ea | asl | sekv) few=3 ;;
+  decode) few=2 ;;
   distance) few=1 ;;
   *) few=6 ;;
 esac
