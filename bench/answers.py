@@ -150,13 +150,26 @@ def shown_name(policy, cache):
     return "`%s`" % policy + ("" if cache in SIXTEEN_BITS else " over %s" % cache)
 
 
+def models_of(cells):
+    return sorted({(k[0], k[2]) for k in cells}, key=lambda m: (m[0] != "smollm2", m))
+
+
+def head(model, length, unit, first, columns, last=()):
+    """Title and head of a model's table, whose columns are questions and budgets."""
+    print("\n%s%s%s:\n" % (model, ", %d tokens" % length if length else "", unit))
+    row([first, *["%s, %s" % (QUESTIONS[q], b) if b else QUESTIONS[q] for q, b in columns], *last])
+    row(["---"] + ["---:"] * (len(columns) + len(last)))
+
+
+def in_order(columns):
+    return sorted(columns, key=lambda c: (list(QUESTIONS).index(c[0]), budget_order(c[1])))
+
+
 def wide(cells, all_cells, whole):
-    for model, length in sorted({(k[0], k[2]) for k in cells}, key=lambda m: (m[0] != "smollm2", m)):
+    for model, length in models_of(cells):
         own = {k: c for k, c in cells.items() if (k[0], k[2]) == (model, length)}
-        columns = sorted({(k[1], k[5]) for k in own if k[5] != ""}, key=lambda c: (list(QUESTIONS).index(c[0]), budget_order(c[1])))
-        print("\n%s%s:\n" % (model, ", %d tokens" % length if length else ""))
-        row(["policy"] + ["%s, %s" % (QUESTIONS[q], b) for q, b in columns] + ["bytes %"])
-        row(["---"] + ["---:"] * (len(columns) + 1))
+        columns = in_order({(k[1], k[5]) for k in own if k[5] != ""})
+        head(model, length, "", "policy", columns, ["bytes %"])
         names = {}
         for k in own:
             names.setdefault((k[3], k[4]), []).append(mean_of(own[k].by_text(whole)))
@@ -202,8 +215,7 @@ def pair_name(ours, theirs, cache):
 
 
 def pairs(cells, asked, whole):
-    asked = list(asked)
-    for model, length in sorted({(k[0], k[2]) for k in cells}, key=lambda m: (m[0] != "smollm2", m)):
+    for model, length in models_of(cells):
         rows = {}
         for ours, theirs in asked:
             for key in [k for k in cells if (k[0], k[2], k[3]) == (model, length, ours)]:
@@ -211,11 +223,9 @@ def pairs(cells, asked, whole):
                 difference = difference_text(cells[key].by_text(whole), other.by_text(whole)) if other else ""
                 if difference:
                     rows.setdefault(pair_name(ours, theirs, key[4]), {})[key[1], key[5]] = difference
-        columns = sorted({c for got in rows.values() for c in got}, key=lambda c: (list(QUESTIONS).index(c[0]), budget_order(c[1])))
+        columns = in_order({c for got in rows.values() for c in got})
         if columns:
-            print("\n%s%s, points:\n" % (model, ", %d tokens" % length if length else ""))
-            row(["policy and base"] + ["%s, %s" % (QUESTIONS[q], b) if b else QUESTIONS[q] for q, b in columns])
-            row(["---"] + ["---:"] * len(columns))
+            head(model, length, ", points", "policy and base", columns)
             for name, got in rows.items():
                 row([name] + [got.get(c, "") for c in columns])
 

@@ -25,8 +25,9 @@ def read(paths, step, shares):
                 depth = step * round(sample["depth"][0] / step)
                 for answer in sample["answers"]:
                     budget = answer["budget"]
-                    kept = "" if budget is None else " %.0f %%" % (100 * budget / sample["length"]) if shares and not isinstance(budget, str) else " %s" % budget
-                    name = answer["policy"] + kept + (", prompt kept" if answer["prompt_kept"] else "")
+                    if shares and isinstance(budget, int):
+                        budget = "%.0f %%" % (100 * budget / sample["length"])
+                    name = answer["policy"] + ("" if budget is None else " %s" % budget) + (", prompt kept" if answer["prompt_kept"] else "")
                     fields[name][sample["length"], depth].append(answer["score"])
     if not fields:
         sys.exit("plot_depths.py: no line asks for one needle; allowed the lines of kvkeep eval --samples-out on text/needle, ruler/niah-single-* and ruler/niah-multikey-*")
