@@ -340,7 +340,7 @@ stage_model() {
     words+=(--model "$KVKEEP_GPU_MODEL")
     if [[ -f "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}" ]]; then words+=(--text "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}"); fi
   fi
-  step tables "$(left)" python3 bench/gpu_model.py "${words[@]}"
+  step tables "$(left)" python3 examples/lab/bench/gpu_model.py "${words[@]}"
 }
 
 report_model() { head -c 6500 "$folder/tables.log"; }

@@ -71,7 +71,7 @@ function(kvkeep_add_cuda_model headers)
   target_include_directories(kvkeep_cuda_model SYSTEM PUBLIC ${headers})
   target_compile_definitions(kvkeep_cuda_model PUBLIC KVKEEP_CUDA_MODEL)
   target_compile_options(kvkeep_cuda_model PRIVATE $<$<CONFIG:Release>:-O2>)
-  target_link_libraries(kvkeep_cuda_model PUBLIC kvkeep_lm)
+  target_link_libraries(kvkeep_cuda_model PUBLIC kvkeep_torch)
 endfunction()
 
 # Headers of the CUDA runtime: of a toolkit, or those that come with LibTorch's CUDA wheels. Empty: there are none.

@@ -20,11 +20,13 @@ set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/lib")
 # The build tree needs no help: CMake puts the folder of each linked library into RPATH. Installed files find their siblings, then LibTorch.
 set(CMAKE_INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}" "$ORIGIN" ${KVKEEP_TORCH_LIBRARY_DIR})
 
-# The sources in the given folders, each a path below the top.
+# The sources in the given folders, each an absolute path or one below the top of the project.
 function(kvkeep_glob result)
-  set(patterns ${ARGN})
-  list(TRANSFORM patterns PREPEND "${PROJECT_SOURCE_DIR}/")
-  list(TRANSFORM patterns APPEND "/*.cpp")
+  set(patterns "")
+  foreach(folder IN LISTS ARGN)
+    cmake_path(ABSOLUTE_PATH folder BASE_DIRECTORY "${PROJECT_SOURCE_DIR}" NORMALIZE)
+    list(APPEND patterns "${folder}/*.cpp")
+  endforeach()
   file(GLOB sources CONFIGURE_DEPENDS ${patterns})
   set(${result} "${sources}" PARENT_SCOPE)
 endfunction()
@@ -46,7 +48,7 @@ function(kvkeep_own_code target)
     set(flags -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined)
     # GCC 12 sees uninitialized members inside std::regex and std::optional once the sanitizers' checks stand between (a known false alarm).
     target_compile_options(${target} PRIVATE ${flags} -fno-omit-frame-pointer $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>
-      $<$<CXX_COMPILER_ID:Clang>:-fsanitize-ignorelist=${PROJECT_SOURCE_DIR}/cmake/sanitizer_ignorelist.txt>)
+      $<$<CXX_COMPILER_ID:Clang>:-fsanitize-ignorelist=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/sanitizer_ignorelist.txt>)
     target_link_options(${target} PRIVATE ${flags})
     # Functions with more accesses than these call their checks instead of holding them: unrolled loops compile in half the time.
     target_compile_options(${target} PRIVATE

@@ -59,8 +59,8 @@ show_pretrained() {
         --answer-tokens 32 --interval 512 --question "$question" --budgets 256,128 "${policies[@]}" --samples-out "$out/$name/$question/docs@$cache.jsonl" > /dev/null
     done
   done
-  "$kvkeep_python" "$kvkeep_root/bench/answers.py" "$out/$name" | tee -- "$out/table.md"
-  "$kvkeep_python" "$kvkeep_root/examples/plot_answers.py" "$out/answers.png" "$out/$name"
+  "$kvkeep_python" "$kvkeep_root/examples/lab/bench/answers.py" "$out/$name" | tee -- "$out/table.md"
+  "$kvkeep_python" "$kvkeep_root/examples/lab/plots/plot_answers.py" "$out/answers.png" "$out/$name"
   "$kvkeep" generate --model "$model" --chat --prompt-file "$kvkeep_root/examples/lighthouse.txt" --max-new-tokens 40 --stop --quiet \
     --policy tova,budget=192,interval=32,recent=16,prefill=cut --html "$out/kept.html" > "$out/lighthouse.txt"
   kvkeep_say "" "Whole answers in percent, +- half of the 95 % interval; \"later\": the cache was cut before its question came." \
@@ -77,7 +77,7 @@ show_small() {
     "$kvkeep" generate --model "$kvkeep_root/examples/model" --task ask --seed 1000001 --forced --policy "$policy,$options" --retention "$out/$policy.json" --quiet > /dev/null
     pictured+=("$out/$policy.json")
   done
-  "$kvkeep_python" "$kvkeep_root/examples/plot_retention.py" "${pictured[@]}" --out "$out/retention.png" > /dev/null
+  "$kvkeep_python" "$kvkeep_root/examples/lab/plots/plot_retention.py" "${pictured[@]}" --out "$out/retention.png" > /dev/null
   cat -- "$out/table.md"
   kvkeep_say "" "What stayed, position against time:  $out/retention.png" "Its numbers and the table:            $out/retention.csv, $out/table.md"
 }

@@ -63,5 +63,12 @@ if command -v pkg-config > /dev/null; then
 else
   echo "install test: there is no pkg-config here, so kvkeep.pc was not tried"
 fi
+# The laboratory links nothing but the installed targets.
+if [[ "$hide" == --hide-build-tree && -n "$(find "$prefix" -name kvkeepCommandTargets.cmake)" ]]; then
+  env -u LD_LIBRARY_PATH cmake -G Ninja -S "$source_dir/examples/lab" -B "$scratch/lab" -DCMAKE_BUILD_TYPE=Release "-DCMAKE_PREFIX_PATH=$prefix" \
+    -DKVKEEP_BUILD_TESTS=OFF || fail "the laboratory does not configure against the installed package"
+  cmake --build "$scratch/lab" --target kvkeep_cli || fail "the laboratory does not build against the installed package"
+  env -u LD_LIBRARY_PATH "$scratch/lab/bin/kvkeep" generate --help > /dev/null || fail "the laboratory's command does not run"
+fi
 if [[ -x "$prefix/bin/kvkeep" ]]; then env -u LD_LIBRARY_PATH "$prefix/bin/kvkeep" --help > /dev/null || fail "the installed command does not run"; fi
 echo "install test: consumer built and ran against the installed kvkeep alone"

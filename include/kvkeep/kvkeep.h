@@ -88,11 +88,6 @@
 #include "kvkeep/keep/pages.h"
 #include "kvkeep/keep/rerotate.h"
 
-// report: the results in numbers
-#include "kvkeep/report/fidelity.h"
-#include "kvkeep/report/intervals.h"
-#include "kvkeep/report/ratio.h"
-
 // The policies, and the pipeline itself.
 #include "kvkeep/policy/across_ranks.h"
 #include "kvkeep/policy/asl.h"
@@ -108,10 +103,9 @@
 #include "kvkeep/policy/pyramidinfer.h"
 #include "kvkeep/policy/sekv.h"
 
-// What kvkeep::header_only lacks: saved state, diagnostics as JSON, policies by name.
+// What kvkeep::header_only lacks: saved state, policies by name.
 #ifndef KVKEEP_HEADER_ONLY
 #include "kvkeep/policy/registration.h"
 #include "kvkeep/policy/registry.h"
-#include "kvkeep/report/diagnostics.h"
 #include "kvkeep/state/state_file.h"
 #endif

@@ -8,11 +8,11 @@
 #include <cstring>
 #include <vector>
 
-#include "build.h"
+#include "kvkeep/cli/options.h"
+#include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/version.h"
-#include "options.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -49,9 +49,9 @@ double memcpy_bandwidth() {
   return best;
 }
 
-std::vector<Finding> look(const DoctorOptions& o) {
+std::vector<Finding> look(const Program& program, const DoctorOptions& o) {
   std::vector<Finding> all{{"kvkeep", kVersion}, {"CPU", text("kvkeep uses ", simd_target())}};
-  for (Finding& finding : findings_of_build()) all.push_back(std::move(finding));
+  for (Finding& finding : program.findings()) all.push_back(std::move(finding));
   if (!o.quick)
     all.push_back({"memory", text("memcpy ", real_cell(memcpy_bandwidth() / 1e9, 1).shown,
                                   " GB/s read and written, one thread")});
@@ -59,8 +59,8 @@ std::vector<Finding> look(const DoctorOptions& o) {
   return all;
 }
 
-void run(const DoctorOptions& o) {
-  const std::vector<Finding> findings = look(o);
+void run(const Program& program, const DoctorOptions& o) {
+  const std::vector<Finding> findings = look(program, o);
   const bool fine = std::all_of(findings.begin(), findings.end(), [](const Finding& f) { return f.fine; });
   const std::string verdict =
       fine ? "kvkeep works here, on the CPU" : "kvkeep does not fit this machine; see the rows marked NO";
@@ -73,14 +73,14 @@ void run(const DoctorOptions& o) {
 
 }  // namespace
 
-Run add_doctor(CLI::App& app) {
+Run add_doctor(CLI::App& app, const Program& program) {
   CLI::App* sub =
       app.add_subcommand("doctor", "check that this build fits this machine: versions, ABI, CPU, CUDA, one verdict");
   auto o = std::make_shared<DoctorOptions>();
   sub->add_flag("--quick", o->quick, "do not measure the memory bandwidth");
   o->output.add(*sub);
   sub->footer(kDoctorExamples);
-  return [o] { run(*o); };
+  return [&program, o] { run(program, *o); };
 }
 
 }  // namespace kvkeep::cli

@@ -1,4 +1,4 @@
-#include "files.h"
+#include "kvkeep/cli/files.h"
 
 #include <CLI/Option.hpp>
 #include <algorithm>
@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "kvkeep/cli/options.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/policy/registry.h"
-#include "options.h"
 
 namespace kvkeep::cli {
 namespace {

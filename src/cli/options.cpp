@@ -1,4 +1,4 @@
-#include "options.h"
+#include "kvkeep/cli/options.h"
 
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
@@ -10,12 +10,11 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/nearest.h"
+#include "kvkeep/io/read_file.h"
+#include "kvkeep/io/untrusted_json.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/score/recency.h"
-#include "oracle.h"
-#include "read_file.h"
-#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -81,8 +80,7 @@ std::string first_name(const std::string& text) {
 bool is_name(const std::string& text) {
   const std::string name = first_name(text);
   const std::vector<PolicyInfo> known = policies();
-  return name == kOracle ||
-         std::any_of(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == name; });
+  return std::any_of(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == name; });
 }
 
 }  // namespace
@@ -163,20 +161,12 @@ PolicyText::PolicyText(std::string text) : text_(std::move(text)) {
 }
 
 std::unique_ptr<KVPolicy> PolicyText::make() const {
-  if (name() == kOracle) return make_oracle(text_);
   if (json_.empty()) return make_policy(text_);
   try {
     return make_policy_from_json(json_, fs::path(text_).parent_path());
   } catch (const InvalidArgument& error) {
     refuse(text_, ": ", error.what());
   }
-}
-
-std::unique_ptr<KVPolicy> PolicyText::make_untold() const {
-  KVKEEP_REQUIRE(name() != kOracle,
-                 "policy: oracle must be told what a task will need; allowed in eval on the small model's tasks, and "
-                 "in generate with --task");
-  return make();
 }
 
 PolicyText PolicyText::with(const std::vector<std::pair<std::string, std::string>>& options) const {
@@ -226,7 +216,6 @@ bool PolicyText::states(const std::string& option) const {
 }
 
 bool PolicyText::takes(const std::string& option) const {
-  if (name() == kOracle) return option == "budget" || option == "interval";
   const std::vector<PolicyInfo> known = policies();
   const auto own = std::find_if(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == name(); });
   return own == known.end() ||

@@ -6,16 +6,16 @@
 #include <charconv>
 #include <map>
 
-#include "commands.h"
-#include "files.h"
 #include "forecast.h"
+#include "kvkeep/cli/files.h"
+#include "kvkeep/cli/options.h"
+#include "kvkeep/cli/program.h"
+#include "kvkeep/cli/progress.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/lm/config.h"
+#include "kvkeep/io/model_config.h"
+#include "kvkeep/io/untrusted_json.h"
 #include "kvkeep/policy/prefill.h"
-#include "options.h"
 #include "plan.h"
-#include "progress.h"
-#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -75,13 +75,13 @@ Shape parse_shape(const std::string& given) {
 }
 
 ModelSpec spec_of(const PlanOptions& o) {
-  if (!o.model.empty()) return lm::LmConfig::read(o.model).spec;
+  if (!o.model.empty()) return io::ModelConfig::read(o.model).spec;
   const Shape shape = parse_shape(o.shape);
   KVKEEP_REQUIRE(shape.query_heads % shape.kv_heads == 0, "--shape: ", shape.query_heads,
                  " query heads do not divide evenly among ", shape.kv_heads, " KV heads; allowed a multiple");
   KVKEEP_REQUIRE(shape.head_dim % 2 == 0, "--shape: the head size is ", shape.head_dim, "; allowed an even number");
-  return lm::LmConfig::shape(lm::Architecture::qwen2, shape.layers, shape.query_heads * shape.head_dim, 1,
-                             shape.query_heads, shape.kv_heads, shape.head_dim, 1)
+  return io::ModelConfig::shape(io::Architecture::qwen2, shape.layers, shape.query_heads * shape.head_dim, 1,
+                                shape.query_heads, shape.kv_heads, shape.head_dim, 1)
       .spec;
 }
 

@@ -5,8 +5,8 @@
 #include <string>
 
 #include "bounds.h"
-#include "options.h"
-#include "table.h"
+#include "kvkeep/cli/options.h"
+#include "kvkeep/cli/table.h"
 
 namespace kvkeep::cli {
 

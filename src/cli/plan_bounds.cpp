@@ -1,8 +1,8 @@
 // The tables of kvkeep plan where the text decides how much is held: the least and the most.
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/untrusted_json.h"
 #include "plan.h"
-#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {

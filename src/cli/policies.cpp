@@ -3,12 +3,11 @@
 #include <CLI/Option.hpp>
 #include <algorithm>
 
-#include "commands.h"
+#include "kvkeep/cli/options.h"
+#include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/nearest.h"
 #include "kvkeep/policy/registry.h"
-#include "options.h"
-#include "oracle.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -24,10 +23,10 @@ A policy is written as name,key=value,... on the command line or as JSON in a fi
   {"policy": "ams-tova", "budget": 1024, "interval": 128, "allocator": {"window": 64}}
 )";
 
-// From the tables of docs/results.md.
+// From the tables of examples/lab/docs/results.md.
 constexpr const char* kAdvice = R"(
 Which one? Right answers in % of two pretrained models, SmolLM2-135M and Gemma 3 270M, that look for a number in 1024
-tokens of three texts (docs/results.md); the full cache answers 96 and 96:
+tokens of three texts (examples/lab/docs/results.md); the full cache answers 96 and 96:
 
 - Half of the bytes: a cache of 8 bits, and drop nothing. 96 and 96.
 - A quarter: a cache of 4 bits (q4_0), and drop nothing. 85 and 91, whenever the question comes. If it is in sight when

@@ -1,4 +1,4 @@
-#include "progress.h"
+#include "kvkeep/cli/progress.h"
 
 #include <unistd.h>
 

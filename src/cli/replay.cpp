@@ -8,19 +8,17 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
-#include "build.h"
-#include "files.h"
+#include "kvkeep/cli/files.h"
+#include "kvkeep/cli/options.h"
+#include "kvkeep/cli/program.h"
+#include "kvkeep/cli/progress.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/safetensors.h"
+#include "kvkeep/io/untrusted_json.h"
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/trace/event_trace.h"
 #include "kvkeep/trace/prefill_trace.h"
-#include "kvkeep/trace/span_trace.h"
-#include "options.h"
-#include "oracle.h"
-#include "progress.h"
-#include "untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -33,7 +31,8 @@ Examples:
   kvkeep replay generate.safetensors --policy tova,budget=64,interval=32 --out tokens.safetensors
   kvkeep replay span.safetensors --policy sekv,recent=256,zoom=mass --out answers.safetensors
 
---ranks FILE.json writes the rank of every token in every layer of a prefill trace, for examples/plot_ranks.py.
+--ranks FILE.json writes the rank of every token in every layer of a prefill trace, for plot_ranks.py
+(examples/lab/plots).
 
 Kinds of traces: event, prefill, decoder, generate, span, span_train. Refused input ends with exit status 2 and a
 message, and no result is written.
@@ -54,15 +53,14 @@ std::string known_kind(const io::SafetensorsFile& file) {
   return kind;
 }
 
-trace::Result replay(const std::string& kind, const io::SafetensorsFile& file, const std::filesystem::path& folder,
-                     std::unique_ptr<KVPolicy> policy) {
+trace::Result replay(const Program& program, const std::string& kind, const io::SafetensorsFile& file,
+                     const std::filesystem::path& folder, std::unique_ptr<KVPolicy> policy) {
   if (kind == "event") return trace::replay_event(file, *policy);
   if (kind == "prefill") return trace::replay_prefill(file, *policy);
-  if (kind == "span") return trace::replay_span(file, *policy);
-  return replay_with_model(kind, file, folder, std::move(policy));
+  return program.replay(kind, file, folder, std::move(policy));
 }
 
-// What examples/plot_ranks.py draws. Observed as the policy does if it ranks prompts.
+// What examples/lab/plots/plot_ranks.py draws. Observed as the policy does if it ranks prompts.
 std::string ranks_json(const io::SafetensorsFile& file, const KVPolicy& policy, const trace::Result& result) {
   const auto* asl = dynamic_cast<const Asl*>(&policy);
   const AslOptions observed = asl == nullptr ? AslOptions{} : asl->options();
@@ -85,7 +83,7 @@ std::string ranks_json(const io::SafetensorsFile& file, const KVPolicy& policy, 
   return io::written(json) + "\n";
 }
 
-void run(const ReplayOptions& o) {
+void run(const Program& program, const ReplayOptions& o) {
   const io::SafetensorsFile file = io::SafetensorsFile::open(o.trace);
   const std::string kind = known_kind(file);
   KVKEEP_REQUIRE(o.ranks.empty() || kind == "prefill", "replay: --ranks of a trace of kind \"", kind,
@@ -93,12 +91,12 @@ void run(const ReplayOptions& o) {
   const std::filesystem::path folder = std::filesystem::path(o.trace).parent_path();
   if (const auto model = file.metadata().find("model"); model != file.metadata().end())
     run_files().reads("the trace", folder / model->second);
-  set_threads(o.threads);
-  std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make_untold();
+  program.set_threads(o.threads);
+  std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
   const std::string name(policy->name()), warning = o.output.quiet ? "" : warning_about(*policy);
   const auto start = std::chrono::steady_clock::now();
   const std::unique_ptr<KVPolicy> drawn = o.ranks.empty() ? nullptr : PolicyText(o.policy).make();
-  const trace::Result result = replay(kind, file, folder, std::move(policy));
+  const trace::Result result = replay(program, kind, file, folder, std::move(policy));
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   const std::string ranks = drawn == nullptr ? std::string() : ranks_json(file, *drawn, result);
   io::write_safetensors(o.out, result.tensors, result.metadata);
@@ -126,20 +124,21 @@ void run(const ReplayOptions& o) {
 
 }  // namespace
 
-Run add_replay(CLI::App& app) {
+Run add_replay(CLI::App& app, const Program& program) {
   CLI::App* sub = app.add_subcommand("replay", "run a policy on a recorded trace");
   auto o = std::make_shared<ReplayOptions>();
   as_input(sub->add_option("trace", o->trace, "a trace file (docs/trace-format.md)"))->required()->option_text("TRACE");
   as_policy(sub->add_option("--policy", o->policy, kPolicyHelp))->required()->option_text("POLICY");
   as_output(sub->add_option("--out", o->out, "result file to write (safetensors)"))->required()->option_text("FILE");
-  as_output(sub->add_option("--ranks", o->ranks, "prefill: write the ranks of every layer, for examples/plot_ranks.py"))
+  as_output(sub->add_option("--ranks", o->ranks,
+                            "prefill: write the ranks of every layer, for plot_ranks.py"))
       ->option_text("FILE.json");
   sub->add_option("--threads", o->threads, "CPU threads; 0: LibTorch's default")
       ->check(CLI::Range(0, kMostThreads))
       ->option_text("N [0]");
   o->output.add(*sub);
   sub->footer(kReplayExamples);
-  return [o] { run(*o); };
+  return [&program, o] { run(program, *o); };
 }
 
 }  // namespace kvkeep::cli

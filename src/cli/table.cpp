@@ -1,4 +1,4 @@
-#include "table.h"
+#include "kvkeep/cli/table.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 #include "kvkeep/core/error.h"
-#include "untrusted_json.h"
+#include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep::cli {
 namespace {

@@ -7,10 +7,10 @@
 #include <set>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/read_file.h"
 #include "kvkeep/io/safetensors.h"
-#include "read_file.h"
+#include "kvkeep/io/untrusted_json.h"
 #include "torch_archive.h"
-#include "untrusted_json.h"
 
 namespace kvkeep {
 namespace {

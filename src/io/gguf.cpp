@@ -10,8 +10,8 @@
 #include "ggml_blocks.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/io/untrusted_json.h"
 #include "regular_file.h"
-#include "untrusted_json.h"
 
 namespace kvkeep::io {
 namespace {

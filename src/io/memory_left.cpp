@@ -1,4 +1,4 @@
-#include "memory_left.h"
+#include "kvkeep/io/memory_left.h"
 
 #include <sys/resource.h>
 

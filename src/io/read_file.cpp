@@ -1,4 +1,4 @@
-#include "read_file.h"
+#include "kvkeep/io/read_file.h"
 
 #include <unistd.h>
 

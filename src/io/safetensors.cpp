@@ -9,8 +9,8 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
+#include "kvkeep/io/untrusted_json.h"
 #include "regular_file.h"
-#include "untrusted_json.h"
 
 namespace kvkeep::io {
 namespace {

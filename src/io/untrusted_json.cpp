@@ -1,4 +1,4 @@
-#include "untrusted_json.h"
+#include "kvkeep/io/untrusted_json.h"
 
 #include <utility>
 #include <vector>

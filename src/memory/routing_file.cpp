@@ -7,7 +7,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/finite.h"
 #include "kvkeep/io/safetensors.h"
-#include "untrusted_json.h"
+#include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/nearest.h"
-#include "untrusted_json.h"
+#include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
-#include "untrusted_json.h"
+#include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep {
 namespace {

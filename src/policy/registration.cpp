@@ -6,7 +6,7 @@
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/nearest.h"
-#include "untrusted_json.h"
+#include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep {
 namespace {

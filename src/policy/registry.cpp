@@ -5,9 +5,9 @@
 #include "json_fields.h"
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/read_file.h"
+#include "kvkeep/io/untrusted_json.h"
 #include "kvkeep/policy/full.h"
-#include "read_file.h"
-#include "untrusted_json.h"
 
 namespace kvkeep {
 namespace {

@@ -9,8 +9,8 @@
 #include <span>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/untrusted_json.h"
 #include "kvkeep/memory/far_store.h"
-#include "untrusted_json.h"
 
 namespace kvkeep {
 namespace {

@@ -13,8 +13,8 @@
 #include "kvkeep/policy/require_pinned.h"
 #include "kvkeep/version.h"
 
-#include "check_tensor.h"
-#include "untrusted_json.h"
+#include "kvkeep/io/untrusted_json.h"
+#include "kvkeep/trace/check_tensor.h"
 
 namespace kvkeep::trace {
 namespace {

@@ -9,8 +9,8 @@
 #include "kvkeep/layers/layer_selector.h"
 #include "kvkeep/version.h"
 
-#include "check_tensor.h"
-#include "untrusted_json.h"
+#include "kvkeep/io/untrusted_json.h"
+#include "kvkeep/trace/check_tensor.h"
 
 namespace kvkeep::trace {
 namespace {

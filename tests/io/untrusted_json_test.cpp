@@ -1,14 +1,14 @@
 // The reader of JSON that others wrote: it agrees with nlohmann's on what both read, and nothing that a text says makes
 // it crash, hang or wrap a number.
 
-#include "untrusted_json.h"
+#include "kvkeep/io/untrusted_json.h"
 
 #include <gtest/gtest.h>
 
 #include <chrono>
 
+#include "kvkeep/io/model_config.h"
 #include "kvkeep/io/safetensors.h"
-#include "kvkeep/lm/config.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/state/state_file.h"
 #include "message_of.h"
@@ -118,7 +118,7 @@ TEST(UntrustedJson, EveryReaderRefusesWhatNestsDeep) {
   for (const char* field : {"vocab_size", "rms_norm_eps", "model_type", "tie_word_embeddings", "rope_theta",
                             "eos_token_id", "rope_scaling", "layer_types"}) {
     const std::string config = text(R"({"model_type":"llama",")", field, "\":", deep, "}");
-    expect(message_of<InvalidArgument>([&] { (void)lm::LmConfig::parse(config, "", "config.json"); }));
+    expect(message_of<InvalidArgument>([&] { (void)io::ModelConfig::parse(config, "", "config.json"); }));
   }
   for (const std::string& policy :
        {text(R"({"policy":"tova","budget":)", deep, "}"), text(R"({"policy":"tova","budget":16,"foo":)", deep, "}"),

@@ -1,10 +1,8 @@
 // Events replayed against the published implementations.
 
 #include "golden_case.h"
-#include "kvkeep/lm/router_training.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/trace/prefill_trace.h"
-#include "kvkeep/trace/span_trace.h"
 
 namespace kvkeep::event_golden_test {
 namespace {
@@ -58,34 +56,6 @@ TEST(Golden, PoliciesThatNarrowPromptsMatchThePublishedCode) {
     ++run;
   }
   EXPECT_GE(run, 12) << "golden cases are missing from the folder";
-}
-
-TEST(Golden, FoldedSpansMatchTheReferenceAndThePublishedCode) {
-  int run = 0;
-  for (const testing::GoldenCase& c : testing::golden_cases("sekv")) {
-    SCOPED_TRACE(c.folder.string());
-    const auto replay = [&] {
-      return trace::replay_span(io::SafetensorsFile::open(c.file("trace.safetensors")),
-                                *load_policy(c.file("policy.json")));
-    };
-    if (c.must_fail())
-      EXPECT_THROW(static_cast<void>(replay()), Error);
-    else
-      testing::expect_as_golden(c, replay());
-    ++run;
-  }
-  EXPECT_GE(run, 17) << "golden cases are missing from the folder";
-}
-
-TEST(Golden, LossesOfRouterAndGatesHaveTheGradientsOfTheReference) {
-  int run = 0;
-  for (const testing::GoldenCase& c : testing::golden_cases("sekv_train")) {
-    SCOPED_TRACE(c.folder.string());
-    testing::expect_as_golden(c, trace::replay_span_train(io::SafetensorsFile::open(c.file("trace.safetensors")),
-                                                          *load_policy(c.file("policy.json"))));
-    ++run;
-  }
-  EXPECT_GE(run, 2) << "golden cases are missing from the folder";
 }
 
 TEST(Golden, TriAttentionMatchesTheCodeOfItsAuthors) { replay_family("triattention", 11); }

@@ -72,11 +72,11 @@ TEST(Docs, ThePageOfPoliciesNamesEveryPolicyAndEveryOptionWithItsDefaultAndChoic
   }
 }
 
-TEST(Docs, TheReadmeCountsTheScorersOfEachAllocator) {
-  const std::string readme = read(root() / "README.md");
-  const std::size_t begin = readme.find("\n| policies |");
+TEST(Docs, ThePageOfWhatIsSupportedCountsTheScorersOfEachAllocator) {
+  const std::string page = read(root() / "docs" / "supported.md");
+  const std::size_t begin = page.find("\n| policies |");
   ASSERT_NE(begin, std::string::npos);
-  const std::string row = readme.substr(begin, readme.find(';', readme.find("`criticalkv-`", begin)) - begin);
+  const std::string row = page.substr(begin, page.find(';', page.find("`criticalkv-`", begin)) - begin);
   std::map<std::string, std::int64_t> said, known;
   std::int64_t number = 0;
   const std::regex word(R"((\d+) (scorers|of them)|and (\d+) under|`(\w+)-`)");
@@ -125,10 +125,18 @@ TEST(Docs, TheExamplesOfAScorerAnAllocatorAndAPolicyAreThoseThatTheTestsCompile)
     EXPECT_NE(page.find("```cpp\n" + code + "```"), std::string::npos) << "CONTRIBUTING.md should hold:\n" << code;
 }
 
+TEST(Docs, TheReadmeIsShortAndBeginsWithCode) {
+  const std::string readme = read(root() / "README.md");
+  EXPECT_LE(std::ranges::count(readme, '\n'), 110);
+  const std::size_t code = readme.find("```cpp\n");
+  ASSERT_NE(code, std::string::npos);
+  EXPECT_LT(std::ranges::count(readme.substr(0, code), '\n'), 25);
+}
+
 TEST(Docs, LinksBetweenPagesLeadToPages) {
-  const std::regex link(R"(\]\(([^)#:]+\.(md|cpp|h|sh))\))");
-  for (const fs::path& folder : {root(), root() / "docs", root() / "tests" / "golden"})
-    for (const auto& entry : fs::directory_iterator(folder)) {
+  const std::regex link(R"(\]\(([^)#:]+)(#[^)]*)?\))");
+  for (const char* folder : {".", "docs", "tests/golden", "examples/model", "examples/lab", "examples/lab/docs"})
+    for (const auto& entry : fs::directory_iterator(root() / folder)) {
       if (entry.path().extension() != ".md") continue;
       const std::string page = read(entry.path());
       for (std::sregex_iterator at(page.begin(), page.end(), link), last; at != last; ++at)

@@ -26,7 +26,7 @@ def run(*words, how="module", **more):
 def test_help_version_and_policies_are_the_programs(how):
     told = run("--help", how=how)
     assert told.returncode == 0 and told.stderr == ""
-    for word in ("policies", "plan", "replay", "doctor", "Built without the model", "Exit status"):
+    for word in ("policies", "plan", "replay", "doctor", "Built without the laboratory", "Exit status"):
         assert word in told.stdout
     assert "\n  generate " not in told.stdout, "what cannot be run is not among the sub-commands"
     assert run("--version", how=how).stdout == f"kvkeep {kvkeep.__version__}\n"
@@ -56,7 +56,7 @@ def test_what_needs_the_model_is_named_and_refused(name):
     for words in ([name], [name, "--model", "m.gguf", "--policy", "tova", "policies"]):
         refused = run(*words)
         assert refused.returncode == 2 and refused.stdout == ""
-        assert f"kvkeep: {name}: this kvkeep was built without the model" in refused.stderr
+        assert f"kvkeep: {name}: this kvkeep was built without the laboratory" in refused.stderr
         assert "build kvkeep from its sources with LibTorch" in refused.stderr
     assert name in run("--help").stdout
 

@@ -1,5 +1,5 @@
 #pragma once
-/// What a router and rank gates learn, and the options of their losses. kvkeep/lm/router_training.h trains them.
+/// What a router and rank gates learn, and the options of their losses. kvlab/router_training.h trains them.
 
 #include <array>
 #include <cmath>

@@ -16,7 +16,7 @@
 namespace kvkeep {
 namespace sekv_detail {
 
-// Measured on two pretrained models (docs/papers.md#sekv).
+// Measured on two pretrained models (examples/lab/docs/papers.md#sekv).
 inline constexpr double kAlpha = 3;
 inline constexpr std::int32_t kRecent = 32, kMaxSpan = 32;
 

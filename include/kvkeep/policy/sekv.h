@@ -25,7 +25,7 @@ struct SekvOptions {
   double zoom_share = 0.5;            ///< share of the budget that is left for zooming when anchors are chosen (strict)
   std::int32_t interval = 128;        ///< tokens that leave the window together while decoding
   // What was not stated, which describe() says of variant strict. A Keeper then cuts prompts as was measured
-  // (docs/papers.md#sekv), a replayed trace as the paper does.
+  // (examples/lab/docs/papers.md#sekv), a replayed trace as the paper does.
   bool own_alpha = false;   ///< alpha is 3; in a trace 1
   bool fits_spans = false;  ///< max_span is 32, or with a budget less: zoom_share of it can open any span; never below
                             ///< min_span. In a trace it is 128

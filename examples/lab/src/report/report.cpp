@@ -1,0 +1,4 @@
+// Bodies of this room's headers, compiled once for the library.
+
+#include "kvlab/fidelity-inl.h"
+#include "kvlab/intervals-inl.h"

@@ -1,0 +1,190 @@
+#include "kvkeep/cli/program.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <exception>
+#include <new>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvkeep/cli/options.h"
+#include "kvkeep/cli/progress.h"
+#include "kvkeep/cli/table.h"
+#include "kvkeep/core/error.h"
+#include "kvkeep/core/nearest.h"
+#include "kvkeep/io/ending_signals.h"
+#include "kvkeep/version.h"
+
+namespace kvkeep::cli {
+namespace {
+
+constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
+
+constexpr const char* kHowToGetThem =
+    "this kvkeep was built without the laboratory, which needs LibTorch; build kvkeep from its sources with LibTorch "
+    "(examples/lab/README.md)";
+
+constexpr const char* kConventions = R"(
+Results go to stdout (-o md|csv|json), everything else to stderr.
+Exit status: 0 done; 2 the input was refused; 1 any other failure; 130 Ctrl-C.
+)";
+
+extern "C" void stop(int signal) {
+  if (io::leaves_core(signal)) return;
+  constexpr char kLine[] = "\nkvkeep: stopped; no half-written file is left\n";
+  static_cast<void>(!::write(STDERR_FILENO, kLine, sizeof kLine - 1));
+  ::_exit(kSignalled + signal);
+}
+
+// If a standard stream is closed, the next file that is opened would get its number and receive what is printed.
+// /dev/null takes its place, opened in the wrong direction: using it fails, as it does for a closed stream.
+void occupy_closed_streams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(stream, F_GETFD) < 0)
+      static_cast<void>(
+          ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY));  // gets the lowest free number
+}
+
+std::vector<std::string> subcommands_of(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App* c) { return !c->get_group().empty(); }))
+    names.push_back(command->get_name());
+  return names;
+}
+
+// Of the options of `app` and its groups.
+void append_options(const CLI::App& app, std::vector<std::string>& names) {
+  for (const CLI::Option* option : app.get_options())
+    if (!option->get_positional()) names.push_back(option->get_name());
+  for (const CLI::App* group : app.get_subcommands([](const CLI::App* c) { return c->get_name().empty(); }))
+    append_options(*group, names);
+}
+
+// What is unknown is named before what may be missing because of it.
+int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
+  const CLI::App* where = &app;
+  while (!where->get_subcommands().empty()) where = where->get_subcommands().front();
+  std::string full = where->get_name();
+  for (const CLI::App* parent = where->get_parent(); parent != nullptr; parent = parent->get_parent())
+    full = parent->get_name() + " " + full;
+  const std::vector<std::string> rest = app.remaining(true);
+  const auto unknown = std::ranges::find_if(rest, [](const std::string& word) { return word.starts_with("-"); });
+  if (where == &app && !rest.empty() && unknown != rest.begin()) {
+    const std::vector<std::string> names = subcommands_of(app);
+    note(text("there is no sub-command '", shortened(rest.front()), "'", did_you_mean(rest.front(), names),
+              "; allowed ", joined(names)));
+  } else if (unknown != rest.end()) {
+    const std::string option = unknown->substr(0, unknown->find('='));
+    std::vector<std::string> names;
+    append_options(*where, names);
+    note(text("there is no option '", shortened(option), "'", did_you_mean(option, names), "; see ", full, " --help"));
+  } else {
+    note(text(error.what(), "; see ", full, " --help"));
+  }
+  return kRefused;
+}
+
+int run_once(const Program& program, int argc, char** argv) {
+  CLI::App app("Decides which entries of a language model's key-value cache stay, and moves them.", "kvkeep");
+  app.set_version_flag("--version", std::string("kvkeep ") + kVersion, "print the version");
+  app.require_subcommand(1);
+  app.footer(text(program.examples(), kConventions));
+  app.get_formatter()->column_width(42);
+  const std::vector<Run> runs = program.add_commands(app);
+  require_decimal_integers(app);
+  require_marked_files(app);
+  if (argc <= 1) {
+    std::fputs(app.help().c_str(), stderr);
+    return kRefused;
+  }
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& help) {
+    std::ostringstream shown;
+    const int code = app.exit(help, shown, shown);
+    print(shown.str());
+    return code;
+  } catch (const CLI::ParseError& error) {
+    return refuse_usage(app, error);
+  }
+  const std::vector<CLI::App*> commands = app.get_subcommands([](const CLI::App*) { return true; });
+  for (std::size_t i = 0; i < runs.size(); ++i)
+    if (commands[i]->parsed()) {
+      program.prepare(*commands[i], argv);
+      io::leave_no_unfinished_files(stop);  // only now: a restart would lose it
+      check_files(*commands[i]);
+      runs[i]();
+    }
+  return 0;
+}
+
+}  // namespace
+
+std::vector<Run> Program::add_commands(CLI::App& app) const {
+  std::vector<Run> runs{add_policies(app), add_plan(app), add_replay(app, *this), add_doctor(app, *this)};
+  for (const char* name : {"generate", "tokens", "eval", "perplexity", "fidelity", "record", "calibrate"}) {
+    app.add_subcommand(name, text(name, ": ", kHowToGetThem))->prefix_command()->group("")->footer("");
+    runs.emplace_back([name] { refuse<Unsupported>(name, ": ", kHowToGetThem); });
+  }
+  return runs;
+}
+
+std::string Program::examples() const {
+  return R"(
+Built without the laboratory: generate, tokens, eval, perplexity, fidelity, record and calibrate run a model and need
+LibTorch. To have them, build kvkeep from its sources with LibTorch (examples/lab/README.md).
+
+Examples:
+  kvkeep policies                                           the policies to choose from
+  kvkeep policies ams-tova                                  its options with defaults and ranges
+  kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
+  kvkeep replay event.safetensors --policy ams-tova,budget=96,interval=32 --out kept.safetensors
+)";
+}
+
+void Program::set_threads(int threads) const {
+  KVKEEP_REQUIRE_AS(Unsupported, threads <= 1,
+                    "--threads: this kvkeep was built without LibTorch, whose threads it uses; given ", threads,
+                    "; allowed 0 and 1");
+}
+
+trace::Result Program::replay(const std::string& kind, const io::SafetensorsFile& file, const std::filesystem::path&,
+                              std::unique_ptr<KVPolicy>) const {
+  refuse<Unsupported>(file.where(), ": a trace of kind \"", kind, "\" needs the laboratory; ", kHowToGetThem,
+                      "; allowed event and prefill");
+}
+
+std::vector<Finding> Program::findings() const {
+  return {{"LibTorch", "not in this build: it runs no model, on one thread"}, {"CUDA", "not in this build"}};
+}
+
+int run(const Program& program, int argc, char** argv) {
+  occupy_closed_streams();
+  for (const int signal : {SIGPIPE, SIGXFSZ}) std::signal(signal, SIG_IGN);  // the write fails instead, with a message
+  try {
+    return run_once(program, argc, argv);
+  } catch (const InvalidArgument& error) {
+    note(error.what());
+    return kRefused;
+  } catch (const Unsupported& error) {
+    note(error.what());
+    return kRefused;
+  } catch (const std::bad_alloc&) {
+    note("there is not enough memory for this");
+    return kFailed;
+  } catch (const std::exception& error) {
+    note(program.reason(error));
+    return kFailed;
+  }
+}
+
+}  // namespace kvkeep::cli

@@ -1,0 +1,187 @@
+// The sub-commands that run no model: what they print where, and how they end.
+// A build without the command (KVKEEP_BUILD_CLI=OFF) has none of these tests.
+
+#ifdef KVKEEP_CLI_PATH
+
+#include "command.h"
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "kvkeep/core/error.h"
+#include "kvkeep/io/safetensors.h"
+#include "kvkeep/version.h"
+
+namespace kvkeep::cli_test {
+namespace {
+
+using nlohmann::json;
+
+class CommandAlone : public Command {};
+
+TEST_F(CommandAlone, ReplaysEventsOfAnEngineAndRefusesWhatCannotBeReplayed) {
+  const std::string folder = golden("scorers/"), result = place("kept.safetensors");
+  int replayed = 0;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (replayed == 3) break;
+    const json about = json::parse(content(entry.path() / "case.json"));
+    if (about.value("must_fail", false)) continue;
+    const Outcome outcome = run({"replay", (entry.path() / "trace.safetensors").string(), "--policy",
+                                 (entry.path() / "policy.json").string(), "--out", result, "-o", "json"});
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_EQ(json::parse(outcome.out)["kind"], "event");
+    EXPECT_GT(io::SafetensorsFile::open(result).names().size(), 0U);
+    ++replayed;
+  }
+  EXPECT_EQ(replayed, 3);
+  fs::remove(result);
+  const std::string file = place("t.safetensors");
+  io::write_safetensors(file, {}, {{"kvkeep_trace", "1"}, {"kind", "dream"}});
+  expect_refused({"replay", file, "--policy", "snapkv,budget=70", "--out", place("r")}, "\"dream\"");
+  io::write_safetensors(file, {}, {{"kvkeep_trace", "2"}, {"kind", "event"}});
+  expect_refused({"replay", file, "--policy", "full", "--out", place("r")}, "version");
+  io::write_safetensors(file, {}, {});
+  expect_refused({"replay", file, "--policy", "full", "--out", place("r")}, "kvkeep_trace");
+}
+
+TEST_F(CommandAlone, SaysItsVersion) { EXPECT_EQ(run({"--version"}).out, std::string("kvkeep ") + kVersion + "\n"); }
+
+TEST_F(CommandAlone, ListsEveryPolicyWithDefaultsRangesAndSource) {
+  const Outcome all = run({"policies"});
+  EXPECT_EQ(all.code, 0);
+  for (const char* name :
+       {"full", "streaming", "tova", "ams-", "given", "threshold-", "Which one?", "expected,rest=fold"})
+    EXPECT_NE(all.out.find(name), std::string::npos) << name;
+  const Outcome one = run({"policies", "ams-tova", "-o", "json"});
+  const json options = json::parse(one.out);
+  const auto budget =
+      std::find_if(options.begin(), options.end(), [](const json& o) { return o["option"] == "budget"; });
+  ASSERT_NE(budget, options.end());
+  for (const char* key : {"default", "allowed", "what", "source"})
+    EXPECT_FALSE((*budget)[key].get<std::string>().empty()) << key;
+  expect_refused({"policies", "lru"}, "lru");
+}
+
+TEST_F(CommandAlone, DoctorGivesAVerdict) {
+  const Outcome outcome = run({"doctor", "--quick", "-o", "json"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const json findings = json::parse(outcome.out);
+  EXPECT_EQ(findings.back()["what"], "verdict");
+  EXPECT_EQ(findings.back()["fine"], true);
+}
+
+TEST_F(CommandAlone, FailsWhereItsHelpCannotBeWritten) {
+  for (const char* asked : {"--help", "--version"})
+    EXPECT_EQ(
+        WEXITSTATUS(std::system((std::string(KVKEEP_CLI_PATH) + " " + asked + " > /dev/full 2> /dev/null").c_str())), 1)
+        << asked;
+}
+
+TEST_F(CommandAlone, PlansMemoryByArithmetic) {
+  const auto plan = [&](Words more) {
+    Words words{"plan", "--shape", "28:28:4:128", "-o", "json", "--quiet"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Outcome outcome = run(words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return json::parse(outcome.out);
+  };
+  // docs/budget-and-trigger.md: 57,344 bytes a token; budget 1024 and interval 512 need 84 MiB at the peak and 56 MiB
+  // behind an event, a full cache of 32,768 tokens 1,792.
+  constexpr std::int64_t kMiB = 1 << 20;
+  const json ams = plan({"--policy", "ams-tova,budget=1024,interval=512", "--length", "32768", "--batch", "3"});
+  EXPECT_EQ(ams["token_bytes"], 57344);
+  EXPECT_EQ(ams["sequence"]["full_bytes"], 1792 * kMiB);
+  EXPECT_EQ(ams["sequence"]["peak_bytes"], 84 * kMiB);
+  EXPECT_EQ(ams["sequence"]["kept_bytes"], 56 * kMiB);
+  EXPECT_EQ(ams["total"]["peak_bytes"], 3 * 84 * kMiB);
+  EXPECT_EQ(ams["first_event"], 1536);
+  EXPECT_EQ(ams["events"], (32768 - 1024) / 512);
+  ASSERT_EQ(ams["layers"].size(), 28U);
+  EXPECT_EQ(ams["layers"][27]["kept"]["slots_most"], 1024);
+  EXPECT_EQ(ams["layers"][27]["peak"]["slots_most"], 1536);
+  constexpr std::int64_t kRows = 28 * 4, kPeak = kRows * 1536;
+  EXPECT_EQ(ams["own"]["positions"], 4 * kPeak);
+  EXPECT_EQ(ams["own"]["credit"], 4 * kPeak);
+  EXPECT_EQ(ams["own"]["event"], 12 * kPeak);
+  EXPECT_EQ(ams["own"]["queries"], std::int64_t{28} * (32 + 32) * 28 * 128 * 2) << "window and what can be rolled back";
+  EXPECT_EQ(ams["sequences_that_fit"], 3 * 1792 * kMiB / (84 * kMiB + ams["own"]["sum"].get<std::int64_t>()));
+
+  const json ratio = plan({"--policy", "streaming,ratio=0.75,interval=100", "--length", "1000", "--prompt", "600",
+                           "--dtype", "f32", "--page-size", "64"});
+  // 600 tokens are above 150 + 100 at the first decoded one: 601 * 0.25 = 150 stay. Then 151 * ... grows by a quarter
+  // slot a token: due at 0.25 s + 100.
+  EXPECT_EQ(ratio["first_event"], 601);
+  EXPECT_EQ(ratio["layers"][0]["peak"]["slots_most"], 601);
+  EXPECT_EQ(ratio["layers"][0]["peak"]["bytes"], 640 * 4 * 256 * 4) << "ten pages of 64";
+  EXPECT_EQ(ratio["layers"][0]["kept"]["slots_most"], ratio["last_event"].get<int>() / 4);
+  EXPECT_EQ(ratio["own"]["credit"], 0);
+  EXPECT_EQ(ratio["own"]["queries"], 0);
+
+  const json bytes = plan({"--policy", "tova,bytes=5734399,interval=16", "--length", "500", "--page-size", "1"});
+  EXPECT_EQ(bytes["layers"][0]["kept"]["slots_most"], 99) << "one byte short of 100 slots";
+  const json cut = plan({"--policy", "tova,budget=64,prefill=only", "--length", "500", "--prompt", "200"});
+  EXPECT_EQ(cut["events"], 1);
+  EXPECT_EQ(cut["first_event"], 200);
+  EXPECT_EQ(cut["layers"][0]["peak"]["slots_most"], 64 + 300);
+  const json full = plan({"--policy", "full", "--batch", "7", "--length", "33"});
+  EXPECT_EQ(full["sequence"]["peak_bytes"], 48 * 57344);
+  EXPECT_EQ(full["sequences_that_fit"], 7);
+  EXPECT_TRUE(full["first_event"].is_null());
+}
+
+TEST_F(CommandAlone, PlansNoMoreThanTheWindowOfASlidingLayer) {
+  const std::filesystem::path folder = place("sliding");
+  std::filesystem::create_directories(folder);
+  std::ofstream(folder / "config.json")
+      << R"({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 64,
+             "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+             "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 1024, "use_sliding_window": true,
+             "sliding_window": 64, "max_window_layers": 3})";
+  const Outcome outcome =
+      run({"plan", "--model", folder, "--policy", "full", "--length", "500", "-o", "json", "--quiet"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const json plan = json::parse(outcome.out);
+  EXPECT_EQ(plan["layers"][2]["full"]["slots_most"], 500);
+  EXPECT_EQ(plan["layers"][3]["full"]["slots_most"], 64);
+}
+
+TEST_F(CommandAlone, ShowsPlansAsTables) {
+  const Words words{"plan", "--shape", "qwen7b", "--policy", "ams-tova,budget=1024", "--batch", "16"};
+  const Outcome outcome = run(words);
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_NE(outcome.out.find("| 0-27 "), std::string::npos) << "layers that are alike take one row";
+  EXPECT_NE(outcome.out.find("batch of 16"), std::string::npos);
+  Words csv = words;
+  csv.insert(csv.end(), {"-o", "csv"});
+  const std::string table = run(csv).out;
+  EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 1 + 28 + 3);
+  EXPECT_NE(table.find("\nfits,,,"), std::string::npos);
+}
+
+TEST_F(CommandAlone, RefusesPlansOfWhatIsNoShape) {
+  const Words rest{"--policy", "tova,budget=64"};
+  const auto with = [&](Words words) {
+    words.insert(words.begin(), "plan");
+    words.insert(words.end(), rest.begin(), rest.end());
+    return words;
+  };
+  expect_refused(with({}), "--model");
+  expect_refused(with({"--shape", "qwen7b", "--model", model()}), "--shape");
+  for (const char* shape :
+       {"gpt", "28:28:4", "28:28:4:128:128", "28:28:0:128", "28:28:-4:128", "28:28:4:128x", "28::4:128"})
+    expect_refused(with({"--shape", shape}), shape);
+  expect_refused(with({"--shape", "2:6:4:64"}), "query heads");
+  expect_refused(with({"--shape", "2:8:4:63"}), "head size");
+  expect_refused(with({"--shape", "qwen7b", "--length", "10", "--prompt", "11"}), "--prompt");
+  expect_refused(with({"--shape", "qwen7b", "--dtype", "f64"}), "f64");
+  expect_refused(with({"--shape", "qwen7b", "--page-size", "0"}), "page-size");
+  expect_refused(with({"--model", place("nowhere")}), "nowhere");
+  expect_refused({"plan", "--shape", "qwen7b", "--policy", "lru"}, "lru");
+  expect_refused({"plan", "--shape", "qwen7b"}, "--policy");
+}
+
+}  // namespace
+}  // namespace kvkeep::cli_test
+
+#endif  // KVKEEP_CLI_PATH
