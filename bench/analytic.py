@@ -2,7 +2,7 @@
 """What an event and an observed layer of a prefill must at least take on a GPU, by counting, and what a run on one measured.
 
     bench/analytic.py                                      the tables and what they say
-    bench/analytic.py --write docs/performance.md          replaces the parts between the markers
+    bench/analytic.py --write docs/inside/performance.md          replaces the parts between the markers
     bench/analytic.py --measured FOLDER --write FILE       first takes a run of bench/gpu.sh: its bench.jsonl, summary.txt, profile/
 
 What was measured stands in bench/gpu/h100.jsonl, one row a line, the card first. Sentences with numbers are written here, from the same numbers: after a new run read them again.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What each CUDA kernel takes of a multiprocessor: registers, spills, shared memory, by chip, as ptxas says it.
 
-Needs nvcc, no GPU. Writes a Markdown table; docs/cuda.md holds the last one.
+Needs nvcc, no GPU. Writes a Markdown table; docs/inside/cuda.md holds the last one.
 
     bench/kernel_resources.py                   print the table
     bench/kernel_resources.py --write FILE      put the table between the marks in FILE

@@ -49,7 +49,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
 show_pretrained() {
   local name="${model##*/}" question cache policies policy
   [[ "$model" != "${kvkeep_real_model:-}" ]] || name=smollm2
-  grep -hv '^[|!#]' "$kvkeep_root"/docs/{design,integration,ams,memory}.md > "$out/prose.txt"
+  grep -hv '^[|!#]' "$kvkeep_root"/docs/{inside/design,start/integration,method/ams,method/memory}.md > "$out/prose.txt"
   for question in before after; do
     mkdir -p -- "$out/$name/$question"
     for cache in bf16 q4_0; do

@@ -1,5 +1,5 @@
 #pragma once
-// What a policy costs and what it keeps, in llama.cpp: the tables of docs/llama.md.
+// What a policy costs and what it keeps, in llama.cpp: the tables of docs/reference/llama.md.
 
 #include "engine.h"
 

@@ -12,7 +12,7 @@
 /// Errors: every function that may fail returns a status, and kvkeep_last_error() then has the sentence. Nothing has
 /// changed after a failure, unless keeper.h says otherwise. No exception leaves these functions.
 ///
-/// Memory: kvkeep reads arrays during a call and keeps none of them; an engine frees nothing of ours but keepers
+/// Memory: kvkeep reads arrays during a call and keeps none of them; the caller frees only keepers
 /// and accelerators.
 /// Pointers in results are to the keeper's memory, and valid until the next call with that keeper.
 ///
@@ -298,7 +298,7 @@ typedef struct kvkeep_report {
   int64_t slots_kept, slots_chosen;  ///< of the cut sequences, over all rows; of these, by the scorer
 } kvkeep_report;
 
-/// Decides and moves. report: NULL if nobody asks. On a GPU, where the scores decide how many slots stay, it waits for
+/// Decides and moves. report: may be NULL. On a GPU, where the scores decide how many slots stay, it waits for
 /// their numbers, and so does kvkeep_apply().
 KVKEEP_C_API kvkeep_status kvkeep_step(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
 /// Decides, and moves nothing. The keeper remembers the plan until the next one.

@@ -6,7 +6,7 @@
 ///     kvkeep_cuda_use_stream(gpu, stream);
 ///     provided.accelerator = gpu;  // of one keeper, whose cache and queries are on that GPU
 ///
-/// kvkeep_accelerator_free() frees it. docs/cuda.md says what runs there, and when it waits.
+/// kvkeep_accelerator_free() frees it. docs/inside/cuda.md says what runs there, and when it waits.
 #ifndef KVKEEP_C_CUDA_H
 #define KVKEEP_C_CUDA_H
 

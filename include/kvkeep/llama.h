@@ -11,7 +11,7 @@
 ///
 /// How it works: llama.cpp calls back for each node of its graph. From these nodes the evictor learns which cell holds
 /// which token, and reads queries after RoPE. An event rewrites rows of the cache in place, and frees the cells of
-/// dropped tokens with llama_memory_seq_rm(). docs/llama.md has limits and costs.
+/// dropped tokens with llama_memory_seq_rm(). docs/reference/llama.md has limits and costs.
 
 #include <ggml-backend.h>
 #include <ggml.h>

@@ -37,12 +37,12 @@ peak          just before the event that finds the most slots; the event comes a
               much room is needed
 kept          right after the last event
 kvkeep's own  position, credit, tally and given score of every slot, the newest queries, and the flat arrays of one
-              event. A scorer's workspace per thread is extra: docs/scorers.md has its formula.
+              event. A scorer's workspace per thread is extra: docs/method/scorers.md has its formula.
 fits          sequences under this policy, each at its peak, that fit in the memory of the batch with a full cache
 
 Policies that fold (sekv, rest=fold) or narrow prompts (asl and its relatives) hold what the text decides. For them
 every figure has a least and a most that no text leaves: `near` is K and V of slots, coarse entries and sketches, as
-kvkeep generate and eval count cache bytes; `far` the factors, at most the folded rows themselves. docs/memory.md says
+kvkeep generate and eval count cache bytes; `far` the factors, at most the folded rows themselves. docs/method/memory.md says
 what follows from which option.
 
 Bytes are those of K and V with pages rounded up to --page-size slots. The heads of a layer share its pages, so the

@@ -127,11 +127,12 @@ void run(const Program& program, const ReplayOptions& o) {
 Run add_replay(CLI::App& app, const Program& program) {
   CLI::App* sub = app.add_subcommand("replay", "run a policy on a recorded trace");
   auto o = std::make_shared<ReplayOptions>();
-  as_input(sub->add_option("trace", o->trace, "a trace file (docs/trace-format.md)"))->required()->option_text("TRACE");
+  as_input(sub->add_option("trace", o->trace, "a trace file (docs/reference/trace-format.md)"))
+      ->required()
+      ->option_text("TRACE");
   as_policy(sub->add_option("--policy", o->policy, kPolicyHelp))->required()->option_text("POLICY");
   as_output(sub->add_option("--out", o->out, "result file to write (safetensors)"))->required()->option_text("FILE");
-  as_output(sub->add_option("--ranks", o->ranks,
-                            "prefill: write the ranks of every layer, for plot_ranks.py"))
+  as_output(sub->add_option("--ranks", o->ranks, "prefill: write the ranks of every layer, for plot_ranks.py"))
       ->option_text("FILE.json");
   sub->add_option("--threads", o->threads, "CPU threads; 0: LibTorch's default")
       ->check(CLI::Range(0, kMostThreads))

@@ -77,7 +77,7 @@ void describe_rest(Fields& f, Retention& r) {
   bool folds = false;
   f.choice("rest", folds, {{"drop", false}, {"fold", true}},
            "slots that do not stay: dropped, or folded into spans that open again when a query asks for them "
-           "(docs/memory.md)");
+           "(docs/method/memory.md)");
   if (!folds && !f.listing()) {
     KVKEEP_REQUIRE(!f.has("memory"),
                    "policy: options of folded spans (memory) are given, but rest is drop; allowed only with rest=fold");

@@ -82,7 +82,7 @@ int main(void) {
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   memset(&provided, 0, sizeof provided);
 
-  /* ---- as docs/c.md shows it */
+  /* ---- as docs/reference/c.md shows it */
   check(kvkeep_cuda_accelerator_make(0, &gpu)); /* of GPU 0, for one keeper */
   check(kvkeep_cuda_use_stream(gpu, stream));   /* where its kernels run: the engine's own stream */
   provided.size = sizeof provided;

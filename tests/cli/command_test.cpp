@@ -86,8 +86,8 @@ TEST_F(CommandAlone, PlansMemoryByArithmetic) {
     EXPECT_EQ(outcome.code, 0) << outcome.err;
     return json::parse(outcome.out);
   };
-  // docs/budget-and-trigger.md: 57,344 bytes a token; budget 1024 and interval 512 need 84 MiB at the peak and 56 MiB
-  // behind an event, a full cache of 32,768 tokens 1,792.
+  // docs/start/budget-and-trigger.md: 57,344 bytes a token; budget 1024 and interval 512 need 84 MiB at the peak and 56
+  // MiB behind an event, a full cache of 32,768 tokens 1,792.
   constexpr std::int64_t kMiB = 1 << 20;
   const json ams = plan({"--policy", "ams-tova,budget=1024,interval=512", "--length", "32768", "--batch", "3"});
   EXPECT_EQ(ams["token_bytes"], 57344);

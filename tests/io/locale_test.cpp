@@ -1,5 +1,5 @@
 // Files are the same bytes under every locale: what an engine writes under one that groups digits is read under the
-// classic one, and the other way round.
+// classic one, and vice versa.
 
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>

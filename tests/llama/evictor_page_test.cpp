@@ -1,4 +1,4 @@
-// The adapter over llama.cpp and docs/llama.md.
+// The adapter over llama.cpp and docs/reference/llama.md.
 
 #include <gtest/gtest.h>
 

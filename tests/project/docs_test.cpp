@@ -56,7 +56,7 @@ bool added_by_a_test(const PolicyInfo& policy) {
 }
 
 TEST(Docs, ThePageOfPoliciesNamesEveryPolicyAndEveryOptionWithItsDefaultAndChoices) {
-  const std::string page = read(root() / "docs" / "policies.md");
+  const std::string page = read(root() / "docs/reference/policies.md");
   for (const PolicyInfo& policy : policies()) {
     if (added_by_a_test(policy)) continue;
     const std::string allocator =
@@ -73,7 +73,7 @@ TEST(Docs, ThePageOfPoliciesNamesEveryPolicyAndEveryOptionWithItsDefaultAndChoic
 }
 
 TEST(Docs, ThePageOfWhatIsSupportedCountsTheScorersOfEachAllocator) {
-  const std::string page = read(root() / "docs" / "supported.md");
+  const std::string page = read(root() / "docs/reference/supported.md");
   const std::size_t begin = page.find("\n| policies |");
   ASSERT_NE(begin, std::string::npos);
   const std::string row = page.substr(begin, page.find(';', page.find("`criticalkv-`", begin)) - begin);
@@ -108,7 +108,8 @@ TEST(Docs, TheReadmeShowsTheLinesThatTheEmbeddingExampleCompiles) {
 
 TEST(Docs, ThePageOfTheCInterfaceShowsTheLinesThatTheEngineOnAGpuCompiles) {
   const std::string lines = lines_of("tests/c/gpu_engine.c", "  check(kvkeep_cuda_accelerator_make(", "  /* ---- */\n");
-  EXPECT_NE(read(root() / "docs" / "c.md").find(lines + "```"), std::string::npos) << "docs/c.md should hold:" << lines;
+  EXPECT_NE(read(root() / "docs/reference/c.md").find(lines + "```"), std::string::npos)
+      << "docs/reference/c.md should hold:" << lines;
 }
 
 TEST(Docs, TheExamplesOfAScorerAnAllocatorAndAPolicyAreThoseThatTheTestsCompile) {
@@ -135,7 +136,8 @@ TEST(Docs, TheReadmeIsShortAndBeginsWithCode) {
 
 TEST(Docs, LinksBetweenPagesLeadToPages) {
   const std::regex link(R"(\]\(([^)#:]+)(#[^)]*)?\))");
-  for (const char* folder : {".", "docs", "tests/golden", "examples/model", "examples/lab", "examples/lab/docs"})
+  for (const char* folder : {".", "docs", "docs/start", "docs/reference", "docs/method", "docs/inside", "tests/golden",
+                             "examples/model", "examples/lab", "examples/lab/docs"})
     for (const auto& entry : fs::directory_iterator(root() / folder)) {
       if (entry.path().extension() != ".md") continue;
       const std::string page = read(entry.path());

@@ -1,4 +1,4 @@
-// The rules of docs/design.md and CONTRIBUTING.md that a look at the sources can check.
+// The rules of docs/inside/design.md and CONTRIBUTING.md that a look at the sources can check.
 
 #include <gtest/gtest.h>
 
@@ -87,7 +87,7 @@ TEST(House, PoliciesKnowNoAccelerator) {
       EXPECT_EQ(content_of(file).find(policy), std::string::npos) << file << " knows a policy";
 }
 
-// Each room, and the rooms that its headers may include besides core/ and simd/ (docs/design.md).
+// Each room, and the rooms that its headers may include besides core/ and simd/ (docs/inside/design.md).
 TEST(House, RoomsIncludeEachOtherInOneDirection) {
   const std::map<std::string, std::set<std::string>> may{
       {"core", {}},

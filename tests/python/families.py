@@ -3,7 +3,7 @@ generate() under `full` must be those of the model alone, or attach() must refus
 
     python families.py                 a table of all families
     python families.py llama gpt_oss   those
-    python families.py --markdown      for docs/python.md
+    python families.py --markdown      for docs/reference/python.md
 
 Exit status 1 if a family differs, or fails with an error that is not kvkeep's. test_families.py runs a few of them.
 """

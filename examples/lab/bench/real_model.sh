@@ -12,7 +12,7 @@ every answer. examples/lab/bench/answers.py makes the tables of examples/lab/doc
   STAGE     answers   needles in prose, cut with their question in sight and before it comes: the headline
             caches    the same over caches of 8 and 4 bits (q8_0, q4_0)
             peers     the samples of `answers`, asked of llama.cpp: its own caches of 16, 8 and 4 bits, its context shift
-                      (needs kvkeep-llama, docs/llama.md, and the stage answers)
+                      (needs kvkeep-llama, docs/reference/llama.md, and the stage answers)
             ams       every scorer alone, under AMS as published, as ours by default, and with all of the budget in
                       segments
             coverage  less of the budget through AMS's segments, and more: a quarter, half, three quarters, all
@@ -156,7 +156,7 @@ case "$stage" in
     grid @q4_0-ams q4_0 "$half,$quarter,$eighth" keydiff ams-expected,preset=question ams-tova,preset=question,rest=fold ams-expected,preset=question,rest=fold
     ;;
   peers)
-    [[ -x "$(dirname -- "$kvkeep")/kvkeep-llama" ]] || stop "kvkeep-llama does not lie beside $kvkeep; docs/llama.md says how to build it"
+    [[ -x "$(dirname -- "$kvkeep")/kvkeep-llama" ]] || stop "kvkeep-llama does not lie beside $kvkeep; docs/reference/llama.md says how to build it"
     for model in ${models//,/ }; do
       model_file "$model"
       for text in "${texts[@]}"; do

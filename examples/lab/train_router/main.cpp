@@ -111,7 +111,7 @@ void add_options(CLI::App& app, Options& o) {
   app.add_option("--positions", t.lesson.positions, "how many of them are trained on: those that look farthest back")
       ->capture_default_str();
   app.add_option("--zoom-weight", t.losses.zoom_weight,
-                 "weight of the loss for spans that should open and do not, or the other way round")
+                 "weight of the loss for spans that should open and do not, and vice versa")
       ->capture_default_str();
   app.add_option("--recon-weight", t.losses.recon_weight, "weight of the loss for what gates leave out")
       ->capture_default_str();

@@ -15,7 +15,7 @@ namespace kvkeep {
 
 KVKEEP_INLINE void require_own_form(std::string_view allocator, const AllocatorContext& policy, bool alike) {
   KVKEEP_REQUIRE(policy.variant == Variant::strict, "policy: variant is official with allocator ", allocator,
-                 "; allowed strict (docs/allocators.md describes how that differs from the published form)");
+                 "; allowed strict (docs/method/allocators.md describes how that differs from the published form)");
   KVKEEP_REQUIRE(alike || policy.share == Sharing::per_layer_per_head,
                  "policy: share is not per_layer_per_head with allocator ", allocator,
                  "; allowed per_layer_per_head (its rows keep different slots)");

@@ -1,6 +1,6 @@
 #pragma once
 /// Usage mass: the share of the recent window's attention that each slot draws.
-/// Source: AMS, section "mass"; our spec of it is docs/ams.md.
+/// Source: AMS, section "mass"; our spec of it is docs/method/ams.md.
 
 #include <cstdint>
 

@@ -1,7 +1,7 @@
 #pragma once
 /// AMS: adaptive mass-segmented allocation. Usage -> mass -> credit -> segments -> quotas -> selection inside segments.
 /// Source: "Adaptive Mass-Segmented KV compression", Algorithm 1 and section on EMA credit. Differs (`strict`):
-/// docs/ams.md lists every point and why.
+/// docs/method/ams.md lists every point and why.
 
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/allot/divide.h"

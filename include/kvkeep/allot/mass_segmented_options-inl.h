@@ -16,7 +16,7 @@ enum class Preset : std::uint8_t { kvkeep, question, registry, paper };
 
 inline MassSegmentedOptions options_of(Preset preset, double coverage) {
   MassSegmentedOptions o;
-  if (preset == Preset::kvkeep || preset == Preset::question) {  // measured, not published: docs/ams.md
+  if (preset == Preset::kvkeep || preset == Preset::question) {  // measured, not published: docs/method/ams.md
     o.protected_mass = false;
     o.min_quota = 1;
     o.coverage = preset == Preset::question ? 1.0 : coverage;

@@ -36,10 +36,10 @@ inline constexpr float kLargestQuery = 1e38F;
 /// True if no number is NaN or infinite or, in f32 and bf16, beyond `kLargestQuery`. data: f32, f16 or bf16 [count],
 /// any alignment. Cost: one read.
 [[nodiscard]] inline bool all_finite(const std::byte* data, Dtype dtype, std::int64_t count) {
-  constexpr auto largest = std::bit_cast<std::int32_t>(kLargestQuery);
-  if (dtype == Dtype::f32) return detail::none_above<std::int32_t>(data, count, largest);
+  constexpr auto kLargest = std::bit_cast<std::int32_t>(kLargestQuery);
+  if (dtype == Dtype::f32) return detail::none_above<std::int32_t>(data, count, kLargest);
   return detail::none_above<std::int16_t>(
-      data, count, dtype == Dtype::bf16 ? static_cast<std::int16_t>(largest >> 16) : std::int16_t{0x7BFF});
+      data, count, dtype == Dtype::bf16 ? static_cast<std::int16_t>(kLargest >> 16) : std::int16_t{0x7BFF});
 }
 
 /// True if no number of a CPU tensor (f32, f16, bf16 or f64) is NaN or infinite.

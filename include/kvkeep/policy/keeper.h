@@ -41,7 +41,7 @@ struct Cut {
 };
 
 /// A sequence that was due but was not cut: the policy reads a query of it that is NaN or infinite, so what that
-/// attends to is unknown. Other sequences are cut as if it were not there. End it, or let the query leave the window.
+/// attends to is undefined. Other sequences are cut as if it were not there. End it, or let the query leave the window.
 /// On a device there is no such check: the scores are NaN, which rank last.
 struct Unscored {
   SequenceId sequence = 0;
@@ -151,20 +151,20 @@ class Keeper {
   /// A sequence ends, at any point but in a pending event: the keeper forgets everything about it.
   void leave(SequenceId sequence);
 #ifndef KVKEEP_HEADER_ONLY
-  /// Writes the keeper's state of a sequence to a file (docs/state.md), whole or not at all; the sequence continues.
-  /// The engine must save its rows of the cache. Call it between steps; if queries are kept, once every full layer has
-  /// been observed. Throws: StateError for an unknown sequence, in the middle of a step, while its event is pending or
-  /// its prompt narrows, and while the stream is being captured; DamagedData if factors cannot be read; Unsupported on
-  /// a device under a policy that folds; as io::write_safetensors does. Nothing changes if it throws. Cost: the size of
-  /// the state, including far bytes, once in memory and once in the file. On a device: waits, and copies each column
-  /// and the queries to the host, once each.
+  /// Writes the keeper's state of a sequence to a file (docs/reference/state.md), whole or not at all; the sequence
+  /// continues. The engine must save its rows of the cache. Call it between steps; if queries are kept, once every full
+  /// layer has been observed. Throws: StateError for an unknown sequence, in the middle of a step, while its event is
+  /// pending or its prompt narrows, and while the stream is being captured; DamagedData if factors cannot be read;
+  /// Unsupported on a device under a policy that folds; as io::write_safetensors does. Nothing changes if it throws.
+  /// Cost: the size of the state, including far bytes, once in memory and once in the file. On a device: waits, and
+  /// copies each column and the queries to the host, once each.
   void save(SequenceId sequence, const std::filesystem::path& file) const;
   /// Restores a sequence to its state when it was saved, under any free id, in any process. The engine must restore its
   /// rows before the next step. The sequence continues to the same bits. Throws: StateError for a known sequence;
   /// InvalidArgument that names the file if it is damaged, or was saved under another policy or model, with each field
   /// that differs; Unsupported as save(); as FarStore::put does. The keeper is unchanged if it throws. Cost: one read
   /// of the file, and putting its far bytes into the far store, or its columns and queries on the device. A state that
-  /// was saved on the CPU may go on on a device and the other way round; from there on it has that machine's bits.
+  /// was saved on the CPU can continue on a device, and vice versa; from there on it has that machine's bits.
   void restore(SequenceId sequence, const std::filesystem::path& file);
 #endif
   /// The prompt of a sequence ends with the tokens observed so far, for engines that cannot tell join() how long it

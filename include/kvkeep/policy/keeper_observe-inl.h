@@ -93,7 +93,7 @@ KVKEEP_INLINE void Keeper::check(const char* operation, const Observation& o) co
     KVKEEP_REQUIRE(!o.queries.defined(), operation, ": queries of layer ", o.layer,
                    " are given and unread; allowed one of the two");
     KVKEEP_REQUIRE(needs_.statistics_from < 0 && !policy_->narrows(), operation, ": queries of layer ", o.layer,
-                   " are unread, but ", policy_->name(), " reads all of them; allowed what queries_read() says");
+                   " are unread, but ", policy_->name(), " reads all of them; allowed what queries_read() asks for");
     return;
   }
   if (needs_.queries == 0) return;
@@ -302,7 +302,7 @@ KVKEEP_INLINE void Keeper::check(const StepTokens& t, const Observation& first) 
 KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
   MachineMemory& memory = provided_.machine().memory();
   KVKEEP_REQUIRE_AS(StateError, !memory.capturing(),
-                    "begin_step: the stream is being captured, so every replay would file queries as this step's; "
+                    "begin_step: the stream is being captured, so every replay would file its queries as this step's; "
                     "allowed before the capture, and before each replay");
   const Observation first{.layer = full_layers_.front(),
                           .sequences = t.sequences,

@@ -43,8 +43,9 @@ struct PolicyInfo {
 
 /// Makes a policy from a JSON object: {"policy": "ams-tova", "budget": 1024, "allocator": {"window": 64}}. Strict: an
 /// unknown key, a wrong type, a value out of range, or options that contradict each other throw InvalidArgument naming
-/// the field, the value and what is allowed. Well-known aliases of other projects are accepted (docs/policies.md lists
-/// them). Relative file names in it are resolved against `folder` (empty: the current one).
+/// the field, the value and what is allowed. Well-known aliases of other projects are accepted
+/// (docs/reference/policies.md lists them). Relative file names in it are resolved against `folder` (empty: the current
+/// one).
 [[nodiscard]] std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view json,
                                                               const std::filesystem::path& folder = {});
 

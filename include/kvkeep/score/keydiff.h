@@ -32,7 +32,7 @@ class KeyDiff final : public Scorer {
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
                              const WindowAttention& seen) const override;
 
-  /// Norms are at least so large: where a key becomes a direction, and in a cosine.
+  /// Lower bounds of norms: where a key becomes a direction, and in a cosine.
   static constexpr float kLeastForDirection = 1e-12F, kLeastForCosine = 1e-8F;
   /// 1 / |k|, which makes a key a direction.
   [[nodiscard]] KVKEEP_HD static float direction_weight(float norm) {

@@ -1,8 +1,9 @@
 #pragma once
 /// RPC: attention of the newest queries to the reasoning before them. Source: "Reasoning Path Compression: Compressing
 /// Generation Trajectories for Efficient LLM Reasoning" (Song et al.). Style `official` scores as its code does, for a
-/// budget that grows (docs/policies.md); style `fixed` is the form for a fixed budget. Differs: the window is protected
-/// as a set; ties keep the newer slot; slots stay in time order; fp32; `fixed`: each query at its own logical position.
+/// budget that grows (docs/reference/policies.md); style `fixed` is the form for a fixed budget. Differs: the window is
+/// protected as a set; ties keep the newer slot; slots stay in time order; fp32; `fixed`: each query at its own logical
+/// position.
 
 #include <algorithm>
 #include <numeric>

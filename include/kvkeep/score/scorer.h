@@ -23,7 +23,7 @@ struct ScorerTraits {
                                ///< and CriticalKV need
   bool comparable = false;     ///< comparable between heads in any case, negative ones too, which is enough for AdaKV
   bool composes = true;        ///< goes with allocators
-  double ams_coverage = 0.75;  ///< default of AMS's `coverage` over this scorer, measured (docs/ams.md)
+  double ams_coverage = 0.75;  ///< default of AMS's `coverage` over this scorer, measured (docs/method/ams.md)
 };
 
 /// A pure function of the evidence. A class that policies name has `static constexpr ScorerTraits traits`. Its options,

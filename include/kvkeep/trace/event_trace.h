@@ -1,6 +1,6 @@
 #pragma once
 /// Event traces: what an engine saw at one compression event, replayed without the model. The file format is
-/// docs/trace-format.md.
+/// docs/reference/trace-format.md.
 
 #include <map>
 #include <string>

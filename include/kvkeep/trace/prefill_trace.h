@@ -1,6 +1,6 @@
 #pragma once
 /// Prefill traces: keys and queries of all layers of one prompt, replayed without the model. The file format is
-/// docs/trace-format.md.
+/// docs/reference/trace-format.md.
 
 #include <cstdint>
 #include <vector>

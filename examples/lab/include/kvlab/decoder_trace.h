@@ -1,5 +1,6 @@
 #pragma once
-/// Traces that name a checkpoint instead of carrying K and V: kinds `decoder` and `generate` of docs/trace-format.md.
+/// Traces that name a checkpoint instead of carrying K and V: kinds `decoder` and `generate` of
+/// docs/reference/trace-format.md.
 
 #include <filesystem>
 #include <memory>

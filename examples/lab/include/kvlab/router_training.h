@@ -161,7 +161,7 @@ struct TrainingStep {
 namespace kvkeep::trace {
 
 /// Losses and gradients of one training step on a trace of kind `span_train`, all f64; the tensors of the result are
-/// those of docs/trace-format.md. Throws as replay_span().
+/// those of docs/reference/trace-format.md. Throws as replay_span().
 [[nodiscard]] Result replay_span_train(const io::SafetensorsFile& file, const KVPolicy& policy);
 
 }  // namespace kvkeep::trace

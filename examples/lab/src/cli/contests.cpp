@@ -176,7 +176,7 @@ std::string opened_nothing(const std::string& shown, const std::string& reach, c
   if (reads.zooms > 0 || reads.unmet == 0) return {};
   return text("note: ", shown, " opened nothing: ", real_cell(reads.a_query(reads.resident), 0).shown,
               " entries are always there, of a budget of ", reach, "; ", reads.unmet,
-              " spans that queries asked for did not fit (docs/memory.md: Zoom)");
+              " spans that queries asked for did not fit (docs/method/memory.md: Zoom)");
 }
 
 void note_events(const Contest& contest, const EventCounts& counts, const ReadCounts& reads, const char* what,
