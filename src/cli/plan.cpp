@@ -42,8 +42,8 @@ fits          sequences under this policy, each at its peak, that fit in the mem
 
 Policies that fold (sekv, rest=fold) or narrow prompts (asl and its relatives) hold what the text decides. For them
 every figure has a least and a most that no text leaves: `near` is K and V of slots, coarse entries and sketches, as
-kvkeep generate and eval count cache bytes; `far` the factors, at most the folded rows themselves. docs/method/memory.md says
-what follows from which option.
+kvkeep generate and eval count cache bytes; `far` the factors, at most the folded rows themselves.
+docs/method/memory.md says what follows from which option.
 
 Bytes are those of K and V with pages rounded up to --page-size slots. The heads of a layer share its pages, so the
 longest row counts.

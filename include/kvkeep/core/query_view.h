@@ -20,7 +20,7 @@ struct QueryView {
   std::int32_t begin = 0;                   ///< ring index of the oldest token
   std::int32_t count = 0;                   ///< tokens held
   const float* normalisers = nullptr;       ///< f32 [ring, Hq] log-sum-exps of their logits, natural; null: none held
-  std::int32_t normalised = 0;              ///< number of newest queries with a valid log-sum-exp over the slots that they see now
+  std::int32_t normalised = 0;              ///< newest queries with a log-sum-exp over the slots that they see now
 
   /// Ring index of the i-th oldest token.
   [[nodiscard]] KVKEEP_HD std::int32_t index(std::int32_t i) const { return ring == 0 ? 0 : (begin + i) % ring; }

@@ -86,8 +86,8 @@ struct Utf8Step {
 
 }  // namespace detail
 
-/// For people and their terminals: control characters (C0, DEL, C1) and bytes that are no UTF-8 as \n, \x1b or \u009b,
-/// but those of `kept`, which are in ASCII. Twice is the same as once. Cost: one pass.
+/// For people and their terminals: control characters (C0, DEL, C1) and bytes that are no UTF-8 as `\n`, `\x1b` or
+/// `\u009b`, but those of `kept`, which are in ASCII. Twice is the same as once. Cost: one pass.
 [[nodiscard]] inline std::string escaped(std::string_view text, std::string_view kept = {}) {
   constexpr const char* kDigits = "0123456789abcdef";
   std::string out;

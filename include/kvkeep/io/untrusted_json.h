@@ -36,7 +36,7 @@ struct ParsedJson {
 [[nodiscard]] std::optional<std::int64_t> whole_number(const nlohmann::json& value, std::int64_t least,
                                                        std::int64_t most);
 
-/// JSON text with DEL and C1 written as \u007f and the like, as C0 is: only strings hold them.
+/// JSON text with DEL and C1 written as `\u007f` and the like, as C0 is: only strings hold them.
 [[nodiscard]] std::string without_controls(std::string json);
 
 /// JSON text of a value whose strings may be file names, which need not be UTF-8: U+FFFD replaces the rest. No terminal

@@ -442,7 +442,8 @@ Run add_eval(CLI::App& app) {
                                      "tokens of a sample's prompt and trace; of --samples-in: the most, without it "
                                      "the model's positions")
                          ->option_text("N [512]");
-  sub->add_option("--retrieval", o->retrieval, "ask inside the prompt; number of look-ups to predict (0: every one in the trace)")
+  sub->add_option("--retrieval", o->retrieval,
+                  "ask inside the prompt; number of look-ups to predict (0: every one in the trace)")
       ->check(CLI::Range(0, 1 << 20))
       ->option_text("N [0]");
   sub->add_option("--seed", o->seed, "seed of the first sample; the others follow")->option_text("N [1000000]");
