@@ -1,4 +1,4 @@
-/// kvkeep for C, and for whatever calls C: the Keeper (kvkeep/policy/keeper.h) over pointers, shapes and strides.
+/// kvkeep for C, and for whatever calls C: the Keeper (kvkeep/keeper/keeper.h) over pointers, shapes and strides.
 ///
 ///     kvkeep_keeper* keeper = NULL;
 ///     if (kvkeep_keeper_make(&model, "tova,budget=1024", NULL, &keeper) != KVKEEP_OK) puts(kvkeep_last_error());

@@ -89,13 +89,13 @@
 #include "kvkeep/keep/rerotate.h"
 
 // The policies, and the pipeline itself.
+#include "kvkeep/keeper/keeper.h"
 #include "kvkeep/policy/across_ranks.h"
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/folded_memory.h"
 #include "kvkeep/policy/full.h"
 #include "kvkeep/policy/gemfilter.h"
-#include "kvkeep/policy/keeper.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/policy/prefill.h"

@@ -37,9 +37,9 @@
 #include <vector>
 
 #include "kvkeep/core/page_allocator.h"
+#include "kvkeep/keeper/keeper.h"
 #include "kvkeep/llama/model.h"
 #include "kvkeep/llama/rope.h"
-#include "kvkeep/policy/keeper.h"
 
 namespace kvkeep::llama {
 

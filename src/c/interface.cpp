@@ -11,8 +11,8 @@
 #include "boundary.h"
 #include "kvkeep/c.h"
 #include "kvkeep/core/page_allocator.h"
+#include "kvkeep/keeper/keeper.h"
 #include "kvkeep/memory/far_store.h"
-#include "kvkeep/policy/keeper.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/version.h"
 

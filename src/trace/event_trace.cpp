@@ -36,7 +36,7 @@ struct Event {
   std::vector<Tensor> query_positions;       ///< i32 [B, W]
   std::vector<Tensor> credit, tally, given;  ///< f32 [B, Hkv, T'], or undefined
   std::vector<Tensor> output_projections;    ///< [num_layers], or empty
-  std::vector<Pins> pins;                    ///< [B]
+  std::vector<PositionSpans> pins;           ///< [B]
 };
 
 Json parsed(const io::SafetensorsFile& file, const std::string& key) {
@@ -212,7 +212,7 @@ void read_pins(const io::SafetensorsFile& file, Event& e) {
                    file.where(), ": pinned holds [", span[0], ", ", span[1], ", ", span[2],
                    "]; allowed a sequence from 0 to ", e.batch - 1, ", and a begin below the end, from 0 to ",
                    INT32_MAX);
-    Pins& pins = e.pins[static_cast<std::size_t>(span[0])];
+    PositionSpans& pins = e.pins[static_cast<std::size_t>(span[0])];
     KVKEEP_REQUIRE(pins.empty() || span[1] > pins.spans().back().end, file.where(), ": pinned holds position ", span[1],
                    " of sequence ", span[0], " after ", pins.spans().back().end, "; allowed spans that ascend");
     pins.add({static_cast<std::int32_t>(span[1]), static_cast<std::int32_t>(span[2])});

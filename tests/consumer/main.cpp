@@ -1,5 +1,5 @@
 #ifdef __FAST_MATH__  // all that an engine under -Ofast includes
-#include <kvkeep/policy/keeper.h>
+#include <kvkeep/keeper/keeper.h>
 #include <kvkeep/policy/registry.h>
 #else
 #include <kvkeep/kvkeep.h>

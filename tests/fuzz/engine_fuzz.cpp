@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "kvkeep/core/page_allocator.h"
-#include "kvkeep/policy/keeper.h"
+#include "kvkeep/keeper/keeper.h"
 #include "kvkeep/policy/registry.h"
 
 namespace {

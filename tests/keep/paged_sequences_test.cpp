@@ -15,7 +15,7 @@
 #include <set>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/policy/keeper.h"
+#include "kvkeep/keeper/keeper.h"
 #include "kvkeep/policy/registry.h"
 #include "oracle/random_case.h"
 

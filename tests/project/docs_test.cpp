@@ -112,17 +112,19 @@ TEST(Docs, ThePageOfTheCInterfaceShowsTheLinesThatTheEngineOnAGpuCompiles) {
       << "docs/reference/c.md should hold:" << lines;
 }
 
-TEST(Docs, TheExamplesOfAScorerAnAllocatorAndAPolicyAreThoseThatTheTestsCompile) {
+TEST(Docs, TheExamplesOfAScorerAnAllocatorAPolicyAndAPartAreThoseThatTheTestsCompile) {
   const std::string page = read(root() / "CONTRIBUTING.md");
-  const fs::path folder = root() / "tests" / "policy";
+  const fs::path folder = root() / "tests";
   const auto whole = [&](const char* file) { return read(folder / file); };
   const auto test_of = [&](const char* file, const char* begins) {
     const std::string test = whole(file);
     const std::size_t begin = test.find(begins);
     return test.substr(begin, test.find("\n}\n", begin) + 3 - begin);
   };
-  for (const std::string& code : {whole("vnorm.h"), test_of("vnorm_test.cpp", "TEST(Vnorm, Keeps"), whole("strided.h"),
-                                  whole("tapering.h"), test_of("tapering_test.cpp", "TEST(Tapering, Cuts")})
+  for (const std::string& code :
+       {whole("policy/vnorm.h"), test_of("policy/vnorm_test.cpp", "TEST(Vnorm, Keeps"), whole("policy/strided.h"),
+        whole("policy/tapering.h"), test_of("policy/tapering_test.cpp", "TEST(Tapering, Cuts"), whole("parts/turns.h"),
+        test_of("parts/turns_test.cpp", "TEST(Turns, TheNewest")})
     EXPECT_NE(page.find("```cpp\n" + code + "```"), std::string::npos) << "CONTRIBUTING.md should hold:\n" << code;
 }
 

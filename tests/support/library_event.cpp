@@ -78,7 +78,7 @@ OracleCache::OracleCache(std::vector<oracle::Sequence> sequences, Dtype dtype, s
     row.credit_length = static_cast<std::int32_t>(given.size());
   }
   for (const oracle::Sequence& s : sequences_) {
-    Pins& pins = pins_.emplace_back();
+    PositionSpans& pins = pins_.emplace_back();
     for (const int position : s.pinned) pins.add({position, position + 1});
   }
   for (RowGroup& group : table_.groups) {

@@ -30,7 +30,7 @@ class OracleCache {
  private:
   std::vector<oracle::Sequence> sequences_;
   std::vector<std::vector<float>> credit_;
-  std::vector<Pins> pins_;
+  std::vector<PositionSpans> pins_;
   ModelSpec spec_;
   std::vector<SequenceId> ids_;
   std::vector<std::int32_t> lengths_, starts_;

@@ -18,7 +18,7 @@ struct PositionSpan {
 };
 
 /// A set of positions, as ascending spans that neither overlap nor touch.
-class Pins {
+class PositionSpans {
  public:
   void add(PositionSpan span) {
     if (spans_.empty() || spans_.back().end < span.begin) {

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <typeindex>
+#include <utility>
 #include <vector>
 
 #include "kvkeep/core/budget.h"
@@ -54,6 +56,20 @@ struct RowGroup {
   std::span<const std::int32_t> beyond = {};  ///< [whole_heads] slots that the row of each KV head of the model holds
                                               ///< beyond this group's first; empty: as many as that
   std::span<const PositionSpan> pinned = {};  ///< ascending, disjoint: slots at these positions stay in every row
+  std::vector<std::pair<std::type_index, const void*>> attached = {};  ///< what parts of a policy's own give it
+
+  /// For Part::describe(): `data` is valid as long as the event.
+  template <class T>
+  void attach(const T& data) {
+    attached.emplace_back(typeid(T), &data);
+  }
+  /// For KVPolicy::decide(); null if no part gave one.
+  template <class T>
+  [[nodiscard]] const T* find() const {
+    for (const auto& [type, data] : attached)
+      if (type == typeid(T)) return static_cast<const T*>(data);
+    return nullptr;
+  }
 };
 
 /// All rows of one event, in the order layer, sequence, head.

@@ -1,5 +1,5 @@
 #pragma once
-/// Included by headers whose bodies compute. Those of a Keeper, a view and policies by name (policy/keeper.h,
+/// Included by headers whose bodies compute. Those of a Keeper, a view and policies by name (keeper/keeper.h,
 /// core/cache_view.h, policy/policy.h, policy/registry.h, torch.h, llama.h) compute nothing where the library is
 /// linked.
 

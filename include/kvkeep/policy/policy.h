@@ -36,6 +36,10 @@ struct Provided {
 };
 
 class KVPolicy;
+class Part;
+struct PartContext;
+/// Makes one part of a keeper.
+using MakePart = std::unique_ptr<Part> (*)(const PartContext&);
 
 /// Every reason why `policy` cannot run on this model with what the engine supplies, one sentence each. Empty: it can.
 /// The Keeper checks this before anything runs.
@@ -107,6 +111,10 @@ class KVPolicy {
                                                    std::span<PromptPass* const> passes) const;
   /// The same for one prompt on the host, with the slots that stay in the same decision.
   [[nodiscard]] Decision decide(PromptPass& pass, const Evidence& evidence) const;
+
+  /// Parts of its own that a keeper of it has (parts/part.h), besides those that follow from needs(). What they add to
+  /// the evidence it finds in RowGroup::parts.
+  [[nodiscard]] virtual std::vector<MakePart> parts() const { return {}; }
 
   /// How the spans that it folds are kept and read; null if it drops all slots that do not stay.
   [[nodiscard]] virtual const MemoryOptions* memory() const { return nullptr; }

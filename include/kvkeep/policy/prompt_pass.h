@@ -20,6 +20,17 @@ class PromptPass {
   [[nodiscard]] virtual std::int32_t wants(std::int32_t layer, std::int32_t present) const = 0;
 };
 
+/// What happened to a prompt in the layers, under a policy that narrows.
+struct PromptReport {
+  std::int32_t tokens = 0;                ///< of the whole prompt
+  std::int32_t selection_layer = -1;      ///< the layer that selected; -1: none
+  std::vector<double> relative_variance;  ///< [num_layers] NaN if not computed
+  std::vector<std::int32_t> entered;  ///< [num_layers] tokens that reached the layer; 0: none in this pass, or not yet
+  std::vector<std::int32_t>
+      going_on;  ///< places in the prompt of the tokens that reached the end, or that form the second pass, ascending
+  bool second_pass = false;  ///< they run again as a new prompt
+};
+
 /// What a policy decided for the prompts of one layer.
 struct LayerDecision {
   struct Prompt {

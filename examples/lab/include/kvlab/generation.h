@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "kvkeep/keep/paged_sequences.h"
-#include "kvkeep/policy/keeper.h"
+#include "kvkeep/keeper/keeper.h"
 #include "kvlab/decoder.h"
 #include "kvlab/sampling.h"
 #include "kvlab/tensor.h"

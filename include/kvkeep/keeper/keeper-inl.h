@@ -11,7 +11,11 @@
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keep/compact.h"
-#include "kvkeep/policy/keeper.h"
+#include "kvkeep/keeper/keeper.h"
+#include "kvkeep/parts/given.h"
+#include "kvkeep/parts/pins.h"
+#include "kvkeep/parts/ranks.h"
+#include "kvkeep/parts/surprisal.h"
 #include "kvkeep/policy/require_pinned.h"
 
 namespace kvkeep {
@@ -143,23 +147,29 @@ KVKEEP_INLINE void check(const KVPolicy& policy, const ModelSpec& spec, const Pr
 }
 
 KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, Provided provided)
-    : spec_(provided.machine().part(std::move(spec))), policy_(std::move(policy)), provided_(std::move(provided)) {
+    : policy_(std::move(policy)),
+      provided_(std::move(provided)),
+      sequences_(std::make_unique<Sequences>(provided_.machine().part(std::move(spec)))),
+      spec_(sequences_->spec()) {
   spec_.check();
   KVKEEP_REQUIRE(policy_ != nullptr, "Keeper: policy must not be null; allowed one from make_policy()");
   kvkeep::check(*policy_, spec_, provided_);
   needs_ = policy_->needs();
-  full_layers_ = spec_.full_layers();
   rope_unstated_ = spec_.first_without_rope();
   KVKEEP_REQUIRE(
-      !full_layers_.empty(),
+      !sequences_->full_layers().empty(),
       "Keeper: the model has no full-attention layer, so there is nothing to keep or drop; allowed one or more");
-  layer_index_.assign(spec_.layers.size(), -1);
-  for (std::size_t i = 0; i < full_layers_.size(); ++i)
-    layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
   if (needs_.statistics_from >= 0)
     workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, provided_.machine().memory());
   if (const MemoryOptions* memory = policy_->memory())
     memory_ = provided_.machine().folded_memory(spec_, *memory, provided_.far_store);
+  const PartContext context{*sequences_, *policy_, provided_.machine()};
+  parts_.push_back(std::make_unique<parts::Pins>(context));
+  if (needs_.given_scores) parts_.push_back(std::make_unique<parts::Given>(context));
+  if (needs_.surprisal) parts_.push_back(std::make_unique<parts::Surprisal>(context));
+  if (spec_.whole_heads() > spec_.kv_heads) parts_.push_back(std::make_unique<parts::Ranks>(context));
+  for (const MakePart make : policy_->parts()) parts_.push_back(make(context));
+  for (const std::unique_ptr<Part>& part : parts_) most_positions_ = std::min(most_positions_, part->most_positions());
   provided_.machine().claim();
 }
 
@@ -170,11 +180,11 @@ KVKEEP_INLINE void Keeper::join(SequenceId sequence, std::int32_t tokens, std::i
                  " cached tokens; allowed 0 to ", kMostPositions);
   KVKEEP_REQUIRE(prompt == -1 || prompt >= tokens, "join: sequence ", sequence, " has a prompt of ", prompt,
                  " tokens and ", tokens, " of them cached; allowed at least the number cached, or -1 if unknown");
-  const auto layers = static_cast<std::int32_t>(full_layers_.size());
+  const auto layers = static_cast<std::int32_t>(sequences_->full_layers().size());
   Machine& machine = provided_.machine();
-  Sequence fresh{machine.columns(layers * spec_.kv_heads),
-                 QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, machine.memory()),
-                 {}};
+  SequenceState fresh{machine.columns(layers * spec_.kv_heads),
+                      QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, machine.memory()),
+                      {}};
   for (std::int32_t l = 0; needs_.statistics_from >= 0 && l < layers; ++l)
     fresh.statistics.emplace_back(spec_.query_heads, spec_.key_dim, needs_.statistics_from, machine.memory());
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
@@ -183,22 +193,33 @@ KVKEEP_INLINE void Keeper::join(SequenceId sequence, std::int32_t tokens, std::i
   fresh.prefix = fresh.next_position = fresh.event_position = fresh.prompt_end = tokens;
   fresh.logical = fresh.asked = tokens;
   fresh.prompt = prompt == -1 && tokens > 0 ? tokens : prompt;
-  fresh.prompt_slots.assign(full_layers_.size(), -1);
+  fresh.prompt_slots.assign(sequences_->full_layers().size(), -1);
   if (memory_ != nullptr) {
     fresh.folded = memory_->rows(layers * spec_.kv_heads);
-    fresh.viewed.resize(full_layers_.size());
+    fresh.viewed.resize(sequences_->full_layers().size());
   }
-  sequences_.emplace(sequence, std::move(fresh));
+  sequences_->add(sequence, std::move(fresh));
+  try {
+    for (const std::unique_ptr<Part>& part : parts_) part->join(sequence);
+  } catch (...) {
+    forget(sequence);
+    throw;
+  }
+}
+
+KVKEEP_INLINE void Keeper::forget(SequenceId sequence) noexcept {
+  for (const std::unique_ptr<Part>& part : parts_) part->leave(sequence);
+  sequences_->remove(sequence);
 }
 
 KVKEEP_INLINE void Keeper::leave(SequenceId sequence) {
-  static_cast<void>(ready("leave", sequence));
-  sequences_.erase(sequence);
-  ++version_;
+  static_cast<void>(sequences_->ready("leave", sequence));
+  forget(sequence);
+  sequences_->changed();
 }
 
 KVKEEP_INLINE void Keeper::end_prompt(SequenceId sequence) {
-  auto& s = const_cast<Sequence&>(at(sequence));
+  SequenceState& s = sequences_->at(sequence);
   KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "end_prompt: the prompt of sequence ", sequence,
                     " is still running through the layers; allowed after its last layer");
   KVKEEP_REQUIRE_AS(StateError, s.logical > 0 && (s.prompt < 0 || s.logical < s.prompt), "end_prompt: sequence ",
@@ -213,36 +234,14 @@ KVKEEP_INLINE void Keeper::reset(SequenceId sequence) {
   join(sequence);
 }
 
-/// The sequence with that id, which no other entry of the call may name: mark_ belongs to the call.
-KVKEEP_INLINE const Keeper::Sequence& Keeper::once(const char* operation, SequenceId sequence) const {
-  const Sequence& s = ready(operation, sequence);
-  KVKEEP_REQUIRE(s.mark != mark_, operation, ": sequence ", sequence, " is named twice in one step; allowed once");
-  s.mark = mark_;
-  return s;
-}
-
-/// indptr has a range for every sequence, and no sequence is named twice.
-KVKEEP_INLINE void Keeper::check_sequences(const char* operation, std::span<const SequenceId> sequences,
-                                           std::span<const std::int32_t> indptr) const {
-  KVKEEP_REQUIRE(indptr.size() == sequences.size() + 1 && indptr.front() == 0, operation, ": indptr has ",
-                 indptr.size(), " entries for ", sequences.size(),
-                 " sequences; allowed one entry more than sequences, the first one 0");
-  ++mark_;
-  met_.clear();
-  for (std::size_t i = 0; i < sequences.size(); ++i) {
-    KVKEEP_REQUIRE(indptr[i] <= indptr[i + 1], operation, ": indptr falls from ", indptr[i], " to ", indptr[i + 1],
-                   " at sequence ", sequences[i], "; allowed ascending");
-    met_.push_back(&once(operation, sequences[i]));
-  }
-}
-
 KVKEEP_INLINE RowTable Keeper::table_of(const CacheView& view, std::span<const std::int32_t> due) const {
-  RowTable table = make_rows(spec_, view, full_layers_, due);
+  RowTable table = make_rows(spec_, view, sequences_->full_layers(), due);
   for (Row& row : table.rows)
-    at(view.sequences[static_cast<std::size_t>(row.sequence)]).columns->describe(row_of(row.layer, row.head), row);
+    sequences_->at(view.sequences[static_cast<std::size_t>(row.sequence)])
+        .columns->describe(sequences_->row_of(row.layer, row.head), row);
   for (RowGroup& group : table.groups) {
-    const Sequence& s = at(view.sequences[static_cast<std::size_t>(group.sequence)]);
-    const std::int32_t index = layer_index_[static_cast<std::size_t>(group.layer)];
+    const SequenceState& s = sequences_->at(view.sequences[static_cast<std::size_t>(group.sequence)]);
+    const std::int32_t index = sequences_->index_of(group.layer);
     group.queries = s.ring.view(index);
     if (!s.statistics.empty()) group.statistics = &s.statistics[static_cast<std::size_t>(index)];
     const bool in_prompt = s.prompt < 0 || s.logical < s.prompt;
@@ -250,11 +249,9 @@ KVKEEP_INLINE RowTable Keeper::table_of(const CacheView& view, std::span<const s
     group.prompt_end = in_prompt ? s.next_position : s.prompt_end;
     group.seen = {s.logical};
     group.prompt = {s.prompt < 0 ? s.logical : s.prompt};
-    group.surprisal = s.surprisal;
     group.settled = s.settled;
-    group.pinned = s.pins.spans();
-    const auto heads = static_cast<std::size_t>(spec_.whole_heads());
-    if (!s.beyond.empty()) group.beyond = std::span(s.beyond).subspan(static_cast<std::size_t>(index) * heads, heads);
+    for (const std::unique_ptr<Part>& part : parts_)
+      part->describe(view.sequences[static_cast<std::size_t>(group.sequence)], group);
     if (s.columns->on_host()) continue;
     group.newest = s.columns->newest();
     const std::int32_t prompt_slots = s.prompt_slots[static_cast<std::size_t>(index)];
@@ -284,20 +281,19 @@ KVKEEP_INLINE std::int64_t Keeper::workspace_bytes(const CacheView& view) const 
 
 /// Rows that move in place must not be anybody else's.
 KVKEEP_INLINE void Keeper::check_places(const CacheView& view) const {
-  const auto* dense = std::get_if<DenseKv>(&view.layers[static_cast<std::size_t>(full_layers_.front())]);
+  const auto* dense = std::get_if<DenseKv>(&view.layers[static_cast<std::size_t>(sequences_->full_layers().front())]);
   if (dense == nullptr || view.places.empty()) return;
   const std::int64_t batch = dense->keys.size(0);
-  places_.resize(static_cast<std::size_t>(batch));
+  places_.assign(static_cast<std::size_t>(batch), false);
   for (std::size_t i = 0; i < view.places.size(); ++i) {
     const std::int32_t place = view.places[i];
     KVKEEP_REQUIRE(place >= 0 && place < batch, "cache: sequence ", view.sequences[i], " is at place ", place,
                    " of the batch; allowed 0 to ", batch - 1);
-    std::uint64_t& mark = places_[static_cast<std::size_t>(place)];
     KVKEEP_REQUIRE(
-        mark != mark_, "cache: sequences ",
+        !places_[static_cast<std::size_t>(place)], "cache: sequences ",
         view.sequences[static_cast<std::size_t>(std::ranges::find(view.places, place) - view.places.begin())], " and ",
         view.sequences[i], " are both at place ", place, "; allowed one place per sequence");
-    mark = mark_;
+    places_[static_cast<std::size_t>(place)] = true;
   }
 }
 
@@ -305,7 +301,7 @@ KVKEEP_INLINE void Keeper::check_places(const CacheView& view) const {
 KVKEEP_INLINE std::span<const std::int32_t> Keeper::pages_of(const CacheView& view, std::size_t i,
                                                              std::int64_t page_size) const {
   std::int64_t longest = 0;
-  for (const std::int32_t l : full_layers_)
+  for (const std::int32_t l : sequences_->full_layers())
     for (std::int32_t h = 0; h < spec_.kv_heads; ++h)
       longest = std::max<std::int64_t>(longest, view.lengths.at(i, l * spec_.kv_heads + h));
   const std::int64_t held = std::min((longest + page_size - 1) / page_size, view.block_table.size(1));
@@ -316,7 +312,7 @@ KVKEEP_INLINE std::span<const std::int32_t> Keeper::pages_of(const CacheView& vi
 /// Counts in holders_ how often the block table names each page that all layers have.
 KVKEEP_INLINE void Keeper::count_holders(const CacheView& view, std::int64_t page_size) const {
   std::int64_t pages = std::numeric_limits<std::int64_t>::max();
-  for (const std::int32_t l : full_layers_)
+  for (const std::int32_t l : sequences_->full_layers())
     pages = std::min(pages, std::get<PagedKv>(view.layers[static_cast<std::size_t>(l)]).keys.size(0));
   holders_.assign(static_cast<std::size_t>(pages), 0);
   for (std::size_t i = 0; i < view.sequences.size(); ++i)
@@ -344,8 +340,8 @@ KVKEEP_INLINE void Keeper::check_pages(const CacheView& view, const RowTable& ta
   }
 }
 
-KVKEEP_INLINE void Keeper::require_shown(const char* operation, SequenceId id, const Sequence& s, std::int32_t layer,
-                                         std::int64_t shown) const {
+KVKEEP_INLINE void Keeper::require_shown(const char* operation, SequenceId id, const SequenceState& s,
+                                         std::int32_t layer, std::int64_t shown) const {
   KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || shown == s.logical, operation, ": layer ", layer, " has shown ",
                     shown, " of the ", s.logical, " tokens of sequence ", id,
                     "; observe() or record() every full layer in each step");
@@ -353,49 +349,49 @@ KVKEEP_INLINE void Keeper::require_shown(const char* operation, SequenceId id, c
 
 /// Every full layer has recorded the queries of the step that began last, if the sequence is in it. What a graph
 /// replays is unknown here.
-KVKEEP_INLINE void Keeper::require_recorded(const char* operation, SequenceId id, const Sequence& s) const {
+KVKEEP_INLINE void Keeper::require_recorded(const char* operation, SequenceId id, const SequenceState& s) const {
   if (s.step != step_) return;
   for (std::size_t l = 0; l < recorded_.size(); ++l)
-    if (recorded_[l] == 0) require_shown(operation, id, s, full_layers_[l], s.logical - s.step_tokens);
+    if (recorded_[l] == 0) require_shown(operation, id, s, sequences_->full_layers()[l], s.logical - s.step_tokens);
 }
 
 /// The newest query that the policy reads and that is not finite.
-KVKEEP_INLINE std::optional<Unscored> Keeper::unscored(SequenceId id, const Sequence& s) const {
+KVKEEP_INLINE std::optional<Unscored> Keeper::unscored(SequenceId id, const SequenceState& s) const {
   if (needs_.queries == 0) return {};
-  for (const std::int32_t l : full_layers_)
-    if (const std::optional<std::int32_t> position = s.ring.not_finite(layer_index_[static_cast<std::size_t>(l)]))
+  for (const std::int32_t l : sequences_->full_layers())
+    if (const std::optional<std::int32_t> position = s.ring.not_finite(sequences_->index_of(l)))
       return Unscored{.sequence = id, .layer = l, .position = *position};
   return {};
 }
 
 KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   Plan plan;
-  plan.version = version_;
+  plan.version = sequences_->version();
   plan.keeper = identity_;
   const Trigger trigger = policy_->trigger();
   std::vector<std::int32_t> due;
-  ++mark_;
-  for (const SequenceId id : view.sequences) static_cast<void>(once("step", id));
+  const std::span<SequenceState* const> met = sequences_->meet("step", view.sequences);
   KVKEEP_REQUIRE_AS(StateError, !pending_,
                     "step: the last event, of other sequences, is pending; allowed after finish()");
-  const Device there = make_rows(spec_, view, full_layers_, {})
+  const Device there = make_rows(spec_, view, sequences_->full_layers(), {})
                            .device;  // a view that does not match is refused on every step, not only at events
   KVKEEP_REQUIRE(there == device(), "cache: it is on ", there.str(), ", but the keeper works on ", device().str(),
                  "; allowed one device, named by Provided::accelerator if it is not the CPU");
   check_places(view);
   if (!trigger.never) layout_.check(spec_, view);
   std::int64_t bytes_per_slot = 0;
-  for (const std::int32_t l : full_layers_)
+  for (const std::int32_t l : sequences_->full_layers())
     bytes_per_slot += spec_.kv_heads * keeper_detail::slot_bytes(spec_, view.layers[static_cast<std::size_t>(l)]);
   slot_bytes_ = bytes_per_slot;
   for (std::size_t i = 0; i < view.sequences.size(); ++i) {
-    const Sequence& s = at(view.sequences[i]);
+    const SequenceState& s = *met[i];
     KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "step: the prompt of sequence ", view.sequences[i],
                       " has only reached layer ", s.next_layer, "; allowed after narrow() of the last layer");
     std::int64_t slots = 0;
-    for (const std::int32_t l : full_layers_) {
+    for (const std::int32_t l : sequences_->full_layers()) {
       for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
-        const std::int32_t held = view.lengths.at(i, l * spec_.kv_heads + h), known = s.columns->length(row_of(l, h));
+        const std::int32_t held = view.lengths.at(i, l * spec_.kv_heads + h),
+                           known = s.columns->length(sequences_->row_of(l, h));
         KVKEEP_REQUIRE_AS(StateError, held == known, "step: sequence ", view.sequences[i], " holds ", held,
                           " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
                           " (observe every new token, and write an event's new lengths back)");
@@ -403,23 +399,20 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
       }
     }
     require_recorded("step", view.sequences[i], s);
-    KVKEEP_REQUIRE_AS(StateError, !needs_.surprisal || s.surprised == s.logical, "step: ", s.surprised, " of the ",
-                      s.logical, " tokens of sequence ", view.sequences[i], " have their surprisal, but ",
-                      policy_->name(), " reads all; supply the rest with surprise()");
-    for (const std::int32_t l : full_layers_) require_given("step", view.sequences[i], s, l);
-    for (const std::int32_t l : full_layers_) {
-      const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(l)]);
+    for (const std::unique_ptr<Part>& part : parts_) part->check_step(view.sequences[i], s);
+    for (const std::int32_t l : sequences_->full_layers()) {
+      const auto index = static_cast<std::size_t>(sequences_->index_of(l));
       bool folded = false;
       for (std::int32_t h = 0; h < spec_.kv_heads && s.folded != nullptr; ++h)
-        folded = folded || s.folded->spans(row_of(l, h)) > 0;
+        folded = folded || s.folded->spans(sequences_->row_of(l, h)) > 0;
       if (!folded) continue;
       KVKEEP_REQUIRE_AS(StateError, s.viewed[index] == s.logical, "step: layer ", l, " of sequence ", view.sequences[i],
                         " has read its folded spans for ", s.viewed[index], " of ", s.logical,
                         " tokens; call view() after each layer's attention");
     }
-    if (!trigger.due(occasion_of(s, slots))) continue;
-    for (const std::int32_t l : full_layers_) {
-      const std::int32_t index = layer_index_[static_cast<std::size_t>(l)];
+    if (!trigger.due(occasion_of(view.sequences[i], s, slots))) continue;
+    for (const std::int32_t l : sequences_->full_layers()) {
+      const std::int32_t index = sequences_->index_of(l);
       require_shown("step", view.sequences[i], s, l, s.prefix + s.ring.seen(index));
       KVKEEP_REQUIRE_AS(StateError, s.ring.unread(index) == 0, "step: an event of sequence ", view.sequences[i],
                         " reads the newest ", needs_.queries, " queries of layer ", l, ", but ", s.ring.unread(index),
@@ -431,7 +424,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     else
       due.push_back(static_cast<std::int32_t>(i));
   }
-  plan.bytes_before = plan.bytes_after = keeper_detail::live_bytes(spec_, full_layers_, view);
+  plan.bytes_before = plan.bytes_after = keeper_detail::live_bytes(spec_, sequences_->full_layers(), view);
   if (due.empty()) return plan;
 
   plan.table = table_of(view, due);
@@ -443,7 +436,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   require_pinned(policy_->name(), plan.table, keep);
   for (const std::int32_t i : due) {
     const SequenceId id = view.sequences[static_cast<std::size_t>(i)];
-    plan.cuts.push_back({.sequence = id, .logical_length = at(id).logical});
+    plan.cuts.push_back({.sequence = id, .logical_length = sequences_->at(id).logical});
   }
   measure(plan);
   if (plan.decision.fold) check_fold(plan);
@@ -488,9 +481,8 @@ KVKEEP_INLINE std::vector<ColumnTarget> Keeper::reserve_settled(const Plan& plan
   targets.reserve(plan.table.rows.size());
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
-    Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(row.sequence)]);
-    reserve_beyond(s, plan.decision);
-    targets.push_back(s.columns->reserve_settled(row_of(row.layer, row.head), keep.count(r),
+    SequenceState& s = sequences_->at(view.sequences[static_cast<std::size_t>(row.sequence)]);
+    targets.push_back(s.columns->reserve_settled(sequences_->row_of(row.layer, row.head), keep.count(r),
                                                  plan.decision.credit.has_value(), plan.decision.tally.has_value()));
   }
   return targets;
@@ -499,10 +491,9 @@ KVKEEP_INLINE std::vector<ColumnTarget> Keeper::reserve_settled(const Plan& plan
 KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
   KVKEEP_REQUIRE_AS(StateError, plan.keeper == identity_,
                     "apply: the plan is not from this keeper; allowed plans that its own plan() returned");
-  KVKEEP_REQUIRE_AS(StateError, plan.version == version_,
+  KVKEEP_REQUIRE_AS(StateError, plan.version == sequences_->version(),
                     "apply: the plan is out of date: tokens were observed or rows were cut since; make a new one");
-  ++mark_;
-  for (const SequenceId id : view.sequences) static_cast<void>(once("apply", id));
+  sequences_->meet("apply", view.sequences);
   check_planned("apply", plan, view);
   Report report{.cuts = plan.cuts,
                 .pages = plan.pages,
@@ -521,6 +512,7 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
     else
       keeper_detail::require_one_length(plan.table, *plan.decision.keep, view);
     folding = fold_dropped(plan, view);
+    for (const std::unique_ptr<Part>& part : parts_) part->reserve({plan.table, plan.decision, view.sequences});
     const std::vector<ColumnTarget> targets = reserve_settled(plan, view);
     std::vector<std::int32_t> taken;
     if (std::ranges::any_of(report.pages, [](const PageMove& move) { return move.taken > 0; })) {
@@ -537,10 +529,10 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
   }
   settle_step(view, report);  // nothing fails after the first byte has moved
   if (pending) {
-    for (const Cut& cut : report.cuts) sequences_.at(cut.sequence).pending = true;
+    for (const Cut& cut : report.cuts) sequences_->at(cut.sequence).pending = true;
     pending->pages = std::exchange(report.pages, {});
     pending_ = std::move(pending);
-    ++version_;
+    sequences_->changed();
     report.pending = true;
     return report;
   }
@@ -553,7 +545,7 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
 KVKEEP_INLINE void Keeper::settle_step(const CacheView& view, const Report& report) noexcept {
   ++totals_.steps;
   for (const SequenceId id : view.sequences) {
-    Sequence& s = sequences_.at(id);
+    SequenceState& s = sequences_->at(id);
     if (s.prompt < 0 && s.logical > 0) {
       s.prompt = s.logical;
       s.prompt_end = s.next_position;
@@ -573,9 +565,9 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Foldi
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     const auto i = static_cast<std::size_t>(row.sequence);
-    Sequence& s = sequences_.at(view.sequences[i]);
-    s.columns->settle(row_of(row.layer, row.head), keep, r, credit == nullptr ? nullptr : credit + row.first,
-                      tally == nullptr ? nullptr : tally + row.first);
+    SequenceState& s = sequences_->at(view.sequences[i]);
+    s.columns->settle(sequences_->row_of(row.layer, row.head), keep, r,
+                      credit == nullptr ? nullptr : credit + row.first, tally == nullptr ? nullptr : tally + row.first);
     view.lengths.at(i, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     report.slots_dropped += row.length - keep.count(r);
   }
@@ -587,15 +579,15 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Foldi
   const std::int32_t room = policy_->trigger().interval;
   for (std::size_t g = 0; g < plan.table.groups.size(); ++g) {
     const RowGroup& group = plan.table.groups[g];
-    Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(group.sequence)]);
-    settle_beyond(s, group.layer, plan.decision, g);
+    SequenceState& s = sequences_->at(view.sequences[static_cast<std::size_t>(group.sequence)]);
+    for (const std::unique_ptr<Part>& part : parts_) part->settle({plan.table, plan.decision, view.sequences}, g);
     s.last_event = s.logical;
     s.ring.forget_normalisers();
     s.event_position = s.next_position;
-    s.prompt_slots[static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(group.layer)])] = group.prompt_slots;
+    s.prompt_slots[static_cast<std::size_t>(sequences_->index_of(group.layer))] = group.prompt_slots;
     if (group.layer == plan.table.groups.front().layer) s.columns->finish_event(room);
   }
-  ++version_;
+  sequences_->changed();
   ++totals_.events;
   totals_.sequences_cut += static_cast<std::int64_t>(report.cuts.size());
   totals_.slots_kept += report.slots_kept;
@@ -607,7 +599,7 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Foldi
 }
 
 KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
-  Sequence& s = const_cast<Sequence&>(ready("truncate", sequence));
+  SequenceState& s = sequences_->ready("truncate", sequence);
   KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "truncate: the prompt of sequence ", sequence,
                     " is still running through the layers; allowed after its last layer");
   KVKEEP_REQUIRE(logical_length >= 0 && logical_length <= s.logical, "truncate: sequence ", sequence, " is ", s.logical,
@@ -631,38 +623,32 @@ KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_le
     s.prompt = logical_length;
     s.prompt_end = s.next_position;
   }
-  s.pins.truncate(s.next_position);
   s.columns->truncate(static_cast<std::int32_t>(taken));
   s.ring.forget(taken);
   for (QueryStatistics& statistics : s.statistics) statistics.forget(taken);
   s.logical = logical_length;
   s.asked = std::min(s.asked, s.logical);
-  s.surprised = std::min(s.surprised, s.logical);
-  if (static_cast<std::int64_t>(s.surprisal.size()) > s.next_position)
-    s.surprisal.resize(static_cast<std::size_t>(s.next_position));
   for (std::int64_t& viewed : s.viewed) viewed = std::min(viewed, s.logical);
-  ++version_;
+  for (const std::unique_ptr<Part>& part : parts_) part->truncate(sequence, s);
+  sequences_->changed();
 }
 
 KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {
-  const Sequence& s = ready("tokens_to_event", sequence);
+  const SequenceState& s = sequences_->ready("tokens_to_event", sequence);
   if (s.prompt < 0) return 0;
   std::int64_t slots = 0;
-  for (std::int32_t r = 0; r < std::ssize(full_layers_) * spec_.kv_heads; ++r) slots += s.columns->length(r);
-  return policy_->trigger().tokens_until(occasion_of(s, slots));
+  for (std::int32_t r = 0; r < std::ssize(sequences_->full_layers()) * spec_.kv_heads; ++r)
+    slots += s.columns->length(r);
+  return policy_->trigger().tokens_until(occasion_of(sequence, s, slots));
 }
 
 /// What the trigger of a sequence reads, whose rows here hold `slots`: of all ranks, if they hold a part of the heads
 /// each.
-KVKEEP_INLINE Occasion Keeper::occasion_of(const Sequence& s, std::int64_t slots) const {
-  const std::int32_t here = spec_.kv_heads, heads = spec_.whole_heads(), first = spec_.first_head;
-  for (std::int32_t l = 0; heads > here && l < std::ssize(full_layers_); ++l)
-    for (std::int32_t h = 0; h < heads; ++h)
-      if (h < first || h >= first + here)
-        slots +=
-            s.columns->length(l * here) + (s.beyond.empty() ? 0 : s.beyond[static_cast<std::size_t>(l * heads + h)]);
+KVKEEP_INLINE Occasion Keeper::occasion_of(SequenceId id, const SequenceState& s, std::int64_t slots) const {
+  const std::int32_t here = spec_.kv_heads, heads = spec_.whole_heads();
+  for (const std::unique_ptr<Part>& part : parts_) slots += part->slots_elsewhere(s, id);
   Occasion occasion{.slots = slots,
-                    .rows = std::ssize(full_layers_) * heads,
+                    .rows = std::ssize(sequences_->full_layers()) * heads,
                     .seen = s.logical,
                     .prompt = s.prompt < 0 ? s.logical : s.prompt,
                     .step = s.logical - s.asked,
@@ -674,50 +660,40 @@ KVKEEP_INLINE Occasion Keeper::occasion_of(const Sequence& s, std::int64_t slots
   return occasion;
 }
 
-/// Room for what settle_beyond() writes, if the decision says anything of other ranks.
-KVKEEP_INLINE void Keeper::reserve_beyond(Sequence& s, const Decision& decision) const {
-  if (!decision.of_all_heads.empty())
-    s.beyond.resize(full_layers_.size() * static_cast<std::size_t>(spec_.whole_heads()));
-}
-
-/// Takes in how many slots the rows of every KV head of the model keep in `layer`, which group `group` of the decision
-/// is.
-KVKEEP_INLINE void Keeper::settle_beyond(Sequence& s, std::int32_t layer, const Decision& decision,
-                                         std::size_t group) const noexcept {
-  if (decision.of_all_heads.empty()) return;
-  const auto heads = static_cast<std::size_t>(spec_.whole_heads());
-  const std::int32_t* const counts = decision.of_all_heads.data() + group * heads;
-  std::int32_t* const beyond =
-      s.beyond.data() + static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(layer)]) * heads;
-  for (std::size_t h = 0; h < heads; ++h) beyond[h] = counts[h] - counts[spec_.first_head];
-}
-
 KVKEEP_INLINE std::int32_t Keeper::physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
-  return ready("physical_length", sequence).columns->length(row_of(layer, head));
+  return sequences_->ready("physical_length", sequence).columns->length(sequences_->row_of(layer, head));
 }
 
 KVKEEP_INLINE std::span<const std::int32_t> Keeper::positions(SequenceId sequence, std::int32_t layer,
                                                               std::int32_t head) const {
-  return ready("positions", sequence).columns->positions(row_of(layer, head));
+  return sequences_->ready("positions", sequence).columns->positions(sequences_->row_of(layer, head));
 }
 
 KVKEEP_INLINE std::span<const float> Keeper::credit(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
-  return ready("credit", sequence).columns->credit(row_of(layer, head));
+  return sequences_->ready("credit", sequence).columns->credit(sequences_->row_of(layer, head));
 }
 
-KVKEEP_INLINE const Keeper::Sequence& Keeper::at(SequenceId sequence) const {
-  const auto found = sequences_.find(sequence);
-  KVKEEP_REQUIRE_AS(StateError, found != sequences_.end(), "kvkeep: sequence ", sequence,
-                    " is not known; allowed after join() and before leave()");
-  return found->second;
+KVKEEP_INLINE void Keeper::pin(SequenceId sequence, std::int64_t begin, std::int64_t end) {
+  part<parts::Pins>().pin(sequence, begin, end);
 }
 
-KVKEEP_INLINE std::int32_t Keeper::row_of(std::int32_t layer, std::int32_t head) const {
-  KVKEEP_REQUIRE(layer >= 0 && layer < spec_.num_layers() && layer_index_[static_cast<std::size_t>(layer)] >= 0,
-                 "kvkeep: layer ", layer, " is not a full-attention layer of the model");
-  KVKEEP_REQUIRE(head >= 0 && head < spec_.kv_heads, "kvkeep: KV head ", head, " is out of range; allowed 0 to ",
-                 spec_.kv_heads - 1);
-  return layer_index_[static_cast<std::size_t>(layer)] * spec_.kv_heads + head;
+KVKEEP_INLINE void Keeper::unpin(SequenceId sequence, std::int64_t begin, std::int64_t end) {
+  part<parts::Pins>().unpin(sequence, begin, end);
+}
+
+KVKEEP_INLINE std::span<const PositionSpan> Keeper::pinned(SequenceId sequence) const {
+  return part<parts::Pins>().pinned(sequence);
+}
+
+KVKEEP_INLINE void Keeper::give(const GivenScores& scores) {
+  KVKEEP_REQUIRE(scores.layer >= 0 && scores.layer < spec_.num_layers(), "give: layer ", scores.layer,
+                 " is out of range; allowed 0 to ", spec_.num_layers() - 1);
+  if (needs_.given_scores) part<parts::Given>().give(scores);
+}
+
+KVKEEP_INLINE void Keeper::surprise(SequenceId sequence, std::span<const float> nats) {
+  static_cast<void>(sequences_->at(sequence));
+  if (needs_.surprisal) part<parts::Surprisal>().supply(sequence, nats);
 }
 
 }  // namespace kvkeep

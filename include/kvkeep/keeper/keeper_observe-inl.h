@@ -7,13 +7,10 @@
 #include <utility>
 
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/policy/keeper.h"
+#include "kvkeep/keeper/keeper.h"
 
 namespace kvkeep {
 namespace keeper_observe_detail {
-
-/// Upper limit of the positions for a policy that reads surprisal: 64 MiB of numbers per sequence.
-inline constexpr std::int32_t kMostSurprisals = 1 << 24;
 
 /// Where the queries of the i-th sequence of a step are; null if there are none.
 struct Queries {
@@ -49,12 +46,12 @@ inline QueryLayout layout_of(const Observation& o, const ModelSpec& spec) {
 }  // namespace keeper_observe_detail
 
 KVKEEP_INLINE void Keeper::check(const char* operation, const Observation& o) const {
-  check_sequences(operation, o.sequences, o.indptr);
+  sequences_->meet(operation, o.sequences, o.indptr);
   const std::int32_t tokens = o.indptr.back();
   KVKEEP_REQUIRE(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens, operation, ": ",
                  o.positions.size(), " positions for ", tokens, " tokens; allowed none or one each");
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    const Sequence& s = *met_[i];
+    const SequenceState& s = *sequences_->met()[i];
     require_recorded(operation, o.sequences[i], s);
     const std::int32_t own_tokens = o.indptr[i + 1] - o.indptr[i];
     KVKEEP_REQUIRE(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, operation, ": sequence ", o.sequences[i],
@@ -74,9 +71,7 @@ KVKEEP_INLINE void Keeper::check(const char* operation, const Observation& o) co
                      " different positions than an earlier layer of the step; allowed the same in every layer");
       continue;
     }
-    const std::int64_t most = needs_.surprisal
-                                  ? keeper_observe_detail::kMostSurprisals
-                                  : kMostPositions;  // one number per position is kept if surprisal is read
+    const std::int64_t most = most_positions_;
     std::int64_t least = s.next_position;
     for (std::int32_t t = o.indptr[i]; !o.positions.empty() && t < o.indptr[i + 1]; ++t) {
       const std::int32_t p = o.positions[static_cast<std::size_t>(t)];
@@ -99,10 +94,10 @@ KVKEEP_INLINE void Keeper::check(const char* operation, const Observation& o) co
   if (needs_.queries == 0) return;
   check_queries(operation, o);
   check_normalisers(operation, o);
-  for (std::size_t i = 0; i < met_.size(); ++i)
-    KVKEEP_REQUIRE(met_[i]->ring.takes(o.queries.dtype()), operation, ": queries of layer ", o.layer, ", sequence ",
-                   o.sequences[i], ", are ", o.queries.dtype(), "; earlier ones were ", met_[i]->ring.dtype(),
-                   "; allowed one dtype");
+  for (std::size_t i = 0; i < sequences_->met().size(); ++i)
+    KVKEEP_REQUIRE(sequences_->met()[i]->ring.takes(o.queries.dtype()), operation, ": queries of layer ", o.layer,
+                   ", sequence ", o.sequences[i], ", are ", o.queries.dtype(), "; earlier ones were ",
+                   sequences_->met()[i]->ring.dtype(), "; allowed one dtype");
   require_one_basis(operation, o.basis);
 }
 
@@ -152,16 +147,16 @@ KVKEEP_INLINE void Keeper::check_normalisers(const char* operation, const Observ
 }
 
 /// True if these tokens are the first that any layer shows in this step.
-KVKEEP_INLINE bool Keeper::leads(const Sequence& s, std::int32_t layer, std::int32_t tokens) const {
-  const std::int32_t index = layer_index_[static_cast<std::size_t>(layer)];
+KVKEEP_INLINE bool Keeper::leads(const SequenceState& s, std::int32_t layer, std::int32_t tokens) const {
+  const std::int32_t index = sequences_->index_of(layer);
   return s.prefix + s.ring.seen(index) + tokens > s.logical;
 }
 
 /// Positions that an earlier layer gave to the tokens that this layer shows now.
-KVKEEP_INLINE std::span<const std::int32_t> Keeper::already_shown(const Sequence& s, std::int32_t layer,
+KVKEEP_INLINE std::span<const std::int32_t> Keeper::already_shown(const SequenceState& s, std::int32_t layer,
                                                                   std::int32_t tokens) const {
   if (s.pass != nullptr) return s.present;
-  const std::int64_t behind = s.logical - s.prefix - s.ring.seen(layer_index_[static_cast<std::size_t>(layer)]);
+  const std::int64_t behind = s.logical - s.prefix - s.ring.seen(sequences_->index_of(layer));
   const auto newest = s.columns->newest();
   KVKEEP_REQUIRE_AS(StateError, behind <= static_cast<std::int64_t>(newest.size()), "observe: layer ", layer, " is ",
                     behind, " tokens behind the other layers; observe every full layer in each step");
@@ -169,7 +164,7 @@ KVKEEP_INLINE std::span<const std::int32_t> Keeper::already_shown(const Sequence
 }
 
 /// Writes the positions of the tokens of the i-th sequence to positions_.
-KVKEEP_INLINE void Keeper::find_positions(const Observation& o, std::size_t i, const Sequence& s) {
+KVKEEP_INLINE void Keeper::find_positions(const Observation& o, std::size_t i, const SequenceState& s) {
   const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
   if (!o.positions.empty()) {
     positions_.assign(o.positions.begin() + o.indptr[i], o.positions.begin() + o.indptr[i + 1]);
@@ -184,18 +179,18 @@ KVKEEP_INLINE void Keeper::find_positions(const Observation& o, std::size_t i, c
 
 /// Queries that enter the statistics must be finite. A window is checked at the event instead, since only the queries
 /// it still holds matter.
-KVKEEP_INLINE void Keeper::check_statistics(const Observation& o, std::size_t i, const Sequence& s,
+KVKEEP_INLINE void Keeper::check_statistics(const Observation& o, std::size_t i, const SequenceState& s,
                                             std::span<const std::int32_t> positions) const {
   if (s.statistics.empty()) return;
   const keeper_observe_detail::Queries q(o, i);
-  const auto index = static_cast<std::size_t>(layer_index_[static_cast<std::size_t>(o.layer)]);
+  const auto index = static_cast<std::size_t>(sequences_->index_of(o.layer));
   if (s.statistics[index].finite(q.data, q.dtype, q.token_stride, q.head_stride, positions)) return;
   s.statistics[index].check(text("observe: layer ", o.layer, ", sequence ", o.sequences[i]), q.data, q.dtype,
                             q.token_stride, q.head_stride, positions);
 }
 
 /// Counts new tokens whose positions are in positions_.
-KVKEEP_INLINE void Keeper::count(Sequence& s, std::int32_t tokens) {
+KVKEEP_INLINE void Keeper::count(SequenceState& s, std::int32_t tokens) {
   s.columns->append(positions_);
   const std::int64_t before = std::exchange(s.logical, s.logical + tokens);
   if (tokens > 0) s.next_position = positions_.back() + 1;
@@ -210,7 +205,7 @@ KVKEEP_INLINE void Keeper::make_room(const Observation& o) {
   moments_.clear();
   std::size_t arrivals = 0, runs = 0;
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    auto& s = const_cast<Sequence&>(*met_[i]);
+    SequenceState& s = *sequences_->met()[i];
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
     find_positions(o, i, s);
     check_statistics(o, i, s, positions_);
@@ -229,7 +224,7 @@ KVKEEP_INLINE void Keeper::make_room(const Observation& o) {
 KVKEEP_INLINE void Keeper::observe(const Observation& o) {
   KVKEEP_REQUIRE(o.layer >= 0 && o.layer < spec_.num_layers(), "observe: layer ", o.layer,
                  " is out of range; allowed 0 to ", spec_.num_layers() - 1);
-  const std::int32_t index = layer_index_[static_cast<std::size_t>(o.layer)];
+  const std::int32_t index = sequences_->index_of(o.layer);
   if (index < 0) return;  // sliding, shared and other layers are not ours
   check("observe", o);
   make_room(o);
@@ -243,7 +238,7 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
     basis_ = o.basis;
     basis_known_ = true;
   }
-  ++version_;
+  sequences_->changed();
   for (Begun& begun : begun_) {
     begun.sequence->pass = std::move(begun.pass);
     begun.sequence->present = std::move(begun.present);
@@ -252,7 +247,7 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
     begun.sequence->report = std::move(begun.report);
   }
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    auto& s = const_cast<Sequence&>(*met_[i]);
+    SequenceState& s = *sequences_->met()[i];
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
     find_positions(o, i, s);
     if (leads(s, o.layer, tokens)) count(s, tokens);
@@ -288,10 +283,10 @@ KVKEEP_INLINE void Keeper::check(const StepTokens& t, const Observation& first) 
                     "; allowed observe() in every layer");
   KVKEEP_REQUIRE(is_scorable(t.query_dtype), "begin_step: queries are ", t.query_dtype, "; allowed f32, f16, bf16");
   check("begin_step", first);
-  for (std::size_t i = 0; i < met_.size(); ++i) {
-    const Sequence& s = *met_[i];
-    for (std::size_t l = 0; l < full_layers_.size(); ++l)
-      require_shown("begin_step", t.sequences[i], s, full_layers_[l],
+  for (std::size_t i = 0; i < sequences_->met().size(); ++i) {
+    const SequenceState& s = *sequences_->met()[i];
+    for (std::size_t l = 0; l < sequences_->full_layers().size(); ++l)
+      require_shown("begin_step", t.sequences[i], s, sequences_->full_layers()[l],
                     s.prefix + s.ring.seen(static_cast<std::int32_t>(l)));
     KVKEEP_REQUIRE(s.ring.takes(t.query_dtype), "begin_step: queries of sequence ", t.sequences[i], " are ",
                    t.query_dtype, "; earlier ones were ", s.ring.dtype(), "; allowed one dtype");
@@ -304,14 +299,14 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
   KVKEEP_REQUIRE_AS(StateError, !memory.capturing(),
                     "begin_step: the stream is being captured, so every replay would file its queries as this step's; "
                     "allowed before the capture, and before each replay");
-  const Observation first{.layer = full_layers_.front(),
+  const Observation first{.layer = sequences_->full_layers().front(),
                           .sequences = t.sequences,
                           .indptr = t.indptr,
                           .unread = true,
                           .positions = t.positions};
   check(t, first);
   if (std::ranges::find(recorded_, 0) != recorded_.end())  // of the step before this one
-    for (const auto& [id, s] : sequences_) require_recorded("begin_step", id, s);
+    for (const auto& [id, s] : *sequences_) require_recorded("begin_step", id, s);
   const std::int32_t tokens = t.indptr.back();
   const bool reads = needs_.queries > 0;
   KVKEEP_REQUIRE_AS(StateError, !reads || tokens <= step_room_ || !step_captured_, "begin_step: ", tokens,
@@ -319,14 +314,14 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
                     "; allowed up to that: run a step of the largest size before the first capture");
   make_room(first);
   if (reads) {
-    for (const Sequence* const s : met_) const_cast<Sequence*>(s)->ring.reserve(t.query_dtype);
+    for (SequenceState* const s : sequences_->met()) s->ring.reserve(t.query_dtype);
     // Lines after those of a step say that nothing is kept, for graphs of larger steps.
     step_places_.assign(static_cast<std::size_t>(std::max(tokens, step_tokens_)), {});
     const std::int64_t token_bytes = element_size(t.query_dtype) * spec_.query_heads * spec_.key_dim;
-    for (std::size_t i = 0; i < met_.size(); ++i) {
-      find_positions(first, i, *met_[i]);
+    for (std::size_t i = 0; i < sequences_->met().size(); ++i) {
+      find_positions(first, i, *sequences_->met()[i]);
       arrivals_.clear();
-      met_[i]->ring.place(0, t.indptr[i], positions_, arrivals_);
+      sequences_->met()[i]->ring.place(0, t.indptr[i], positions_, arrivals_);
       for (const QueryArrival& a : arrivals_)
         for (std::int32_t n = 0; n < a.tokens; ++n) {
           const std::int32_t at = (a.at + n) % a.capacity;
@@ -350,18 +345,18 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
     step_normalised_ = t.log_sum_exp;
     basis_ = t.basis;
     basis_known_ = true;
-    recorded_.assign(full_layers_.size(), step_captured_ || tokens == 0 ? 1 : 0);
+    recorded_.assign(sequences_->full_layers().size(), step_captured_ || tokens == 0 ? 1 : 0);
   }
-  ++version_;
+  sequences_->changed();
   ++step_;
-  for (std::size_t i = 0; i < met_.size(); ++i) {
-    auto& s = const_cast<Sequence&>(*met_[i]);
+  for (std::size_t i = 0; i < sequences_->met().size(); ++i) {
+    SequenceState& s = *sequences_->met()[i];
     find_positions(first, i, s);
     const auto own = static_cast<std::int32_t>(positions_.size());
     count(s, own);
     s.step = step_;
     s.step_tokens = own;
-    for (std::int32_t l = 0; l < static_cast<std::int32_t>(full_layers_.size()); ++l)
+    for (std::int32_t l = 0; l < static_cast<std::int32_t>(sequences_->full_layers().size()); ++l)
       s.ring.advance(l, own, t.log_sum_exp);
   }
 }
@@ -369,7 +364,7 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
 KVKEEP_INLINE void Keeper::record(std::int32_t layer, const Tensor& queries, const Tensor& log_sum_exp) {
   KVKEEP_REQUIRE(layer >= 0 && layer < spec_.num_layers(), "record: layer ", layer, " is out of range; allowed 0 to ",
                  spec_.num_layers() - 1);
-  const std::int32_t index = layer_index_[static_cast<std::size_t>(layer)];
+  const std::int32_t index = sequences_->index_of(layer);
   if (index < 0 || needs_.queries == 0) return;
   KVKEEP_REQUIRE_AS(StateError, step_table_ != nullptr, "record: no step has begun; allowed after begin_step()");
   const std::int32_t indptr[] = {

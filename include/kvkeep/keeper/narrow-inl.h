@@ -12,7 +12,7 @@
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
-#include "kvkeep/policy/keeper.h"
+#include "kvkeep/keeper/keeper.h"
 
 namespace kvkeep {
 namespace narrow_detail {
@@ -112,7 +112,7 @@ inline void check_finite(SequenceId sequence, const RowGroup& group, const Model
 
 /// One prompt at one layer: the input of its decision, then the decision; nothing of it is applied yet.
 struct Keeper::LayerPlan {
-  Sequence* sequence = nullptr;
+  SequenceState* sequence = nullptr;
   SequenceId id = 0;
   std::int32_t layer = 0;
   std::size_t place = 0;  ///< in the view
@@ -122,11 +122,11 @@ struct Keeper::LayerPlan {
   std::int64_t slots_dropped = 0, bytes_moved = 0;
 };
 
-KVKEEP_INLINE bool Keeper::begins_prompt(const Sequence& s, std::int32_t tokens) const {
+KVKEEP_INLINE bool Keeper::begins_prompt(const SequenceState& s, std::int32_t tokens) const {
   return policy_->narrows() && tokens > 0 && s.logical == 0 && s.prefix == 0 && !s.report;
 }
 
-KVKEEP_INLINE Keeper::Begun Keeper::begin_prompt(Sequence& s, std::span<const std::int32_t> positions) const {
+KVKEEP_INLINE Keeper::Begun Keeper::begin_prompt(SequenceState& s, std::span<const std::int32_t> positions) const {
   const auto tokens = static_cast<std::int32_t>(positions.size()), layers = spec_.num_layers();
   PromptReport report{.tokens = tokens,
                       .selection_layer = -1,
@@ -141,7 +141,7 @@ KVKEEP_INLINE Keeper::Begun Keeper::begin_prompt(Sequence& s, std::span<const st
           .report = std::move(report)};
 }
 
-KVKEEP_INLINE Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observation& o, std::size_t i,
+KVKEEP_INLINE Keeper::LayerPlan Keeper::plan_layer(SequenceState& s, const Observation& o, std::size_t i,
                                                    const CacheView& view) const {
   const SequenceId id = o.sequences[i];
   const auto place = static_cast<std::size_t>(std::ranges::find(view.sequences, id) - view.sequences.begin());
@@ -163,7 +163,7 @@ KVKEEP_INLINE Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observatio
     KVKEEP_REQUIRE_AS(StateError, held == present, "narrow: sequence ", id, " holds ", held, " slots in layer ",
                       o.layer, ", head ", h, "; ", present, " tokens continued to it");
   }
-  require_given("narrow", id, s, o.layer);
+  if (needs_.given_scores) part<parts::Given>().require_all("narrow", id, s, o.layer);
   const std::int32_t due = static_cast<std::int32_t>(place);
   plan.table = make_rows(spec_, view, {&o.layer, 1}, {&due, 1});
   if (plan.table.page_size > 0)
@@ -172,7 +172,7 @@ KVKEEP_INLINE Keeper::LayerPlan Keeper::plan_layer(Sequence& s, const Observatio
   const std::int32_t wanted = plan.queries = s.pass->wants(o.layer, present);
   if (wanted == 0) return plan;
   narrow_detail::require_own_cache(view, place, plan.table);
-  for (Row& row : plan.table.rows) s.columns->describe(row_of(row.layer, row.head), row);
+  for (Row& row : plan.table.rows) s.columns->describe(sequences_->row_of(row.layer, row.head), row);
   RowGroup& group = plan.table.groups.front();
   const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
   group.queries = {
@@ -199,10 +199,10 @@ KVKEEP_INLINE LayerReport Keeper::narrow(const Observation& o, const CacheView& 
   std::vector<LayerPlan> plans;
   bool checked = false;
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    Sequence& s = const_cast<Sequence&>(at(o.sequences[i]));
+    SequenceState& s = sequences_->at(o.sequences[i]);
     if (s.pass == nullptr) continue;
     if (!std::exchange(checked, true)) {
-      check_sequences("narrow", o.sequences, o.indptr);
+      sequences_->meet("narrow", o.sequences, o.indptr);
       check_queries("narrow", o);
       check_basis("narrow", o.basis);
       layout_.check(spec_, view);
@@ -213,14 +213,14 @@ KVKEEP_INLINE LayerReport Keeper::narrow(const Observation& o, const CacheView& 
   // every prompt.
   decide_layer(plans, o, view);
   for (LayerPlan& plan : plans) {
-    Sequence& s = *plan.sequence;
+    SequenceState& s = *plan.sequence;
     Narrowing narrowing{.sequence = plan.id, .slots_dropped = plan.slots_dropped, .bytes_moved = plan.bytes_moved};
     s.report->entered[static_cast<std::size_t>(plan.layer)] = static_cast<std::int32_t>(s.present.size());
     if (plan.decision.relative_variance)
       s.report->relative_variance[static_cast<std::size_t>(plan.layer)] = *plan.decision.relative_variance;
     if (plan.decision.reason == Reason::select_layer) s.report->selection_layer = plan.layer;
     s.next_layer = plan.layer + 1;
-    ++version_;
+    sequences_->changed();
     if (plan.decision.narrow) let_go_on(plan, view, narrowing);
     if (plan.decision.cut || plan.decision.narrow) report.prompts.push_back(narrowing);
     totals_.slots_dropped += narrowing.slots_dropped;
@@ -231,7 +231,7 @@ KVKEEP_INLINE LayerReport Keeper::narrow(const Observation& o, const CacheView& 
       s.pass.reset();
       if (s.last_event == s.logical)  // layers hold different numbers of the prompt's slots
         for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
-          s.prompt_slots[static_cast<std::size_t>(l)] = s.columns->length(row_of(l, 0));
+          s.prompt_slots[static_cast<std::size_t>(l)] = s.columns->length(sequences_->row_of(l, 0));
       std::int64_t longest = 0, shortest = s.report->tokens;
       for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) {
         longest = std::max<std::int64_t>(longest, s.columns->length(r));
@@ -280,20 +280,22 @@ KVKEEP_INLINE void Keeper::decide_layer(std::span<LayerPlan> plans, const Observ
       continue;
     }
     if (row.head == 0) plan.sequence->columns->bring_newest();
-    reserve_beyond(*plan.sequence, layer.rows);
     targets.push_back(
-        plan.sequence->columns->reserve_settled(row_of(row.layer, row.head), keep.count(r), false, false));
+        plan.sequence->columns->reserve_settled(sequences_->row_of(row.layer, row.head), keep.count(r), false, false));
     plan.bytes_moved += bytes_to_move(table, keep, r);
     plan.slots_dropped += row.length - keep.count(r);
   }
+  for (const std::unique_ptr<Part>& part : parts_) part->reserve({table, layer.rows, view.sequences});
   machine.move(table, layer.rows, {}, targets);
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     const LayerPlan& plan = *deciding[r / static_cast<std::size_t>(spec_.kv_heads)];
     if (!plan.decision.cut) continue;
     const Row& row = table.rows[r];
-    Sequence& s = *plan.sequence;
-    s.columns->settle(row_of(row.layer, row.head), keep, r, nullptr, nullptr);
-    if (row.head == 0) settle_beyond(s, row.layer, layer.rows, r / static_cast<std::size_t>(spec_.kv_heads));
+    SequenceState& s = *plan.sequence;
+    s.columns->settle(sequences_->row_of(row.layer, row.head), keep, r, nullptr, nullptr);
+    for (const std::unique_ptr<Part>& part : parts_)
+      if (row.head == 0)
+        part->settle({table, layer.rows, view.sequences}, r / static_cast<std::size_t>(spec_.kv_heads));
     view.lengths.at(plan.place, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     s.last_event = s.logical;
     s.event_position = s.next_position;
@@ -301,7 +303,7 @@ KVKEEP_INLINE void Keeper::decide_layer(std::span<LayerPlan> plans, const Observ
 }
 
 KVKEEP_INLINE void Keeper::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
-  Sequence& s = *plan.sequence;
+  SequenceState& s = *plan.sequence;
   const TokenSet& narrow = *plan.decision.narrow;
   const std::span<const std::int32_t> places{narrow.tokens.data<std::int32_t>(),
                                              static_cast<std::size_t>(narrow.tokens.numel())};
@@ -313,7 +315,7 @@ KVKEEP_INLINE void Keeper::let_go_on(const LayerPlan& plan, const CacheView& vie
   s.last_event = s.logical;
   s.event_position = s.next_position;
   if (narrow.afresh || plan.layer + 1 == spec_.num_layers()) return;
-  s.columns->narrow(row_of(plan.layer + 1, 0), places, s.present);
+  s.columns->narrow(sequences_->row_of(plan.layer + 1, 0), places, s.present);
   for (std::int32_t r = (plan.layer + 1) * spec_.kv_heads; r < spec_.num_layers() * spec_.kv_heads; ++r)
     view.lengths.at(plan.place, r) = static_cast<std::int32_t>(places.size());
 }
@@ -328,11 +330,11 @@ KVKEEP_INLINE void Keeper::begin_afresh(const LayerPlan& plan, const CacheView& 
   for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) view.lengths.at(plan.place, r) = 0;
   if (page_size > 0)
     report.pages.push_back(narrow_detail::drop_pages(view, plan.place, of_first_pass.tokens, 0, page_size));
-  sequences_.at(plan.id).report = std::move(of_first_pass);
+  sequences_->at(plan.id).report = std::move(of_first_pass);
 }
 
 KVKEEP_INLINE const PromptReport* Keeper::prompt_report(SequenceId sequence) const {
-  const Sequence& s = at(sequence);
+  const SequenceState& s = sequences_->at(sequence);
   return s.report ? &*s.report : nullptr;
 }
 

@@ -20,6 +20,8 @@
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
 #include "kvkeep/observe/query_statistics.h"
+#include "kvkeep/parts/part.h"
+#include "kvkeep/parts/sequences.h"
 #include "kvkeep/policy/folded_memory.h"
 #include "kvkeep/policy/policy.h"
 
@@ -82,17 +84,6 @@ struct Report {
   std::int64_t pages_freed = 0;  ///< holders removed, over all sequences; a page without holders is free
   bool pending = false;  ///< the device has yet to say how many slots stay: what comes after the event is an upper
                          ///< bound, `pages` is empty, and the view is as it was until Keeper::finish()
-};
-
-/// What happened to a prompt in the layers, under a policy that narrows.
-struct PromptReport {
-  std::int32_t tokens = 0;                ///< of the whole prompt
-  std::int32_t selection_layer = -1;      ///< the layer that selected; -1: none
-  std::vector<double> relative_variance;  ///< [num_layers] NaN if not computed
-  std::vector<std::int32_t> entered;  ///< [num_layers] tokens that reached the layer; 0: none in this pass, or not yet
-  std::vector<std::int32_t>
-      going_on;  ///< places in the prompt of the tokens that reached the end, or that form the second pass, ascending
-  bool second_pass = false;  ///< they run again as a new prompt
 };
 
 /// What one layer did to one prompt.
@@ -186,8 +177,8 @@ class Keeper {
   /// as pin() does for an unknown sequence and for a wrong span.
   void unpin(SequenceId sequence, std::int64_t begin, std::int64_t end);
   /// Ascending, neither overlapping nor touching. Valid until the next call.
-  [[nodiscard]] std::span<const PositionSpan> pinned(SequenceId sequence) const { return at(sequence).pins.spans(); }
-  [[nodiscard]] bool knows(SequenceId sequence) const { return sequences_.contains(sequence); }
+  [[nodiscard]] std::span<const PositionSpan> pinned(SequenceId sequence) const;
+  [[nodiscard]] bool knows(SequenceId sequence) const { return sequences_->contains(sequence); }
 
   /// Records the new tokens of one layer. Call it in every full layer, or in one of them if the policy needs no
   /// queries; other layers are ignored. Tokens that are `unread` leave the window without queries up to them. Throws:
@@ -328,9 +319,9 @@ class Keeper {
   }
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
-  [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return at(sequence).logical; }
+  [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return sequences_->at(sequence).logical; }
   /// Tokens of its prompt; -1 until known.
-  [[nodiscard]] std::int64_t prompt_length(SequenceId sequence) const { return at(sequence).prompt; }
+  [[nodiscard]] std::int64_t prompt_length(SequenceId sequence) const { return sequences_->at(sequence).prompt; }
   /// Slots held by one row.
   [[nodiscard]] std::int32_t physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const;
   /// Logical position of every slot of one row, ascending. Valid until the next call. On a device: copies to the host,
@@ -346,74 +337,44 @@ class Keeper {
   [[nodiscard]] const KVPolicy& policy() const { return *policy_; }
   [[nodiscard]] const Totals& totals() const { return totals_; }
 
+  /// A part that every keeper has, or that its policy asks for. Throws Unsupported for one that this keeper lacks.
+  template <class P>
+  [[nodiscard]] P& part() {
+    return const_cast<P&>(std::as_const(*this).template part<P>());
+  }
+  template <class P>
+  [[nodiscard]] const P& part() const {
+    for (const std::unique_ptr<Part>& one : parts_)
+      if (const auto* found = dynamic_cast<const P*>(one.get())) return *found;
+    refuse<Unsupported>("part: ", policy_->name(), " asks for no such part; allowed those of its KVPolicy::parts()");
+  }
+
  private:
-  struct Sequence {
-    std::unique_ptr<Columns> columns;
-    QueryRing ring;
-    std::vector<QueryStatistics> statistics;  ///< [full layers] if the policy asks for them; else empty
-    std::int32_t prefix = 0;                  ///< tokens that were cached before the sequence joined
-    std::int64_t logical = 0;                 ///< tokens seen, prefix included
-    std::int64_t last_event = 0;              ///< logical length at the last event
-    std::int64_t prompt = -1;                 ///< tokens of the prompt; -1 until known
-    std::int32_t prompt_end = 0;              ///< once it has ended: logical position below which its tokens are
-    std::int32_t event_position = 0;          ///< next position at the last event, or after the prefix
-    mutable std::uint64_t mark = 0;           ///< of the last call that named the sequence
-    std::int64_t asked = 0;                   ///< logical length when the policy was last asked
-    std::int32_t next_position = 0;
-    std::vector<std::int32_t> prompt_slots = {};  ///< [full layers] on a device: of the prompt, once cut; -1 before
-    std::unique_ptr<PromptPass> pass = nullptr;   ///< while a prompt narrows
-    std::vector<std::int32_t> present = {};       ///< then: logical positions of the remaining tokens
-    std::int32_t tail = 0;        ///< then: how many of them are the newest of the prompt, without a gap
-    std::int32_t next_layer = 0;  ///< then: the layer whose narrow() comes next
-    std::optional<PromptReport> report = {};
-    std::vector<float> surprisal = {};             ///< by logical position, if the policy asks for it
-    std::int64_t surprised = 0;                    ///< tokens that have their surprisal
-    std::int32_t settled = 0;                      ///< logical position below which every decision is final
-    std::unique_ptr<FoldedRows> folded = nullptr;  ///< if the policy folds
-    std::vector<std::int64_t> viewed = {};  ///< [full layers] logical length when the layer last read its folded spans
-    Pins pins = {};
-    std::vector<std::int32_t> beyond = {};  ///< [full layers, whole_heads] RowGroup::beyond; empty: all rows are alike
-    bool pending = false;                   ///< an event cuts it that finish() has yet to complete
-    std::uint64_t step = 0;                 ///< the last begin_step() that named it
-    std::int32_t step_tokens = 0;           ///< and the tokens it brought
-  };
   /// An event between apply() and finish().
   struct Pending {
     Plan plan;
     std::vector<PageMove> pages;
   };
-  [[nodiscard]] const Sequence& at(SequenceId sequence) const;
-  [[nodiscard]] const Sequence& ready(const char* operation, SequenceId sequence) const;
-  [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
-  [[nodiscard]] const Sequence& once(const char* operation, SequenceId sequence) const;
-  void check_sequences(const char* operation, std::span<const SequenceId> sequences,
-                       std::span<const std::int32_t> indptr) const;
-  void check_statistics(const Observation& observation, std::size_t i, const Sequence& sequence,
+  void forget(SequenceId sequence) noexcept;
+  void check_statistics(const Observation& observation, std::size_t i, const SequenceState& sequence,
                         std::span<const std::int32_t> positions) const;
-  [[nodiscard]] Occasion occasion_of(const Sequence& sequence, std::int64_t slots) const;
-  void reserve_beyond(Sequence& sequence, const Decision& decision) const;
-  void settle_beyond(Sequence& sequence, std::int32_t layer, const Decision& decision,
-                     std::size_t group) const noexcept;
+  [[nodiscard]] Occasion occasion_of(SequenceId id, const SequenceState& sequence, std::int64_t slots) const;
   void check_places(const CacheView& view) const;
   [[nodiscard]] std::span<const std::int32_t> pages_of(const CacheView& view, std::size_t i,
                                                        std::int64_t page_size) const;
   void count_holders(const CacheView& view, std::int64_t page_size) const;
   void check_pages(const CacheView& view, const RowTable& table) const;
-  void require_shown(const char* operation, SequenceId id, const Sequence& sequence, std::int32_t layer,
+  void require_shown(const char* operation, SequenceId id, const SequenceState& sequence, std::int32_t layer,
                      std::int64_t shown) const;
-  void require_recorded(const char* operation, SequenceId id, const Sequence& sequence) const;
+  void require_recorded(const char* operation, SequenceId id, const SequenceState& sequence) const;
   void check(const char* operation, const Observation& observation) const;
   void check_basis(const char* operation, QueryBasis basis) const;
   void require_one_basis(const char* operation, QueryBasis basis) const;
   void check(const StepTokens& tokens, const Observation& first) const;
-  void count(Sequence& sequence, std::int32_t tokens);
-  [[nodiscard]] std::int32_t not_given(const Sequence& sequence, std::int32_t layer) const;
-  void require_given(const char* operation, SequenceId id, const Sequence& sequence, std::int32_t layer) const;
-  void check_numbers(const GivenScores& scores) const;
-  void check(const GivenScores& scores) const;
-  void find_positions(const Observation& observation, std::size_t i, const Sequence& sequence);
+  void count(SequenceState& sequence, std::int32_t tokens);
+  void find_positions(const Observation& observation, std::size_t i, const SequenceState& sequence);
   void make_room(const Observation& observation);
-  [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const Sequence& sequence) const;
+  [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const SequenceState& sequence) const;
   void check_planned(const char* operation, const Plan& plan, const CacheView& view) const;
   void check_pending(const Plan& plan, const CacheView& view) const;
   void measure(Plan& plan) const;
@@ -422,55 +383,49 @@ class Keeper {
   void settle(const Plan& plan, const CacheView& view, Folding* folding, Report& report) noexcept;
   void check_queries(const char* operation, const Observation& observation) const;
   void check_normalisers(const char* operation, const Observation& observation) const;
-  [[nodiscard]] std::span<const std::int32_t> already_shown(const Sequence& sequence, std::int32_t layer,
+  [[nodiscard]] std::span<const std::int32_t> already_shown(const SequenceState& sequence, std::int32_t layer,
                                                             std::int32_t tokens) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;
   [[nodiscard]] Evidence evidence_of(const RowTable& table) const;
-  [[nodiscard]] bool leads(const Sequence& sequence, std::int32_t layer, std::int32_t tokens) const;
-  [[nodiscard]] bool begins_prompt(const Sequence& sequence, std::int32_t tokens) const;
+  [[nodiscard]] bool leads(const SequenceState& sequence, std::int32_t layer, std::int32_t tokens) const;
+  [[nodiscard]] bool begins_prompt(const SequenceState& sequence, std::int32_t tokens) const;
   struct Begun {
-    Sequence* sequence;
+    SequenceState* sequence;
     std::unique_ptr<PromptPass> pass;
     std::vector<std::int32_t> present;
     PromptReport report;
   };
-  [[nodiscard]] Begun begin_prompt(Sequence& sequence, std::span<const std::int32_t> positions) const;
+  [[nodiscard]] Begun begin_prompt(SequenceState& sequence, std::span<const std::int32_t> positions) const;
   void check_fold(const Plan& plan) const;
   [[nodiscard]] std::unique_ptr<Folding> fold_dropped(const Plan& plan, const CacheView& view);
   void settle_folded(const Plan& plan, const CacheView& view, Folding* folding, Report& report) noexcept;
   void check_attended(const Observation& observation, const Attended& attended) const;
 #ifndef KVKEEP_HEADER_ONLY
   void require_no_capture(const char* operation) const;
-  void require_saveable(SequenceId sequence, const Sequence& s) const;
-  void restore_columns(Sequence& s, const StateFile& state) const;
-  void restore_queries(Sequence& s, const StateFile& state) const;
-  void restore_memory(SequenceId id, Sequence& s, const StateFile& state);
-  void restore_beyond(Sequence& sequence, const StateFile& state) const;
-  void restore_pins(Sequence& s, const StateFile& state) const;
+  void require_saveable(SequenceId sequence, const SequenceState& s) const;
+  void restore_columns(SequenceState& s, const StateFile& state) const;
+  void restore_queries(SequenceState& s, const StateFile& state) const;
+  void restore_memory(SequenceId id, SequenceState& s, const StateFile& state);
 #endif
-  [[nodiscard]] PositionSpan span_of(const char* operation, SequenceId sequence, std::int64_t begin,
-                                     std::int64_t end) const;
-  void require_held(SequenceId sequence, const Sequence& s, PositionSpan span) const;
   struct LayerPlan;
-  [[nodiscard]] LayerPlan plan_layer(Sequence& sequence, const Observation& observation, std::size_t i,
+  [[nodiscard]] LayerPlan plan_layer(SequenceState& sequence, const Observation& observation, std::size_t i,
                                      const CacheView& view) const;
   void decide_layer(std::span<LayerPlan> plans, const Observation& observation, const CacheView& view);
   void let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report);
   void begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report);
 
-  ModelSpec spec_;
   std::unique_ptr<KVPolicy> policy_;
   Provided provided_;
+  std::unique_ptr<Sequences> sequences_;  ///< where parts find them if the keeper moves
+  ModelSpec spec_;
   Needs needs_;
-  std::vector<std::int32_t> full_layers_;
-  std::vector<std::int32_t> layer_index_;  ///< [num_layers] index among full layers, -1 for the others
-  std::unique_ptr<FoldedMemory> memory_;   ///< if the policy folds
-  std::map<SequenceId, Sequence> sequences_;
+  std::int32_t most_positions_ = kMostPositions;  ///< below which every position is
+  std::vector<std::unique_ptr<Part>> parts_;
+  std::unique_ptr<FoldedMemory> memory_;  ///< if the policy folds
   QueryBasis basis_ = QueryBasis::pre_rope;
   bool basis_known_ = false;
   std::int32_t rope_unstated_ = -1;      ///< the first full layer whose RoPE the spec leaves open
   mutable std::int64_t slot_bytes_ = 0;  ///< of one slot in every row, as the newest view has them; 0 before the first
-  std::uint64_t version_ = 0;            ///< changes with every observation and event
   std::shared_ptr<const void> identity_ =
       std::make_shared<char>();  ///< unique among living keepers and keepers with a living plan
   Totals totals_;
@@ -487,24 +442,19 @@ class Keeper {
   Dtype step_dtype_ = Dtype::f32;
   bool step_normalised_ = false;                           ///< its queries come with their log-sum-exps
   bool step_captured_ = false;                             ///< a graph knows the table's address
-  std::vector<GivenArrival> given_;                        ///< also scratch, of give()
   std::vector<FoldedReader> readers_;                      ///< also scratch, of view()
   std::shared_ptr<QueryStatistics::Workspace> workspace_;  ///< also scratch, if the policy asks for statistics
-  mutable std::uint64_t mark_ = 0;             ///< of the current call: whatever carries it was already seen
-  mutable std::vector<const Sequence*> met_;   ///< the sequences of the current observation, in its order
-  mutable std::vector<std::uint64_t> places_;  ///< [places of the cache] marks
-  mutable std::vector<std::int32_t> holders_;  ///< [pages] how many rows of the block table name a page
-  mutable CacheLayout layout_;                 ///< of the newest view
+  mutable std::vector<bool> places_;                       ///< [places of the cache] named by the view
+  mutable std::vector<std::int32_t> holders_;              ///< [pages] how many rows of the block table name a page
+  mutable CacheLayout layout_;                             ///< of the newest view
 };
 
 }  // namespace kvkeep
 
 #ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/policy/finish-inl.h"
-#include "kvkeep/policy/fold-inl.h"
-#include "kvkeep/policy/give-inl.h"
-#include "kvkeep/policy/keeper-inl.h"
-#include "kvkeep/policy/keeper_observe-inl.h"
-#include "kvkeep/policy/narrow-inl.h"
-#include "kvkeep/policy/pin-inl.h"
+#include "kvkeep/keeper/finish-inl.h"
+#include "kvkeep/keeper/fold-inl.h"
+#include "kvkeep/keeper/keeper-inl.h"
+#include "kvkeep/keeper/keeper_observe-inl.h"
+#include "kvkeep/keeper/narrow-inl.h"
 #endif

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/policy/keeper.h"
+#include "kvkeep/keeper/keeper.h"
 
 namespace kvkeep {
 
@@ -61,7 +61,7 @@ KVKEEP_INLINE std::unique_ptr<Folding> Keeper::fold_dropped(const Plan& plan, co
   targets.reserve(plan.table.rows.size());
   for (const Row& row : plan.table.rows) {
     const SequenceId id = view.sequences[static_cast<std::size_t>(row.sequence)];
-    targets.push_back({sequences_.at(id).folded.get(), row_of(row.layer, row.head), id});
+    targets.push_back({sequences_->at(id).folded.get(), sequences_->row_of(row.layer, row.head), id});
   }
   return memory_->fold(plan.table, plan.decision, targets);
 }
@@ -74,32 +74,10 @@ KVKEEP_INLINE void Keeper::settle_folded(const Plan& plan, const CacheView& view
   report.far_bytes = folding->far_bytes();
   const std::vector<std::int32_t>& settled = plan.decision.fold->settled;
   for (std::size_t g = 0; g < plan.table.groups.size(); ++g) {
-    Sequence& s = sequences_.at(view.sequences[static_cast<std::size_t>(plan.table.groups[g].sequence)]);
+    SequenceState& s = sequences_->at(view.sequences[static_cast<std::size_t>(plan.table.groups[g].sequence)]);
     std::ranges::fill(s.viewed, s.logical);
     if (!settled.empty()) s.settled = std::max(s.settled, settled[g]);
   }
-}
-
-KVKEEP_INLINE void Keeper::surprise(SequenceId sequence, std::span<const float> nats) {
-  Sequence& s = const_cast<Sequence&>(at(sequence));
-  if (!needs_.surprisal) return;
-  const std::int64_t open = s.logical - s.surprised;
-  KVKEEP_REQUIRE(static_cast<std::int64_t>(nats.size()) <= open, "surprise: ", nats.size(), " tokens of sequence ",
-                 sequence, "; ", open, " of the ", s.logical, " observed have none yet; allowed at most that many");
-  const auto newest = s.columns->newest();
-  const auto positions = newest.last(static_cast<std::size_t>(open));
-  for (std::size_t i = 0; i < nats.size(); ++i) {
-    const auto at = static_cast<std::size_t>(positions[i]);
-    if (const auto had = static_cast<std::int64_t>(s.surprisal.size());
-        had <= positions[i]) {  // 0 for a prefix that was never seen, kNoToken for positions without a token
-      s.surprisal.resize(at + 1, kNoToken);
-      if (had < s.prefix)
-        std::fill(s.surprisal.begin() + had, s.surprisal.begin() + std::min<std::int64_t>(s.prefix, positions[i]),
-                  0.0F);
-    }
-    s.surprisal[at] = std::max(nats[i], 0.0F);
-  }
-  s.surprised += static_cast<std::int64_t>(nats.size());
 }
 
 KVKEEP_INLINE void Keeper::check_attended(const Observation& o, const Attended& attended) const {
@@ -124,18 +102,18 @@ KVKEEP_INLINE void Keeper::check_attended(const Observation& o, const Attended& 
 KVKEEP_INLINE ReadCounts Keeper::view(const Observation& o, const Attended& attended) {
   KVKEEP_REQUIRE(o.layer >= 0 && o.layer < spec_.num_layers(), "view: layer ", o.layer,
                  " is out of range; allowed 0 to ", spec_.num_layers() - 1);
-  const std::int32_t index = layer_index_[static_cast<std::size_t>(o.layer)];
+  const std::int32_t index = sequences_->index_of(o.layer);
   if (index < 0 || memory_ == nullptr) return {};
-  check_sequences("view", o.sequences, o.indptr);
+  sequences_->meet("view", o.sequences, o.indptr);
   check_attended(o, attended);
   readers_.clear();
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    const Sequence& s = *met_[i];
+    const SequenceState& s = *sequences_->met()[i];
     readers_.push_back({s.folded.get(), s.columns.get(), s.logical, o.indptr[i], o.indptr[i + 1] - o.indptr[i]});
   }
   const ReadCounts counts = memory_->view({o.layer, index, readers_, o.queries, attended});
   for (const SequenceId id : o.sequences) {
-    Sequence& s = sequences_.at(id);
+    SequenceState& s = sequences_->at(id);
     s.viewed[static_cast<std::size_t>(index)] = s.logical;
   }
   totals_.reads += counts;
@@ -143,18 +121,18 @@ KVKEEP_INLINE ReadCounts Keeper::view(const Observation& o, const Attended& atte
 }
 
 KVKEEP_INLINE FoldedState Keeper::folded(SequenceId sequence) const {
-  const Sequence& s = at(sequence);
+  const SequenceState& s = sequences_->at(sequence);
   return s.folded == nullptr ? FoldedState{} : s.folded->state();
 }
 
 KVKEEP_INLINE const SpanRow& Keeper::spans(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
-  const Sequence& s = at(sequence);
+  const SequenceState& s = sequences_->at(sequence);
   KVKEEP_REQUIRE_AS(Unsupported, s.folded != nullptr, "kvkeep: policy ", policy_->name(),
                     " does not fold; allowed only with one that does");
   const std::span<const SpanRow> rows = s.folded->host_rows();
   KVKEEP_REQUIRE_AS(Unsupported, !rows.empty(), "spans: those of sequence ", sequence, " are on ", device().str(),
                     " and are not read back; allowed only on the CPU");
-  return rows[static_cast<std::size_t>(row_of(layer, head))];
+  return rows[static_cast<std::size_t>(sequences_->row_of(layer, head))];
 }
 
 }  // namespace kvkeep

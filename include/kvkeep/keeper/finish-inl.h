@@ -8,17 +8,9 @@
 
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/keep/compact.h"
-#include "kvkeep/policy/keeper.h"
+#include "kvkeep/keeper/keeper.h"
 
 namespace kvkeep {
-
-/// The sequence with that id, whose rows are as the keeper counts them.
-KVKEEP_INLINE const Keeper::Sequence& Keeper::ready(const char* operation, SequenceId sequence) const {
-  const Sequence& s = at(sequence);
-  KVKEEP_REQUIRE_AS(StateError, !s.pending, operation, ": the event that cuts sequence ", sequence,
-                    " is pending; allowed after finish()");
-  return s;
-}
 
 /// The view is as apply() had it.
 KVKEEP_INLINE void Keeper::check_pending(const Plan& plan, const CacheView& view) const {
@@ -68,7 +60,7 @@ KVKEEP_INLINE Report Keeper::finish(const CacheView& view) {
                 .bytes_after = plan.bytes_after,
                 .bytes_moved = bytes_to_move(plan.table, keep, pages)};
   report.pages = std::move(pages);  // nothing fails from here on but give_back()
-  for (const Cut& cut : report.cuts) sequences_.at(cut.sequence).pending = false;
+  for (const Cut& cut : report.cuts) sequences_->at(cut.sequence).pending = false;
   settle(plan, view, nullptr, report);
   pending_.reset();
   give_back_pages(report.pages, view.pages);

@@ -59,7 +59,7 @@ struct Fed {
 // ---- The set, and its slots
 
 TEST(Pins, AreASetOfPositions) {
-  Pins pins;
+  PositionSpans pins;
   std::set<std::int32_t> plain;
   oracle::Random random(3);
   for (int n = 0; n < 3000; ++n) {
@@ -113,7 +113,7 @@ TEST(Pins, LeaveRecentsWhatFits) {
       positions.push_back(p);
     Row row;
     row.length = static_cast<std::int32_t>(positions.size()), row.positions = positions.data();
-    Pins pins;
+    PositionSpans pins;
     for (int n = random.between(0, 4); n > 0; --n) {
       const std::int32_t begin = random.between(0, 90);
       pins.add({begin, begin + random.between(1, 15)});

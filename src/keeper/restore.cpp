@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
 #include <nlohmann/json.hpp>
 #include <ranges>
 #include <utility>
 
-#include "kvkeep/policy/keeper.h"
+#include "kvkeep/keeper/keeper.h"
 #include "kvkeep/state/state_file.h"
+#include "state_numbers.h"
 
 namespace kvkeep {
 namespace {
@@ -19,26 +19,6 @@ using Json = nlohmann::json;
 /// Where factors are stored is up to each keeper.
 constexpr std::array<std::string_view, 4> kPlaces = {"/memory/near_bytes", "/memory/host_bytes", "/memory/file",
                                                      "/memory/file_bytes"};
-
-/// A tensor of `shape` with the bytes of as many numbers.
-template <class T>
-Tensor tensor_of(std::span<const T> numbers, Dtype dtype, Shape shape) {
-  Tensor t = empty(shape, dtype);
-  if (!numbers.empty()) std::memcpy(t.bytes(), numbers.data(), numbers.size_bytes());
-  return t;
-}
-template <class T>
-Tensor list_of(const std::vector<T>& numbers, Dtype dtype) {
-  return tensor_of(std::span<const T>(numbers), dtype, {static_cast<std::int64_t>(numbers.size())});
-}
-template <class T>
-std::span<const T> numbers_of(const Tensor& t) {
-  return {reinterpret_cast<const T*>(t.bytes()), static_cast<std::size_t>(t.nbytes()) / sizeof(T)};
-}
-template <class T>
-std::vector<T> list_from(std::span<const T> numbers, std::int64_t begin, std::int64_t end) {
-  return {numbers.begin() + begin, numbers.begin() + end};
-}
 
 Json rope_json(const RopeSpec& rope) {
   return {{"style", static_cast<int>(rope.style)},
@@ -62,45 +42,6 @@ std::string model_json(const ModelSpec& spec) {
   if (spec.model_heads > 0) model["ranks"] = {{"first_head", spec.first_head}, {"model_heads", spec.model_heads}};
   return model.dump();
 }
-
-/// Rows of numbers of any length, one after the other.
-template <class T>
-class Ragged {
- public:
-  void add(std::span<const T> row) {
-    numbers_.insert(numbers_.end(), row.begin(), row.end());
-    ends_.push_back(static_cast<std::int64_t>(numbers_.size()));
-  }
-  void give(StateTensors& to, const std::string& name, Dtype dtype) const {
-    to.emplace_back(name, list_of(numbers_, dtype));
-    to.emplace_back(name + ".indptr", list_of(ends_, Dtype::i64));
-  }
-
- private:
-  std::vector<T> numbers_;
-  std::vector<std::int64_t> ends_{0};
-};
-
-/// The same, as stored in a file.
-template <class T>
-class RaggedView {
- public:
-  RaggedView(const StateFile& state, const std::string& name, Dtype dtype, std::int64_t rows)
-      : data_(state.tensor(name, dtype, {-1})), ends_(state.tensor(name + ".indptr", Dtype::i64, {rows + 1})) {
-    const auto ends = numbers_of<std::int64_t>(ends_);
-    KVKEEP_REQUIRE(ends.front() == 0 && std::ranges::is_sorted(ends) && ends.back() == data_.numel(),
-                   "restore: tensor \"", name, ".indptr\" in ", state.where(), " does not ascend from 0 to ",
-                   data_.numel(), "; allowed the offsets where rows begin");
-  }
-  [[nodiscard]] std::span<const T> row(std::size_t r) const {
-    const auto ends = numbers_of<std::int64_t>(ends_);
-    return numbers_of<T>(data_).subspan(static_cast<std::size_t>(ends[r]),
-                                        static_cast<std::size_t>(ends[r + 1] - ends[r]));
-  }
-
- private:
-  Tensor data_, ends_;
-};
 
 void save_columns(StateTensors& to, const Columns& columns, bool with_given) {
   Ragged<std::int32_t> positions;
@@ -261,12 +202,6 @@ void save_memory(StateTensors& to, std::span<const SpanRow> memory) {
   to.emplace_back("factors", factors);
 }
 
-void save_pins(StateTensors& to, std::span<const PositionSpan> spans) {
-  std::vector<std::int32_t> ends;
-  for (const PositionSpan& span : spans) ends.insert(ends.end(), {span.begin, span.end});
-  to.emplace_back("pinned", tensor_of(std::span<const std::int32_t>(ends), Dtype::i32, {std::ssize(spans), 2}));
-}
-
 const char* name_of(QueryBasis basis) { return basis == QueryBasis::pre_rope ? "before RoPE" : "after RoPE"; }
 
 QueryBasis basis_of(const StateFile& state) {
@@ -285,35 +220,33 @@ void Keeper::require_no_capture(const char* operation) const {
                     ": the stream is being captured; allowed before and after");
 }
 
-void Keeper::require_saveable(SequenceId sequence, const Sequence& s) const {
+void Keeper::require_saveable(SequenceId sequence, const SequenceState& s) const {
   require_no_capture("save");
   KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr, "save: the prompt of sequence ", sequence,
                     " has only reached layer ", s.next_layer, "; allowed after its last layer");
   KVKEEP_REQUIRE_AS(Unsupported, s.folded == nullptr || !s.folded->host_rows().empty(),
                     "save: folded spans of sequence ", sequence, " are on ", device().str(),
                     " and are not read back; allowed only on the CPU");
-  for (const std::int32_t l : full_layers_)
-    require_shown("save", sequence, s, l, s.prefix + s.ring.seen(layer_index_[static_cast<std::size_t>(l)]));
+  for (const std::int32_t l : sequences_->full_layers())
+    require_shown("save", sequence, s, l, s.prefix + s.ring.seen(sequences_->index_of(l)));
   require_recorded("save", sequence, s);
 }
 
 void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const {
-  const Sequence& s = ready("save", sequence);
+  const SequenceState& s = sequences_->ready("save", sequence);
   require_saveable(sequence, s);
   StateTensors tensors;
-  tensors.emplace_back("counters", list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event,
-                                                                     s.asked, s.next_position, s.surprised, s.settled,
-                                                                     s.prompt_end, s.event_position},
-                                           Dtype::i64));
+  tensors.emplace_back("counters",
+                       list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event, s.asked,
+                                                         s.next_position, s.settled, s.prompt_end, s.event_position},
+                               Dtype::i64));
   save_columns(tensors, *s.columns, needs_.given_scores);
   save_ring(tensors, s.ring, spec_);
   save_statistics(tensors, s.statistics);
   if (s.report) save_report(tensors, *s.report);
-  tensors.emplace_back("surprisal", list_of(s.surprisal, Dtype::f32));
   tensors.emplace_back("viewed", list_of(s.viewed, Dtype::i64));
   if (s.folded != nullptr) save_memory(tensors, s.folded->host_rows());
-  if (!s.pins.empty()) save_pins(tensors, s.pins.spans());
-  if (!s.beyond.empty()) tensors.emplace_back("beyond", list_of(s.beyond, Dtype::i32));
+  for (const std::unique_ptr<Part>& part : parts_) part->save(sequence, tensors);
   std::map<std::string, std::string> about{{"policy", policy_->to_json()}, {"model", model_json(spec_)}};
   if (needs_.queries > 0 && basis_known_) about["basis"] = name_of(basis_);
   write_state(file, tensors, std::move(about));
@@ -333,37 +266,36 @@ void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
 
   join(sequence);
   try {
-    Sequence& s = sequences_.at(sequence);
+    SequenceState& s = sequences_->at(sequence);
     restore_columns(s, state);
     restore_queries(s, state);
     s.report = restored_report(state, spec_);
     restore_memory(sequence, s, state);
-    restore_pins(s, state);
-    restore_beyond(s, state);
+    for (const std::unique_ptr<Part>& part : parts_) part->restore(sequence, s, state);
   } catch (const InvalidArgument& e) {
-    sequences_.erase(sequence);
+    forget(sequence);
     const std::string what = e.what();
     if (what.find(state.where()) != std::string::npos) throw;
     refuse("restore: ", state.where(), " does not hold a sequence: ", what);
   } catch (...) {
-    sequences_.erase(sequence);
+    forget(sequence);
     throw;
   }
   if (basis) basis_ = *basis, basis_known_ = true;
 }
 
 /// Counters and columns: each row has the slots that the last event left it, and those that came since in all rows.
-void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
-  const auto rows = full_layers_.size() * static_cast<std::size_t>(spec_.kv_heads);
-  const Tensor stored = state.tensor("counters", Dtype::i64, {10});
+void Keeper::restore_columns(SequenceState& s, const StateFile& state) const {
+  const auto rows = sequences_->full_layers().size() * static_cast<std::size_t>(spec_.kv_heads);
+  const Tensor stored = state.tensor("counters", Dtype::i64, {9});
   const auto c = numbers_of<std::int64_t>(stored);
   const std::int64_t logical = c[0], prefix = c[1], prompt = c[2], last_event = c[3], asked = c[4],
-                     next_position = c[5], surprised = c[6], settled = c[7], prompt_end = c[8], event_position = c[9];
+                     next_position = c[5], settled = c[6], prompt_end = c[7], event_position = c[8];
   const auto within = [](std::int64_t x, std::int64_t most) { return x >= 0 && x <= most; };
   KVKEEP_REQUIRE(within(next_position, kMostPositions) && within(logical, next_position) && within(prefix, logical) &&
                      prompt >= -1 && prompt <= kMostPositions && within(last_event, logical) &&
-                     within(asked, logical) && within(surprised, logical) && within(settled, next_position) &&
-                     within(prompt_end, next_position) && within(event_position, next_position),
+                     within(asked, logical) && within(settled, next_position) && within(prompt_end, next_position) &&
+                     within(event_position, next_position),
                  "restore: tensor \"counters\" in ", state.where(), " does not describe a sequence of ", logical,
                  " tokens whose next position is ", next_position, "; allowed counters up to these");
   const RaggedView<std::int32_t> positions(state, "positions", Dtype::i32, static_cast<std::int64_t>(rows));
@@ -417,15 +349,15 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
     s.prompt_slots[l] =
         static_cast<std::int32_t>(std::ranges::lower_bound(own, static_cast<std::int32_t>(prompt_end)) - own.begin());
   }
-  s.logical = logical, s.prompt = prompt, s.last_event = last_event, s.asked = asked, s.surprised = surprised;
+  s.logical = logical, s.prompt = prompt, s.last_event = last_event, s.asked = asked;
   s.prefix = static_cast<std::int32_t>(prefix), s.next_position = static_cast<std::int32_t>(next_position),
   s.settled = static_cast<std::int32_t>(settled);
   s.prompt_end = static_cast<std::int32_t>(prompt_end), s.event_position = static_cast<std::int32_t>(event_position);
 }
 
-/// Queries, their statistics, and surprisal.
-void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
-  const auto layers = static_cast<std::int64_t>(full_layers_.size());
+/// Queries and their statistics.
+void Keeper::restore_queries(SequenceState& s, const StateFile& state) const {
+  const auto layers = static_cast<std::int64_t>(sequences_->full_layers().size());
   const Tensor seen = state.tensor("queries.seen", Dtype::i64, {layers, 3});
   QueryRing::Held held;
   for (std::int64_t l = 0; l < layers; ++l) {
@@ -433,8 +365,8 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
     KVKEEP_REQUIRE(
         std::ranges::all_of(of_layer, [](std::int64_t x) { return x >= -kMostPositions && x <= kMostPositions; }) &&
             of_layer[0] + s.prefix <= s.logical && (needs_.queries == 0 || of_layer[0] + s.prefix == s.logical),
-        "restore: layer ", full_layers_[static_cast<std::size_t>(l)], " in ", state.where(), " has shown ", of_layer[0],
-        " of ", s.logical, " tokens; allowed all that were not cached before");
+        "restore: layer ", sequences_->full_layers()[static_cast<std::size_t>(l)], " in ", state.where(), " has shown ",
+        of_layer[0], " of ", s.logical, " tokens; allowed all that were not cached before");
     held.layers.push_back({.seen = of_layer[0], .first = of_layer[1], .oldest = of_layer[2]});
   }
   if (state.has("queries.unread")) {
@@ -458,60 +390,9 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
   }
   s.ring.take(held);
   restore_statistics(s.statistics, state, spec_);
-
-  const Tensor surprisal = state.tensor("surprisal", Dtype::f32, {-1});
-  s.surprisal = list_from(numbers_of<float>(surprisal), 0, surprisal.numel());
-  const auto newest = s.columns->newest();
-  const std::int64_t open = s.logical - s.surprised;
-  KVKEEP_REQUIRE(!needs_.surprisal || (open <= std::ssize(newest) && surprisal.numel() <= s.next_position),
-                 "restore: ", s.surprised, " of ", s.logical, " tokens in ", state.where(),
-                 " have their surprisal, up to position ", surprisal.numel() - 1,
-                 "; allowed all but the newest, below position ", s.next_position);
 }
 
-/// Every row holds the same number of pinned slots.
-void Keeper::restore_pins(Sequence& s, const StateFile& state) const {
-  if (!state.has("pinned")) return;
-  const auto rows = full_layers_.size() * static_cast<std::size_t>(spec_.kv_heads);
-  const RaggedView<std::int32_t> positions(state, "positions", Dtype::i32, static_cast<std::int64_t>(rows));
-  const Tensor stored = state.tensor("pinned", Dtype::i32, {-1, 2});
-  const auto ends = numbers_of<std::int32_t>(stored);
-  for (std::size_t i = 0; i < ends.size(); i += 2) {
-    const PositionSpan span{ends[i], ends[i + 1]};
-    const auto held = [&](std::size_t r) {
-      const auto own = positions.row(r);
-      return std::ranges::lower_bound(own, span.end) - std::ranges::lower_bound(own, span.begin);
-    };
-    bool alike = true;
-    for (std::size_t r = 1; r < rows; ++r) alike = alike && held(r) == held(0);
-    KVKEEP_REQUIRE(
-        span.begin > (i == 0 ? -1 : ends[i - 1]) && span.begin < span.end && span.end <= kMostPositions && alike,
-        "restore: tensor \"pinned\" in ", state.where(), " has the span ", span.begin, " to ", span.end,
-        "; allowed spans that ascend, do not touch, and have as many slots in every row");
-    s.pins.add(span);
-  }
-  policy_->check_pins(s.pins.spans());
-}
-
-/// What rows of other ranks hold, beyond the first row here of each layer.
-void Keeper::restore_beyond(Sequence& s, const StateFile& state) const {
-  if (!state.has("beyond")) return;
-  const std::int32_t heads = spec_.whole_heads();
-  const Tensor stored = state.tensor("beyond", Dtype::i32, {std::ssize(full_layers_) * heads});
-  const auto beyond = numbers_of<std::int32_t>(stored);
-  for (std::int32_t i = 0; i < std::ssize(beyond); ++i) {
-    const std::int32_t own = i % heads - spec_.first_head, first = i / heads * spec_.kv_heads;
-    const std::int64_t length = std::int64_t{s.columns->length(first)} + beyond[static_cast<std::size_t>(i)];
-    KVKEEP_REQUIRE(length >= 0 && length <= s.logical &&
-                       (own < 0 || own >= spec_.kv_heads || length == s.columns->length(first + own)),
-                   "restore: KV head ", i % heads, " of layer ", full_layers_[static_cast<std::size_t>(i / heads)],
-                   " in ", state.where(), " holds ", length, " slots; allowed 0 to ", s.logical,
-                   ", and as many as its row if it is here");
-  }
-  s.beyond.assign(beyond.begin(), beyond.end());
-}
-
-void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) {
+void Keeper::restore_memory(SequenceId id, SequenceState& s, const StateFile& state) {
   const Tensor viewed = state.tensor("viewed", Dtype::i64, {std::ssize(s.viewed)});
   s.viewed = list_from(numbers_of<std::int64_t>(viewed), 0, viewed.numel());
   KVKEEP_REQUIRE(std::ranges::all_of(s.viewed, [&](std::int64_t x) { return x >= 0 && x <= s.logical; }),
@@ -558,7 +439,7 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
       const std::int64_t bytes = far_bytes(span, dim, store);
       KVKEEP_REQUIRE(bytes <= std::ssize(far), where(), ": factors of span ", i, " take ", bytes, " bytes; ",
                      far.size(), " are left; allowed no more");
-      const auto [layer, head] = std::pair(full_layers_[r / static_cast<std::size_t>(spec_.kv_heads)],
+      const auto [layer, head] = std::pair(sequences_->full_layers()[r / static_cast<std::size_t>(spec_.kv_heads)],
                                            static_cast<std::int32_t>(r % static_cast<std::size_t>(spec_.kv_heads)));
       const FarLabel label{.sequence = id,
                            .layer = layer,
