@@ -46,9 +46,8 @@ enum {
   KVKEEP_STATE_ERROR = 2,       ///< a call that does not fit what happened before
   KVKEEP_UNSUPPORTED = 3,       ///< a valid request without a kernel in this build
   KVKEEP_DEVICE_ERROR = 4,      ///< the device failed
-  KVKEEP_DAMAGED_DATA = 5,      ///< stored bytes are lost
-  KVKEEP_OUT_OF_MEMORY = 6,
-  KVKEEP_INTERNAL = 7  ///< anything else
+  KVKEEP_OUT_OF_MEMORY = 5,
+  KVKEEP_INTERNAL = 6  ///< anything else
 };
 
 /// What the newest call of this thread that failed has to say; "" before the first. Valid until the next that fails.

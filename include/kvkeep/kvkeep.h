@@ -66,9 +66,7 @@
 #include "kvkeep/layers/top_mass.h"
 
 // folded spans
-#include "kvkeep/memory/factor_cache.h"
 #include "kvkeep/memory/factors.h"
-#include "kvkeep/memory/far_store.h"
 #include "kvkeep/memory/memory_attention.h"
 #include "kvkeep/memory/memory_options.h"
 #include "kvkeep/memory/pieces.h"

@@ -96,13 +96,12 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     return event;
   }
 
-  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec,
-                                                  bool own_store) const override {
-    return memory_problems(memory, spec, own_store, device_);
+  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec) const override {
+    return memory_problems(memory, spec, device_);
   }
 
-  [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
-                                                            std::shared_ptr<FarStore>) override {
+  [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
+                                                            const MemoryOptions& memory) override {
     return std::make_unique<DeviceFolds>(spec, memory, bounds_, pool_, *this, staging_,
                                          [this](const Decision& decision) { require_newest(decision); });
   }

@@ -16,9 +16,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-/// Where factors are stored is up to each keeper.
-constexpr std::array<std::string_view, 4> kPlaces = {"/memory/near_bytes", "/memory/host_bytes", "/memory/file",
-                                                     "/memory/file_bytes"};
+/// The cap on factors is up to each keeper.
+constexpr std::array<std::string_view, 1> kPlaces = {"/memory/host_bytes"};
 
 /// A tensor of `shape` with the bytes of as many numbers.
 template <class T>
@@ -212,7 +211,7 @@ std::optional<PromptReport> restored_report(const StateFile& state, const ModelS
                       .second_pass = c[2] == 1};
 }
 
-std::int64_t far_bytes(const FoldedSpan& span, std::int64_t dim, Dtype store) {
+std::int64_t factor_bytes(const FoldedSpan& span, std::int64_t dim, Dtype store) {
   return (span.factors[0].numbers(span.length, dim) + span.factors[1].numbers(span.length, dim)) * element_size(store);
 }
 
@@ -256,8 +255,7 @@ void save_memory(StateTensors& to, std::span<const SpanRow> memory) {
   Tensor factors = empty({far}, Dtype::u8);
   auto* at = static_cast<std::byte*>(factors.bytes());
   for (const SpanRow& row : memory)
-    for (const FarBlobPtr& blob : row.blobs())
-      if (blob != nullptr) blob->read(at), at += blob->size();
+    for (std::int64_t i = 0; i < row.size(); ++i) at = std::ranges::copy(row.factors(i), at).out;
   to.emplace_back("factors", factors);
 }
 
@@ -337,7 +335,7 @@ void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
     restore_columns(s, state);
     restore_queries(s, state);
     s.report = restored_report(state, spec_);
-    restore_memory(sequence, s, state);
+    restore_memory(s, state);
     restore_pins(s, state);
     restore_beyond(s, state);
   } catch (const InvalidArgument& e) {
@@ -511,14 +509,14 @@ void Keeper::restore_beyond(Sequence& s, const StateFile& state) const {
   s.beyond.assign(beyond.begin(), beyond.end());
 }
 
-void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) {
+void Keeper::restore_memory(Sequence& s, const StateFile& state) {
   const Tensor viewed = state.tensor("viewed", Dtype::i64, {std::ssize(s.viewed)});
   s.viewed = list_from(numbers_of<std::int64_t>(viewed), 0, viewed.numel());
   KVKEEP_REQUIRE(std::ranges::all_of(s.viewed, [&](std::int64_t x) { return x >= 0 && x <= s.logical; }),
                  "restore: tensor \"viewed\" in ", state.where(), " is not within the ", s.logical,
                  " tokens of the sequence; allowed 0 to that");
   if (s.folded == nullptr) return;
-  const std::span<SpanRow> folded = s.folded->host_rows();
+  std::vector<SpanRow> folded(s.folded->host_rows().begin(), s.folded->host_rows().end());
   KVKEEP_REQUIRE_AS(Unsupported, !folded.empty(), "restore: ", policy_->name(), " keeps folded spans on ",
                     device().str(), ", where they are not restored; allowed only on the CPU");
   const MemoryOptions& memory = *policy_->memory();
@@ -555,19 +553,10 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
                      where(), ": span ", i, " has ", span.length, " tokens at positions ", span.first, " to ",
                      span.last, ", rank ", span.factors[0].rank, " and ", span.factors[1].rank,
                      "; allowed tokens below position ", s.next_position, " and ranks to ", memory.factors.max_rank);
-      const std::int64_t bytes = far_bytes(span, dim, store);
+      const std::int64_t bytes = factor_bytes(span, dim, store);
       KVKEEP_REQUIRE(bytes <= std::ssize(far), where(), ": factors of span ", i, " take ", bytes, " bytes; ",
                      far.size(), " are left; allowed no more");
-      const auto [layer, head] = std::pair(full_layers_[r / static_cast<std::size_t>(spec_.kv_heads)],
-                                           static_cast<std::int32_t>(r % static_cast<std::size_t>(spec_.kv_heads)));
-      const FarLabel label{.sequence = id,
-                           .layer = layer,
-                           .head = head,
-                           .span = static_cast<std::int32_t>(i),
-                           .begin = span.first,
-                           .end = span.last + 1};
-      parts.blobs.push_back(bytes == 0 ? nullptr
-                                       : memory_->far_store().put(far.first(static_cast<std::size_t>(bytes)), label));
+      parts.factors.emplace_back(far.begin(), far.begin() + bytes);
       far = far.subspan(static_cast<std::size_t>(bytes));
       parts.spans.push_back(span);
     }
@@ -589,6 +578,7 @@ void Keeper::restore_memory(SequenceId id, Sequence& s, const StateFile& state) 
   KVKEEP_REQUIRE(far.empty() && before == coarse[0].size(0) && before == coarse[1].size(0), "restore: ", state.where(),
                  " holds ", far.size(), " bytes of factors and ", coarse[0].size(0) - before,
                  " coarse entries that belong to no span; allowed none");
+  s.folded = memory_->rows(std::move(folded));
 }
 
 }  // namespace kvkeep

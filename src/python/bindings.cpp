@@ -394,7 +394,6 @@ NB_MODULE(_kvkeep, m) {
   nb::exception<StateError>(m, "StateError", PyExc_RuntimeError);
   nb::exception<Unsupported>(m, "Unsupported", PyExc_NotImplementedError);
   nb::exception<DeviceError>(m, "DeviceError", PyExc_RuntimeError);
-  nb::exception<DamagedData>(m, "DamagedData", PyExc_RuntimeError);
   nb::class_<RopeSpec>(m, "Rope", "RoPE of a layer, after any scaling.")
       .def(nb::new_(&python::make_rope), "inv_freq"_a = nb::none(), "style"_a = "half", "attention_scaling"_a = 1.0,
            "inv_freq: radians per position of each pair. style: 'half', 'interleaved', or 'none', without frequencies.")

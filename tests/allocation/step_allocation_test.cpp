@@ -101,7 +101,7 @@ class Engine {
                     .basis = QueryBasis::post_rope});
   }
   void read_folded(std::int32_t layer) {
-    if (keeper.far_store() == nullptr) return;
+    if (keeper.policy().memory() == nullptr) return;
     const std::int64_t tokens = indptr.back();
     keeper.view({.layer = layer,
                  .sequences = ids,

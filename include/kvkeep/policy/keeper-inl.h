@@ -78,8 +78,7 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
   const std::string there = machine.device().str();
   for (std::string& one : policy.problems_on(machine, spec)) found.push_back(std::move(one));
   if (policy.memory() != nullptr) {
-    for (std::string& one : machine.problems(*policy.memory(), spec, provided.far_store != nullptr))
-      found.push_back(std::move(one));
+    for (std::string& one : machine.problems(*policy.memory(), spec)) found.push_back(std::move(one));
     if (!provided.reads_folded)
       found.push_back(
           text("reads_folded: ", policy.name(),
@@ -158,8 +157,7 @@ KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, P
     layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
   if (needs_.statistics_from >= 0)
     workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, provided_.machine().memory());
-  if (const MemoryOptions* memory = policy_->memory())
-    memory_ = provided_.machine().folded_memory(spec_, *memory, provided_.far_store);
+  if (const MemoryOptions* memory = policy_->memory()) memory_ = provided_.machine().folded_memory(spec_, *memory);
   provided_.machine().claim();
 }
 

@@ -154,16 +154,17 @@ class Keeper {
   /// Writes the keeper's state of a sequence to a file (docs/state.md), whole or not at all; the sequence continues.
   /// The engine must save its rows of the cache. Call it between steps; if queries are kept, once every full layer has
   /// been observed. Throws: StateError for an unknown sequence, in the middle of a step, while its event is pending or
-  /// its prompt narrows, and while the stream is being captured; DamagedData if factors cannot be read; Unsupported on
-  /// a device under a policy that folds; as io::write_safetensors does. Nothing changes if it throws. Cost: the size of
+  /// its prompt narrows, and while the stream is being captured; Unsupported on a device under a policy that folds; as
+  /// io::write_safetensors does. Nothing changes if it throws. Cost: the size of
   /// the state, including far bytes, once in memory and once in the file. On a device: waits, and copies each column
   /// and the queries to the host, once each.
   void save(SequenceId sequence, const std::filesystem::path& file) const;
   /// Restores a sequence to its state when it was saved, under any free id, in any process. The engine must restore its
   /// rows before the next step. The sequence continues to the same bits. Throws: StateError for a known sequence;
   /// InvalidArgument that names the file if it is damaged, or was saved under another policy or model, with each field
-  /// that differs; Unsupported as save(); as FarStore::put does. The keeper is unchanged if it throws. Cost: one read
-  /// of the file, and putting its far bytes into the far store, or its columns and queries on the device. A state that
+  /// that differs; Unsupported as save(); StateError if host_bytes leaves no room for its factors. The keeper is
+  /// unchanged if it throws. Cost: one read of the file, and a copy of its far bytes, or of its columns and queries to
+  /// the device. A state that
   /// was saved on the CPU may go on on a device and the other way round; from there on it has that machine's bits.
   void restore(SequenceId sequence, const std::filesystem::path& file);
 #endif
@@ -252,11 +253,9 @@ class Keeper {
   /// the arguments of observe() but queries after RoPE. Merges the folded spans of each sequence into `attended`, in
   /// place, so that both share one softmax. Does nothing if nothing was folded, in other layers, and under other
   /// policies. Throws: InvalidArgument, before anything is written, for queries before RoPE, other shapes or dtypes;
-  /// DamagedData if factors cannot be read and the policy refuses to continue (`attended` is then unusable); StateError
-  /// on a device while a stream is captured. Cost: read_memory(). Meanwhile, spans that the next layer opened last are
-  /// brought near if they are in a file. On a device it only launches, and returns counts of 0: what is opened is known
-  /// there alone. The first layer of a step sends the tables of all layers, 112 bytes for every layer, sequence and KV
-  /// head; later calls for the same tokens send nothing.
+  /// StateError on a device while a stream is captured. Cost: read_memory(). On a device it only launches, and returns
+  /// counts of 0: what is opened is known there alone. The first layer of a step sends the tables of all layers, 112
+  /// bytes for every layer, sequence and KV head; later calls for the same tokens send nothing.
   ReadCounts view(const Observation& observation, const Attended& attended);
 
   /// The folded part of a sequence, in numbers.
@@ -269,12 +268,8 @@ class Keeper {
   [[nodiscard]] std::span<const ReadCounts> reads() const {
     return memory_ == nullptr ? std::span<const ReadCounts>() : memory_->reads();
   }
-  /// The store of factors, and the cache of those that are near; null under a policy that does not fold, the cache also
-  /// on a device.
-  [[nodiscard]] const FarStore* far_store() const { return memory_ == nullptr ? nullptr : &memory_->far_store(); }
-  [[nodiscard]] const FactorCache* factor_cache() const {
-    return memory_ == nullptr ? nullptr : memory_->factor_cache();
-  }
+  /// FoldedMemory::far_bytes(); 0 under a policy that does not fold.
+  [[nodiscard]] std::int64_t far_bytes() const { return memory_ == nullptr ? 0 : memory_->far_bytes(); }
 
   /// Decides, and moves nothing. Throws: StateError if the view's lengths differ from what was observed, if a layer has
   /// not observed or recorded all tokens, and if an event would read queries that were observed as unread;
@@ -285,10 +280,10 @@ class Keeper {
 
   /// Folds what the plan folds, moves K, V and columns, writes the new lengths and, in pages, the new block table into
   /// the view, then gives back the pages that are no longer held. Throws, before the first byte moves: as fold() does,
-  /// for rows that are not finite (not on a device: attention over such a span is NaN there) and for a full far store;
-  /// StateError for a plan of another keeper or one that is out of date (on a device also for one that a later plan()
-  /// replaced, and for one that folds while a stream is captured), if there are no free pages for copies of shared
-  /// ones, and if PageAllocator::take() gives a page that is in use or that no layer has.
+  /// for rows that are not finite (not on a device: attention over such a span is NaN there) and for factors above
+  /// host_bytes; StateError for a plan of another keeper or one that is out of date (on a device also for one that a
+  /// later plan() replaced, and for one that folds while a stream is captured), if there are no free pages for copies
+  /// of shared ones, and if PageAllocator::take() gives a page that is in use or that no layer has.
   Report apply(const Plan& plan, const CacheView& view);
 
   /// On a device, some policies' scores decide how many slots stay (`adakv-*`, `threshold-*`, `criticalkv-*` with
@@ -444,7 +439,7 @@ class Keeper {
   void require_saveable(SequenceId sequence, const Sequence& s) const;
   void restore_columns(Sequence& s, const StateFile& state) const;
   void restore_queries(Sequence& s, const StateFile& state) const;
-  void restore_memory(SequenceId id, Sequence& s, const StateFile& state);
+  void restore_memory(Sequence& s, const StateFile& state);
   void restore_beyond(Sequence& sequence, const StateFile& state) const;
   void restore_pins(Sequence& s, const StateFile& state) const;
 #endif
