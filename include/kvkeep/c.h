@@ -352,7 +352,7 @@ KVKEEP_C_API kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t
                                             const int32_t** positions, int64_t* count);
 /// Tokens before an event may cut the sequence; KVKEEP_NO_EVENT: none will.
 KVKEEP_C_API kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
-/// Newest queries that an event reads; 0: none; KVKEEP_NO_EVENT: all.
+/// Newest queries that an event reads; 0: none.
 KVKEEP_C_API int64_t kvkeep_queries_read(const kvkeep_keeper* keeper);
 
 /// Counters since the keeper was made (kvkeep::Totals).

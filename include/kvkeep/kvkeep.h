@@ -23,7 +23,6 @@
 #include "kvkeep/observe/given_scores.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
-#include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/observe/trigger.h"
 
 // decide: score, allot, select

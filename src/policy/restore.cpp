@@ -134,55 +134,6 @@ void save_ring(StateTensors& to, const QueryRing& ring, const ModelSpec& spec) {
                                        {layers, count, spec.query_heads, spec.key_dim}));
 }
 
-void save_statistics(StateTensors& to, std::span<const QueryStatistics> statistics) {
-  if (statistics.empty()) return;
-  std::vector<std::int64_t> counts;
-  std::vector<double> means, seconds;
-  Ragged<float> newest;
-  for (const QueryStatistics& one : statistics) {
-    const QueryStatistics::Held held = one.held();
-    counts.insert(counts.end(), {held.heads.front().count, held.skipped});
-    newest.add(held.newest);
-    for (const QueryMoments& m : held.heads) {
-      means.insert(means.end(), m.mean.begin(), m.mean.end());
-      seconds.insert(seconds.end(), m.second.begin(), m.second.end());
-    }
-  }
-  to.emplace_back("statistics.counts", tensor_of(std::span<const std::int64_t>(counts), Dtype::i64,
-                                                 {static_cast<std::int64_t>(statistics.size()), 2}));
-  to.emplace_back("statistics.means", list_of(means, Dtype::f64));
-  to.emplace_back("statistics.seconds", list_of(seconds, Dtype::f64));
-  newest.give(to, "statistics.newest", Dtype::f32);
-}
-
-void restore_statistics(std::vector<QueryStatistics>& statistics, const StateFile& state, const ModelSpec& spec) {
-  if (statistics.empty()) return;
-  const auto layers = static_cast<std::int64_t>(statistics.size()), heads = layers * spec.query_heads,
-             dim = std::int64_t{spec.key_dim}, triangle = dim * (dim + 1) / 2;
-  const Tensor counts = state.tensor("statistics.counts", Dtype::i64, {layers, 2}),
-               means = state.tensor("statistics.means", Dtype::f64, {heads * dim}),
-               seconds = state.tensor("statistics.seconds", Dtype::f64, {heads * triangle});
-  const RaggedView<float> newest(state, "statistics.newest", Dtype::f32, layers);
-  for (std::size_t l = 0; l < statistics.size(); ++l) {
-    const std::int64_t count = numbers_of<std::int64_t>(counts)[2 * l],
-                       skipped = numbers_of<std::int64_t>(counts)[2 * l + 1];
-    KVKEEP_REQUIRE(count >= 0 && count <= kMostPositions && skipped >= 0 && skipped <= kMostPositions,
-                   "restore: tensor \"statistics.counts\" in ", state.where(), " says that ", count,
-                   " queries are counted and ", skipped, " are not; allowed 0 to ", kMostPositions);
-    const auto own = newest.row(l);
-    QueryStatistics::Held held{.heads = {}, .skipped = skipped, .newest = {own.begin(), own.end()}};
-    for (std::int64_t h = static_cast<std::int64_t>(l) * spec.query_heads;
-         h < (static_cast<std::int64_t>(l) + 1) * spec.query_heads; ++h) {
-      QueryMoments m(spec.key_dim);
-      m.count = count;
-      m.mean = list_from(numbers_of<double>(means), h * dim, (h + 1) * dim);
-      m.second = list_from(numbers_of<double>(seconds), h * triangle, (h + 1) * triangle);
-      held.heads.push_back(std::move(m));
-    }
-    statistics[l].take(held);
-  }
-}
-
 void save_report(StateTensors& to, const PromptReport& report) {
   to.emplace_back("prompt.counts",
                   list_of(std::vector<std::int64_t>{report.tokens, report.selection_layer, report.second_pass ? 1 : 0},
@@ -305,7 +256,6 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
                                            Dtype::i64));
   save_columns(tensors, *s.columns, needs_.given_scores);
   save_ring(tensors, s.ring, spec_);
-  save_statistics(tensors, s.statistics);
   if (s.report) save_report(tensors, *s.report);
   tensors.emplace_back("surprisal", list_of(s.surprisal, Dtype::f32));
   tensors.emplace_back("viewed", list_of(s.viewed, Dtype::i64));
@@ -421,7 +371,7 @@ void Keeper::restore_columns(Sequence& s, const StateFile& state) const {
   s.prompt_end = static_cast<std::int32_t>(prompt_end), s.event_position = static_cast<std::int32_t>(event_position);
 }
 
-/// Queries, their statistics, and surprisal.
+/// Queries and surprisal.
 void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
   const auto layers = static_cast<std::int64_t>(full_layers_.size());
   const Tensor seen = state.tensor("queries.seen", Dtype::i64, {layers, 3});
@@ -455,7 +405,6 @@ void Keeper::restore_queries(Sequence& s, const StateFile& state) const {
     held.data = list_from(numbers_of<std::byte>(queries), 0, static_cast<std::int64_t>(queries.nbytes()));
   }
   s.ring.take(held);
-  restore_statistics(s.statistics, state, spec_);
 
   const Tensor surprisal = state.tensor("surprisal", Dtype::f32, {-1});
   s.surprisal = list_from(numbers_of<float>(surprisal), 0, surprisal.numel());

@@ -361,13 +361,7 @@ void bind_keeper(nb::module_& m) {
             return away;
           },
           "sequence"_a, "The fewest tokens with which an event may cut the sequence; None: none will.")
-      .def_prop_ro(
-          "queries_read",
-          [](const Keeper& self) -> std::optional<std::int64_t> {
-            if (self.queries_read() == Trigger::kNoEvent) return std::nullopt;
-            return self.queries_read();
-          },
-          "Newest queries of every full layer that an event reads; None: all.")
+      .def_prop_ro("queries_read", &Keeper::queries_read, "Newest queries of every full layer that an event reads.")
       .def_prop_ro(
           "turns", [](const Keeper& self) { return self.policy().needs().rope; },
           "The policy turns queries or keys, so that RoPE and positions must be the model's.")

@@ -35,7 +35,7 @@ class CurrentDevice : public OnDevice {
 TEST_F(CurrentDevice, MayBeAnotherOneInAllCallsOfAStep) {
   for (const char* policy :
        {"ams-tova,budget=32,interval=8,recent=4,window=8", "adakv-tova,budget=32,interval=8,recent=4",
-        "expected,budget=32,interval=8,statistics=stream", "given,budget=32,interval=8",
+        "expected,budget=32,interval=8", "given,budget=32,interval=8",
         "ams-tova,credit=true,budget=32,interval=8,recent=4,window=8"}) {
     SCOPED_TRACE(policy);
     const testing::StateFileOfATest file("elsewhere");

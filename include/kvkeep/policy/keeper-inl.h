@@ -155,8 +155,6 @@ KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, P
   layer_index_.assign(spec_.layers.size(), -1);
   for (std::size_t i = 0; i < full_layers_.size(); ++i)
     layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
-  if (needs_.statistics_from >= 0)
-    workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, provided_.machine().memory());
   if (const MemoryOptions* memory = policy_->memory()) memory_ = provided_.machine().folded_memory(spec_, *memory);
   provided_.machine().claim();
 }
@@ -173,8 +171,6 @@ KVKEEP_INLINE void Keeper::join(SequenceId sequence, std::int32_t tokens, std::i
   Sequence fresh{machine.columns(layers * spec_.kv_heads),
                  QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, machine.memory()),
                  {}};
-  for (std::int32_t l = 0; needs_.statistics_from >= 0 && l < layers; ++l)
-    fresh.statistics.emplace_back(spec_.query_heads, spec_.key_dim, needs_.statistics_from, machine.memory());
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
   std::iota(positions.begin(), positions.end(), 0);
   fresh.columns->append(positions);
@@ -242,7 +238,6 @@ KVKEEP_INLINE RowTable Keeper::table_of(const CacheView& view, std::span<const s
     const Sequence& s = at(view.sequences[static_cast<std::size_t>(group.sequence)]);
     const std::int32_t index = layer_index_[static_cast<std::size_t>(group.layer)];
     group.queries = s.ring.view(index);
-    if (!s.statistics.empty()) group.statistics = &s.statistics[static_cast<std::size_t>(index)];
     const bool in_prompt = s.prompt < 0 || s.logical < s.prompt;
     group.next_position = s.next_position;
     group.prompt_end = in_prompt ? s.next_position : s.prompt_end;
@@ -617,10 +612,6 @@ KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_le
   KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || s.ring.can_forget(taken), "truncate: ", taken,
                     " tokens of sequence ", sequence, " are more than the query ring can take back; allowed at most ",
                     QueryRing::kRollback);
-  for (const QueryStatistics& statistics : s.statistics)
-    KVKEEP_REQUIRE_AS(StateError, statistics.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence,
-                      " are more than the query statistics can take back; allowed at most ",
-                      QueryStatistics::kRollback);
   if (taken == 0) return;
   const auto newest = s.columns->newest();
   const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of tokens that came since
@@ -632,7 +623,6 @@ KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_le
   s.pins.truncate(s.next_position);
   s.columns->truncate(static_cast<std::int32_t>(taken));
   s.ring.forget(taken);
-  for (QueryStatistics& statistics : s.statistics) statistics.forget(taken);
   s.logical = logical_length;
   s.asked = std::min(s.asked, s.logical);
   s.surprised = std::min(s.surprised, s.logical);

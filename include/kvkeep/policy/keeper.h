@@ -19,7 +19,6 @@
 #include "kvkeep/observe/given_scores.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
-#include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/policy/folded_memory.h"
 #include "kvkeep/policy/policy.h"
 
@@ -193,11 +192,9 @@ class Keeper {
   /// Records the new tokens of one layer. Call it in every full layer, or in one of them if the policy needs no
   /// queries; other layers are ignored. Tokens that are `unread` leave the window without queries up to them. Throws:
   /// StateError for a sequence that never joined; InvalidArgument for a wrong layer, indptr, shape, dtype or device, a
-  /// duplicate sequence, missing queries, unread ones of which a policy keeps statistics or by which it narrows,
-  /// positions that do not ascend or are too large, and, if running statistics are kept, a query that is not finite
-  /// (on a device it is not looked for: from then on its head makes every score of its KV head NaN). If it throws,
-  /// nothing is recorded for any sequence. Cost: copies the newest queries; allocates at a sequence's first tokens, and
-  /// when its columns outgrow their largest size so far.
+  /// duplicate sequence, missing queries, unread ones by which a policy narrows, and positions that do not ascend or
+  /// are too large. If it throws, nothing is recorded for any sequence. Cost: copies the newest queries; allocates at a
+  /// sequence's first tokens, and when its columns outgrow their largest size so far.
   void observe(const Observation& observation);
 
   /// observe() in two parts, for engines that decode in a CUDA graph: what changes from step to step, once, and what a
@@ -205,8 +202,8 @@ class Keeper {
   /// record() files their queries. Call it before the first layer, outside the graph, on the stream that the graph runs
   /// on. Throws as observe() does, and records nothing then; StateError also if layers have observed different tokens,
   /// while the stream is being captured, and for more tokens than the table has room for once a graph knows its
-  /// address: run a step of the largest size before the first capture. Unsupported under policies that keep statistics
-  /// of every query or narrow prompts. Cost: 32 bytes per token to the device, in one copy.
+  /// address: run a step of the largest size before the first capture. Unsupported under policies that narrow prompts.
+  /// Cost: 32 bytes per token to the device, in one copy.
   void begin_step(const StepTokens& tokens);
   /// Queries [tokens, Hq, D] of one layer of the step that began, and their log-sum-exps [tokens, Hq] if it was said
   /// that they come. Call it in every full layer; does nothing in others, and if the policy reads no queries. May be
@@ -316,11 +313,8 @@ class Keeper {
   /// `unread`: in a step of n tokens, it gives queries if n > tokens_to_event() - queries_read(). An event whose window
   /// holds unread tokens is a StateError.
   [[nodiscard]] std::int64_t tokens_to_event(SequenceId sequence) const;
-  /// Newest queries of every full layer that an event reads; 0: none; Trigger::kNoEvent: all of them, since the policy
-  /// keeps statistics.
-  [[nodiscard]] std::int64_t queries_read() const {
-    return needs_.statistics_from >= 0 ? Trigger::kNoEvent : needs_.queries;
-  }
+  /// Newest queries of every full layer that an event reads; 0: none.
+  [[nodiscard]] std::int64_t queries_read() const { return needs_.queries; }
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
   [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return at(sequence).logical; }
@@ -345,15 +339,14 @@ class Keeper {
   struct Sequence {
     std::unique_ptr<Columns> columns;
     QueryRing ring;
-    std::vector<QueryStatistics> statistics;  ///< [full layers] if the policy asks for them; else empty
-    std::int32_t prefix = 0;                  ///< tokens that were cached before the sequence joined
-    std::int64_t logical = 0;                 ///< tokens seen, prefix included
-    std::int64_t last_event = 0;              ///< logical length at the last event
-    std::int64_t prompt = -1;                 ///< tokens of the prompt; -1 until known
-    std::int32_t prompt_end = 0;              ///< once it has ended: logical position below which its tokens are
-    std::int32_t event_position = 0;          ///< next position at the last event, or after the prefix
-    mutable std::uint64_t mark = 0;           ///< of the last call that named the sequence
-    std::int64_t asked = 0;                   ///< logical length when the policy was last asked
+    std::int32_t prefix = 0;          ///< tokens that were cached before the sequence joined
+    std::int64_t logical = 0;         ///< tokens seen, prefix included
+    std::int64_t last_event = 0;      ///< logical length at the last event
+    std::int64_t prompt = -1;         ///< tokens of the prompt; -1 until known
+    std::int32_t prompt_end = 0;      ///< once it has ended: logical position below which its tokens are
+    std::int32_t event_position = 0;  ///< next position at the last event, or after the prefix
+    mutable std::uint64_t mark = 0;   ///< of the last call that named the sequence
+    std::int64_t asked = 0;           ///< logical length when the policy was last asked
     std::int32_t next_position = 0;
     std::vector<std::int32_t> prompt_slots = {};  ///< [full layers] on a device: of the prompt, once cut; -1 before
     std::unique_ptr<PromptPass> pass = nullptr;   ///< while a prompt narrows
@@ -383,8 +376,6 @@ class Keeper {
   [[nodiscard]] const Sequence& once(const char* operation, SequenceId sequence) const;
   void check_sequences(const char* operation, std::span<const SequenceId> sequences,
                        std::span<const std::int32_t> indptr) const;
-  void check_statistics(const Observation& observation, std::size_t i, const Sequence& sequence,
-                        std::span<const std::int32_t> positions) const;
   [[nodiscard]] Occasion occasion_of(const Sequence& sequence, std::int64_t slots) const;
   void reserve_beyond(Sequence& sequence, const Decision& decision) const;
   void settle_beyond(Sequence& sequence, std::int32_t layer, const Decision& decision,
@@ -473,18 +464,16 @@ class Keeper {
   std::vector<std::int32_t> positions_;  ///< scratch of observe()
   std::vector<Begun> begun_;             ///< also scratch: prompts that begin with this step
   std::vector<QueryArrival> arrivals_;   ///< also scratch, on a device
-  std::vector<MomentsArrival> moments_;  ///< also scratch, where the machine forms moments
   std::vector<QueryPlace> step_places_;  ///< also scratch, of begin_step()
   DeviceMemory step_table_;              ///< QueryPlace [step_room_] of the step that began
   std::int32_t step_room_ = 0, step_tokens_ = 0;
   std::uint64_t step_ = 0;      ///< counts begin_step()
   std::vector<char> recorded_;  ///< [full layers] record() came in the step that began, or a graph may bring it
   Dtype step_dtype_ = Dtype::f32;
-  bool step_normalised_ = false;                           ///< its queries come with their log-sum-exps
-  bool step_captured_ = false;                             ///< a graph knows the table's address
-  std::vector<GivenArrival> given_;                        ///< also scratch, of give()
-  std::vector<FoldedReader> readers_;                      ///< also scratch, of view()
-  std::shared_ptr<QueryStatistics::Workspace> workspace_;  ///< also scratch, if the policy asks for statistics
+  bool step_normalised_ = false;               ///< its queries come with their log-sum-exps
+  bool step_captured_ = false;                 ///< a graph knows the table's address
+  std::vector<GivenArrival> given_;            ///< also scratch, of give()
+  std::vector<FoldedReader> readers_;          ///< also scratch, of view()
   mutable std::uint64_t mark_ = 0;             ///< of the current call: whatever carries it was already seen
   mutable std::vector<const Sequence*> met_;   ///< the sequences of the current observation, in its order
   mutable std::vector<std::uint64_t> places_;  ///< [places of the cache] marks
