@@ -163,7 +163,6 @@ struct LongMemory {
 void Read(benchmark::State& state, std::int64_t tokens, Dtype store) {
   const LongMemory m(tokens, store);
   const double scale = 1 / std::sqrt(static_cast<double>(kDim));
-  FactorCache cache;
   std::vector<MemoryRow> rows;
   for (std::int64_t h = 0; h < kKvHeads; ++h)
     rows.push_back({.spans = &m.folded.row(h), .dense = m.dense_keys.size(1)});
@@ -172,7 +171,7 @@ void Read(benchmark::State& state, std::int64_t tokens, Dtype store) {
   for (auto _ : state) {
     memory.push_back(milliseconds([&] {
       OpenAttention open = attend_rows(m.dense_keys, m.dense_values, m.queries, scale);
-      counts = read_memory(open, rows, m.queries, scale, {.zoom = {}, .cache = &cache});
+      counts = read_memory(open, rows, m.queries, scale, {});
       benchmark::DoNotOptimize(open.close().bytes());
     }));
     state.SetIterationTime(memory.back() / 1e3);

@@ -411,7 +411,7 @@ std::int64_t divide(const ExpectedArguments& a, ExpectedTask& task) {
   task.a = a;
   task.padded = round_up(e.dim, 16);
   task.unit = a.matrix_unit && e.keys != Element::f32;
-  task.rows = round_up(a.moments != nullptr || a.queries > e.dim ? e.dim : a.queries, kPanelRows);
+  task.rows = round_up(a.queries > e.dim ? e.dim : a.queries, kPanelRows);
   task.chunks = (e.longest + kExpectedChunk - 1) / kExpectedChunk;
   const std::int64_t groups = e.count / e.kv_heads, heads = std::int64_t{e.count} * e.group;
   WorkspaceParts parts(a.workspace);

@@ -16,23 +16,13 @@
 
 namespace kvkeep::cuda {
 
-/// Moments of one group's queries before RoPE as `kvkeep::QueryMoments` holds them, on the device.
-struct GivenMoments {
-  std::int64_t count = 0;          ///< queries that they sum up; 0: none were seen
-  const double* mean = nullptr;    ///< [Hq, D]; null: this group has none, its window is read
-  const double* second = nullptr;  ///< [Hq, D (D + 1) / 2] sum of (q - mean)(q - mean)^T, lower triangle row after row;
-                                   ///< not read if count <= 1 or without covariance
-};
-
 struct ExpectedArguments {
-  EvidenceArguments evidence;                    ///< `queries` may be null if every group has given moments
+  EvidenceArguments evidence;
   Element values = Element::f32;                 ///< read if value_norm
   std::int32_t value_dim = 0;                    ///< 1 to 256 if value_norm
   const std::int32_t* next_positions = nullptr;  ///< i32 [count / kv_heads] RowGroup::next_position
-  bool post_rope = false;  ///< queries come after RoPE and are turned back; given moments never are
-  const GivenMoments* moments =
-      nullptr;                ///< [count / kv_heads]; null: every group's window is read (Statistics::window)
-  std::int32_t future = 512;  ///< ExpectedOptions from here on
+  bool post_rope = false;                        ///< queries come after RoPE and are turned back
+  std::int32_t future = 512;                     ///< ExpectedOptions from here on
   std::int32_t sink = 4;
   bool covariance = true;
   bool value_norm = true;
@@ -47,7 +37,7 @@ struct ExpectedArguments {
 
 /// 4 G bytes per slot; 8 G + 4 for every (row, 512 slots of the longest row). For every query head 16 bytes, its factor
 /// of 4 Dp R and its mean: 4 Dp in f32, 6 Dp on matrix units, where a KV head's heads are padded to 16; Dp is D
-/// rounded up to 16, R the lesser of `queries` and D (with given moments D) rounded up to 32, without covariance 0. For
+/// rounded up to 16, R the lesser of `queries` and D rounded up to 32, without covariance 0. For
 /// every group 8 D if something turns, and 4 D for each of `queries` if they come after RoPE.
 [[nodiscard]] std::int64_t expected_workspace_bytes(const ExpectedArguments& arguments);
 

@@ -46,7 +46,6 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) expected_turns_kernel(Ex
       }
       continue;
     }
-    if (task.given(group)) continue;
     const QueryView& view = e.queries[group];
     const std::int32_t token = oldest_of(task, view) + i;
     if (token >= view.count) continue;
@@ -199,31 +198,19 @@ class Moments {
 
   __device__ void run() {
     HeadFactor out{0, 1, 0, false};
-    if (task_.given(group_)) {
-      const GivenMoments& given = task_.a.moments[group_];
-      for (std::int32_t d = thread_; d < dim_; d += kMomentThreads)
-        mean_[d] = given.mean[std::int64_t{head_} * dim_ + d];
-      if (task_.a.covariance && given.count > 1) {
-        out.factor = narrow(turn_given(given) * static_cast<double>(e_.scale) / sqrt(2.0));
-        out.rows = dim_;
-        out.triangular = true;
-      }
-      __syncthreads();
-    } else {
-      const Counted counted = counted_of(task_, group_);
-      first_ = counted.first;
-      average(counted.count);
-      if (task_.a.covariance && counted.count > 1) {
-        const std::int32_t exponent = exponent_of(spread(counted.count));
-        by_ = ldexpf(1.0F, -exponent);
-        out.factor = narrow(ldexp(1.0, exponent) * static_cast<double>(e_.scale) / sqrt(2.0 * counted.count));
-        out.triangular = counted.count > dim_;
-        out.rows = out.triangular ? dim_ : counted.count;
-        if (out.triangular)
-          multiply(counted.count);
-        else
-          copy(counted.count);
-      }
+    const Counted counted = counted_of(task_, group_);
+    first_ = counted.first;
+    average(counted.count);
+    if (task_.a.covariance && counted.count > 1) {
+      const std::int32_t exponent = exponent_of(spread(counted.count));
+      by_ = ldexpf(1.0F, -exponent);
+      out.factor = narrow(ldexp(1.0, exponent) * static_cast<double>(e_.scale) / sqrt(2.0 * counted.count));
+      out.triangular = counted.count > dim_;
+      out.rows = out.triangular ? dim_ : counted.count;
+      if (out.triangular)
+        multiply(counted.count);
+      else
+        copy(counted.count);
     }
     __syncthreads();
     if (out.triangular) {
@@ -372,58 +359,6 @@ class Moments {
     }
   }
 
-  /// R C R^T of given moments to the upper triangle, divided by the square of a power of two, which is returned.
-  [[nodiscard]] __device__ double turn_given(const GivenMoments& given) {
-    const double* second = given.second + std::int64_t{head_} * dim_ * (dim_ + 1) / 2;
-    const auto entry = [&](std::int64_t i, std::int64_t j) {
-      return i >= j ? second[i * (i + 1) / 2 + j] : second[j * (j + 1) / 2 + i];
-    };
-    constexpr float kNone = -2000;
-    float top = kNone;  // exponents fit a float, the numbers may not
-    for (std::int32_t d = thread_; d < dim_; d += kMomentThreads) {
-      const double variance = entry(d, d) / static_cast<double>(given.count);
-      if (!(variance > 0)) continue;
-      int exponent = 0;
-      static_cast<void>(frexp(variance, &exponent));
-      top = static_cast<float>(exponent) > top ? static_cast<float>(exponent) : top;
-    }
-    top = team_.largest(top);
-    const double scale = top == kNone ? 1.0 : ldexp(1.0, static_cast<int>(ceilf(top / 2))),
-                 share = 1.0 / (static_cast<double>(given.count) * scale * scale);
-    for (std::int32_t at = thread_; at < units_ * units_; at += kMomentThreads) {
-      const std::int32_t p = at / units_, q = at - p * units_;
-      if (p > q) continue;
-      const bool p_turns = p < pairs_, q_turns = q < pairs_;
-      const auto [p0, p1] = components(p);
-      const auto [q0, q1] = components(q);
-      const double2 one{1, 0}, a = p_turns ? task_.future[group_ * most_pairs_ + p] : one,
-                               b = q_turns ? task_.future[group_ * most_pairs_ + q] : one;
-      double m[2][2] = {{entry(p0, q0) * share, q_turns ? entry(p0, q1) * share : 0},
-                        {p_turns ? entry(p1, q0) * share : 0, p_turns && q_turns ? entry(p1, q1) * share : 0}};
-#pragma unroll
-      for (auto& row : m) {
-        const double x = row[0], y = row[1];
-        row[0] = x * b.x - y * b.y;
-        row[1] = y * b.x + x * b.y;
-      }
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const double x = m[0][k], y = m[1][k];
-        m[0][k] = x * a.x - y * a.y;
-        m[1][k] = y * a.x + x * a.y;
-      }
-      const auto put = [&](std::int64_t i, std::int64_t j, double x) {
-        u_.at(static_cast<std::int32_t>(i < j ? i : j), static_cast<std::int32_t>(i < j ? j : i)) =
-            static_cast<float>(x);
-      };
-      put(p0, q0, m[0][0]);
-      if (q_turns) put(p0, q1, m[0][1]);
-      if (p_turns && p != q) put(p1, q0, m[1][0]);
-      if (p_turns && q_turns) put(p1, q1, m[1][1]);
-    }
-    return scale;
-  }
-
   [[nodiscard]] __device__ std::byte* row_of(std::int32_t i) const {
     return factor_ + std::int64_t{i} * task_.padded * 4;
   }
@@ -507,7 +442,7 @@ __global__ void __launch_bounds__(kMomentThreads, 2) expected_moments_kernel(Exp
     const std::int64_t r = n / e.group;
     if (!e.due(r) || e.rows[r].length <= task.a.sink) continue;
     const std::int64_t group = r / e.kv_heads;
-    if (task.given(group) ? task.a.moments[group].count > 0 : counted_of(task, group).count > 0)
+    if (counted_of(task, group).count > 0)
       Moments<Q>(task, n, mean, dynamic_shared(), scratch, sums).run();
     else if (threadIdx.x == 0)
       task.heads[n].rows = kUnseen;

@@ -45,9 +45,6 @@ struct ExpectedTask {
   [[nodiscard]] __device__ RopeView rope(std::int64_t group) const {
     return turns() ? a.evidence.ropes[group] : RopeView();
   }
-  [[nodiscard]] __device__ bool given(std::int64_t group) const {
-    return a.moments != nullptr && a.moments[group].mean != nullptr;
-  }
   [[nodiscard]] KVKEEP_HD std::int64_t mean_bytes() const {  ///< of one row
     return std::int64_t{padded} *
            (unit ? round_up(a.evidence.group, kMeanHeads) * kMeanParts * 2 : a.evidence.group * 4);
@@ -61,7 +58,7 @@ __device__ inline bool is_scored(const ExpectedTask& task, std::int64_t r) {
   return e.due(r) && e.rows[r].length > task.a.sink && task.heads[r * e.group].rows != kUnseen;
 }
 
-/// Writes heads, means and factors of every due row, from the rows' queries or from given moments.
+/// Writes heads, means and factors of every due row, from the rows' queries.
 void launch_moments(const ExpectedTask& task, Stream stream);
 
 }  // namespace kvkeep::cuda::expected

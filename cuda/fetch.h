@@ -11,8 +11,8 @@ namespace kvkeep::cuda {
 
 /// Bytes to copy.
 struct FarPiece {
-  const std::byte* from = nullptr;  ///< page-locked host memory that the device can read (cudaHostRegister, or
-                                    ///< FarStoreOptions::allocate over cudaHostAlloc), or memory of the device
+  const std::byte* from = nullptr;  ///< page-locked host memory that the device can read (cudaHostRegister,
+                                    ///< cudaHostAlloc), or memory of the device
   std::byte* to = nullptr;          ///< on the device; pieces must not overlap
   std::int64_t bytes = 0;
 };

@@ -1,5 +1,5 @@
 // Kernels that choose slots and move them: compaction, selection, thresholds, AdaKV, AMS, chunks, CriticalKV; and those
-// that put queries into their rings and statistics, and given scores into their columns.
+// that put queries into their rings, and given scores into their columns.
 
 #include "adaptive_heads.h"
 
@@ -12,7 +12,6 @@
 #include "kvkeep/allot/share.h"
 #include "mass_segmented.h"
 #include "query_ring.h"
-#include "query_statistics.h"
 #include "rows.h"
 #include "select.h"
 #include "share.h"
@@ -326,99 +325,6 @@ void push_step(Result& result, Shape shape, Size size) {
   measure(result, 2.0 * static_cast<double>(size.batch * token), [&] { launch_push_step(a, stream()); });
 }
 
-/// Statistics of one layer of `batch` sequences, whose 64 newest queries wait: the next token takes 32 of them in.
-struct Waiting {
-  Waiting(const Shape& shape, std::int32_t batch)
-      : heads(shape.query_heads()),
-        dim(shape.dim),
-        numbers(std::int64_t{heads} * dim),
-        triangles(numbers * (dim + 1) / 2),
-        mean(static_cast<std::size_t>(batch * numbers)),
-        second(static_cast<std::size_t>(batch * triangles)),
-        newest(std::vector<float>(drawn(batch))) {
-    mean.fill({0});
-    second.fill({0});
-    for (std::int32_t s = 0; s < batch; ++s)
-      views.push_back({.mean = mean.data() + s * numbers,
-                       .second = second.data() + s * triangles,
-                       .newest = newest.data() + s * kMomentRing * numbers,
-                       .count = 1024,
-                       .pending = kMomentRing});
-  }
-  /// Query i of every head is i everywhere.
-  [[nodiscard]] std::vector<float> drawn(std::int32_t batch) const {
-    std::vector<float> all(static_cast<std::size_t>(batch * kMomentRing * numbers));
-    for (std::size_t i = 0; i < all.size(); ++i)
-      all[i] = static_cast<float>(static_cast<std::int64_t>(i) / numbers % kMomentRing);
-    return all;
-  }
-
-  std::int32_t heads, dim;
-  std::int64_t numbers, triangles;
-  DeviceArray<double> mean, second;
-  DeviceArray<float> newest;
-  std::vector<MomentsView> views;
-};
-
-/// One new token of every sequence where 32 older ones enter the moments, which every 32nd token does. `bytes`: moments
-/// read and written, and those queries read.
-void push_moments(Result& result, Shape shape, Size size) {
-  PushMomentsArguments a;
-  a.count = std::min(size.batch, kMomentsArrivals);
-  const Waiting waiting(shape, a.count);
-  const std::int64_t head = shape.dim * 2, token = head * shape.query_heads();
-  const DeviceArray<std::byte> from(std::vector<std::byte>(static_cast<std::size_t>(a.count * token)));
-  a.element = Element::bf16;
-  a.layout = {.queries = {.from = from.data(),
-                          .heads = shape.query_heads(),
-                          .head_bytes = head,
-                          .token_stride = token,
-                          .head_stride = head},
-              .dtype = Dtype::bf16,
-              .dim = shape.dim};
-  for (std::int32_t s = 0; s < a.count; ++s)
-    a.arrivals[s] = {
-        .before = waiting.views[static_cast<std::size_t>(s)], .first = s, .tokens = 1, .position = size.length};
-  launch_push_moments(a, stream());
-  // 1024 queries of 0 and those from 0 to 31, whose mean is 15.5.
-  const double mean = 15.5 * 32 / 1056, second = 2728 + 15.5 * 15.5 * 1024 * 32 / 1056;
-  for (std::int32_t s = 0; s < a.count; ++s) {
-    const double got = waiting.mean.download(static_cast<std::size_t>((s + 1) * waiting.numbers - 1), 1)[0],
-                 moment = waiting.second.download(static_cast<std::size_t>((s + 1) * waiting.triangles - 1), 1)[0];
-    if (std::abs(got - mean) > 1e-9 || std::abs(moment - second) > 1e-6 * second)
-      return result.fail(text("a head's mean is ", got, " and its second moment ", moment));
-  }
-  measure(result,
-          static_cast<double>(a.count) * (16.0 * static_cast<double>(waiting.triangles) +
-                                          4.0 * kMomentBlock * static_cast<double>(waiting.numbers)),
-          [&] { launch_push_moments(a, stream()); });
-}
-
-/// What an event asks for: the same moments with all the newest queries. `bytes`: as above, for one layer.
-void sum_moments(Result& result, Shape shape, Size size) {
-  const Waiting waiting(shape, size.batch);
-  const DeviceArray<MomentsView> views(waiting.views);
-  const DeviceArray<double> mean(static_cast<std::size_t>(size.batch * waiting.numbers)),
-      second(static_cast<std::size_t>(size.batch * waiting.triangles));
-  const SumMomentsArguments a{.views = views.data(),
-                              .groups = size.batch,
-                              .query_heads = waiting.heads,
-                              .dim = waiting.dim,
-                              .mean = mean.data(),
-                              .second = second.data()};
-  launch_sum_moments(a, stream());
-  // 1024 queries of 0 and those from 0 to 63, whose mean is 31.5.
-  const double want = 31.5 * 64 / 1088;
-  for (std::int32_t s = 0; s < size.batch; ++s)
-    if (const double got = mean.download(static_cast<std::size_t>((s + 1) * waiting.numbers - 1), 1)[0];
-        std::abs(got - want) > 1e-9)
-      return result.fail(text("a head's mean is ", got));
-  measure(result,
-          static_cast<double>(size.batch) * (16.0 * static_cast<double>(waiting.triangles) +
-                                             4.0 * kMomentRing * static_cast<double>(waiting.numbers)),
-          [&] { launch_sum_moments(a, stream()); });
-}
-
 /// Scores of all layers and heads of a sequence become their largest.
 void share(Result& result, Shape shape, Size size) {
   const RandomEvent event(shape, size);
@@ -479,8 +385,6 @@ void add_keeping() {
   add("Critical", critical, {{1, 1536, 1024}, {1, 32768, 2048}}, {{1, 96, 64}});
   add("PushQueries", push_queries, {{1, 1536, 1024}, {32, 1536, 1024}});
   add("PushStep", push_step, {{1, 1536, 1024}, {32, 1536, 1024}});
-  add("PushMoments", push_moments, {{1, 1536, 1024}, {32, 1536, 1024}});
-  add("SumMoments", sum_moments, {{1, 1536, 1024}, {32, 1536, 1024}});
   add("Share", share, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("PushGiven", push_given, {{1, 1536, 1024}, {32, 1536, 1024}});
 }

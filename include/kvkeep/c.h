@@ -46,9 +46,8 @@ enum {
   KVKEEP_STATE_ERROR = 2,       ///< a call that does not fit what happened before
   KVKEEP_UNSUPPORTED = 3,       ///< a valid request without a kernel in this build
   KVKEEP_DEVICE_ERROR = 4,      ///< the device failed
-  KVKEEP_DAMAGED_DATA = 5,      ///< stored bytes are lost
-  KVKEEP_OUT_OF_MEMORY = 6,
-  KVKEEP_INTERNAL = 7  ///< anything else
+  KVKEEP_OUT_OF_MEMORY = 5,
+  KVKEEP_INTERNAL = 6  ///< anything else
 };
 
 /// What the newest call of this thread that failed has to say; "" before the first. Valid until the next that fails.
@@ -353,7 +352,7 @@ KVKEEP_C_API kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t
                                             const int32_t** positions, int64_t* count);
 /// Tokens before an event may cut the sequence; KVKEEP_NO_EVENT: none will.
 KVKEEP_C_API kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
-/// Newest queries that an event reads; 0: none; KVKEEP_NO_EVENT: all.
+/// Newest queries that an event reads; 0: none.
 KVKEEP_C_API int64_t kvkeep_queries_read(const kvkeep_keeper* keeper);
 
 /// Counters since the keeper was made (kvkeep::Totals).

@@ -23,7 +23,6 @@
 #include "kvkeep/observe/given_scores.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
-#include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/observe/trigger.h"
 
 // decide: score, allot, select
@@ -66,9 +65,7 @@
 #include "kvkeep/layers/top_mass.h"
 
 // folded spans
-#include "kvkeep/memory/factor_cache.h"
 #include "kvkeep/memory/factors.h"
-#include "kvkeep/memory/far_store.h"
 #include "kvkeep/memory/memory_attention.h"
 #include "kvkeep/memory/memory_options.h"
 #include "kvkeep/memory/pieces.h"

@@ -12,7 +12,6 @@
 #include "kvkeep/c.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keeper/keeper.h"
-#include "kvkeep/memory/far_store.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/version.h"
 
@@ -357,8 +356,6 @@ kvkeep_status status_of_exception() noexcept {
     return failed(KVKEEP_UNSUPPORTED, error.what());
   } catch (const DeviceError& error) {
     return failed(KVKEEP_DEVICE_ERROR, error.what());
-  } catch (const DamagedData& error) {
-    return failed(KVKEEP_DAMAGED_DATA, error.what());
   } catch (const std::bad_alloc&) {
     last_words = "out of memory";
     return KVKEEP_OUT_OF_MEMORY;

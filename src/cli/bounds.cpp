@@ -398,8 +398,6 @@ BoundedForecast bounded_forecast(const ModelSpec& spec, const KVPolicy& policy, 
       add(one);
     }
   }
-  if (const MemoryOptions* memory = policy.memory(); memory != nullptr)
-    all->opened_bytes = std::min(memory->near.bytes, all->far.most);
   return *all;
 }
 

@@ -41,8 +41,7 @@ struct BoundedForecast {
   Bounds peak, kept, far;  // over all layers
   Bounds spans, folded;    // at the end, over all rows; tokens in the spans
   Bounds events;
-  std::int64_t peak_slots = 0;    // most at once, over all rows
-  std::int64_t opened_bytes = 0;  // most of the factors of opened spans that stay near
+  std::int64_t peak_slots = 0;  // most at once, over all rows
 };
 
 // Throws as forecast(); Unsupported, by name, for a policy that does not say how its prompts go on or what it folds,

@@ -6,7 +6,6 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/observe/query_ring.h"
-#include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/policy/evict.h"
 
 namespace kvkeep::cli {
@@ -176,8 +175,6 @@ OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, std::int64_t p
   const auto full_layers = static_cast<std::int64_t>(spec.full_layers().size());
   if (queries > 0)
     own.queries = full_layers * (queries + QueryRing::kRollback) * spec.query_heads * spec.key_dim * query_bytes;
-  if (const std::int32_t from = policy.needs().statistics_from; from >= 0)
-    own.statistics = full_layers * QueryStatistics(spec.query_heads, spec.key_dim, from).bytes();
   if (policy.needs().surprisal) own.surprisal = kNumber * length;
   if (policy.trigger().never) return own;
   const auto options = nlohmann::json::parse(policy.to_json());

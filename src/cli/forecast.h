@@ -60,11 +60,8 @@ struct OwnBytes {
   std::int64_t positions = 0, credit = 0, tally = 0, given = 0;  // columns, at the peak
   std::int64_t surprisal = 0;                                    // of every token
   std::int64_t queries = 0;                                      // the ring
-  std::int64_t statistics = 0;                                   // running mean and covariance of every query
   std::int64_t event = 0;                                        // scores, and for AMS mass and credit, during an event
-  [[nodiscard]] std::int64_t sum() const {
-    return positions + credit + tally + given + surprisal + queries + statistics + event;
-  }
+  [[nodiscard]] std::int64_t sum() const { return positions + credit + tally + given + surprisal + queries + event; }
 };
 // `peak_slots`: most at once, over all rows that the policy cuts; `length`: tokens of the sequence.
 OwnBytes own_bytes(const ModelSpec& spec, const KVPolicy& policy, std::int64_t peak_slots, std::int32_t length,

@@ -301,14 +301,12 @@ void each_own(const OwnBytes& own, const std::function<void(const char* what, st
   if (own.given > 0) add("kvkeep's own: given scores", own.given);
   if (own.surprisal > 0) add("kvkeep's own: surprisal", own.surprisal);
   if (own.queries > 0) add("kvkeep's own: queries", own.queries);
-  if (own.statistics > 0) add("kvkeep's own: query statistics", own.statistics);
   if (own.event > 0) add("kvkeep's own: one event", own.event);
 }
 
 Json own_json(const OwnBytes& own) {
-  return {{"positions", own.positions},   {"credit", own.credit},       {"tally", own.tally},
-          {"given", own.given},           {"surprisal", own.surprisal}, {"queries", own.queries},
-          {"statistics", own.statistics}, {"event", own.event},         {"sum", own.sum()}};
+  return {{"positions", own.positions}, {"credit", own.credit},   {"tally", own.tally}, {"given", own.given},
+          {"surprisal", own.surprisal}, {"queries", own.queries}, {"event", own.event}, {"sum", own.sum()}};
 }
 
 Run add_plan(CLI::App& app) {

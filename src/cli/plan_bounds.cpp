@@ -56,10 +56,7 @@ Table totals_between(const PlanOptions& o, const PlannedBounds& out) {
   add("full cache", Bounds::exactly(s.full_bytes));
   add("near at the peak", s.peak);
   add("near, kept", s.kept);
-  if (out.policy.memory() != nullptr) {
-    add("factors, far", s.far);
-    add("factors of opened spans, near", {0, s.opened_bytes});
-  }
+  if (out.policy.memory() != nullptr) add("factors, far", s.far);
   each_own(out.own, [&](const char* what, std::int64_t bytes) { add(what, Bounds::exactly(bytes)); });
   add("near at the peak, with kvkeep's own", s.peak + Bounds::exactly(out.own.sum()));
   return table;
@@ -110,9 +107,11 @@ std::string written(const PlanOptions& o, const PlannedBounds& out) {
   }
   all["own"] = own_json(out.own);
   const auto totals = [&](std::int64_t n) -> Json {
-    return {{"full_bytes", s.full_bytes * n},          {"peak_bytes", between(s.peak * n)},
-            {"kept_bytes", between(s.kept * n)},       {"far_bytes", between(s.far * n)},
-            {"opened_bytes_most", s.opened_bytes * n}, {"own_bytes", out.own.sum() * n}};
+    return {{"full_bytes", s.full_bytes * n},
+            {"peak_bytes", between(s.peak * n)},
+            {"kept_bytes", between(s.kept * n)},
+            {"far_bytes", between(s.far * n)},
+            {"own_bytes", out.own.sum() * n}};
   };
   all["sequence"] = totals(1);
   all["total"] = totals(o.batch);

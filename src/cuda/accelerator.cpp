@@ -13,12 +13,10 @@
 #include "given.h"
 #include "kvkeep/cuda.h"
 #include "kvkeep/keep/pages.h"
-#include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/torch.h"
 #include "page_counts.h"
 #include "query_ring.h"
-#include "query_statistics.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -96,13 +94,12 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     return event;
   }
 
-  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec,
-                                                  bool own_store) const override {
-    return memory_problems(memory, spec, own_store, device_);
+  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec) const override {
+    return memory_problems(memory, spec, device_);
   }
 
-  [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
-                                                            std::shared_ptr<FarStore>) override {
+  [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
+                                                            const MemoryOptions& memory) override {
     return std::make_unique<DeviceFolds>(spec, memory, bounds_, pool_, *this, staging_,
                                          [this](const Decision& decision) { require_newest(decision); });
   }
@@ -248,15 +245,6 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     launch_push_step({.places = places, .tokens = tokens, .layout = layout, .offset = offset}, pool_.stream());
   }
 
-  [[nodiscard]] bool forms_moments() const override { return true; }
-
-  void push_moments(std::span<const MomentsArrival> arrivals, const MomentsLayout& layout) override {
-    PushMomentsArguments arguments;
-    arguments.element = element_of("queries", layout.dtype);
-    arguments.layout = layout;
-    push(launch_push_moments, arguments, arrivals);
-  }
-
   void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) override {
     PushGivenArguments arguments;
     arguments.element = element_of("scores", layout.dtype);
@@ -305,11 +293,10 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       longest = std::max(longest, row.length);
     }
     Dtype query_dtype = Dtype::f32;
-    std::int64_t pinned = 0, moments = 0;
+    std::int64_t pinned = 0;
     for (const RowGroup& group : table.groups) {
       if (group.queries.data != nullptr) query_dtype = group.queries.dtype;
       pinned += std::ssize(group.pinned);
-      moments += group.statistics != nullptr ? 1 : 0;
     }
     event.arguments = {.count = static_cast<std::int32_t>(table.rows.size()),
                        .longest = longest,
@@ -325,13 +312,6 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       event.pinned_ranges = event.take<SlotRange>(pinned * spec.kv_heads);
       event.settled_limits = event.take<RowLimit>(std::ssize(table.rows));
     }
-    if (moments == 0) return;
-    const std::int64_t of_group = std::int64_t{spec.query_heads} * spec.key_dim;
-    event.moments.sum = {.groups = static_cast<std::int32_t>(moments),
-                         .query_heads = spec.query_heads,
-                         .dim = spec.key_dim,
-                         .mean = event.take<double>(moments * of_group),
-                         .second = event.take<double>(moments * of_group * (spec.key_dim + 1) / 2)};
   }
 
   /// Sends everything of the event that kernels read in one copy. `layer`: the positions of queries are on the host.
@@ -345,7 +325,6 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     std::map<std::int32_t, std::pair<std::size_t, std::size_t>> runs_of;  // by sequence: the same in every layer
     std::vector<PositionSpan> spans;
     std::vector<PinnedSpans> pins;
-    std::vector<MomentsView> moments;
     std::vector<RopeView> ropes;
     bool turns = false;
     for (const RowGroup& group : table.groups) {
@@ -370,7 +349,6 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                         .slots = static_cast<std::int32_t>(group.newest.size())});
       pins.push_back({.count = static_cast<std::int32_t>(group.pinned.size())});
       spans.insert(spans.end(), group.pinned.begin(), group.pinned.end());
-      if (group.statistics != nullptr) moments.push_back(group.statistics->view());
     }
 
     event_table_.clear();
@@ -386,9 +364,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                        queries_at = event_table_.add(queries), next_at = event_table_.add(next),
                        runs_at = event_table_.add(runs), newest_at = event_table_.add(newest),
                        ropes_at = turns ? event_table_.add(ropes) : 0, indptr_at = event_table_.add(event.keep.indptr),
-                       spans_at = event_table_.add(spans), pins_at = spans.empty() ? 0 : event_table_.add(pins),
-                       moments_at = moments.empty() ? 0 : event_table_.add(moments),
-                       summed_at = moments.empty() ? 0 : event_table_.add(std::vector<GivenMoments>(moments.size()));
+                       spans_at = event_table_.add(spans), pins_at = spans.empty() ? 0 : event_table_.add(pins);
     std::vector<std::int64_t> positions_at;
     if (layer)
       for (const QueryView& q : queries)
@@ -403,12 +379,6 @@ class CudaAccelerator final : public Machine, public MachineMemory {
           event_table_.there<PositionSpan>(spans_at + first_span * static_cast<std::int64_t>(sizeof(PositionSpan)));
       there.ranges = event.pinned_ranges + first_span * spec.kv_heads;
     }
-    const std::int64_t of_group = std::int64_t{spec.query_heads} * spec.key_dim;
-    for (std::size_t g = 0; g < moments.size(); ++g)
-      event_table_.here<GivenMoments>(summed_at)[g] = {
-          .count = moments[g].count + moments[g].pending,
-          .mean = event.moments.sum.mean + static_cast<std::int64_t>(g) * of_group,
-          .second = event.moments.sum.second + static_cast<std::int64_t>(g) * of_group * (spec.key_dim + 1) / 2};
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = event_table_.here<Row>(rows_at)[r];
       for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales})
@@ -432,10 +402,6 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       event.pins = event_table_.there<PinnedSpans>(pins_at);
       event.given_limits = event.arguments.limits;
       event.arguments.limits = event.settled_limits;
-    }
-    if (!moments.empty()) {
-      event.moments.sum.views = event_table_.there<MomentsView>(moments_at);
-      event.moments.summed = event_table_.there<GivenMoments>(summed_at);
     }
     event.next_positions = event_table_.there<std::int32_t>(next_at);
     event.newest_positions = event_table_.there<NewestPositions>(newest_at);

@@ -10,6 +10,7 @@ namespace kvkeep::cuda {
 struct FoldBounds {
   std::int64_t matrix_bytes = std::int64_t{64} << 20;  ///< of matrices that are factorised together
   std::int64_t view_bytes = std::int64_t{256} << 20;   ///< that tokens may need that read a memory together
+  std::int64_t near_bytes = std::int64_t{64} << 20;    ///< of a layer's opened factors; the rest is read over the bus
 };
 
 [[nodiscard]] std::shared_ptr<Machine> make_accelerator(Device device, FoldBounds bounds = {});

@@ -16,50 +16,7 @@
 namespace kvkeep::cuda {
 namespace {
 
-constexpr std::int64_t kArenaBytes = std::int64_t{64} << 20,  ///< of a layer's opened factors, at most
-    kSlabBytes = std::int64_t{32} << 20;                      ///< of page-locked memory that is taken at a time
-constexpr std::int32_t kMostDim = 256, kMostWidth = 128;      ///< that kernels factorise
-
-/// Page-locked slabs of a store. Taking one is a long call into the driver, so those that came back are used again.
-class PageLockedSlabs {
- public:
-  ~PageLockedSlabs() { free_all(); }
-  PageLockedSlabs() = default;
-  PageLockedSlabs(const PageLockedSlabs&) = delete;
-  PageLockedSlabs& operator=(const PageLockedSlabs&) = delete;
-
-  /// Those that are kept never add to a store's cap: before another is taken from the system, they go back.
-  std::byte* take(std::int64_t bytes) {
-    const auto found = std::ranges::find(kept_, bytes, &Slab::bytes);
-    if (found != kept_.end()) {
-      std::byte* const at = found->at;
-      kept_.erase(found);
-      return at;
-    }
-    free_all();
-    return take_page_locked(bytes);
-  }
-  void give_back(std::byte* at, std::int64_t bytes) { kept_.push_back({at, bytes}); }
-
- private:
-  struct Slab {
-    std::byte* at;
-    std::int64_t bytes;
-  };
-  void free_all() {
-    for (const Slab& slab : kept_) free_page_locked(slab.at);
-    kept_.clear();
-  }
-  std::vector<Slab> kept_;
-};
-
-std::shared_ptr<FarStore> page_locked_store(FarStoreOptions options) {
-  const auto slabs = std::make_shared<PageLockedSlabs>();
-  options.slab_bytes = std::max(options.slab_bytes, kSlabBytes);
-  options.allocate = [slabs](std::int64_t bytes) { return slabs->take(bytes); };
-  options.release = [slabs](std::byte* at, std::int64_t bytes) { slabs->give_back(at, bytes); };
-  return FarStore::make(std::move(options));
-}
+constexpr std::int32_t kMostDim = 256, kMostWidth = 128;  ///< that kernels factorise
 
 DeviceRows& device_rows(FoldedRows* rows) { return static_cast<DeviceRows&>(*rows); }
 
@@ -92,8 +49,8 @@ class DeviceFolding final : public Folding {
   }
 
   std::vector<Part> parts;
-  std::vector<DeviceRows*> owners;              ///< [rooms]
-  std::vector<std::unique_ptr<FarRoom>> rooms;  ///< one for each sequence that folds
+  std::vector<DeviceRows*> owners;                       ///< [rooms]
+  std::vector<std::unique_ptr<PageLocked::Room>> rooms;  ///< one for each sequence that folds
   std::int64_t far = 0;
 
  private:
@@ -102,8 +59,7 @@ class DeviceFolding final : public Folding {
 
 }  // namespace
 
-std::vector<std::string> memory_problems(const MemoryOptions& memory, const ModelSpec& spec, bool own_store,
-                                         Device device) {
+std::vector<std::string> memory_problems(const MemoryOptions& memory, const ModelSpec& spec, Device device) {
   std::vector<std::string> found;
   const auto add = [&](const auto&... what) { found.push_back(text(what..., " on ", device.str())); };
   if (memory.learned()) add("memory: a learned router has no kernel; allowed zoom=mass");
@@ -111,9 +67,6 @@ std::vector<std::string> memory_problems(const MemoryOptions& memory, const Mode
     add("memory: zoom=coverage has no kernel; allowed zoom=mass");
   if (memory.factors.rank == FactorOptions::Rank::gates)
     add("memory: rank=gates has no kernel; allowed rank energy or max");
-  if (!memory.far.file.empty())
-    add("memory: factors do not go into a file; given '", memory.far.file.string(), "'; allowed only host memory");
-  if (own_store) add("far_store: kernels cannot read the engine's; allowed none: the keeper makes its own");
   if (spec.key_dim > kMostDim) add("key_dim: folded spans of ", spec.key_dim, " numbers; allowed up to ", kMostDim);
   return found;
 }
@@ -164,7 +117,7 @@ void LeavingRooms::mark(Leaving& leaving) const {
   leaving.marked = true;
 }
 
-void LeavingRooms::add(std::vector<std::unique_ptr<FarRoom>> rooms) noexcept {
+void LeavingRooms::add(std::vector<std::unique_ptr<PageLocked::Room>> rooms) noexcept {
   if (rooms.empty()) return;
   leaving_.push_back({std::move(rooms)});
   try {
@@ -255,7 +208,7 @@ void DeviceRows::add(std::int32_t row, const Count& more) noexcept {
   ++version_;
 }
 
-void DeviceRows::keep(std::unique_ptr<FarRoom> room) noexcept {
+void DeviceRows::keep(std::unique_ptr<PageLocked::Room> room) noexcept {
   far_bytes_ += room->size();
   rooms_.push_back(std::move(room));
 }
@@ -270,7 +223,7 @@ DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, Fol
       machine_(machine),
       staging_(staging),
       require_newest_(std::move(require_newest)),
-      far_(page_locked_store(memory.far)),
+      far_(memory.host_bytes),
       leaving_(pool),
       work_(pool),
       fold_table_(pool),
@@ -279,6 +232,10 @@ DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, Fol
 std::unique_ptr<FoldedRows> DeviceFolds::rows(std::int32_t count) {
   return std::make_unique<DeviceRows>(count, spec_.key_dim, options_.store, options_.sketch, machine_, leaving_,
                                       ++serial_);
+}
+
+std::unique_ptr<FoldedRows> DeviceFolds::rows(std::vector<SpanRow>) {
+  refuse<Unsupported>("folded spans: they are not restored on ", pool_.device().str(), "; allowed on the CPU");
 }
 
 void DeviceFolds::require_no_capture(const char* operation) const {
@@ -344,7 +301,7 @@ std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision
   for (const auto& [sequence, wanted] : bytes) {
     sequence->reserve_room();
     folding->owners.push_back(sequence);
-    folding->rooms.push_back(far_->room(wanted));
+    folding->rooms.push_back(far_.room(wanted));
     folding->far += folding->rooms.back()->size();
     blobs[sequence] = folding->rooms.back()->bytes();
   }
@@ -483,7 +440,7 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
   if (!step.slices.empty()) {
     // Every layer reads with the same arenas and addresses of blobs, one after the other.
     const std::int64_t addresses = std::int64_t{most_rows} * step.most_spans * static_cast<std::int64_t>(sizeof(void*)),
-                       arena = std::min({memory_.near.bytes, kArenaBytes, most_far}) / most_rows / 16 * 16;
+                       arena = std::min(bounds_.near_bytes, most_far) / most_rows / 16 * 16;
     place_near(most_rows * arena + addresses);
     auto* const near = static_cast<std::byte*>(near_.get());
     auto** const blobs = reinterpret_cast<const std::byte**>(near + most_rows * arena);

@@ -13,17 +13,18 @@
 #include "fold.h"
 #include "kvkeep/policy/folded_memory.h"
 #include "memory_attention.h"
+#include "page_locked.h"
 
 namespace kvkeep::cuda {
 
 /// Why folded spans cannot be kept like that on a device, one sentence each.
 [[nodiscard]] std::vector<std::string> memory_problems(const MemoryOptions& memory, const ModelSpec& spec,
-                                                       bool own_store, Device device);
+                                                       Device device);
 
 /// Why an event cannot fold like that on a device, one sentence each.
 [[nodiscard]] std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& spec, Device device);
 
-/// Rooms of a store that kernels may still use: each goes back once all streams of the pool have passed the point at
+/// Page-locked rooms that kernels may still use: each goes back once all streams of the pool have passed the point at
 /// which nobody on the host needed it any more.
 class LeavingRooms {
  public:
@@ -32,13 +33,13 @@ class LeavingRooms {
   LeavingRooms(const LeavingRooms&) = delete;
   LeavingRooms& operator=(const LeavingRooms&) = delete;
 
-  void add(std::vector<std::unique_ptr<FarRoom>> rooms) noexcept;
+  void add(std::vector<std::unique_ptr<PageLocked::Room>> rooms) noexcept;
   /// Gives back those that the device has passed. Does not wait.
   void sweep();
 
  private:
   struct Leaving {
-    std::vector<std::unique_ptr<FarRoom>> rooms;
+    std::vector<std::unique_ptr<PageLocked::Room>> rooms;
     std::vector<std::unique_ptr<StreamMark>> marks = {};
     bool marked = false;  ///< false: not yet, since a stream was being captured
   };
@@ -69,7 +70,7 @@ class DeviceRows final : public FoldedRows {
 
   [[nodiscard]] std::int64_t spans(std::int32_t row) const override { return count(row).spans; }
   [[nodiscard]] FoldedState state() const override;
-  [[nodiscard]] std::span<SpanRow> host_rows() override { return {}; }
+  [[nodiscard]] std::span<const SpanRow> host_rows() const override { return {}; }
 
   [[nodiscard]] const Count& count(std::int32_t row) const { return counts_[static_cast<std::size_t>(row)]; }
   [[nodiscard]] std::int32_t most_spans() const;
@@ -85,7 +86,7 @@ class DeviceRows final : public FoldedRows {
   /// Makes room for keep(), which then does not fail.
   void reserve_room() { rooms_.reserve(rooms_.size() + 1); }
   void add(std::int32_t row, const Count& more) noexcept;
-  void keep(std::unique_ptr<FarRoom> room) noexcept;
+  void keep(std::unique_ptr<PageLocked::Room> room) noexcept;
 
  private:
   /// One array: `bytes` for each span, or for each block of tokens.
@@ -113,7 +114,7 @@ class DeviceRows final : public FoldedRows {
   enum : std::uint8_t { kSigns, kSizes, kOfBlocks };
   std::array<Array, kOfBlocks> of_blocks_ = {
       {{.bytes = KeySketch::kBlock * words_ * 4}, {.bytes = KeySketch::kBlock * 2}}};
-  std::vector<std::unique_ptr<FarRoom>> rooms_;
+  std::vector<std::unique_ptr<PageLocked::Room>> rooms_;
   std::int64_t far_bytes_ = 0;
 };
 
@@ -124,12 +125,12 @@ class DeviceFolds final : public FoldedMemory {
               MachineMemory& machine, Staging& staging, std::function<void(const Decision&)> require_newest);
 
   [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::int32_t count) override;
+  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> saved) override;
   [[nodiscard]] std::unique_ptr<Folding> fold(const RowTable& table, const Decision& decision,
                                               std::span<const FoldTarget> targets) override;
   ReadCounts view(const FoldedReading& reading) override;
-  [[nodiscard]] FarStore& far_store() override { return *far_; }
+  [[nodiscard]] std::int64_t far_bytes() const override { return far_.bytes(); }
   [[nodiscard]] std::span<const ReadCounts> reads() const override { return {}; }
-  [[nodiscard]] const FactorCache* factor_cache() const override { return nullptr; }
 
  private:
   /// What readers read in every layer of a step: how their tokens are cut, and the table of rows, on the device.
@@ -158,7 +159,7 @@ class DeviceFolds final : public FoldedMemory {
   MachineMemory& machine_;
   Staging& staging_;
   std::function<void(const Decision&)> require_newest_;
-  std::shared_ptr<FarStore> far_;
+  PageLocked far_;
   LeavingRooms leaving_;
   EventMemory work_;  ///< of one event, or of one layer that is read
   Table fold_table_, view_table_;

@@ -13,7 +13,6 @@
 #include "kvkeep/score/window_attention.h"
 #include "memory.h"
 #include "prepare.h"
-#include "query_statistics.h"
 #include "row_scorers.h"
 
 namespace kvkeep::cuda {
@@ -108,12 +107,6 @@ struct DeviceWindow {
   float* normalisers = nullptr;  ///< f32 [groups, Hq, window] if the engine gave all of them; else null
 };
 
-/// Moments of every query, where the policy keeps them.
-struct DeviceMoments {
-  SumMomentsArguments sum;               ///< how they are summed up; no groups: there are none
-  const GivenMoments* summed = nullptr;  ///< [groups] what that leaves
-};
-
 /// Numbers that stay the same from event to event, by owner.
 using Constants = std::map<const void*, DeviceMemory>;
 
@@ -150,11 +143,10 @@ class CudaEvent final : public LayerEvent {
   std::int32_t* counts = nullptr;                     ///< i32 [rows] EventTables::counts
   const std::int32_t* next_positions = nullptr;       ///< i32 [groups]
   const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they are in the columns
-  DeviceMoments moments;
-  const PinnedSpans* pins = nullptr;       ///< [groups] null: nothing is pinned
-  const RowLimit* given_limits = nullptr;  ///< [rows] if something is, and
-  RowLimit* settled_limits = nullptr;      ///< [rows] what arguments.limits are, once positions are settled
-  SlotRange* pinned_ranges = nullptr;      ///< [spans, kv_heads] where the spans lie, once positions are settled
+  const PinnedSpans* pins = nullptr;                  ///< [groups] null: nothing is pinned
+  const RowLimit* given_limits = nullptr;             ///< [rows] if something is, and
+  RowLimit* settled_limits = nullptr;                 ///< [rows] what arguments.limits are, once positions are settled
+  SlotRange* pinned_ranges = nullptr;  ///< [spans, kv_heads] where the spans lie, once positions are settled
 
   /// The window of attend(); its `windows` are null without one.
   [[nodiscard]] const DeviceWindow& asked() const { return asked_; }

@@ -108,12 +108,6 @@ float* score(CudaEvent& event, const Expected& scorer, const WindowAttention&) {
   arguments.value_norm = options.value_norm;
   arguments.epsilon = options.epsilon;
   arguments.queries = std::min(options.queries, held);
-  if (options.statistics == ExpectedOptions::Statistics::stream) {
-    arguments.moments = event.moments.summed;
-    arguments.queries = evidence.spec.key_dim;  // what is read of a window of no more
-    arguments.post_rope = false;
-    event.launch(launch_sum_moments, event.moments.sum);
-  }
   arguments.matrix_unit = options.matrix_unit;
   arguments.slots = evidence.table.slots;
   arguments.scores = event.flat();

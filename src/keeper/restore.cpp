@@ -16,9 +16,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-/// Where factors are stored is up to each keeper.
-constexpr std::array<std::string_view, 4> kPlaces = {"/memory/near_bytes", "/memory/host_bytes", "/memory/file",
-                                                     "/memory/file_bytes"};
+/// The cap on factors is up to each keeper.
+constexpr std::array<std::string_view, 1> kPlaces = {"/memory/host_bytes"};
 
 Json rope_json(const RopeSpec& rope) {
   return {{"style", static_cast<int>(rope.style)},
@@ -76,55 +75,6 @@ void save_ring(StateTensors& to, const QueryRing& ring, const ModelSpec& spec) {
                                        {layers, count, spec.query_heads, spec.key_dim}));
 }
 
-void save_statistics(StateTensors& to, std::span<const QueryStatistics> statistics) {
-  if (statistics.empty()) return;
-  std::vector<std::int64_t> counts;
-  std::vector<double> means, seconds;
-  Ragged<float> newest;
-  for (const QueryStatistics& one : statistics) {
-    const QueryStatistics::Held held = one.held();
-    counts.insert(counts.end(), {held.heads.front().count, held.skipped});
-    newest.add(held.newest);
-    for (const QueryMoments& m : held.heads) {
-      means.insert(means.end(), m.mean.begin(), m.mean.end());
-      seconds.insert(seconds.end(), m.second.begin(), m.second.end());
-    }
-  }
-  to.emplace_back("statistics.counts", tensor_of(std::span<const std::int64_t>(counts), Dtype::i64,
-                                                 {static_cast<std::int64_t>(statistics.size()), 2}));
-  to.emplace_back("statistics.means", list_of(means, Dtype::f64));
-  to.emplace_back("statistics.seconds", list_of(seconds, Dtype::f64));
-  newest.give(to, "statistics.newest", Dtype::f32);
-}
-
-void restore_statistics(std::vector<QueryStatistics>& statistics, const StateFile& state, const ModelSpec& spec) {
-  if (statistics.empty()) return;
-  const auto layers = static_cast<std::int64_t>(statistics.size()), heads = layers * spec.query_heads,
-             dim = std::int64_t{spec.key_dim}, triangle = dim * (dim + 1) / 2;
-  const Tensor counts = state.tensor("statistics.counts", Dtype::i64, {layers, 2}),
-               means = state.tensor("statistics.means", Dtype::f64, {heads * dim}),
-               seconds = state.tensor("statistics.seconds", Dtype::f64, {heads * triangle});
-  const RaggedView<float> newest(state, "statistics.newest", Dtype::f32, layers);
-  for (std::size_t l = 0; l < statistics.size(); ++l) {
-    const std::int64_t count = numbers_of<std::int64_t>(counts)[2 * l],
-                       skipped = numbers_of<std::int64_t>(counts)[2 * l + 1];
-    KVKEEP_REQUIRE(count >= 0 && count <= kMostPositions && skipped >= 0 && skipped <= kMostPositions,
-                   "restore: tensor \"statistics.counts\" in ", state.where(), " says that ", count,
-                   " queries are counted and ", skipped, " are not; allowed 0 to ", kMostPositions);
-    const auto own = newest.row(l);
-    QueryStatistics::Held held{.heads = {}, .skipped = skipped, .newest = {own.begin(), own.end()}};
-    for (std::int64_t h = static_cast<std::int64_t>(l) * spec.query_heads;
-         h < (static_cast<std::int64_t>(l) + 1) * spec.query_heads; ++h) {
-      QueryMoments m(spec.key_dim);
-      m.count = count;
-      m.mean = list_from(numbers_of<double>(means), h * dim, (h + 1) * dim);
-      m.second = list_from(numbers_of<double>(seconds), h * triangle, (h + 1) * triangle);
-      held.heads.push_back(std::move(m));
-    }
-    statistics[l].take(held);
-  }
-}
-
 void save_report(StateTensors& to, const PromptReport& report) {
   to.emplace_back("prompt.counts",
                   list_of(std::vector<std::int64_t>{report.tokens, report.selection_layer, report.second_pass ? 1 : 0},
@@ -153,7 +103,7 @@ std::optional<PromptReport> restored_report(const StateFile& state, const ModelS
                       .second_pass = c[2] == 1};
 }
 
-std::int64_t far_bytes(const FoldedSpan& span, std::int64_t dim, Dtype store) {
+std::int64_t factor_bytes(const FoldedSpan& span, std::int64_t dim, Dtype store) {
   return (span.factors[0].numbers(span.length, dim) + span.factors[1].numbers(span.length, dim)) * element_size(store);
 }
 
@@ -197,8 +147,7 @@ void save_memory(StateTensors& to, std::span<const SpanRow> memory) {
   Tensor factors = empty({far}, Dtype::u8);
   auto* at = static_cast<std::byte*>(factors.bytes());
   for (const SpanRow& row : memory)
-    for (const FarBlobPtr& blob : row.blobs())
-      if (blob != nullptr) blob->read(at), at += blob->size();
+    for (std::int64_t i = 0; i < row.size(); ++i) at = std::ranges::copy(row.factors(i), at).out;
   to.emplace_back("factors", factors);
 }
 
@@ -242,7 +191,6 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
                                Dtype::i64));
   save_columns(tensors, *s.columns, needs_.given_scores);
   save_ring(tensors, s.ring, spec_);
-  save_statistics(tensors, s.statistics);
   if (s.report) save_report(tensors, *s.report);
   tensors.emplace_back("viewed", list_of(s.viewed, Dtype::i64));
   if (s.folded != nullptr) save_memory(tensors, s.folded->host_rows());
@@ -270,7 +218,7 @@ void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
     restore_columns(s, state);
     restore_queries(s, state);
     s.report = restored_report(state, spec_);
-    restore_memory(sequence, s, state);
+    restore_memory(s, state);
     for (const std::unique_ptr<Part>& part : parts_) part->restore(sequence, s, state);
   } catch (const InvalidArgument& e) {
     forget(sequence);
@@ -389,17 +337,16 @@ void Keeper::restore_queries(SequenceState& s, const StateFile& state) const {
     held.data = list_from(numbers_of<std::byte>(queries), 0, static_cast<std::int64_t>(queries.nbytes()));
   }
   s.ring.take(held);
-  restore_statistics(s.statistics, state, spec_);
 }
 
-void Keeper::restore_memory(SequenceId id, SequenceState& s, const StateFile& state) {
+void Keeper::restore_memory(SequenceState& s, const StateFile& state) {
   const Tensor viewed = state.tensor("viewed", Dtype::i64, {std::ssize(s.viewed)});
   s.viewed = list_from(numbers_of<std::int64_t>(viewed), 0, viewed.numel());
   KVKEEP_REQUIRE(std::ranges::all_of(s.viewed, [&](std::int64_t x) { return x >= 0 && x <= s.logical; }),
                  "restore: tensor \"viewed\" in ", state.where(), " is not within the ", s.logical,
                  " tokens of the sequence; allowed 0 to that");
   if (s.folded == nullptr) return;
-  const std::span<SpanRow> folded = s.folded->host_rows();
+  std::vector<SpanRow> folded(s.folded->host_rows().begin(), s.folded->host_rows().end());
   KVKEEP_REQUIRE_AS(Unsupported, !folded.empty(), "restore: ", policy_->name(), " keeps folded spans on ",
                     device().str(), ", where they are not restored; allowed only on the CPU");
   const MemoryOptions& memory = *policy_->memory();
@@ -436,19 +383,10 @@ void Keeper::restore_memory(SequenceId id, SequenceState& s, const StateFile& st
                      where(), ": span ", i, " has ", span.length, " tokens at positions ", span.first, " to ",
                      span.last, ", rank ", span.factors[0].rank, " and ", span.factors[1].rank,
                      "; allowed tokens below position ", s.next_position, " and ranks to ", memory.factors.max_rank);
-      const std::int64_t bytes = far_bytes(span, dim, store);
+      const std::int64_t bytes = factor_bytes(span, dim, store);
       KVKEEP_REQUIRE(bytes <= std::ssize(far), where(), ": factors of span ", i, " take ", bytes, " bytes; ",
                      far.size(), " are left; allowed no more");
-      const auto [layer, head] = std::pair(sequences_->full_layers()[r / static_cast<std::size_t>(spec_.kv_heads)],
-                                           static_cast<std::int32_t>(r % static_cast<std::size_t>(spec_.kv_heads)));
-      const FarLabel label{.sequence = id,
-                           .layer = layer,
-                           .head = head,
-                           .span = static_cast<std::int32_t>(i),
-                           .begin = span.first,
-                           .end = span.last + 1};
-      parts.blobs.push_back(bytes == 0 ? nullptr
-                                       : memory_->far_store().put(far.first(static_cast<std::size_t>(bytes)), label));
+      parts.factors.emplace_back(far.begin(), far.begin() + bytes);
       far = far.subspan(static_cast<std::size_t>(bytes));
       parts.spans.push_back(span);
     }
@@ -470,6 +408,7 @@ void Keeper::restore_memory(SequenceId id, SequenceState& s, const StateFile& st
   KVKEEP_REQUIRE(far.empty() && before == coarse[0].size(0) && before == coarse[1].size(0), "restore: ", state.where(),
                  " holds ", far.size(), " bytes of factors and ", coarse[0].size(0) - before,
                  " coarse entries that belong to no span; allowed none");
+  s.folded = memory_->rows(std::move(folded));
 }
 
 }  // namespace kvkeep

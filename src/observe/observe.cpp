@@ -1,4 +1,3 @@
 // Bodies of this room's headers, compiled once for the library.
 
 #include "kvkeep/observe/query_ring-inl.h"
-#include "kvkeep/observe/query_statistics-inl.h"

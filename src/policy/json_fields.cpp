@@ -128,7 +128,7 @@ void JsonFields::exactly_one(std::initializer_list<std::pair<const char*, bool>>
 }
 
 std::filesystem::path JsonFields::file(const char* name, const char* what) {
-  if (listing()) return listed_file(name, "required", what, OptionFile::read);
+  if (listing()) return listed_file(name, "required", what);
   const std::filesystem::path path = named_file(name);
   KVKEEP_REQUIRE(!path.empty(), "policy: ", full_name(name),
                  " is missing; allowed the name of a file, relative to the policy file");
@@ -136,16 +136,11 @@ std::filesystem::path JsonFields::file(const char* name, const char* what) {
 }
 
 std::filesystem::path JsonFields::optional_file(const char* name, const char* what) {
-  return listing() ? listed_file(name, "-", what, OptionFile::read) : named_file(name);
+  return listing() ? listed_file(name, "-", what) : named_file(name);
 }
 
-std::filesystem::path JsonFields::new_file(const char* name, const char* what) {
-  return listing() ? listed_file(name, "-", what, OptionFile::written) : named_file(name);
-}
-
-std::filesystem::path JsonFields::listed_file(const char* name, const char* fallback, const char* what,
-                                              OptionFile kind) {
-  list(name, {}, {{}, fallback, "a file, relative to the policy file", what, kind});
+std::filesystem::path JsonFields::listed_file(const char* name, const char* fallback, const char* what) {
+  list(name, {}, {{}, fallback, "a file, relative to the policy file", what, true});
   return {};
 }
 

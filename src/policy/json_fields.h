@@ -32,7 +32,6 @@ class JsonFields final : public Fields {
                    Aliases aliases = {}) override;
   std::filesystem::path file(const char* name, const char* what) override;
   std::filesystem::path optional_file(const char* name, const char* what) override;
-  std::filesystem::path new_file(const char* name, const char* what) override;
   void exactly_one(std::initializer_list<std::pair<const char*, bool>> given) const override;
   [[nodiscard]] bool has(const char* name) const override { return !listing() && from_->contains(name); }
   [[nodiscard]] bool gives(const char* scope, const char* name) const override;
@@ -64,7 +63,7 @@ class JsonFields final : public Fields {
   [[noreturn]] void bad_json(const char* name, const nlohmann::json& given, const std::string& allowed) const;
   [[nodiscard]] std::string full_name(const char* name) const { return scope_.empty() ? name : scope_ + "." + name; }
   const nlohmann::json* find(const char* name, Aliases aliases);
-  std::filesystem::path listed_file(const char* name, const char* fallback, const char* what, OptionFile kind);
+  std::filesystem::path listed_file(const char* name, const char* fallback, const char* what);
   std::filesystem::path named_file(const char* name);
   void list(const char* name, Aliases aliases, OptionInfo info);
   void put(const char* name, const nlohmann::ordered_json& value);

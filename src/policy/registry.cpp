@@ -108,13 +108,13 @@ std::vector<PolicyFile> files_of(const nlohmann::json& object, const std::filesy
   const KnownPolicy* known = known_policies().find(text_at(object, "policy"));
   if (known == nullptr) return files;
   for (const OptionInfo& option : info_of(*known).options) {
-    if (option.file == OptionFile::none) continue;
+    if (!option.file) continue;
     const std::size_t dot = option.name.find('.');
     const auto scope = dot == std::string::npos ? object.end() : object.find(option.name.substr(0, dot));
     const std::string named = dot == std::string::npos ? text_at(object, option.name)
                               : scope != object.end()  ? text_at(*scope, option.name.substr(dot + 1))
                                                        : std::string();
-    if (!named.empty()) files.push_back({option.name, folder / named, option.file == OptionFile::written});
+    if (!named.empty()) files.push_back({option.name, folder / named});
   }
   if (object.contains("decode"))
     for (PolicyFile& file : files_of(object["decode"], folder)) files.push_back(std::move(file));

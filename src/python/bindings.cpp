@@ -361,13 +361,7 @@ void bind_keeper(nb::module_& m) {
             return away;
           },
           "sequence"_a, "The fewest tokens with which an event may cut the sequence; None: none will.")
-      .def_prop_ro(
-          "queries_read",
-          [](const Keeper& self) -> std::optional<std::int64_t> {
-            if (self.queries_read() == Trigger::kNoEvent) return std::nullopt;
-            return self.queries_read();
-          },
-          "Newest queries of every full layer that an event reads; None: all.")
+      .def_prop_ro("queries_read", &Keeper::queries_read, "Newest queries of every full layer that an event reads.")
       .def_prop_ro(
           "turns", [](const Keeper& self) { return self.policy().needs().rope; },
           "The policy turns queries or keys, so that RoPE and positions must be the model's.")
@@ -394,7 +388,6 @@ NB_MODULE(_kvkeep, m) {
   nb::exception<StateError>(m, "StateError", PyExc_RuntimeError);
   nb::exception<Unsupported>(m, "Unsupported", PyExc_NotImplementedError);
   nb::exception<DeviceError>(m, "DeviceError", PyExc_RuntimeError);
-  nb::exception<DamagedData>(m, "DamagedData", PyExc_RuntimeError);
   nb::class_<RopeSpec>(m, "Rope", "RoPE of a layer, after any scaling.")
       .def(nb::new_(&python::make_rope), "inv_freq"_a = nb::none(), "style"_a = "half", "attention_scaling"_a = 1.0,
            "inv_freq: radians per position of each pair. style: 'half', 'interleaved', or 'none', without frequencies.")

@@ -101,7 +101,7 @@ class Engine {
                     .basis = QueryBasis::post_rope});
   }
   void read_folded(std::int32_t layer) {
-    if (keeper.far_store() == nullptr) return;
+    if (keeper.policy().memory() == nullptr) return;
     const std::int64_t tokens = indptr.back();
     keeper.view({.layer = layer,
                  .sequences = ids,
@@ -200,8 +200,7 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Combine(
         testing::Values("streaming,budget=8,interval=4,sink=2,recent=1", "tova,budget=8,interval=4,sink=1,recent=1",
                         "ams-tova,budget=8,interval=4,sink=1,recent=1,min_segment=2,max_segment=4,min_quota=1",
-                        "h2o,budget=8,interval=4,sink=1,recent=1",
-                        "expected,budget=8,interval=4,sink=1,recent=1,statistics=stream",
+                        "h2o,budget=8,interval=4,sink=1,recent=1", "expected,budget=8,interval=4,sink=1,recent=1",
                         "adakv,budget=8,interval=4,sink=1,recent=1,scorer.window=2",
                         "knorm,budget=8,interval=4,sink=1,recent=1,rest=fold,min_span=2"),
         testing::Bool()));
@@ -209,7 +208,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(IdleStep, AllocatesNothing) {
   for (const char* policy : {"streaming,budget=24,interval=16", "tova,budget=24,interval=16,recent=2",
                              "ams-tova,budget=24,interval=16,recent=2,window=8,min_segment=2,max_segment=8,min_quota=1",
-                             "expected,budget=24,interval=16,statistics=stream"})
+                             "expected,budget=24,interval=16"})
     for (const bool paged : {false, true}) {
       Engine engine(policy, paged);
       std::int32_t idle = 0;

@@ -35,7 +35,7 @@ class CurrentDevice : public OnDevice {
 TEST_F(CurrentDevice, MayBeAnotherOneInAllCallsOfAStep) {
   for (const char* policy :
        {"ams-tova,budget=32,interval=8,recent=4,window=8", "adakv-tova,budget=32,interval=8,recent=4",
-        "expected,budget=32,interval=8,statistics=stream", "given,budget=32,interval=8",
+        "expected,budget=32,interval=8", "given,budget=32,interval=8",
         "ams-tova,credit=true,budget=32,interval=8,recent=4,window=8"}) {
     SCOPED_TRACE(policy);
     const testing::StateFileOfATest file("elsewhere");
@@ -64,7 +64,7 @@ TEST_F(CurrentDevice, MayBeAnotherOneInAllCallsOfAStep) {
 
 TEST_F(CurrentDevice, MayBeAnotherOneWhereSpansFoldAndAreRead) {
   testing::FoldingEngine engine("tova,budget=32,interval=8,recent=8,rest=fold,memory.max_span=16", 2, 4, Dtype::f32,
-                                nullptr, fresh_accelerator());
+                                fresh_accelerator());
   engine.join(1), engine.join(2);
   engine.step({{1, 90}, {2, 30}});
   for (int n = 0; n < 12; ++n) {

@@ -1,5 +1,4 @@
-// Expected Attention on a GPU against the CPU: moments of a window and given ones, every option, in f32 and on matrix
-// units.
+// Expected Attention on a GPU against the CPU: every option, in f32 and on matrix units.
 
 #include "expected.h"
 
@@ -10,29 +9,9 @@ namespace kvkeep::cuda::expected_test {
 namespace {
 
 using ExpectedKernel = OnDevice;
-using Statistics = ExpectedOptions::Statistics;
-
-/// Statistics of random queries, for every group of a case.
-std::vector<QueryStatistics> statistics_of(const EvidenceCase& c, std::int32_t tokens, std::int32_t from,
-                                           double size = 1) {
-  oracle::Random random(static_cast<std::uint64_t>(tokens));
-  std::vector<QueryStatistics> all;
-  for (std::size_t g = 0; g < c.table.groups.size(); ++g) {
-    all.emplace_back(c.spec.query_heads, c.shape.dim, from);
-    std::vector<float> queries(static_cast<std::size_t>(tokens) *
-                               static_cast<std::size_t>(c.spec.query_heads * c.shape.dim));
-    for (float& x : queries) x = static_cast<float>(size * (0.3 + random.normal()));
-    std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
-    std::iota(positions.begin(), positions.end(), 0);
-    all.back().add(reinterpret_cast<const std::byte*>(queries.data()), Dtype::f32, c.spec.query_heads * c.shape.dim * 4,
-                   c.shape.dim * 4, positions, QueryBasis::pre_rope, c.spec.rope,
-                   *QueryStatistics::workspace(c.spec.query_heads, c.shape.dim));
-  }
-  return all;
-}
 
 std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, const ExpectedOptions& options,
-                             DeviceLayout layout = {}, const std::vector<QueryStatistics>* statistics = nullptr) {
+                             DeviceLayout layout = {}) {
   const DeviceEvidence there(c, layout);
   const DeviceValues sides(c, there, values, layout);
   std::vector<std::int32_t> next;
@@ -41,24 +20,6 @@ std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, con
     next.push_back(group.next_position);
     held = std::max(held, group.queries.count);
   }
-  std::vector<double> means, seconds;
-  std::vector<std::int64_t> counts;
-  if (statistics != nullptr)
-    for (const QueryStatistics& of_group : *statistics) {
-      counts.push_back(of_group.count());
-      for (std::int32_t h = 0; h < c.spec.query_heads; ++h) {
-        const QueryMoments m = of_group.moments(h);
-        means.insert(means.end(), m.mean.begin(), m.mean.end());
-        seconds.insert(seconds.end(), m.second.begin(), m.second.end());
-      }
-    }
-  const DeviceArray<double> device_means(means), device_seconds(seconds);
-  std::vector<GivenMoments> given;
-  const std::int64_t dim = c.shape.dim, heads = c.spec.query_heads;
-  for (std::size_t g = 0; g < counts.size(); ++g)
-    given.push_back({counts[g], device_means.data() + static_cast<std::int64_t>(g) * heads * dim,
-                     device_seconds.data() + static_cast<std::int64_t>(g) * heads * dim * (dim + 1) / 2});
-  const DeviceArray<GivenMoments> moments(given);
   const DeviceArray<std::int32_t> positions(next);
   const DeviceArray<float> scores(std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched));
   ExpectedArguments arguments{.evidence = there.arguments(),
@@ -66,7 +27,6 @@ std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, con
                               .value_dim = c.shape.value_dim,
                               .next_positions = positions.data(),
                               .post_rope = !c.shape.pre_rope,
-                              .moments = statistics != nullptr ? moments.data() : nullptr,
                               .future = options.future,
                               .sink = options.sink,
                               .covariance = options.covariance,
@@ -85,17 +45,15 @@ std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, con
 
 /// As on the CPU, which multiplies in f32 here. bf16 keys on matrix units meet a factor of 16 bits.
 void expect_as_on_cpu(EvidenceCase& c, const ValueCase& values, const ExpectedOptions& options,
-                      DeviceLayout layout = {}, const std::vector<QueryStatistics>* statistics = nullptr) {
+                      DeviceLayout layout = {}) {
   const double relative = c.shape.keys == Element::bf16 && options.matrix_unit ? 2e-3 : 2e-4;
   ExpectedOptions plain = options;
   plain.matrix_unit = false;
-  if (statistics != nullptr)
-    for (std::size_t g = 0; g < c.table.groups.size(); ++g) c.table.groups[g].statistics = &(*statistics)[g];
   WindowAttention unused;
   const Scores want = Expected(plain).score(c.evidence(), c.limits, unused);
   in_every_order([&] {
-    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, values, options, layout, statistics),
-                                              want.data.data<float>(), 1e-7, relative));
+    ASSERT_NO_FATAL_FAILURE(
+        expect_rows_agree(c, on_device(c, values, options, layout), want.data.data<float>(), 1e-7, relative));
   });
 }
 
@@ -190,35 +148,6 @@ TEST_F(ExpectedKernel, LeavesQueriesOutThatStandBelowTheSinkAndRanksByAgeWithout
   for (const std::int32_t seen : {0, 1, 5, 6, 20})
     expect_as_on_cpu(++seed, {.group = 2, .kv_heads = 2, .dim = 8, .lengths = {20, 6}, .seen = seen, .gaps = false},
                      {.sink = 5});
-}
-
-TEST_F(ExpectedKernel, TakesGivenMoments) {
-  std::uint64_t seed = 500;
-  for (const std::int32_t dim : {1, 6, 17, 64, 192})
-    for (const Element keys : kStored)
-      for (const RopeStyle style : {RopeStyle::half, RopeStyle::interleaved}) {
-        EvidenceCase c(++seed, {.group = 2,
-                                .kv_heads = 2,
-                                .dim = dim,
-                                .lengths = {50, 9},
-                                .seen = 3,
-                                .keys = keys,
-                                .style = style,
-                                .pairs = dim == 17 ? 5 : -1,
-                                .ropes = oracle::Ropes::any});
-        const ValueCase values(seed, c, Element::f16);
-        for (const std::int32_t tokens : {3, 5, 20, 150}) {
-          if (dim > 64 && tokens != 20) continue;
-          const std::vector<QueryStatistics> statistics = statistics_of(c, tokens, 4);
-          expect_as_on_cpu(c, values, {.statistics = Statistics::stream}, {}, &statistics);
-        }
-      }
-  for (const double size : {1e-15, 1e15}) {
-    EvidenceCase c(++seed, {.dim = 16, .lengths = {50}, .seen = 3, .loudness = 1 / size});
-    const ValueCase values(seed, c, Element::f32);
-    const std::vector<QueryStatistics> statistics = statistics_of(c, 40, 4, size);
-    expect_as_on_cpu(c, values, {.statistics = Statistics::stream}, {}, &statistics);
-  }
 }
 
 TEST_F(ExpectedKernel, ReadsPagesAndVectorsThatAreNotAligned) {  // B21, B24

@@ -178,7 +178,7 @@ class Both {
                       .slots = slots_[n],
                       .indptr = indptr,
                       .weights = weights_[n]};
-    return std::move(fold({&one, 1}, dim_, o, *FarStore::make()).front());
+    return std::move(fold({&one, 1}, dim_, o).front());
   }
   [[nodiscard]] Rows floats(std::span<const std::byte> bytes) const {
     Rows out(bytes.size() / static_cast<std::size_t>(element_bytes(element_)));

@@ -285,7 +285,7 @@ class Both {
                       .value_dtype = dtype,
                       .slots = dropped_[r],
                       .indptr = indptr};
-    return std::move(fold({&one, 1}, shape_.dim, shape_.options, *FarStore::make()).front());
+    return std::move(fold({&one, 1}, shape_.dim, shape_.options).front());
   }
 
   [[nodiscard]] std::int64_t before(std::size_t r) const {

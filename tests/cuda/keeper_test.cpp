@@ -290,8 +290,6 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"h2o", "h2o,budget=48,interval=12"}, Case{"rkv", "rkv,budget=48,interval=12"},
         Case{"rpc", "rpc,budget=60,interval=12,window=8"},
         Case{"expected", "expected,budget=48,interval=12,queries=16"},
-        Case{"expectedstream", "expected,budget=48,interval=12,statistics=stream"},
-        Case{"amsexpectedstream", "ams-expected,budget=48,interval=12,allocator.window=8,scorer.statistics=stream"},
         Case{"amsexpected", "ams-expected,budget=48,interval=12,allocator.window=8,scorer.covariance=false"},
         Case{"chunkkv", "chunkkv-snapkv,budget=48,interval=12,window=8,chunk=5"},
         Case{"chunkkvown", "chunkkv-tova,budget=48,interval=12,chunk=7,allocator.heads=own"},
@@ -347,7 +345,7 @@ TEST_F(DeviceLine, RanksByACalibration) {
 
 TEST_F(DeviceLine, TakesTokensBack) {
   for (const char* policy : {"ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16",
-                             "expected,budget=48,interval=12,statistics=stream"}) {
+                             "expected,budget=48,interval=12"}) {
     DenseEngine cpu(policy, false, Dtype::f32), device(policy, false, Dtype::f32, fresh_accelerator());
     oracle::Random random(5);
     for (Engine* engine : {static_cast<Engine*>(&cpu), static_cast<Engine*>(&device)}) engine->join(1);
@@ -383,8 +381,7 @@ TEST_F(DeviceLine, ReadsNoLogSumExpThatIsOlderThanTheLastEvent) {
 }
 
 TEST_F(DeviceLine, TakesGapsInPositions) {
-  for (const char* policy :
-       {"tova,budget=24,interval=6,recent=4", "expected,budget=24,interval=6,recent=4,statistics=stream"}) {
+  for (const char* policy : {"tova,budget=24,interval=6,recent=4", "expected,budget=24,interval=6,recent=4"}) {
     const auto run = [&](Engine& engine) {
       oracle::Random random(6);
       engine.join(1);
@@ -539,8 +536,7 @@ TEST_F(DeviceLine, TakesAFewLaunchesForAnEventOfAllLayersAndSequences) {
       const std::int64_t before = model::counters().launches;
       if (engine.step(numbers).cuts.size() == 2)
         return model::counters().launches - before -
-               (engine.keeper.policy().needs().queries > 0 ? kLayers : 0) -  // less one a layer for the new queries
-               (engine.keeper.policy().needs().statistics_from >= 0 ? kLayers : 0);
+               (engine.keeper.policy().needs().queries > 0 ? kLayers : 0);  // less one a layer for the new queries
     }
   };
   EXPECT_EQ(launches_of("ams-tova,budget=48,interval=12,window=8"), 6);
@@ -550,7 +546,6 @@ TEST_F(DeviceLine, TakesAFewLaunchesForAnEventOfAllLayersAndSequences) {
   EXPECT_EQ(launches_of("ams-knorm,budget=48,interval=12"), 6);
   EXPECT_EQ(launches_of("streaming,budget=48,interval=12"), 4);
   EXPECT_EQ(launches_of("expected,budget=48,interval=12"), 8);
-  EXPECT_EQ(launches_of("expected,budget=48,interval=12,statistics=stream"), 9);
   EXPECT_EQ(launches_of("adakv-tova,budget=48,interval=12"), 8) << "two more than with the plain selection";
   EXPECT_EQ(launches_of("threshold-knorm,threshold=-3,budget=48,interval=12"), 4);
   EXPECT_EQ(launches_of("criticalkv-tova,budget=48,interval=12,allocator.heads=adaptive"), 9);

@@ -23,12 +23,11 @@ struct Rule {
   double room = kAll;  ///< entries above what is resident
 };
 
-Reading reading_of(const MemoryCase& c, const Rule& rule, std::size_t n, FactorCache& cache) {
+Reading reading_of(const MemoryCase& c, const Rule& rule, std::size_t n) {
   Reading r{.zoom = {.rule = ZoomOptions::Rule::mass,
                      .heads = rule.share ? ZoomOptions::Heads::group : ZoomOptions::Heads::own,
                      .mass = rule.mass},
-            .per_head = rule.per_head,
-            .cache = &cache};
+            .per_head = rule.per_head};
   r.entries = c.shape.dense + static_cast<double>(c.sequences[n].spans.size()) + rule.room;
   return r;
 }
@@ -55,13 +54,12 @@ std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const Devic
   for (std::size_t n = 0; n < c.sequences.size(); ++n)
     for (std::int64_t q = 0; q < c.shape.queries[n]; ++q, ++token) {
       const MemoryCase::Sequence& sequence = c.sequences[n];
-      FactorCache cache;
       const at::Tensor query = sequence.queries.narrow(0, q, 1).contiguous();
       OpenAttention open = attend_rows(sequence.dense_keys, sequence.dense_values, query, c.scale);
       std::vector<MemoryRow> rows;
       for (std::int64_t kv = 0; kv < c.shape.kv_heads; ++kv) rows.push_back({&sequence.spans.row(kv), c.shape.dense});
       std::vector<std::vector<std::int32_t>> want;
-      zooms += read_memory(open, rows, query, c.scale, reading_of(c, rule, n, cache), &want).zooms;
+      zooms += read_memory(open, rows, query, c.scale, reading_of(c, rule, n), &want).zooms;
       for (std::int64_t kv = 0; kv < c.shape.kv_heads; ++kv) {
         const std::int64_t at = token * c.shape.kv_heads + kv;
         const Ints got(opened.begin() + at * spans,
@@ -248,12 +246,10 @@ TEST_F(MemoryRoute, WalksMoreSpansThanAWarpHasLanes) {
       const Rule rule{.mass = 0, .room = room};
       set_rule(c, rule, there);
       there.route();
-      FactorCache cache;
       OpenAttention open = c.open(0);
       std::vector<std::vector<std::int32_t>> want;
       const MemoryRow row{&c.sequences[0].spans.row(0), c.shape.dense};
-      static_cast<void>(
-          read_memory(open, {&row, 1}, c.sequences[0].queries, c.scale, reading_of(c, rule, 0, cache), &want));
+      static_cast<void>(read_memory(open, {&row, 1}, c.sequences[0].queries, c.scale, reading_of(c, rule, 0), &want));
       const Ints opened = there.opened->download();
       EXPECT_EQ(Ints(opened.begin(), opened.begin() + there.opened_count->download()[0]), want[0]) << room;
       EXPECT_GT(want[0].size(), 3U);

@@ -176,13 +176,10 @@ class DeviceMemory {
     std::vector<const std::byte*> far;
     for (std::int64_t i = 0; i < n; ++i) {
       const FoldedSpan& span = spans.span(i);
-      MemorySpan& to = table.emplace_back(MemorySpan{.length = span.length,
-                                                     .first_token = spans.tokens_before(i),
-                                                     .bytes = spans.blob(i) == nullptr ? 0 : spans.blob(i)->size()});
+      MemorySpan& to = table.emplace_back(MemorySpan{
+          .length = span.length, .first_token = spans.tokens_before(i), .bytes = std::ssize(spans.factors(i))});
       std::copy_n(std::begin(span.factors), 2, to.factors);
-      std::vector<std::byte> blob(static_cast<std::size_t>(to.bytes));
-      if (to.bytes > 0) spans.blob(i)->read(blob.data());
-      far.push_back(to.bytes > 0 ? held(blob) : nullptr);
+      far.push_back(to.bytes > 0 ? held(spans.factors(i)) : nullptr);
     }
     FoldedRow row{.spans = static_cast<std::int32_t>(n)};
     row.table = reinterpret_cast<const MemorySpan*>(held(table.data(), n));

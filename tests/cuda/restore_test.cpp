@@ -103,7 +103,6 @@ INSTANTIATE_TEST_SUITE_P(
                       Stay{"rkv", "rkv,budget=32,interval=8,recent=8,sink=2"},
                       Stay{"snapkv", "snapkv,budget=32,interval=8,sink=2,window=6"},
                       Stay{"expected", "expected,budget=32,interval=8,sink=2,recent=8"},
-                      Stay{"stream", "expected,budget=32,interval=8,sink=2,recent=8,statistics=stream"},
                       Stay{"given", "given,budget=32,interval=8,sink=2"},
                       Stay{"prompt", "tova,budget=32,interval=8,recent=4,protect_prompt=true"},
                       Stay{"pyramidkv", "pyramidkv-knorm,budget=32,interval=8,recent=4", true}),

@@ -102,7 +102,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     engine.keeper.restore(1, path);
   } catch (const Error& refused) {
     if (std::string_view(refused.what()).find(path.string()) == std::string_view::npos || engine.keeper.knows(1) ||
-        engine.keeper.far_store()->blobs() > 0)
+        engine.keeper.far_bytes() > 0)
       std::abort();
     return 0;
   }
@@ -114,6 +114,6 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   } catch (const Error&) {
   }
   engine.keeper.leave(1);
-  if (engine.keeper.far_store()->blobs() > 0) std::abort();
+  if (engine.keeper.far_bytes() > 0) std::abort();
   return 0;
 }

@@ -37,13 +37,12 @@ struct Sketched {
   [[nodiscard]] std::vector<std::int32_t> opened(const at::Tensor& query, double mass) const {
     const std::int64_t dim = query.size(2);
     OpenAttention open{at::zeros({1, 1}), at::full({1, 1}, 1.0F), at::zeros({1, 1, dim})};
-    FactorCache cache;
     ZoomOptions zoom;
     zoom.rule = ZoomOptions::Rule::mass, zoom.mass = mass;
     const MemoryRow row{.spans = &store.row(0), .dense = 1};
     std::vector<std::vector<std::int32_t>> which;
-    static_cast<void>(read_memory(open, {&row, 1}, query, 1 / std::sqrt(static_cast<double>(dim)),
-                                  {.zoom = zoom, .cache = &cache}, &which));
+    static_cast<void>(
+        read_memory(open, {&row, 1}, query, 1 / std::sqrt(static_cast<double>(dim)), {.zoom = zoom}, &which));
     return which.front();
   }
 

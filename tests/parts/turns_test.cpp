@@ -29,13 +29,14 @@ TEST(Turns, TheNewestTurnStaysHoweverLongItIs) {
   Talk talk;
   talk.engine.no_say = true;  // no scorer
   talk.say(30);
-  EXPECT_EQ(talk.oldest(), 14);
+  talk.say(1);
+  EXPECT_EQ(talk.oldest(), 15);
   talk.turns().begin(1);
   for (int n = 0; n < 40; ++n) talk.say(1);
-  EXPECT_EQ(talk.oldest(), 30) << "all 40 tokens of the turn, above the budget of 16";
+  EXPECT_EQ(talk.oldest(), 31) << "all 40 tokens of the turn, above the budget of 16";
   talk.turns().begin(1);
   for (int n = 0; n < 5; ++n) talk.say(1);
-  EXPECT_EQ(talk.oldest(), 59) << "the budget again: 5 tokens of the turn and 11 before it";
+  EXPECT_EQ(talk.oldest(), 60) << "the budget again: 5 tokens of the turn and 11 before it";
 }
 
 TEST(Turns, AreTakenBackWithTheirTokens) {

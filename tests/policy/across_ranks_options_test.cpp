@@ -106,9 +106,7 @@ std::vector<std::string> words_of(std::string_view allowed) {
 /// Values to try: every word, both truths, and a few numbers. A file has none.
 std::vector<std::string> values_of(const OptionInfo& option) {
   static const std::map<std::string, std::vector<std::string>> special{{"bytes", {"20000"}},
-                                                                       {"memory.near_bytes", {"0", "4000000"}},
                                                                        {"memory.host_bytes", {"4000000"}},
-                                                                       {"memory.file_bytes", {"4000000"}},
                                                                        {"memory.alpha", {"-1", "0"}},
                                                                        {"allocator.threshold", {"-2", "0.03"}},
                                                                        {"layers.threshold", {"0.9"}}};

@@ -57,7 +57,7 @@ TEST(Fold, ReadsNothingButCoarseEntriesWhereNothingIsOpened) {
   engine.step({{1, 1}});
   EXPECT_EQ(engine.keeper.totals().reads.zooms, 0);
   EXPECT_EQ(engine.keeper.totals().reads.queries, FoldingEngine::kLayers * FoldingEngine::kHeads);
-  EXPECT_EQ(engine.keeper.factor_cache()->totals().bytes_moved, 0);
+  EXPECT_EQ(engine.keeper.totals().reads.bytes, 0);
   // The coarse formula, as one softmax over rows and coarse entries in fp64.
   for (std::int32_t l = 0; l < FoldingEngine::kLayers; ++l)
     for (std::int32_t h = 0; h < FoldingEngine::kHeads; ++h) {
@@ -116,8 +116,7 @@ TEST(Fold, CountsNearAndFarBytesExactly) {
     EXPECT_EQ(state.near_bytes, spans * (2 * FoldingEngine::kDim * number + 4) + (sketch ? state.tokens * (4 + 2) : 0))
         << "16 signs take a word";
     EXPECT_EQ(state.far_bytes, numbers * number);
-    EXPECT_EQ(state.disk_bytes, 0);
-    EXPECT_GE(engine.keeper.far_store()->host_bytes(), state.far_bytes);
+    EXPECT_EQ(engine.keeper.far_bytes(), state.far_bytes);
   }
 }
 
@@ -392,38 +391,50 @@ TEST(Fold, RefusesKeysThatAreNotNumbersBeforeAnythingMoves) {
   for (const std::int64_t spans : after.spans) EXPECT_EQ(spans, after.spans.front()) << "no row folded";
 }
 
-TEST(Fold, RefusesAFarStoreThatIsFullAndIsAsItWas) {
-  const std::shared_ptr<FarStore> far = FarStore::make({.host_bytes = 16 << 10, .slab_bytes = 4 << 10});
-  FoldingEngine engine(kSekv + ",memory.rank=max", 1, 0, Dtype::f32, far);
-  engine.join(1);
-  engine.step({{1, 30}});
-  const Snapshot before(engine, 1);
-  const std::int64_t held = far->host_bytes();
-  std::string message;
-  int steps = 0;
-  for (; steps < 300 && message.empty(); ++steps) {
-    const std::int64_t bytes = far->host_bytes();
-    try {
-      engine.step({{1, 1}});
-    } catch (const StateError& e) {
-      message = e.what();
-      EXPECT_EQ(far->host_bytes(), bytes) << "what was put for spans that did not come about is given back";
-    }
-  }
-  EXPECT_NE(message.find("sequence 1"), std::string::npos) << message;
-  EXPECT_GE(far->host_bytes(), held);
-  engine.keeper.leave(1);
-  EXPECT_EQ(far->host_bytes(), 0);
+TEST(SpanLabel, IsToldAsFarAsItIsKnown) {
+  EXPECT_EQ(text(SpanLabel{.sequence = 3, .layer = 2, .head = 0, .span = 17, .begin = 210, .end = 274}),
+            "span 17 (tokens 210 to 273) of sequence 3, layer 2, head 0");
+  EXPECT_EQ(text(SpanLabel{}), "spans");
+  EXPECT_EQ(text(SpanLabel{.layer = 0, .span = 0}), "span 0 of layer 0");
 }
 
-TEST(Fold, ComesAndGoesThousandsOfTimesInTheSameMemory) {
+TEST(Fold, RefusesFactorsAboveTheirCapAndIsAsItWas) {
+  constexpr std::int64_t kCap = 16 << 10;
+  FoldingEngine engine(kSekv + ",memory.rank=max,memory.host_bytes=" + std::to_string(kCap), 2);
+  engine.join(1), engine.join(2);
+  engine.step({{1, 30}, {2, 30}});
+  std::string message;
+  std::int64_t held = 0;
+  for (int steps = 0; steps < 300 && message.empty(); ++steps) {
+    const Snapshot before(engine, 1);
+    held = engine.keeper.far_bytes();
+    EXPECT_EQ(held, engine.keeper.folded(1).far_bytes + engine.keeper.folded(2).far_bytes);
+    try {
+      engine.step({{1, 1}, {2, 1}});
+    } catch (const StateError& e) {
+      message = e.what();
+      EXPECT_EQ(engine.keeper.far_bytes(), held) << "nothing of the event stays";
+      EXPECT_EQ(Snapshot(engine, 1).spans, before.spans);
+    }
+  }
+  EXPECT_NE(message.find("no room for factors of span"), std::string::npos) << message;
+  EXPECT_NE(message.find("host_bytes"), std::string::npos) << message;
+  EXPECT_GT(held, kCap / 2);
+  EXPECT_LE(held, kCap);
+  engine.leave(1);
+  EXPECT_EQ(engine.keeper.far_bytes(), engine.keeper.folded(2).far_bytes) << "the cap is of all sequences";
+  engine.leave(2);
+  EXPECT_EQ(engine.keeper.far_bytes(), 0);
+}
+
+TEST(Fold, ComesAndGoesThousandsOfTimesUnderTheSameCap) {
 #ifdef KVKEEP_SANITIZED
   constexpr SequenceId kTimes = 1000;
 #else
   constexpr SequenceId kTimes = 10000;
 #endif
-  const std::shared_ptr<FarStore> far = FarStore::make({.host_bytes = 1 << 20, .slab_bytes = 64 << 10});
-  FoldingEngine engine("sekv,recent=4,interval=4,sink=1,memory.max_span=8,memory.min_span=2", 2, 0, Dtype::f32, far);
+  FoldingEngine engine("sekv,recent=4,interval=4,sink=1,memory.max_span=8,memory.min_span=2,memory.host_bytes=65536",
+                       2);
   std::int64_t spans = 0;
   for (SequenceId id = 0; id < kTimes; ++id) {
     engine.join(id);
@@ -433,74 +444,7 @@ TEST(Fold, ComesAndGoesThousandsOfTimesInTheSameMemory) {
   }
   engine.leave(kTimes - 1);
   EXPECT_GT(spans, std::int64_t{kTimes});
-  EXPECT_EQ(far->host_bytes(), 0);
-  EXPECT_EQ(far->blobs(), 0);
-  EXPECT_EQ(engine.keeper.factor_cache()->bytes(), 0);
-  EXPECT_LE(far->slab_peak_bytes(), 256 << 10);
-}
-
-std::filesystem::path fresh_file(const std::string& name) {
-  const std::filesystem::path path = std::filesystem::temp_directory_path() / text("kvkeep-", name, "-", ::getpid());
-  std::filesystem::remove(path);
-  return path;
-}
-
-TEST(Fold, GivesTheSameBitsFromAFileWithAndWithoutPrefetch) {  // S-12
-  const std::filesystem::path path = fresh_file("fold-same");
-  FoldingEngine host(kSekv + kExact);
-  run(host, 1, 150, 0);
-  FoldingEngine disk(kSekv + kExact + ",memory.host_bytes=0,memory.near_bytes=20000,memory.file=" + path.string());
-  run(disk, 1, 150, 0);
-  for (int i = 0; i < 25; ++i) {
-    host.step({{1, 1}});
-    disk.step({{1, 1}});
-    for (std::size_t l = 0; l < 2; ++l) ASSERT_EQ(apart(host.outputs[l], disk.outputs[l]), 0);
-  }
-  EXPECT_EQ(disk.keeper.folded(1).disk_bytes, disk.keeper.folded(1).far_bytes);
-  EXPECT_EQ(host.keeper.folded(1).disk_bytes, 0);
-  EXPECT_GT(disk.keeper.factor_cache()->totals().bytes_moved, 0);
-  EXPECT_LE(disk.keeper.factor_cache()->bytes(), 20000);
-}
-
-TEST(Fold, LeavesWhileFactorsAreOnTheirWay) {
-  const std::filesystem::path path = fresh_file("fold-leave");
-  FoldingEngine engine(kSekv + kExact + ",memory.host_bytes=0,memory.near_bytes=30000,memory.file=" + path.string(), 2);
-  for (SequenceId id = 0; id < 40; ++id) {
-    engine.join(id);
-    engine.step({{id, 80}});
-    engine.step({{id, 1}});  // opens everything, and asks for what the next layer opened
-    engine.leave(id);
-  }
-  EXPECT_EQ(engine.keeper.far_store()->file_bytes(), 0);
-  EXPECT_EQ(engine.keeper.factor_cache()->bytes(), 0);
-}
-
-TEST(Fold, NamesASpanWhoseFactorsWereChangedOrGoesOnWithItsCoarseEntry) {
-  for (const bool truncated : {false, true})
-    for (const bool coarse : {false, true}) {
-      const std::filesystem::path path = fresh_file("fold-damage");
-      FoldingEngine engine(kSekv + kExact + ",memory.host_bytes=0,memory.near_bytes=0,memory.file=" + path.string() +
-                           (coarse ? ",memory.damage=coarse" : ""));
-      run(engine, 3, 150, 1);
-      EXPECT_EQ(engine.keeper.totals().reads.damaged, 0);
-      if (truncated) {
-        std::filesystem::resize_file(path, 100);
-      } else {
-        std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
-        file.seekp(64 + 10);
-        file.put('\x55');
-      }
-      if (coarse) {
-        engine.step({{3, 1}});
-        EXPECT_GT(engine.keeper.totals().reads.damaged, 0);
-        for (const at::Tensor& out : engine.outputs) EXPECT_TRUE(at::isfinite(out).all().item<bool>());
-        engine.expect_nothing_lost(3);
-      } else {
-        const std::string message = message_of([&] { engine.step({{3, 1}}); });
-        EXPECT_NE(message.find("of sequence 3, layer "), std::string::npos) << message;
-        EXPECT_NE(message.find("span "), std::string::npos) << message;
-      }
-    }
+  EXPECT_EQ(engine.keeper.far_bytes(), 0);
 }
 
 // ---- Decisions that do not fit

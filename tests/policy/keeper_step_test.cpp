@@ -159,11 +159,6 @@ TEST(KeeperStep, RefusesWhatItCannotFile) {
       testing::message_of<StateError>([&] { keeper.begin_step(tokens); }).find("layer 1 has shown 2 of the 4 tokens"),
       std::string::npos);
 
-  Keeper stream(model(), make_policy("expected,budget=24,statistics=stream"));
-  stream.join(id);
-  EXPECT_NE(
-      testing::message_of<Unsupported>([&] { stream.begin_step(tokens); }).find("keeps statistics of every query"),
-      std::string::npos);
   Keeper narrowing(model(), make_policy("fastkv,budget=8,scorer.window=4,layer=0"), {.layer_by_layer = true});
   narrowing.join(id);
   EXPECT_NE(

@@ -444,17 +444,6 @@ TEST(Keeper, RefusesAnEventOverQueriesThatNobodyGave) {
   EXPECT_EQ(engine.step({{1, 0, 1}}).cuts.size(), 1U) << "the window holds what was given since";
 }
 
-TEST(Keeper, TakesNoUnreadQueriesOfWhichItKeepsStatistics) {
-  Engine engine("expected,statistics=stream,budget=24,interval=8", 1, 64);
-  EXPECT_EQ(engine.keeper.queries_read(), Trigger::kNoEvent);
-  engine.join(1);
-  const std::vector<SequenceId> ids{1};
-  const std::vector<std::int32_t> indptr{0, 1};
-  EXPECT_THROW(engine.keeper.observe({.layer = 0, .sequences = ids, .indptr = indptr, .unread = true}),
-               InvalidArgument);
-  EXPECT_EQ(engine.keeper.logical_length(1), 0);
-}
-
 TEST(Keeper, APromptMayEndLaterThanItWasKnownTo) {
   Engine engine("tova,budget=8,interval=4,prefill=cut", 1, 64), whole("tova,budget=8,interval=4,prefill=cut", 1, 64);
   engine.join(1, kMostPositions);

@@ -178,9 +178,15 @@ TEST(Registry, RefusesAnOptionThatIsBothAValueAndAnObject) {
 }
 
 TEST(Registry, TakesFileNamesThatAreNotUtf8) {
-  EXPECT_NE(make_policy("tova,budget=64,rest=fold,host_bytes=0,file=/tmp/bad\xff")->to_json().find("bad\xef\xbf\xbd"),
+  const std::string router = std::filesystem::temp_directory_path() / text("kvkeep_router_", ::getpid(), "_bad\xff");
+  write_routing(router, {.projections = full({1, 4, 3, 16}, 0.25F),
+                         .thresholds = full({1, 4}, 0.5F),
+                         .gate_weights = {},
+                         .gate_biases = {}});
+  EXPECT_NE(make_policy("tova,budget=64,rest=fold,router=" + router)->to_json().find("bad\xef\xbf\xbd"),
             std::string::npos)
       << "its description is JSON all the same";
+  std::filesystem::remove(router);
   EXPECT_THROW(static_cast<void>(make_policy("triattention,budget=16,calibration=bad\xff")), InvalidArgument);
   EXPECT_THROW(static_cast<void>(make_policy("tova,budget=bad\xff")), InvalidArgument);
   EXPECT_THROW(static_cast<void>(make_policy("bad\xff,budget=4")), InvalidArgument);
@@ -429,12 +435,12 @@ TEST(Registry, TakesOptionsOfFoldedSpansWhereTheRestFolds) {
   EXPECT_EQ(resolved("ams-tova,budget=9,rest=fold,coverage=0.5")["allocator"]["coverage"], 0.5)
       << "a name that the policy itself uses means its own";
   EXPECT_THROW(static_cast<void>(make_policy("tova,budget=9,memory.mass=0.5")), InvalidArgument) << "nothing folds";
-  for (const char* wrong : {"max_rank=0", "energy=2", "mass=-1", "min_span=0", "store=f64", "near_bytes=-1",
-                            "router=nowhere.safetensors", "reach=0", "damage=ignore"})
+  for (const char* wrong : {"max_rank=0", "energy=2", "mass=-1", "min_span=0", "store=f64", "host_bytes=-1",
+                            "router=nowhere.safetensors", "reach=0", "near_bytes=0", "file=far", "damage=coarse"})
     EXPECT_THROW(static_cast<void>(make_policy(text("tova,budget=9,rest=fold,memory.", wrong))), InvalidArgument)
         << wrong;
   for (const char* wrong : {"memory.alpha=x", "budget=0", "budget_share=0", "budget_share=1.5", "interval=0",
-                            "budget=5,budget_share=0.5", "memory.host_bytes=10,memory.file_bytes=-1"})
+                            "budget=5,budget_share=0.5", "memory.host_bytes=10,memory.file_bytes=10"})
     EXPECT_THROW(static_cast<void>(make_policy(text("sekv,", wrong))), InvalidArgument) << wrong;
 }
 

@@ -58,14 +58,7 @@ void expect_same_spans(const SpanRow& a, const SpanRow& b) {
       const SpanFactors &f = one.factors[side], &g = other.factors[side];
       EXPECT_EQ(std::tie(f.rank, f.raw, f.centred, f.offset), std::tie(g.rank, g.raw, g.centred, g.offset));
     }
-    ASSERT_EQ(a.blob(i) == nullptr, b.blob(i) == nullptr);
-    if (a.blob(i) == nullptr) continue;
-    ASSERT_EQ(a.blob(i)->size(), b.blob(i)->size());
-    std::vector<std::byte> mine(static_cast<std::size_t>(a.blob(i)->size())), theirs(mine.size());
-    a.blob(i)->read(mine.data()), b.blob(i)->read(theirs.data());
-    EXPECT_EQ(mine, theirs) << "factors of span " << i;
-    EXPECT_EQ(std::tie(a.blob(i)->label().span, a.blob(i)->label().begin, a.blob(i)->label().end),
-              std::tie(b.blob(i)->label().span, b.blob(i)->label().begin, b.blob(i)->label().end));
+    EXPECT_TRUE(std::ranges::equal(a.factors(i), b.factors(i))) << "factors of span " << i;
   }
 }
 
@@ -118,7 +111,7 @@ void expect_goes_on(FoldingEngine& here, FoldingEngine& there, SequenceId id, in
 }
 
 TEST(Restore, GoesOnToTheSameBitsWithEverythingThatWasFolded) {
-  const File far("far"), weights("router");
+  const File weights("router");
   write_routing(weights.path, {.projections = at::full({2, 4, 3, 16}, 0.25F),
                                .thresholds = at::full({2, 4}, 0.6F),
                                .gate_weights = {},
@@ -138,14 +131,13 @@ TEST(Restore, GoesOnToTheSameBitsWithEverythingThatWasFolded) {
       expect_goes_on(here, there, 5, 36, file);
       EXPECT_GT(there.keeper.folded(5).tokens, folded) << "it folds on";
     }
-  // Where factors lie is each keeper's own affair.
-  const File file("places");
-  FoldingEngine here(kSekv),
-      there(kSekv + ",memory.host_bytes=0,memory.near_bytes=3000,memory.file=" + far.path.string(), 2);
+  // The cap on factors is each keeper's own affair.
+  const File file("caps");
+  FoldingEngine here(kSekv), there(kSekv + ",memory.host_bytes=1000000", 2);
   here.join(5);
   here.step({{5, 130}});
   expect_goes_on(here, there, 5, 30, file);
-  EXPECT_EQ(there.keeper.folded(5).disk_bytes, there.keeper.folded(5).far_bytes);
+  EXPECT_EQ(there.keeper.far_bytes(), there.keeper.folded(5).far_bytes + there.keeper.folded(77).far_bytes);
 }
 
 /// The same for policies that drop: two engines, random numbers that both get.
@@ -200,9 +192,9 @@ TEST(Restore, GoesOnToTheSameBitsUnderPoliciesThatDrop) {
   for (const std::string& policy :
        {"ams-tova" + tail + "recent=8,window=4", kRkv,
         "triattention" + tail + "recent=8,calibration=" + write_calibration(statistics.path).string(),
-        "snapkv" + tail + "window=6", "h2o" + tail + "recent=8,window=8",
-        "expected" + tail + "recent=8,statistics=stream", "adakv-snapkv" + tail + "window=6",
-        std::string("streaming,budget=32,interval=8,sink=2"), "random" + tail + "recent=8"}) {
+        "snapkv" + tail + "window=6", "h2o" + tail + "recent=8,window=8", "expected" + tail + "recent=8",
+        "adakv-snapkv" + tail + "window=6", std::string("streaming,budget=32,interval=8,sink=2"),
+        "random" + tail + "recent=8"}) {
     SCOPED_TRACE(policy);
     engines::DenseEngine dense(policy, true, Dtype::f32), there(policy, true, Dtype::f32);
     expect_goes_on(dense, there, "dense");
@@ -210,19 +202,6 @@ TEST(Restore, GoesOnToTheSameBitsUnderPoliciesThatDrop) {
         elsewhere(policy, true, Dtype::bf16, 4, PageLayout::slot_head, engines::Form::apart);
     expect_goes_on(paged, elsewhere, "paged");
   }
-}
-
-TEST(Restore, TakesBackTokensThatTheStatisticsLeaveOut) {
-  const File file("left-out");
-  const std::string policy = "expected,budget=32,interval=8,sink=4,recent=8,statistics=stream";
-  engines::DenseEngine here(policy, true, Dtype::f32), there(policy, true, Dtype::f32);
-  oracle::Random random(8);
-  here.join(0);
-  here.step(engines::numbers_of(random, {{0, 3}}));
-  here.keeper.save(0, file.path);
-  there.keeper.restore(0, file.path);
-  there.keeper.truncate(0, 1);
-  EXPECT_EQ(there.keeper.logical_length(0), 1);
 }
 
 TEST(Restore, SaysInItsVersionWhetherItHoldsPins) {
@@ -239,8 +218,8 @@ TEST(Restore, SaysInItsVersionWhetherItHoldsPins) {
 }
 
 TEST(Restore, TakesBackSpeculativeTokensThatCameBeforeItWasSaved) {
-  for (const std::string policy : {"snapkv,budget=32,interval=8,sink=2,window=6",
-                                   "expected,budget=32,interval=8,sink=2,recent=8,statistics=stream"}) {
+  for (const std::string policy :
+       {"snapkv,budget=32,interval=8,sink=2,window=6", "expected,budget=32,interval=8,sink=2,recent=8"}) {
     SCOPED_TRACE(policy);
     const File file("speculative");
     engines::DenseEngine here(policy, true, Dtype::f32), there(policy, true, Dtype::f32);
@@ -451,20 +430,20 @@ TEST(Restore, RefusesToSaveInTheMiddleOfAStepAndAnUnknownSequence) {
   EXPECT_FALSE(std::filesystem::exists(file.path));
 }
 
-TEST(Restore, LeavesTheFarStoreAndTheKeeperAsTheyWereWhereTheStoreIsFull) {
+TEST(Restore, LeavesTheKeeperAsItWasWhereTheCapHasNoRoomForItsFactors) {
   const File file("full");
   FoldingEngine here(kSekv);
   here.join(1);
   here.step({{1, 150}});
   here.keeper.save(1, file.path);
   const std::int64_t bytes = here.keeper.folded(1).far_bytes;
-  const auto far = FarStore::make({.host_bytes = bytes / 2, .slab_bytes = 4096});
-  FoldingEngine there(kSekv, 2, 0, Dtype::f32, far);
-  EXPECT_NE(message_of<StateError>([&] { there.keeper.restore(1, file.path); }).find("of sequence 1, layer"),
+  FoldingEngine there(kSekv + text(",memory.host_bytes=", bytes - 1), 2);
+  EXPECT_NE(message_of<StateError>([&] {
+              there.keeper.restore(1, file.path);
+            }).find(text("no room for ", bytes, " bytes of factors")),
             std::string::npos);
   EXPECT_FALSE(there.keeper.knows(1));
-  EXPECT_EQ(far->blobs(), 0);
-  EXPECT_EQ(far->host_bytes(), 0);
+  EXPECT_EQ(there.keeper.far_bytes(), 0);
   there.join(1);  // the id is free
 }
 
@@ -476,15 +455,13 @@ TEST(Restore, RefusesEveryFileThatIsCutOffOrChangedAnywhere) {
   here.keeper.save(1, whole.path);
   const std::string bytes = whole.bytes();
   ASSERT_GT(bytes.size(), 3000U);
-  const auto far = FarStore::make();
-  Keeper keeper(FoldingEngine::model(), make_policy(kSekv),
-                {.surprisal = true, .reads_folded = true, .far_store = far});
+  Keeper keeper(FoldingEngine::model(), make_policy(kSekv), {.surprisal = true, .reads_folded = true});
   const auto expect_refused = [&](const std::string& changed, std::size_t at) {
     broken.write(changed);
     const std::string said = message_of<InvalidArgument>([&] { keeper.restore(1, broken.path); });
     EXPECT_NE(said.find(broken.path.string()), std::string::npos) << said;
     EXPECT_FALSE(keeper.knows(1)) << at;
-    EXPECT_EQ(far->blobs(), 0);
+    EXPECT_EQ(keeper.far_bytes(), 0);
   };
   for (std::size_t at = 0; at < bytes.size(); at += 97) {
     std::string changed = bytes;

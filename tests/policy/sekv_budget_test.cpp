@@ -153,14 +153,12 @@ struct Prompt {
     OpenAttention open =
         attend_rows(folded.dense_keys, folded.dense_values, query, 1 / std::sqrt(static_cast<double>(kDim)));
     const MemoryOptions& memory = options_of(policy).memory;
-    FactorCache cache;
     const MemoryRow read{.spans = &row, .dense = folded.dense_keys.size(1)};
     std::vector<std::vector<std::int32_t>> opened;
     const ReadCounts counts = read_memory(open, {&read, 1}, query, 1 / std::sqrt(static_cast<double>(kDim)),
                                           {.zoom = memory.zoom,
                                            .entries = memory.entries_after(tokens),
-                                           .entries_per_token = memory.entries_per_token(kDim),
-                                           .cache = &cache},
+                                           .entries_per_token = memory.entries_per_token(kDim)},
                                           &opened);
     return {counts, std::ranges::count(opened.front(), static_cast<std::int32_t>(s)) > 0};
   }

@@ -452,7 +452,7 @@ def predicts_further(monkeypatch):
 
 
 DRAFTED = ["full", CUT, "ams-tova,budget=40,interval=8,prefill=cut,min_segment=8,recent=4", "snapkv,budget=40,interval=8,window=8,prefill=cut",
-           "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2", "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2,statistics=stream",
+           "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2",
            "adakv-snapkv,budget=40,interval=8,window=8,prefill=cut", "h2o,budget=40,interval=8,prefill=cut,recent=4", "streaming,budget=40,interval=1,prefill=cut"]  # fmt: skip
 
 

@@ -1,5 +1,4 @@
-// Expected Attention and the statistics it can run on, against plain loops in double; both ways of multiplying, every
-// instruction set.
+// Expected Attention against plain loops in double; both ways of multiplying, every instruction set.
 
 #include "kvkeep/score/expected.h"
 #include "kvkeep/torch.h"
@@ -27,7 +26,6 @@ using testing::expect_equal_slots_score_equal_bits;
 using testing::expect_scorer_laws;
 using testing::expect_scores_agree;
 using testing::for_every_instruction_set;
-using Statistics = ExpectedOptions::Statistics;
 
 testing::ScorerOracle oracle_of(const ExpectedOptions& o) {
   return [settings = oracle::ExpectedSettings{o.future, o.sink, o.covariance, o.value_norm, o.epsilon, o.queries}](
@@ -54,11 +52,8 @@ TEST(Expected, AgreesOnEveryInstructionSet) {
   for_every_instruction_set([] { expect_as_in_plain_loops({}, 6, kUnit); });
 }
 
-TEST(Expected, ReadsTheQueriesOfATraceWhereTheStatisticsOfEveryQueryAreAskedFor) {
-  expect_as_in_plain_loops({.queries = 1 << 20, .statistics = Statistics::window, .matrix_unit = false}, 12, kPlain);
-  ExpectedOptions stream{.statistics = Statistics::stream, .matrix_unit = false};
-  ExpectedOptions all{.queries = 1 << 20};
-  expect_scores_agree(Expected(stream), oracle_of(all), 12, kPlain);
+TEST(Expected, TakesAllQueriesThatAreThere) {
+  expect_as_in_plain_loops({.queries = 1 << 20, .matrix_unit = false}, 12, kPlain);
 }
 
 TEST(Expected, KeepsTheLawsOfScorers) {
@@ -79,7 +74,7 @@ struct Small {
   std::int32_t next = 0;
   QueryBasis basis = QueryBasis::pre_rope;
 
-  at::Tensor score(const ExpectedOptions& options, const QueryStatistics* statistics = nullptr) const {
+  at::Tensor score(const ExpectedOptions& options) const {
     const SequenceId id = 0;
     auto length = static_cast<std::int32_t>(keys.size(2));
     const std::int32_t zero = 0, count = static_cast<std::int32_t>(queries.size(0));
@@ -100,7 +95,6 @@ struct Small {
                                .begin = 0,
                                .count = count};
     table.groups[0].next_position = next;
-    table.groups[0].statistics = statistics;
     Limits limits = even_limits(table, 1);
     for (RowLimit& row : limits.rows) row.due = true;
     WindowAttention seen;
@@ -300,162 +294,6 @@ TEST(Expected, SaysWhatItNeeds) {
   EXPECT_EQ(make_policy("expected,budget=64")->needs().queries, 256);
   EXPECT_TRUE(make_policy("expected,budget=64")->needs().values);
   EXPECT_FALSE(make_policy("expected,budget=64,value_norm=false")->needs().values);
-  const Needs stream = make_policy("ams-expected,budget=64,statistics=stream")->needs();
-  EXPECT_EQ(stream.queries, 32);  // the window of the mass
-  EXPECT_EQ(stream.statistics_from, 4);
-}
-
-// ---- Statistics -----------------------------------------------------------------------------------------------------
-
-/// Statistics of queries [N, Hq, D] at positions 0..N-1, added in steps of `chunk` tokens.
-QueryStatistics added(const at::Tensor& queries, std::int64_t chunk, std::int32_t from,
-                      QueryBasis basis = QueryBasis::pre_rope, const RopeSpec& rope = {}) {
-  QueryStatistics statistics(static_cast<std::int32_t>(queries.size(1)), static_cast<std::int32_t>(queries.size(2)),
-                             from);
-  std::vector<std::int32_t> positions(static_cast<std::size_t>(queries.size(0)));
-  std::iota(positions.begin(), positions.end(), 0);
-  const auto bytes = static_cast<std::int64_t>(queries.element_size());
-  const auto workspace = QueryStatistics::workspace(static_cast<std::int32_t>(queries.size(1)),
-                                                    static_cast<std::int32_t>(queries.size(2)));
-  for (std::int64_t at = 0; at < queries.size(0); at += chunk)
-    statistics.add(static_cast<const std::byte*>(queries.const_data_ptr()) + at * queries.stride(0) * bytes,
-                   dtype_of(queries.scalar_type()), queries.stride(0) * bytes, queries.stride(1) * bytes,
-                   std::span(positions).subspan(static_cast<std::size_t>(at),
-                                                static_cast<std::size_t>(std::min(chunk, queries.size(0) - at))),
-                   basis, rope, *workspace);
-  return statistics;
-}
-
-TEST(QueryStatistics, MeanAndSecondMomentAreThoseOfAllQueries) {
-  const at::Tensor q = at::randn({333, 3, 10}).mul(3).add(50);
-  const QueryStatistics statistics = added(q, 7, 4);
-  EXPECT_EQ(statistics.count(), 329);
-  for (std::int32_t h = 0; h < 3; ++h) {
-    const QueryMoments m = statistics.moments(h);
-    EXPECT_EQ(m.count, 329);
-    const at::Tensor x = q.slice(0, 4).select(1, h).to(c10::ScalarType::Double), mean = x.mean(0), z = x.sub(mean),
-                     second = z.t().matmul(z);
-    std::size_t place = 0;
-    for (int i = 0; i < 10; ++i) {
-      EXPECT_NEAR(m.mean[static_cast<std::size_t>(i)], mean[i].item<double>(), 1e-9);
-      for (int j = 0; j <= i; ++j, ++place)
-        EXPECT_NEAR(m.second[place], second[i][j].item<double>(), 2e-3) << i << " " << j;  // of 333 * 9
-    }
-  }
-}
-
-TEST(QueryStatistics, AreTheSameBitsHoweverTheTokensAreCutIntoSteps) {
-  const at::Tensor q = at::randn({301, 2, 6}).to(at::kBFloat16);
-  const QueryStatistics all = added(q, 1000, 4);
-  for (const std::int64_t chunk : {1, 16, 64, 100}) {
-    const QueryStatistics some = added(q, chunk, 4);
-    for (std::int32_t h = 0; h < 2; ++h) {
-      EXPECT_EQ(some.moments(h).mean, all.moments(h).mean) << chunk;
-      EXPECT_EQ(some.moments(h).second, all.moments(h).second) << chunk;
-    }
-  }
-}
-
-TEST(QueryStatistics, TakeTheNewestTokensBackExactly) {
-  const at::Tensor q = at::randn({200, 2, 6}), other = at::randn({40, 2, 6});
-  for (const std::int64_t kept : {0, 3, 31, 90, 168}) {
-    QueryStatistics statistics = added(q.slice(0, 0, kept + 32 <= 200 ? kept + 32 : 200), 9, 4);
-    ASSERT_TRUE(statistics.can_forget(32)) << kept;
-    statistics.forget(32);
-    const QueryStatistics never = added(q.slice(0, 0, kept), 9, 4);
-    EXPECT_EQ(statistics.count(), never.count()) << kept;
-    EXPECT_EQ(statistics.moments(1).second, never.moments(1).second) << kept;
-    EXPECT_EQ(statistics.moments(1).mean, never.moments(1).mean) << kept;
-  }
-  EXPECT_FALSE(added(q, 200, 4).can_forget(100));
-}
-
-TEST(QueryStatistics, TakeBackNoMoreTokensThanTheyLeftOut) {
-  QueryStatistics statistics = added(at::randn({5, 2, 6}), 5, 10);
-  statistics.forget(3);
-  EXPECT_TRUE(statistics.can_forget(2));
-  EXPECT_FALSE(statistics.can_forget(3));
-}
-
-TEST(QueryStatistics, HoldQueriesWhoseSquaresDoNotFitF32) {
-  const at::Tensor q = at::randn({100, 1, 4});
-  const QueryMoments plain = added(q, 10, 0).moments(0);
-  for (const double by : {0x1p-80, 0x1p80}) {
-    const QueryMoments scaled = added(q.mul(by), 10, 0).moments(0);
-    for (std::size_t i = 0; i < plain.second.size(); ++i)
-      EXPECT_NEAR(scaled.second[i] / (by * by), plain.second[i], 1e-3) << by;
-  }
-}
-
-TEST(QueryStatistics, TurnQueriesBackThatComeAfterRope) {
-  RopeSpec rope{.style = RopeStyle::interleaved, .inv_freq = {1.0, 0.3}, .attention_scaling = 1.3};
-  const at::Tensor before = at::randn({150, 2, 6});
-  at::Tensor after = before.clone();
-  float c[2], s[2];
-  for (int p = 0; p < 150; ++p) {
-    rope_at(rope, p, c, s);
-    for (int h = 0; h < 2; ++h) rope_rotate(rope.style, 2, c, s, after.data_ptr<float>() + (p * 2 + h) * 6);
-  }
-  const QueryMoments a = added(before, 50, 0).moments(1),
-                     b = added(after, 50, 0, QueryBasis::post_rope, rope).moments(1);
-  for (std::size_t i = 0; i < a.mean.size(); ++i) EXPECT_NEAR(a.mean[i], b.mean[i], 1e-6);
-  for (std::size_t i = 0; i < a.second.size(); ++i) EXPECT_NEAR(a.second[i], b.second[i], 2e-4);
-}
-
-TEST(QueryStatistics, SayHowManyBytesTheyTake) {
-  EXPECT_EQ(QueryStatistics(28, 128, 4).bytes(), 28 * 128 * (4 * 131 + 4 * 64));
-}
-
-TEST(Expected, OnStatisticsOfEveryQueryIsAsOnAWindowThatHoldsThemAll) {
-  for (const RopeStyle style : {RopeStyle::half, RopeStyle::interleaved})
-    for (const std::int32_t dim : {6, 64}) {
-      Small s = random_small(3, dim, 150, 150, at::kFloat);
-      s.spec.rope.style = style;
-      s.spec.rope.attention_scaling = 1.1;
-      const QueryStatistics statistics = added(s.queries, 16, 4);
-      const at::Tensor window = s.score({.value_norm = false, .epsilon = 0, .queries = 1000}),
-                       stream =
-                           s.score({.value_norm = false, .epsilon = 0, .statistics = Statistics::stream}, &statistics);
-      EXPECT_TRUE(at::allclose(window, stream, 1e-4, 1e-9))
-          << dim << ": " << window.sub(stream).abs().div(window).max().item<float>();
-    }
-}
-
-/// What a keeper decides on `tokens` tokens that came in steps of `chunk`.
-std::vector<std::int32_t> kept_by(const std::string& policy, const Small& s, std::int64_t chunk, bool detour) {
-  Keeper keeper(s.spec, make_policy(policy));
-  const SequenceId id = 7;
-  keeper.join(id, 0, 8);
-  const auto observe = [&](const at::Tensor& queries) {
-    const std::int32_t indptr[] = {0, static_cast<std::int32_t>(queries.size(0))};
-    keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = queries});
-  };
-  if (detour) {
-    observe(s.queries.slice(0, 0, 30).mul(5));
-    keeper.reset(id);
-    observe(s.queries.slice(0, 0, 40));
-    observe(s.queries.slice(0, 0, 20).mul(3));
-    keeper.truncate(id, 40);
-  }
-  const std::int64_t all = s.queries.size(0);
-  for (std::int64_t at = detour ? 40 : 0; at < all; at += chunk)
-    observe(s.queries.slice(0, at, std::min(all, at + chunk)));
-  auto length = static_cast<std::int32_t>(all);
-  const CacheView view{.layers = {DenseKv{s.keys, s.values}}, .sequences = {&id, 1}, .lengths = {{&length, 1}}};
-  const Plan plan = keeper.plan(view);
-  const auto kept = plan.decision.keep->row(0);
-  return {kept.begin(), kept.end()};
-}
-
-TEST(Expected, AKeeperFeedsTheStatisticsOfEveryQuery) {
-  const Small s = random_small(2, 16, 150, 150, at::kFloat);
-  const std::string stream = "expected,budget=50,interval=100,prefill=cut,statistics=stream,epsilon=0,value_norm=false",
-                    window = "expected,budget=50,interval=100,prefill=cut,queries=1000,epsilon=0,value_norm=false";
-  const auto want = kept_by(stream, s, 150, false);
-  ASSERT_EQ(want.size(), 50U);
-  EXPECT_EQ(kept_by(window, s, 150, false), want);
-  for (const std::int64_t chunk : {1, 16, 64}) EXPECT_EQ(kept_by(stream, s, chunk, false), want) << chunk;
-  EXPECT_EQ(kept_by(stream, s, 16, true), want) << "after a reset and after tokens that were taken back";
 }
 
 }  // namespace

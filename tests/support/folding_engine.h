@@ -27,13 +27,9 @@ struct FoldingEngine {
   }
 
   explicit FoldingEngine(const std::string& policy, std::int32_t places = 1, std::int32_t page_size = 0,
-                         Dtype dtype = Dtype::f32, std::shared_ptr<FarStore> far = nullptr,
-                         std::shared_ptr<Machine> accelerator = nullptr)
+                         Dtype dtype = Dtype::f32, std::shared_ptr<Machine> accelerator = nullptr)
       : keeper(model(), make_policy(policy),
-               {.surprisal = true,
-                .reads_folded = true,
-                .far_store = std::move(far),
-                .accelerator = std::move(accelerator)}),
+               {.surprisal = true, .reads_folded = true, .accelerator = std::move(accelerator)}),
         pages(places * kCapacity / std::max(page_size, 1), std::max(page_size, 1)),
         sequences(pages) {
     const auto options = at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(keeper.device()));

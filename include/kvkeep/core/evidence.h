@@ -26,10 +26,8 @@ struct Needs {
   bool calibration = false;        ///< a file that the policy names
   bool output_projection = false;  ///< W_o of every full layer
   bool surprisal = false;
-  bool rope = false;                  ///< ModelSpec::rope, to turn queries and keys back
-  bool given_scores = false;          ///< a score of every token and KV head (Keeper::give)
-  std::int32_t statistics_from = -1;  ///< running mean and covariance of every query from this logical position on, per
-                                      ///< (layer, sequence); -1: none
+  bool rope = false;          ///< ModelSpec::rope, to turn queries and keys back
+  bool given_scores = false;  ///< a score of every token and KV head (Keeper::give)
 };
 
 /// All the inputs of an event's decision. Plain data over rows, from a running engine or from a trace.

@@ -101,9 +101,6 @@ class Fields {
   /// The same for a file that may be left out; then empty.
   virtual std::filesystem::path optional_file(const char* name, const char* what) = 0;
 
-  /// The same for a file that is written.
-  virtual std::filesystem::path new_file(const char* name, const char* what) = 0;
-
   /// Reading only: throws unless exactly one of these options was given.
   virtual void exactly_one(std::initializer_list<std::pair<const char*, bool>> given) const = 0;
 

@@ -30,7 +30,7 @@ template <class Bits>
 
 }  // namespace detail
 
-/// Largest magnitude that running statistics of queries accept: the difference of two such numbers still fits f32.
+/// Largest magnitude of a query that scorers accept: the difference of two such numbers still fits f32.
 inline constexpr float kLargestQuery = 1e38F;
 
 /// True if no number is NaN or infinite or, in f32 and bf16, beyond `kLargestQuery`. data: f32, f16 or bf16 [count],

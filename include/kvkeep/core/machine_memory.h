@@ -10,7 +10,6 @@
 #include "kvkeep/core/device.h"
 #include "kvkeep/core/given_arrival.h"
 #include "kvkeep/core/query_arrival.h"
-#include "kvkeep/core/query_moments.h"
 #include "kvkeep/core/tensor.h"
 
 namespace kvkeep {
@@ -62,13 +61,6 @@ class MachineMemory {
   /// so a graph may repeat it.
   virtual void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
                             LayerOffset offset) = 0;
-
-  /// True if it has push_moments(); else moments are formed where queries are observed.
-  [[nodiscard]] virtual bool forms_moments() const = 0;
-
-  /// New queries, before or after RoPE, become the newest ones of their layer, and blocks of the oldest enter its
-  /// moments. Arrivals of one sequence follow each other. Only where forms_moments().
-  virtual void push_moments(std::span<const MomentsArrival> arrivals, const MomentsLayout& layout) = 0;
 
   /// Writes new given scores to their columns, as f32.
   virtual void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) = 0;
@@ -124,9 +116,6 @@ class HostMemory final : public MachineMemory {
       copy_query(layout, t, places[t].query + offset.queries);
     }
   }
-
-  [[nodiscard]] bool forms_moments() const override { return false; }
-  void push_moments(std::span<const MomentsArrival>, const MomentsLayout&) override {}
 
   void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) override {
     with_dtype("give", layout.dtype, [&](auto type) {

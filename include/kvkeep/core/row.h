@@ -30,8 +30,6 @@ namespace kvkeep {
 /// Whether queries are given before or after the rotary embedding.
 enum class QueryBasis : std::uint8_t { pre_rope, post_rope };
 
-class QueryStatistics;
-
 /// RowGroup::surprisal of positions without a token.
 inline constexpr float kNoToken = -std::numeric_limits<float>::infinity();
 
@@ -49,7 +47,6 @@ struct RowGroup {
       {};  ///< rows on a device: positions of the newest slots of every row, which are not in Row::positions yet
   std::int32_t prompt_slots = -1;  ///< rows on a device: slots of every row at positions below `prompt_end`, when all
                                    ///< of them stay; -1: not known
-  const QueryStatistics* statistics = nullptr;  ///< of every query so far, if the policy asks for them; null in a trace
   std::span<const float> surprisal =
       {};  ///< nats, by logical position, of all tokens, if the policy asks for them; kNoToken in gaps
   std::int32_t settled = 0;                   ///< logical position below which every decision is final (Fold::settled)

@@ -26,13 +26,10 @@ class RunFiles {
   /// another output.
   void writes(std::string_view name, const std::filesystem::path& path);
 
-  /// What a policy that `name` holds reads and writes (files_of_policy). Throws: as above.
+  /// What a policy that `name` holds reads (files_of_policy). Throws: as above.
   template <class PolicyFiles>
   void declare(std::string_view name, const PolicyFiles& files) {
-    for (const auto& file : files) {
-      const std::string option = text(file.option, " of ", name);
-      file.written ? writes(option, file.path) : reads(option, file.path);
-    }
+    for (const auto& file : files) reads(text(file.option, " of ", name), file.path);
   }
 
   /// stdout and stderr as outputs, where they lead to regular files; they may share one. Throws: as above.

@@ -82,8 +82,7 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
   const std::string there = machine.device().str();
   for (std::string& one : policy.problems_on(machine, spec)) found.push_back(std::move(one));
   if (policy.memory() != nullptr) {
-    for (std::string& one : machine.problems(*policy.memory(), spec, provided.far_store != nullptr))
-      found.push_back(std::move(one));
+    for (std::string& one : machine.problems(*policy.memory(), spec)) found.push_back(std::move(one));
     if (!provided.reads_folded)
       found.push_back(
           text("reads_folded: ", policy.name(),
@@ -159,10 +158,7 @@ KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, P
   KVKEEP_REQUIRE(
       !sequences_->full_layers().empty(),
       "Keeper: the model has no full-attention layer, so there is nothing to keep or drop; allowed one or more");
-  if (needs_.statistics_from >= 0)
-    workspace_ = QueryStatistics::workspace(spec_.query_heads, spec_.key_dim, provided_.machine().memory());
-  if (const MemoryOptions* memory = policy_->memory())
-    memory_ = provided_.machine().folded_memory(spec_, *memory, provided_.far_store);
+  if (const MemoryOptions* memory = policy_->memory()) memory_ = provided_.machine().folded_memory(spec_, *memory);
   const PartContext context{*sequences_, *policy_, provided_.machine()};
   parts_.push_back(std::make_unique<parts::Pins>(context));
   if (needs_.given_scores) parts_.push_back(std::make_unique<parts::Given>(context));
@@ -183,10 +179,7 @@ KVKEEP_INLINE void Keeper::join(SequenceId sequence, std::int32_t tokens, std::i
   const auto layers = static_cast<std::int32_t>(sequences_->full_layers().size());
   Machine& machine = provided_.machine();
   SequenceState fresh{machine.columns(layers * spec_.kv_heads),
-                      QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, machine.memory()),
-                      {}};
-  for (std::int32_t l = 0; needs_.statistics_from >= 0 && l < layers; ++l)
-    fresh.statistics.emplace_back(spec_.query_heads, spec_.key_dim, needs_.statistics_from, machine.memory());
+                      QueryRing(layers, needs_.queries, spec_.query_heads, spec_.key_dim, machine.memory())};
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
   std::iota(positions.begin(), positions.end(), 0);
   fresh.columns->append(positions);
@@ -243,7 +236,6 @@ KVKEEP_INLINE RowTable Keeper::table_of(const CacheView& view, std::span<const s
     const SequenceState& s = sequences_->at(view.sequences[static_cast<std::size_t>(group.sequence)]);
     const std::int32_t index = sequences_->index_of(group.layer);
     group.queries = s.ring.view(index);
-    if (!s.statistics.empty()) group.statistics = &s.statistics[static_cast<std::size_t>(index)];
     const bool in_prompt = s.prompt < 0 || s.logical < s.prompt;
     group.next_position = s.next_position;
     group.prompt_end = in_prompt ? s.next_position : s.prompt_end;
@@ -611,10 +603,6 @@ KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_le
   KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || s.ring.can_forget(taken), "truncate: ", taken,
                     " tokens of sequence ", sequence, " are more than the query ring can take back; allowed at most ",
                     QueryRing::kRollback);
-  for (const QueryStatistics& statistics : s.statistics)
-    KVKEEP_REQUIRE_AS(StateError, statistics.can_forget(taken), "truncate: ", taken, " tokens of sequence ", sequence,
-                      " are more than the query statistics can take back; allowed at most ",
-                      QueryStatistics::kRollback);
   if (taken == 0) return;
   const auto newest = s.columns->newest();
   const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of tokens that came since
@@ -625,7 +613,6 @@ KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_le
   }
   s.columns->truncate(static_cast<std::int32_t>(taken));
   s.ring.forget(taken);
-  for (QueryStatistics& statistics : s.statistics) statistics.forget(taken);
   s.logical = logical_length;
   s.asked = std::min(s.asked, s.logical);
   for (std::int64_t& viewed : s.viewed) viewed = std::min(viewed, s.logical);

@@ -19,7 +19,6 @@
 #include "kvkeep/observe/given_scores.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
-#include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/parts/part.h"
 #include "kvkeep/parts/sequences.h"
 #include "kvkeep/policy/folded_memory.h"
@@ -145,17 +144,18 @@ class Keeper {
   /// Writes the keeper's state of a sequence to a file (docs/reference/state.md), whole or not at all; the sequence
   /// continues. The engine must save its rows of the cache. Call it between steps; if queries are kept, once every full
   /// layer has been observed. Throws: StateError for an unknown sequence, in the middle of a step, while its event is
-  /// pending or its prompt narrows, and while the stream is being captured; DamagedData if factors cannot be read;
-  /// Unsupported on a device under a policy that folds; as io::write_safetensors does. Nothing changes if it throws.
-  /// Cost: the size of the state, including far bytes, once in memory and once in the file. On a device: waits, and
-  /// copies each column and the queries to the host, once each.
+  /// pending or its prompt narrows, and while the stream is being captured; Unsupported on a device under a policy that
+  /// folds; as io::write_safetensors does. Nothing changes if it throws. Cost: the size of the state, including far
+  /// bytes, once in memory and once in the file. On a device: waits, and copies each column and the queries to the
+  /// host, once each.
   void save(SequenceId sequence, const std::filesystem::path& file) const;
   /// Restores a sequence to its state when it was saved, under any free id, in any process. The engine must restore its
   /// rows before the next step. The sequence continues to the same bits. Throws: StateError for a known sequence;
   /// InvalidArgument that names the file if it is damaged, or was saved under another policy or model, with each field
-  /// that differs; Unsupported as save(); as FarStore::put does. The keeper is unchanged if it throws. Cost: one read
-  /// of the file, and putting its far bytes into the far store, or its columns and queries on the device. A state that
-  /// was saved on the CPU can continue on a device, and vice versa; from there on it has that machine's bits.
+  /// that differs; Unsupported as save(); StateError if host_bytes leaves no room for its factors. The keeper is
+  /// unchanged if it throws. Cost: one read of the file, and a copy of its far bytes, or of its columns and queries to
+  /// the device. A state that was saved on the CPU can continue on a device, and vice versa; from there on it has that
+  /// machine's bits.
   void restore(SequenceId sequence, const std::filesystem::path& file);
 #endif
   /// The prompt of a sequence ends with the tokens observed so far, for engines that cannot tell join() how long it
@@ -183,11 +183,9 @@ class Keeper {
   /// Records the new tokens of one layer. Call it in every full layer, or in one of them if the policy needs no
   /// queries; other layers are ignored. Tokens that are `unread` leave the window without queries up to them. Throws:
   /// StateError for a sequence that never joined; InvalidArgument for a wrong layer, indptr, shape, dtype or device, a
-  /// duplicate sequence, missing queries, unread ones of which a policy keeps statistics or by which it narrows,
-  /// positions that do not ascend or are too large, and, if running statistics are kept, a query that is not finite
-  /// (on a device it is not looked for: from then on its head makes every score of its KV head NaN). If it throws,
-  /// nothing is recorded for any sequence. Cost: copies the newest queries; allocates at a sequence's first tokens, and
-  /// when its columns outgrow their largest size so far.
+  /// duplicate sequence, missing queries, unread ones by which a policy narrows, and positions that do not ascend or
+  /// are too large. If it throws, nothing is recorded for any sequence. Cost: copies the newest queries; allocates at a
+  /// sequence's first tokens, and when its columns outgrow their largest size so far.
   void observe(const Observation& observation);
 
   /// observe() in two parts, for engines that decode in a CUDA graph: what changes from step to step, once, and what a
@@ -195,8 +193,8 @@ class Keeper {
   /// record() files their queries. Call it before the first layer, outside the graph, on the stream that the graph runs
   /// on. Throws as observe() does, and records nothing then; StateError also if layers have observed different tokens,
   /// while the stream is being captured, and for more tokens than the table has room for once a graph knows its
-  /// address: run a step of the largest size before the first capture. Unsupported under policies that keep statistics
-  /// of every query or narrow prompts. Cost: 32 bytes per token to the device, in one copy.
+  /// address: run a step of the largest size before the first capture. Unsupported under policies that narrow prompts.
+  /// Cost: 32 bytes per token to the device, in one copy.
   void begin_step(const StepTokens& tokens);
   /// Queries [tokens, Hq, D] of one layer of the step that began, and their log-sum-exps [tokens, Hq] if it was said
   /// that they come. Call it in every full layer; does nothing in others, and if the policy reads no queries. May be
@@ -243,11 +241,9 @@ class Keeper {
   /// the arguments of observe() but queries after RoPE. Merges the folded spans of each sequence into `attended`, in
   /// place, so that both share one softmax. Does nothing if nothing was folded, in other layers, and under other
   /// policies. Throws: InvalidArgument, before anything is written, for queries before RoPE, other shapes or dtypes;
-  /// DamagedData if factors cannot be read and the policy refuses to continue (`attended` is then unusable); StateError
-  /// on a device while a stream is captured. Cost: read_memory(). Meanwhile, spans that the next layer opened last are
-  /// brought near if they are in a file. On a device it only launches, and returns counts of 0: what is opened is known
-  /// there alone. The first layer of a step sends the tables of all layers, 112 bytes for every layer, sequence and KV
-  /// head; later calls for the same tokens send nothing.
+  /// StateError on a device while a stream is captured. Cost: read_memory(). On a device it only launches, and returns
+  /// counts of 0: what is opened is known there alone. The first layer of a step sends the tables of all layers, 112
+  /// bytes for every layer, sequence and KV head; later calls for the same tokens send nothing.
   ReadCounts view(const Observation& observation, const Attended& attended);
 
   /// The folded part of a sequence, in numbers.
@@ -260,12 +256,8 @@ class Keeper {
   [[nodiscard]] std::span<const ReadCounts> reads() const {
     return memory_ == nullptr ? std::span<const ReadCounts>() : memory_->reads();
   }
-  /// The store of factors, and the cache of those that are near; null under a policy that does not fold, the cache also
-  /// on a device.
-  [[nodiscard]] const FarStore* far_store() const { return memory_ == nullptr ? nullptr : &memory_->far_store(); }
-  [[nodiscard]] const FactorCache* factor_cache() const {
-    return memory_ == nullptr ? nullptr : memory_->factor_cache();
-  }
+  /// FoldedMemory::far_bytes(); 0 under a policy that does not fold.
+  [[nodiscard]] std::int64_t far_bytes() const { return memory_ == nullptr ? 0 : memory_->far_bytes(); }
 
   /// Decides, and moves nothing. Throws: StateError if the view's lengths differ from what was observed, if a layer has
   /// not observed or recorded all tokens, and if an event would read queries that were observed as unread;
@@ -276,10 +268,10 @@ class Keeper {
 
   /// Folds what the plan folds, moves K, V and columns, writes the new lengths and, in pages, the new block table into
   /// the view, then gives back the pages that are no longer held. Throws, before the first byte moves: as fold() does,
-  /// for rows that are not finite (not on a device: attention over such a span is NaN there) and for a full far store;
-  /// StateError for a plan of another keeper or one that is out of date (on a device also for one that a later plan()
-  /// replaced, and for one that folds while a stream is captured), if there are no free pages for copies of shared
-  /// ones, and if PageAllocator::take() gives a page that is in use or that no layer has.
+  /// for rows that are not finite (not on a device: attention over such a span is NaN there) and for factors above
+  /// host_bytes; StateError for a plan of another keeper or one that is out of date (on a device also for one that a
+  /// later plan() replaced, and for one that folds while a stream is captured), if there are no free pages for copies
+  /// of shared ones, and if PageAllocator::take() gives a page that is in use or that no layer has.
   Report apply(const Plan& plan, const CacheView& view);
 
   /// On a device, some policies' scores decide how many slots stay (`adakv-*`, `threshold-*`, `criticalkv-*` with
@@ -312,11 +304,8 @@ class Keeper {
   /// `unread`: in a step of n tokens, it gives queries if n > tokens_to_event() - queries_read(). An event whose window
   /// holds unread tokens is a StateError.
   [[nodiscard]] std::int64_t tokens_to_event(SequenceId sequence) const;
-  /// Newest queries of every full layer that an event reads; 0: none; Trigger::kNoEvent: all of them, since the policy
-  /// keeps statistics.
-  [[nodiscard]] std::int64_t queries_read() const {
-    return needs_.statistics_from >= 0 ? Trigger::kNoEvent : needs_.queries;
-  }
+  /// Newest queries of every full layer that an event reads; 0: none.
+  [[nodiscard]] std::int64_t queries_read() const { return needs_.queries; }
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
   [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return sequences_->at(sequence).logical; }
@@ -356,8 +345,6 @@ class Keeper {
     std::vector<PageMove> pages;
   };
   void forget(SequenceId sequence) noexcept;
-  void check_statistics(const Observation& observation, std::size_t i, const SequenceState& sequence,
-                        std::span<const std::int32_t> positions) const;
   [[nodiscard]] Occasion occasion_of(SequenceId id, const SequenceState& sequence, std::int64_t slots) const;
   void check_places(const CacheView& view) const;
   [[nodiscard]] std::span<const std::int32_t> pages_of(const CacheView& view, std::size_t i,
@@ -405,7 +392,7 @@ class Keeper {
   void require_saveable(SequenceId sequence, const SequenceState& s) const;
   void restore_columns(SequenceState& s, const StateFile& state) const;
   void restore_queries(SequenceState& s, const StateFile& state) const;
-  void restore_memory(SequenceId id, SequenceState& s, const StateFile& state);
+  void restore_memory(SequenceState& s, const StateFile& state);
 #endif
   struct LayerPlan;
   [[nodiscard]] LayerPlan plan_layer(SequenceState& sequence, const Observation& observation, std::size_t i,
@@ -433,20 +420,18 @@ class Keeper {
   std::vector<std::int32_t> positions_;  ///< scratch of observe()
   std::vector<Begun> begun_;             ///< also scratch: prompts that begin with this step
   std::vector<QueryArrival> arrivals_;   ///< also scratch, on a device
-  std::vector<MomentsArrival> moments_;  ///< also scratch, where the machine forms moments
   std::vector<QueryPlace> step_places_;  ///< also scratch, of begin_step()
   DeviceMemory step_table_;              ///< QueryPlace [step_room_] of the step that began
   std::int32_t step_room_ = 0, step_tokens_ = 0;
   std::uint64_t step_ = 0;      ///< counts begin_step()
   std::vector<char> recorded_;  ///< [full layers] record() came in the step that began, or a graph may bring it
   Dtype step_dtype_ = Dtype::f32;
-  bool step_normalised_ = false;                           ///< its queries come with their log-sum-exps
-  bool step_captured_ = false;                             ///< a graph knows the table's address
-  std::vector<FoldedReader> readers_;                      ///< also scratch, of view()
-  std::shared_ptr<QueryStatistics::Workspace> workspace_;  ///< also scratch, if the policy asks for statistics
-  mutable std::vector<bool> places_;                       ///< [places of the cache] named by the view
-  mutable std::vector<std::int32_t> holders_;              ///< [pages] how many rows of the block table name a page
-  mutable CacheLayout layout_;                             ///< of the newest view
+  bool step_normalised_ = false;               ///< its queries come with their log-sum-exps
+  bool step_captured_ = false;                 ///< a graph knows the table's address
+  std::vector<FoldedReader> readers_;          ///< also scratch, of view()
+  mutable std::vector<bool> places_;           ///< [places of the cache] named by the view
+  mutable std::vector<std::int32_t> holders_;  ///< [pages] how many rows of the block table name a page
+  mutable CacheLayout layout_;                 ///< of the newest view
 };
 
 }  // namespace kvkeep

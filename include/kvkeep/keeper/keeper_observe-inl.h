@@ -87,8 +87,8 @@ KVKEEP_INLINE void Keeper::check(const char* operation, const Observation& o) co
   if (o.unread) {
     KVKEEP_REQUIRE(!o.queries.defined(), operation, ": queries of layer ", o.layer,
                    " are given and unread; allowed one of the two");
-    KVKEEP_REQUIRE(needs_.statistics_from < 0 && !policy_->narrows(), operation, ": queries of layer ", o.layer,
-                   " are unread, but ", policy_->name(), " reads all of them; allowed what queries_read() asks for");
+    KVKEEP_REQUIRE(!policy_->narrows(), operation, ": queries of layer ", o.layer, " are unread, but ", policy_->name(),
+                   " reads all of them; allowed the queries of every token");
     return;
   }
   if (needs_.queries == 0) return;
@@ -177,18 +177,6 @@ KVKEEP_INLINE void Keeper::find_positions(const Observation& o, std::size_t i, c
     std::ranges::copy(already_shown(s, o.layer, tokens), positions_.begin());
 }
 
-/// Queries that enter the statistics must be finite. A window is checked at the event instead, since only the queries
-/// it still holds matter.
-KVKEEP_INLINE void Keeper::check_statistics(const Observation& o, std::size_t i, const SequenceState& s,
-                                            std::span<const std::int32_t> positions) const {
-  if (s.statistics.empty()) return;
-  const keeper_observe_detail::Queries q(o, i);
-  const auto index = static_cast<std::size_t>(sequences_->index_of(o.layer));
-  if (s.statistics[index].finite(q.data, q.dtype, q.token_stride, q.head_stride, positions)) return;
-  s.statistics[index].check(text("observe: layer ", o.layer, ", sequence ", o.sequences[i]), q.data, q.dtype,
-                            q.token_stride, q.head_stride, positions);
-}
-
 /// Counts new tokens whose positions are in positions_.
 KVKEEP_INLINE void Keeper::count(SequenceState& s, std::int32_t tokens) {
   s.columns->append(positions_);
@@ -202,15 +190,11 @@ KVKEEP_INLINE void Keeper::count(SequenceState& s, std::int32_t tokens) {
 KVKEEP_INLINE void Keeper::make_room(const Observation& o) {
   begun_.clear();
   arrivals_.clear();
-  moments_.clear();
-  std::size_t arrivals = 0, runs = 0;
+  std::size_t arrivals = 0;
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
     SequenceState& s = *sequences_->met()[i];
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
     find_positions(o, i, s);
-    check_statistics(o, i, s, positions_);
-    for (std::size_t t = 0; !s.statistics.empty() && t < positions_.size(); ++t)
-      runs += t == 0 || positions_[t] != positions_[t - 1] + 1 ? 1 : 0;
     if (needs_.queries > 0 && !o.unread) s.ring.reserve(o.queries.dtype());
     arrivals += static_cast<std::size_t>(std::min(tokens, s.ring.capacity()));
     if (!leads(s, o.layer, tokens)) continue;
@@ -218,7 +202,6 @@ KVKEEP_INLINE void Keeper::make_room(const Observation& o) {
     if (begins_prompt(s, tokens)) begun_.push_back(begin_prompt(s, positions_));
   }
   arrivals_.reserve(arrivals);
-  moments_.reserve(runs);
 }
 
 KVKEEP_INLINE void Keeper::observe(const Observation& o) {
@@ -229,11 +212,6 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
   check("observe", o);
   make_room(o);
   MachineMemory& memory = provided_.machine().memory();
-  const bool forms_moments = workspace_ != nullptr && memory.forms_moments();
-  MomentsLayout moments;
-  if (forms_moments)
-    moments = QueryStatistics::layout(memory, keeper_observe_detail::layout_of(o, spec_), o.queries.dtype(),
-                                      spec_.key_dim, o.basis, spec_.rope_of(o.layer), *workspace_);
   if (o.queries.defined()) {
     basis_ = o.basis;
     basis_known_ = true;
@@ -255,13 +233,6 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
       s.ring.skip_unread(index, tokens);
       continue;
     }
-    const keeper_observe_detail::Queries q =
-        needs_.queries > 0 ? keeper_observe_detail::Queries(o, i) : keeper_observe_detail::Queries();
-    if (forms_moments)
-      s.statistics[static_cast<std::size_t>(index)].place(o.indptr[i], positions_, moments_);
-    else if (!s.statistics.empty())
-      s.statistics[static_cast<std::size_t>(index)].add(q.data, q.dtype, q.token_stride, q.head_stride, positions_,
-                                                        o.basis, spec_.rope_of(o.layer), *workspace_);
     std::span<const std::int32_t> seen = positions_;
     if (s.pass != nullptr &&
         s.tail < s.report->tokens) {  // of the tokens that continued, only the newest are contiguous
@@ -273,14 +244,12 @@ KVKEEP_INLINE void Keeper::observe(const Observation& o) {
     s.ring.advance(index, kept, o.log_sum_exp.defined());
   }
   if (!arrivals_.empty()) memory.push_queries(arrivals_, keeper_observe_detail::layout_of(o, spec_));
-  if (!moments_.empty()) memory.push_moments(moments_, moments);
 }
 
 /// `first`: the same tokens as the first full layer would observe them.
 KVKEEP_INLINE void Keeper::check(const StepTokens& t, const Observation& first) const {
-  KVKEEP_REQUIRE_AS(Unsupported, needs_.statistics_from < 0 && !policy_->narrows(), "begin_step: ", policy_->name(),
-                    policy_->narrows() ? " narrows prompts between layers" : " keeps statistics of every query",
-                    "; allowed observe() in every layer");
+  KVKEEP_REQUIRE_AS(Unsupported, !policy_->narrows(), "begin_step: ", policy_->name(),
+                    " narrows prompts between layers; allowed observe() in every layer");
   KVKEEP_REQUIRE(is_scorable(t.query_dtype), "begin_step: queries are ", t.query_dtype, "; allowed f32, f16, bf16");
   check("begin_step", first);
   for (std::size_t i = 0; i < sequences_->met().size(); ++i) {

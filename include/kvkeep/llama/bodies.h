@@ -160,8 +160,6 @@ inline void Evictor::begin(const llama_batch& batch) {
     // In a prompt, which may end with the batch, the last ones of the batch; else all from `read` before the event on.
     if (read == 0)
       member.from = member.tokens;
-    else if (read == Trigger::kNoEvent)
-      member.from = 0;
     else if (!prompted)
       member.from = static_cast<std::int32_t>(std::max<std::int64_t>(0, member.tokens - read));
     else

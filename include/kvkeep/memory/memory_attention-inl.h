@@ -136,7 +136,6 @@ KVKEEP_INLINE void merge_spans(OpenAttention& open, const SpanStore& spans, cons
   const Tensor q = as<float>(queries), logits = contiguous(coarse), marks = contiguous(zoomed);
   parallel_for(0, n * kv_heads, 1, [&](std::int64_t begin, std::int64_t end) {
     cpu::ZoomScratch scratch;
-    std::vector<std::byte> blob;
     for (std::int64_t task = begin; task < end; ++task) {
       const SpanRow& row = spans.row(task % kv_heads);
       const std::uint8_t* own = marks.data<std::uint8_t>() + task * group * count;
@@ -144,10 +143,8 @@ KVKEEP_INLINE void merge_spans(OpenAttention& open, const SpanStore& spans, cons
       cpu::merge_coarse(row, logits.data<float>() + task * group * count, own, group, softmaxes, scratch);
       for (std::int64_t s = 0; s < count; ++s) {
         if (!cpu::anyone(own, group, count, s)) continue;
-        blob.resize(static_cast<std::size_t>(row.blob(s) == nullptr ? 0 : row.blob(s)->size()));
-        if (row.blob(s) != nullptr) row.blob(s)->read(blob.data());
-        cpu::merge_opened(row, s, blob.data(), own, q.data<float>() + task * group * row.dim(), group,
-                          static_cast<float>(scale), softmaxes, scratch);
+        cpu::merge_opened(row, s, own, q.data<float>() + task * group * row.dim(), group, static_cast<float>(scale),
+                          softmaxes, scratch);
       }
     }
   });
@@ -166,7 +163,6 @@ KVKEEP_INLINE ReadCounts read_memory(OpenAttention& open, std::span<const Memory
   KVKEEP_REQUIRE(reading.router == nullptr ||
                      (reading.router->query_heads() == queries.size(1) && reading.router->key_dim() == dim),
                  "memory: the router is for other heads; allowed one for ", queries.size(1), " heads of ", dim);
-  KVKEEP_REQUIRE(reading.cache != nullptr, "memory: factor cache must not be null");
   const std::int64_t n = queries.size(0), group = queries.size(1) / kv_heads;
   const Tensor q = as<float>(queries);
   if (opened != nullptr) opened->assign(rows.size(), {});

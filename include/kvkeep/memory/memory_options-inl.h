@@ -45,21 +45,14 @@ KVKEEP_INLINE void MemoryOptions::describe(Fields& f) {
   f.flag("sketch", sketch,
          "without a learned router: signs of every folded key stay near, and shares of attention are estimated from "
          "them (off in traces)");
-  const auto bytes = [&f](const char* name, std::int64_t& cap, const char* what) {
-    std::int64_t given = 0;
-    if (f.integer(name, given, 0, INT64_MAX, what, {}, "-")) cap = given;
-  };
 #ifndef KVKEEP_HEADER_ONLY
   if (const std::filesystem::path file = f.optional_file("router", "trained router and gates (kvkeep_train_router)");
       !file.empty())
     routing = std::make_shared<Routing>(Routing::read(file));
 #endif
-  bytes("near_bytes", near.bytes, "factors of opened spans that stay near; left out: all");
-  bytes("host_bytes", far.host_bytes, "factors in host memory, an exact cap; left out: no limit");
-  far.file = f.new_file("file", "a new file for factors that do not fit into host memory; it is removed with the run");
-  bytes("file_bytes", far.file_bytes, "factors in the file; left out: no limit");
-  f.choice("damage", damage, {{"refuse", Damage::refuse}, {"coarse", Damage::coarse}},
-           "if a span's factors can no longer be read: an error that names it, or its coarse entry is read instead");
+  if (std::int64_t cap = 0;
+      f.integer("host_bytes", cap, 0, INT64_MAX, "factors in host memory, an exact cap; left out: no limit", {}, "-"))
+    host_bytes = cap;
 }
 
 KVKEEP_INLINE std::vector<std::string> MemoryOptions::problems() const {
@@ -69,8 +62,7 @@ KVKEEP_INLINE std::vector<std::string> MemoryOptions::problems() const {
   };
   add(factors.problems());
   add(zoom.problems());
-  add(far.problems());
-  add(near.problems());
+  if (host_bytes < 0) found.push_back(text("host_bytes: ", host_bytes, "; allowed 0 or more"));
   if (!(entries > 0)) found.push_back(text("entries: ", entries, "; allowed above 0"));
   if (!(entries_share >= 0 && entries_share <= 1))
     found.push_back(text("budget_share: ", entries_share, "; allowed from 0 (none) to 1"));

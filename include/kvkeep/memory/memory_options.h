@@ -9,8 +9,6 @@
 #include <vector>
 
 #include "kvkeep/core/model_spec.h"
-#include "kvkeep/memory/factor_cache.h"
-#include "kvkeep/memory/far_store.h"
 #include "kvkeep/memory/routing_file.h"
 #include "kvkeep/memory/zoom.h"
 
@@ -24,11 +22,9 @@ struct MemoryOptions {
   std::shared_ptr<const Routing> routing = nullptr;          ///< trained router, and gates; null: none
   double entries = std::numeric_limits<double>::infinity();  ///< Reading::entries
   double entries_share = 0;                                  ///< instead: this share of the tokens seen; 0: unused
-  bool published_budget = false;  ///< Reading::per_head, and a folded span always counts as 1
-  bool sketch = true;             ///< FactorOptions::sketch, unless a router is learned
-  Damage damage = Damage::refuse;
-  FarStoreOptions far;
-  FactorCacheOptions near;
+  bool published_budget = false;        ///< Reading::per_head, and a folded span always counts as 1
+  bool sketch = true;                   ///< FactorOptions::sketch, unless a router is learned
+  std::int64_t host_bytes = kAnyBytes;  ///< exact cap on the factors of all sequences of a keeper, in host memory
 
   /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;

@@ -242,9 +242,9 @@ KVKEEP_INLINE void merge_coarse(const SpanRow& spans, const float* logits, const
   }
 }
 
-KVKEEP_INLINE void merge_opened(const SpanRow& spans, std::int64_t i, const std::byte* blob, const std::uint8_t* zoomed,
-                                const float* queries, std::int64_t heads, float scale, const OpenHeads& open,
-                                ZoomScratch& scratch) {
+KVKEEP_INLINE void merge_opened(const SpanRow& spans, std::int64_t i, const std::uint8_t* zoomed, const float* queries,
+                                std::int64_t heads, float scale, const OpenHeads& open, ZoomScratch& scratch) {
+  const std::byte* const blob = spans.factors(i).data();
   const FoldedSpan& span = spans.span(i);
   const std::int64_t dim = spans.dim(), length = span.length, n = spans.size(), bytes = element_size(spans.dtype());
   const SpanFactors &keys = span.factors[0], &values = span.factors[1];
@@ -311,25 +311,16 @@ KVKEEP_INLINE ReadCounts RowReader::read(const MemoryRow& row, std::int64_t firs
   const std::int64_t n = spans.size();
   ReadCounts counts{.queries = 1};
   route(row, first_head, queries, open, counts);
-  opened_.clear(), bytes_.clear();
+  opened_.clear();
   for (std::int64_t s = 0; s < n; ++s) {
     if (!anyone(zoomed_.data(), group_, n, s)) continue;
-    try {
-      bytes_.push_back(spans.blob(s) == nullptr ? nullptr : reading_.cache->get(spans.blob(s)));
-    } catch (const DamagedData&) {
-      if (reading_.damage == Damage::refuse) throw;
-      for (std::int64_t h = 0; h < group_; ++h) zoomed_[static_cast<std::size_t>(h * n + s)] = 0;
-      ++counts.damaged;
-      continue;
-    }
     opened_.push_back(static_cast<std::int32_t>(s));
     ++counts.zooms;
     counts.tokens += spans.span(s).length;
+    counts.bytes += std::ssize(spans.factors(s));
   }
   merge_coarse(spans, coarse_.data(), zoomed_.data(), group_, open, scratch_);
-  for (std::size_t i = 0; i < opened_.size(); ++i)
-    merge_opened(spans, opened_[i], bytes_[i].get(), zoomed_.data(), queries, group_, scale_, open, scratch_);
-  bytes_.clear();
+  for (const std::int32_t s : opened_) merge_opened(spans, s, zoomed_.data(), queries, group_, scale_, open, scratch_);
   return counts;
 }
 
@@ -345,7 +336,7 @@ KVKEEP_INLINE void merge_rows(const float* keys, const float* values, std::int64
 namespace kvkeep {
 
 KVKEEP_INLINE ReadCounts& ReadCounts::operator+=(const ReadCounts& other) {
-  queries += other.queries, zooms += other.zooms, tokens += other.tokens, damaged += other.damaged;
+  queries += other.queries, zooms += other.zooms, tokens += other.tokens, bytes += other.bytes;
   unmet += other.unmet, resident += other.resident;
   return *this;
 }

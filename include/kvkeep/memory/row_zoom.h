@@ -64,9 +64,8 @@ void merge_coarse(const SpanRow& spans, const float* logits, const std::uint8_t*
                   const OpenHeads& open, ZoomScratch& scratch);
 
 /// Merges span `i`, token by token, into the softmaxes of the heads that have opened it (zoomed [heads, spans]).
-/// `blob`: its numbers; may be null if there are none.
-void merge_opened(const SpanRow& spans, std::int64_t i, const std::byte* blob, const std::uint8_t* zoomed,
-                  const float* queries, std::int64_t heads, float scale, const OpenHeads& open, ZoomScratch& scratch);
+void merge_opened(const SpanRow& spans, std::int64_t i, const std::uint8_t* zoomed, const float* queries,
+                  std::int64_t heads, float scale, const OpenHeads& open, ZoomScratch& scratch);
 
 /// True if one of `heads` rows of marks [heads, spans] marks span `s`.
 inline bool anyone(const std::uint8_t* marks, std::int64_t heads, std::int64_t spans, std::int64_t s) {
@@ -81,7 +80,7 @@ class RowReader {
   RowReader(const Reading& reading, std::int64_t group, float scale)
       : reading_(reading), group_(group), scale_(scale) {}
 
-  /// queries: [group, D]. Everything is read before a softmax changes: if this throws, they are as before.
+  /// queries: [group, D].
   ReadCounts read(const MemoryRow& row, std::int64_t first_head, const float* queries, const OpenHeads& open);
   /// Spans that the last read() opened, ascending.
   [[nodiscard]] const std::vector<std::int32_t>& opened() const { return opened_; }
@@ -99,7 +98,6 @@ class RowReader {
   std::vector<float> dense_;
   std::vector<std::uint8_t> wanted_, zoomed_;
   std::vector<std::int32_t> opened_;
-  std::vector<FactorCache::Bytes> bytes_;  ///< [opened_]
 };
 
 /// Merges `count` rows (keys, values: [count, dim] f32) into one head's softmax. logits: scratch of `count`.

@@ -2,9 +2,11 @@
 // Bodies of span_row.h: compiled by src/memory, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <ostream>
 #include <utility>
 
 #include "kvkeep/core/error.h"
@@ -51,6 +53,23 @@ inline std::vector<float> widened(const std::byte* from, Dtype dtype, std::int64
 
 }  // namespace span_row_detail
 
+KVKEEP_INLINE std::ostream& operator<<(std::ostream& out, const SpanLabel& label) {
+  if (label.span >= 0)
+    out << "span " << label.span;
+  else
+    out << "spans";
+  if (label.end > label.begin) out << " (tokens " << label.begin << " to " << label.end - 1 << ")";
+  const char* between = " of ";
+  const auto add = [&](const char* name, std::int64_t number) {
+    if (number < 0) return;
+    out << std::exchange(between, ", ") << name << number;
+  };
+  add("sequence ", label.sequence);
+  add("layer ", label.layer);
+  add("head ", label.head);
+  return out;
+}
+
 KVKEEP_INLINE void FactorOptions::describe(Fields& f) {
   f.integer("max_rank", max_rank, 1, 4096, "most components that are kept of a span's keys, and of its values");
   f.choice("rank", rank, {{"energy", Rank::energy}, {"gates", Rank::gates}, {"max", Rank::max}},
@@ -79,10 +98,10 @@ KVKEEP_INLINE SpanRow::SpanRow(std::int64_t dim, Dtype store, SpanParts parts)
       coarse_(std::move(parts.coarse)),
       norms_(std::move(parts.norms)),
       sketch_(std::move(parts.sketch)),
-      blobs_(std::move(parts.blobs)) {
+      factors_(std::move(parts.factors)) {
   const auto bytes = element_size(store_);
-  KVKEEP_REQUIRE(blobs_.size() == spans_.size(), "span row: ", blobs_.size(), " blobs for ", spans_.size(),
-                 " spans; allowed one each");
+  KVKEEP_REQUIRE(factors_.size() == spans_.size(), "span row: factors of ", factors_.size(), " spans for ",
+                 spans_.size(), "; allowed one each");
   for (const auto& side : coarse_)
     KVKEEP_REQUIRE(static_cast<std::int64_t>(side.size()) == size() * dim_ * bytes, "span row: coarse entries of ",
                    side.size(), " bytes; allowed ", size() * dim_ * bytes, " for ", size(), " spans");
@@ -96,7 +115,7 @@ KVKEEP_INLINE SpanRow::SpanRow(std::int64_t dim, Dtype store, SpanParts parts)
     s.factors[0].offset = 0;
     s.factors[1].offset = s.factors[0].numbers(s.length, dim_);
     const std::int64_t far = (s.factors[1].offset + s.factors[1].numbers(s.length, dim_)) * bytes,
-                       given = blobs_[i] == nullptr ? 0 : blobs_[i]->size();
+                       given = std::ssize(factors_[i]);
     KVKEEP_REQUIRE(given == far, "span row: span ", i, " has ", given, " far bytes; allowed ", far,
                    " for its length and ranks");
     log_length_.push_back(static_cast<float>(std::log(static_cast<double>(s.length))));
@@ -121,10 +140,8 @@ KVKEEP_INLINE Tensor SpanRow::rows(std::int64_t i, KvSide side) const {
   const SpanFactors& f = s.factors[static_cast<std::size_t>(side)];
   const auto bytes = element_size(store_);
   Tensor out = zeros({s.length, dim_}, Dtype::f32);
-  std::vector<std::byte> blob(static_cast<std::size_t>(this->blob(i) == nullptr ? 0 : this->blob(i)->size()));
-  if (this->blob(i) != nullptr) this->blob(i)->read(blob.data());
   const std::vector<float> numbers =
-      span_row_detail::widened(blob.data() + f.offset * bytes, store_, f.numbers(s.length, dim_));
+      span_row_detail::widened(factors(i).data() + f.offset * bytes, store_, f.numbers(s.length, dim_));
   float* to = out.data<float>();
   if (f.raw) {
     std::ranges::copy(numbers, to);
@@ -152,7 +169,7 @@ KVKEEP_INLINE void SpanRow::reserve(const SpanRow& later) {
   span_row_detail::make_room_for(later.spans_, spans_);
   span_row_detail::make_room_for(later.log_length_, log_length_);
   span_row_detail::make_room_for(later.norms_, norms_);
-  span_row_detail::make_room_for(later.blobs_, blobs_);
+  span_row_detail::make_room_for(later.factors_, factors_);
   const auto sketched = static_cast<std::size_t>(KeySketch::padded(tokens() + later.tokens()));
   if (later.sketch_.sizes.empty()) return;
   make_room(sketch_.sizes, sketched);
@@ -170,7 +187,7 @@ KVKEEP_INLINE void SpanRow::append(SpanRow later) {
   span_row_detail::append_to(spans_, std::move(later.spans_));
   span_row_detail::append_to(log_length_, std::move(later.log_length_));
   span_row_detail::append_to(norms_, std::move(later.norms_));
-  span_row_detail::append_to(blobs_, std::move(later.blobs_));
+  span_row_detail::append_to(factors_, std::move(later.factors_));
 }
 
 KVKEEP_INLINE void KeySketch::resize(std::int64_t tokens, std::int64_t dim) {
@@ -196,23 +213,23 @@ KVKEEP_INLINE std::int64_t SpanRow::near_bytes() const {
 }
 
 KVKEEP_INLINE std::int64_t SpanRow::far_bytes() const {
-  return std::accumulate(blobs_.begin(), blobs_.end(), std::int64_t{0},
-                         [](std::int64_t sum, const FarBlobPtr& b) { return sum + (b == nullptr ? 0 : b->size()); });
+  return std::accumulate(factors_.begin(), factors_.end(), std::int64_t{0},
+                         [](std::int64_t sum, const auto& one) { return sum + std::ssize(one); });
 }
 
 /// One call of fold().
 class RowFolding {
  public:
-  RowFolding(std::span<const RowFold> folds, std::int64_t dim, const FactorOptions& options, FarStore& far,
-             const RankGates* gates, FoldTrace* trace)
-      : folds_(folds), dim_(dim), options_(options), far_(far), gates_(gates), trace_(trace) {
+  RowFolding(std::span<const RowFold> folds, std::int64_t dim, const FactorOptions& options, const RankGates* gates,
+             FoldTrace* trace, std::int64_t far_bytes)
+      : folds_(folds), dim_(dim), options_(options), gates_(gates), trace_(trace), far_bytes_(far_bytes) {
     check();
     std::int64_t spans = 0;
     for (const RowFold& f : folds_) {
       const auto count = static_cast<std::int64_t>(f.indptr.size()) - 1;
       SpanRow row(dim_, options_.store);
       row.spans_.resize(static_cast<std::size_t>(count));
-      row.blobs_.resize(static_cast<std::size_t>(count));
+      row.factors_.resize(static_cast<std::size_t>(count));
       row.log_length_.resize(static_cast<std::size_t>(count));
       row.first_token_.assign(f.indptr.begin(), f.indptr.end());
       if (options_.sketch) {
@@ -370,9 +387,12 @@ class RowFolding {
     for (std::int64_t side = 0; side < 2; ++side)
       matrices.write(2 * i + side, numbers.data() + span.factors[static_cast<std::size_t>(side)].offset);
     require_storable(numbers, f, s, slots);
-    std::vector<std::byte> bytes(static_cast<std::size_t>(total * bytes_of_number()));
-    cpu::round_to(numbers.data(), total, options_.store, bytes.data());
-    row.blobs_[static_cast<std::size_t>(s)] = far_.put(bytes, label_of(f, s, slots));
+    const std::int64_t bytes = total * bytes_of_number(), left = far_bytes_.fetch_sub(bytes) - bytes;
+    KVKEEP_REQUIRE_AS(StateError, left >= 0, "fold: no room for factors of ", label_of(f, s, slots), "; given ", bytes,
+                      " bytes, ", left + bytes, " are left; allowed more host_bytes, or fewer sequences");
+    auto& to = row.factors_[static_cast<std::size_t>(s)];
+    to.resize(static_cast<std::size_t>(bytes));
+    cpu::round_to(numbers.data(), total, options_.store, to.data());
   }
 
   void require_storable(std::span<const float> numbers, const RowFold& f, std::int64_t s,
@@ -389,8 +409,8 @@ class RowFolding {
     return f.positions.empty() ? slot : f.positions[static_cast<std::size_t>(slot)];
   }
 
-  [[nodiscard]] static FarLabel label_of(const RowFold& f, std::int64_t span, std::span<const std::int32_t> slots) {
-    FarLabel label = f.label;
+  [[nodiscard]] static SpanLabel label_of(const RowFold& f, std::int64_t span, std::span<const std::int32_t> slots) {
+    SpanLabel label = f.label;
     label.span = f.spans_before + static_cast<std::int32_t>(span);
     label.begin = position(f, slots.front()), label.end = position(f, slots.back()) + 1;
     return label;
@@ -399,16 +419,16 @@ class RowFolding {
   std::span<const RowFold> folds_;
   std::int64_t dim_;
   const FactorOptions& options_;
-  FarStore& far_;
   const RankGates* gates_;
   FoldTrace* trace_;
+  std::atomic<std::int64_t> far_bytes_;  ///< that are left for factors
   std::vector<SpanRow> rows_;
   std::vector<std::int64_t> first_;  ///< [rows] spans of earlier rows
 };
 
 KVKEEP_INLINE std::vector<SpanRow> fold(std::span<const RowFold> rows, std::int64_t dim, const FactorOptions& options,
-                                        FarStore& far, const RankGates* gates, FoldTrace* trace) {
-  return RowFolding(rows, dim, options, far, gates, trace).run();
+                                        const RankGates* gates, FoldTrace* trace, std::int64_t far_bytes) {
+  return RowFolding(rows, dim, options, gates, trace, far_bytes).run();
 }
 
 }  // namespace kvkeep

@@ -1,22 +1,39 @@
 #pragma once
-/// The folded spans of one row (layer, sequence, KV head): one coarse entry each near the device, and low-rank factors
-/// of their keys and values far from it. Source: SeKV (AmirAbaskohi/SeKV). Differs: rows are centred on the coarse
-/// entry if that leaves less out, the rank follows an energy rule, factors larger than the rows are never stored, and
-/// the decomposition is exact.
+/// The folded spans of one row (layer, sequence, KV head): one coarse entry each near attention, and low-rank factors
+/// of their keys and values, which few queries read. Source: SeKV (AmirAbaskohi/SeKV). Differs: rows are centred on the
+/// coarse entry if that leaves less out, the rank follows an energy rule, factors larger than the rows are never
+/// stored, and the decomposition is exact.
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <iosfwd>
+#include <limits>
 #include <span>
 #include <vector>
 
 #include "kvkeep/core/slot.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/memory/factors.h"
-#include "kvkeep/memory/far_store.h"
 #include "kvkeep/memory/rank_gates.h"
+#include "kvkeep/simd/aligned.h"
 
 namespace kvkeep {
+
+/// No cap on bytes.
+inline constexpr std::int64_t kAnyBytes = std::numeric_limits<std::int64_t>::max();
+
+/// Whose a span is; -1 or an empty range of tokens: unknown. Only error messages print it.
+struct SpanLabel {
+  std::int64_t sequence = -1;
+  std::int32_t layer = -1;
+  std::int32_t head = -1;  ///< KV head
+  std::int32_t span = -1;
+  std::int32_t begin = 0, end = 0;  ///< tokens begin to end - 1
+};
+
+/// "span 17 (tokens 210 to 273) of sequence 3, layer 2, head 0"; "spans" without a number.
+std::ostream& operator<<(std::ostream& out, const SpanLabel& label);
 
 /// Keys or values.
 enum class KvSide : std::uint8_t { keys, values };
@@ -55,7 +72,7 @@ struct SpanParts {
   std::array<std::vector<std::byte>, 2> coarse = {};  ///< dtype [spans, D] of keys, of values
   std::vector<float> norms = {};                      ///< [spans, heads], or none
   KeySketch sketch = {};                              ///< of the tokens of all spans, or none
-  std::vector<FarBlobPtr> blobs = {};                 ///< [spans] null if a span has no numbers
+  std::vector<cpu::Aligned<std::byte>> factors = {};  ///< [spans] empty if a span has no numbers
 };
 
 /// Grows at its end; its contents never change. Any number of threads may read it while nobody appends.
@@ -85,16 +102,16 @@ class SpanRow {
   /// [size + 1] tokens_before() of every span.
   [[nodiscard]] std::span<const std::int64_t> first_tokens() const { return first_token_; }
 
-  /// Far: dtype() numbers of keys, then of values, at the offsets in span(i).factors. Null if there are none.
-  [[nodiscard]] const FarBlobPtr& blob(std::int64_t i) const { return blobs_[static_cast<std::size_t>(i)]; }
-  [[nodiscard]] std::span<const FarBlobPtr> blobs() const { return blobs_; }
+  /// Far: dtype() numbers of keys, then of values, at the offsets in span(i).factors. Empty if there are none.
+  [[nodiscard]] std::span<const std::byte> factors(std::int64_t i) const {
+    return factors_[static_cast<std::size_t>(i)];
+  }
 
   /// What opening a span takes, in entries of a row: (numbers of its keys + of its values) / 2D, so its length if both
   /// are raw.
   [[nodiscard]] double zoom_entries(std::int64_t i) const;
 
-  /// The rows that a zoom reads: f32 [length, D]. For tests and traces; attention never forms it. Throws as
-  /// FarBlob::read().
+  /// The rows that a zoom reads: f32 [length, D]. For tests and traces; attention never forms it.
   [[nodiscard]] Tensor rows(std::int64_t i, KvSide side) const;
 
   /// Makes room for append(later), which then does not throw. Throws InvalidArgument for another D or dtype, and if
@@ -109,7 +126,7 @@ class SpanRow {
   /// Tokens in all spans.
   [[nodiscard]] std::int64_t tokens() const { return first_token_.back(); }
   /// Bytes of numbers, without tables. Near: per span 2 * D in dtype(), 4 for the logarithm and 4 for each norm; with a
-  /// sketch, per token 4 for every 32 numbers of a key, and 2. Far: the blobs.
+  /// sketch, per token 4 for every 32 numbers of a key, and 2. Far: the factors.
   [[nodiscard]] std::int64_t near_bytes() const;
   [[nodiscard]] std::int64_t far_bytes() const;
 
@@ -123,7 +140,7 @@ class SpanRow {
   std::vector<float> log_length_, norms_;
   std::vector<std::int64_t> first_token_ = {0};  ///< [size + 1]
   KeySketch sketch_;
-  std::vector<FarBlobPtr> blobs_;
+  std::vector<cpu::Aligned<std::byte>> factors_;
 };
 
 /// The slots of one row that are to be folded.
@@ -137,7 +154,7 @@ struct RowFold {
   std::span<const float> weights =
       {};  ///< [slots] how much a slot counts in its span's coarse entry, as span_weights() takes it; empty: all equal
   std::span<const std::int32_t> positions = {};  ///< [slots of the row] logical; empty: slot i is at position i
-  FarLabel label = {};                           ///< owner of the row; fold() fills in span and tokens
+  SpanLabel label = {};                          ///< owner of the row; fold() fills in span and tokens
   std::int32_t spans_before = 0;                 ///< number of the first span, in labels
 };
 
@@ -148,13 +165,14 @@ struct FoldTrace {
 };
 
 /// Folds spans of many rows together: [rows], each with the spans of its RowFold. `gates`: required if options.rank is
-/// gates. Far bytes go to `far`. Throws InvalidArgument with all of options.problems(), for rows that are not finite
-/// (named by layer, head and positions), empty spans, and gates that are missing or of another size; and as
-/// FarStore::put(). Nothing is kept then. Cost per span, row and side: a Gram matrix of m^2 * max(L, D) / 2, m = min(L,
+/// gates. Throws InvalidArgument with all of options.problems(), for rows that are not finite (named by layer, head and
+/// positions), empty spans, and gates that are missing or of another size; StateError if all factors together take more
+/// than `far_bytes`. Cost per span, row and side: a Gram matrix of m^2 * max(L, D) / 2, m = min(L,
 /// D), then 2 m^3 / 3, twice if centring is automatic, and r (m^2 + L D) for r components, in fp64. Spans of one length
 /// run together, groups of them in parallel; a span's result does not depend on its neighbours' values or on threads.
 [[nodiscard]] std::vector<SpanRow> fold(std::span<const RowFold> rows, std::int64_t dim, const FactorOptions& options,
-                                        FarStore& far, const RankGates* gates = nullptr, FoldTrace* trace = nullptr);
+                                        const RankGates* gates = nullptr, FoldTrace* trace = nullptr,
+                                        std::int64_t far_bytes = kAnyBytes);
 
 }  // namespace kvkeep
 

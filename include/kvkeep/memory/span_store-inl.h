@@ -29,8 +29,7 @@ inline void check_spans(std::span<const Span> spans, std::int64_t tokens) {
 }  // namespace span_store_detail
 
 KVKEEP_INLINE SpanStore::SpanStore(const Tensor& keys, const Tensor& values, std::span<const float> surprisal,
-                                   std::vector<Span> spans, const FactorOptions& options, const RankGates* gates,
-                                   std::shared_ptr<FarStore> far)
+                                   std::vector<Span> spans, const FactorOptions& options, const RankGates* gates)
     : spans_(std::move(spans)) {
   KVKEEP_REQUIRE(keys.dim() == 3 && keys.sizes() == values.sizes() && keys.size(0) >= 1 && keys.size(2) >= 1 &&
                      keys.device().is_cpu() && values.device().is_cpu() && is_scorable(keys.dtype()) &&
@@ -62,8 +61,7 @@ KVKEEP_INLINE SpanStore::SpanStore(const Tensor& keys, const Tensor& values, std
                      .weights = weights,
                      .label = {.head = static_cast<std::int32_t>(h)}});
   FoldTrace trace;
-  if (far == nullptr) far = FarStore::make();
-  rows_ = fold(folds, keys.size(2), options, *far, gates, &trace);
+  rows_ = fold(folds, keys.size(2), options, gates, &trace);
 
   const std::int64_t heads = kv_heads();
   const auto by_span = [&](const std::vector<double>& numbers) {  // the trace is by head, then span

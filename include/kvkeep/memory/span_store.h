@@ -3,7 +3,6 @@
 
 #include <array>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <vector>
 
@@ -19,10 +18,10 @@ class SpanStore {
   SpanStore() = default;
 
   /// keys, values: f32, f16 or bf16 [Hkv, T, D], keys as attention reads them (after RoPE); surprisal: [T]; spans
-  /// inside T. `gates`: required if options.rank is gates. `far`: null for a store of its own. Throws InvalidArgument
-  /// for other shapes and spans that overlap, and as fold(). Cost: as fold().
+  /// inside T. `gates`: required if options.rank is gates. Throws InvalidArgument for other shapes and spans that
+  /// overlap, and as fold(). Cost: as fold().
   SpanStore(const Tensor& keys, const Tensor& values, std::span<const float> surprisal, std::vector<Span> spans,
-            const FactorOptions& options, const RankGates* gates = nullptr, std::shared_ptr<FarStore> far = nullptr);
+            const FactorOptions& options, const RankGates* gates = nullptr);
 
   [[nodiscard]] std::int64_t size() const { return static_cast<std::int64_t>(spans_.size()); }
   [[nodiscard]] std::span<const Span> spans() const { return spans_; }
@@ -45,7 +44,7 @@ class SpanStore {
   [[nodiscard]] const Tensor& gates() const { return gates_; }
 
   /// Bytes of tensors, without tables. Near: per span 2 * Hkv * D in the rows' dtype, and 4 for the logarithm, which
-  /// the heads share. Far: the blobs.
+  /// the heads share. Far: the factors.
   [[nodiscard]] std::int64_t near_bytes() const;
   [[nodiscard]] std::int64_t far_bytes() const;
 

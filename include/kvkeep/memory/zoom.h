@@ -7,16 +7,9 @@
 #include <span>
 #include <vector>
 
-#include "kvkeep/memory/factor_cache.h"
 #include "kvkeep/memory/router.h"
 
 namespace kvkeep {
-
-/// What happens to a span whose factors can no longer be read.
-enum class Damage : std::uint8_t {
-  refuse,  ///< throws DamagedData, which names it
-  coarse,  ///< it is read as its coarse entry
-};
 
 /// One row of a layer, as it is read.
 struct MemoryRow {
@@ -33,8 +26,6 @@ struct Reading {
   double entries_per_span = 1;                               ///< what a folded span counts as
   double entries_per_token = 0;                              ///< what every token in it adds
   bool per_head = false;                                     ///< ZoomBudget::per_head
-  Damage damage = Damage::refuse;
-  FactorCache* cache = nullptr;
 };
 
 /// Counts of a reading.
@@ -42,7 +33,7 @@ struct ReadCounts {
   std::int64_t queries = 0;   ///< tokens x KV heads
   std::int64_t zooms = 0;     ///< spans opened, by token and KV head
   std::int64_t tokens = 0;    ///< tokens in them
-  std::int64_t damaged = 0;   ///< spans read as their coarse entry because their factors could not be read
+  std::int64_t bytes = 0;     ///< of their factors, each time that they are read
   std::int64_t unmet = 0;     ///< spans asked for that the budget had no room for
   std::int64_t resident = 0;  ///< entries in reach if nothing opens, rounded up, over all queries
 
@@ -60,7 +51,7 @@ struct ReadCounts {
 /// spans that the rule names, as far as the budget allows; the others are read as their coarse entries. rows: [Hkv];
 /// queries: f32, f16 or bf16 [n, Hq, D] after RoPE; each sees every span. `opened`: if not null, [Hkv] the spans that
 /// the last query opened; `by_head`: [Hkv] or empty, to which the counts of each are added. Throws InvalidArgument for
-/// other shapes and a router of other heads; DamagedData if reading.damage is refuse. `open` is of no use then. Cost
+/// other shapes and a router of other heads; `open` is of no use then. Cost
 /// per query and KV head: the coarse keys and values once; the factors of opened spans. Queries and KV heads in
 /// parallel.
 ReadCounts read_memory(OpenAttention& open, std::span<const MemoryRow> rows, const Tensor& queries, double scale,

@@ -12,7 +12,6 @@
 #include "kvkeep/core/columns.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/observe/query_ring.h"
-#include "kvkeep/observe/query_statistics.h"
 #include "kvkeep/policy/folded_memory.h"
 #include "kvkeep/policy/prompt_pass.h"
 
@@ -22,14 +21,13 @@ namespace kvkeep {
 struct SequenceState {
   std::unique_ptr<Columns> columns;
   QueryRing ring;
-  std::vector<QueryStatistics> statistics;  ///< [full layers] if the policy asks for them; else empty
-  std::int32_t prefix = 0;                  ///< tokens that were cached before the sequence joined
-  std::int64_t logical = 0;                 ///< tokens seen, prefix included
-  std::int64_t last_event = 0;              ///< logical length at the last event
-  std::int64_t prompt = -1;                 ///< tokens of the prompt; -1 until known
-  std::int32_t prompt_end = 0;              ///< once it has ended: logical position below which its tokens are
-  std::int32_t event_position = 0;          ///< next position at the last event, or after the prefix
-  std::int64_t asked = 0;                   ///< logical length when the policy was last asked
+  std::int32_t prefix = 0;          ///< tokens that were cached before the sequence joined
+  std::int64_t logical = 0;         ///< tokens seen, prefix included
+  std::int64_t last_event = 0;      ///< logical length at the last event
+  std::int64_t prompt = -1;         ///< tokens of the prompt; -1 until known
+  std::int32_t prompt_end = 0;      ///< once it has ended: logical position below which its tokens are
+  std::int32_t event_position = 0;  ///< next position at the last event, or after the prefix
+  std::int64_t asked = 0;           ///< logical length when the policy was last asked
   std::int32_t next_position = 0;
   std::vector<std::int32_t> prompt_slots = {};  ///< [full layers] on a device: of the prompt, once cut; -1 before
   std::unique_ptr<PromptPass> pass = nullptr;   ///< while a prompt narrows

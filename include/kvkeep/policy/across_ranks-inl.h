@@ -447,13 +447,12 @@ class AcrossRanks final : public Machine {
                            "; allowed on the CPU"));
     return found;
   }
-  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec,
-                                                  bool own_store) const override {
-    return own_.problems(memory, spec, own_store);
+  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec) const override {
+    return own_.problems(memory, spec);
   }
-  [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
-                                                            std::shared_ptr<FarStore> far) override {
-    return own_.folded_memory(spec, memory, std::move(far));
+  [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
+                                                            const MemoryOptions& memory) override {
+    return own_.folded_memory(spec, memory);
   }
   [[nodiscard]] std::unique_ptr<Columns> columns(std::int32_t rows) override { return own_.columns(rows); }
   [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -17,37 +18,42 @@ namespace folded_memory_detail {
 
 class HostRows final : public FoldedRows {
  public:
-  HostRows(std::vector<SpanRow> rows, FactorCache& near) : rows_(std::move(rows)), opened_(rows_.size()), near_(near) {}
-  ~HostRows() override {
-    for (const SpanRow& row : rows_) near_.forget(row.blobs());
+  /// held: far bytes of all sequences, which outlives it.
+  HostRows(std::vector<SpanRow> rows, std::int64_t& held) : rows_(std::move(rows)), held_(held) {
+    held_ += far_bytes();
   }
+  ~HostRows() override { held_ -= far_bytes(); }
   HostRows(const HostRows&) = delete;
   HostRows& operator=(const HostRows&) = delete;
 
-  [[nodiscard]] std::int64_t spans(std::int32_t row) const override { return at(row).size(); }
-  [[nodiscard]] std::span<SpanRow> host_rows() override { return rows_; }
-  [[nodiscard]] const SpanRow& at(std::int32_t row) const { return rows_[static_cast<std::size_t>(row)]; }
+  [[nodiscard]] std::int64_t spans(std::int32_t row) const override {
+    return rows_[static_cast<std::size_t>(row)].size();
+  }
+  [[nodiscard]] std::span<const SpanRow> host_rows() const override { return rows_; }
   [[nodiscard]] SpanRow& at(std::int32_t row) { return rows_[static_cast<std::size_t>(row)]; }
-  /// Spans that the newest query opened.
-  [[nodiscard]] std::vector<std::int32_t>& opened(std::int32_t row) { return opened_[static_cast<std::size_t>(row)]; }
+  void append(std::int32_t row, SpanRow later) noexcept {
+    held_ += later.far_bytes();
+    at(row).append(std::move(later));
+  }
 
   [[nodiscard]] FoldedState state() const override {
-    FoldedState state;
+    FoldedState state{.far_bytes = far_bytes()};
     for (const SpanRow& row : rows_) {
       state.spans += row.size();
       state.tokens += row.tokens();
       state.near_bytes += row.near_bytes();
-      state.far_bytes += row.far_bytes();
-      for (const FarBlobPtr& blob : row.blobs())
-        if (blob != nullptr && blob->on_disk()) state.disk_bytes += blob->size();
     }
     return state;
   }
 
  private:
+  [[nodiscard]] std::int64_t far_bytes() const {
+    return std::accumulate(rows_.begin(), rows_.end(), std::int64_t{0},
+                           [](std::int64_t sum, const SpanRow& row) { return sum + row.far_bytes(); });
+  }
+
   std::vector<SpanRow> rows_;
-  std::vector<std::vector<std::int32_t>> opened_;
-  FactorCache& near_;
+  std::int64_t& held_;
 };
 
 /// Only this file's FoldedMemory makes them, and every one that it is given is its own.
@@ -67,7 +73,7 @@ class HostFolding final : public Folding {
   [[nodiscard]] std::int64_t far_bytes() const override { return far_bytes_; }
   void keep() noexcept override {
     for (std::size_t r = 0; r < folded_.size(); ++r)
-      host_rows(targets_[r].sequence).at(targets_[r].row).append(std::move(folded_[r]));
+      host_rows(targets_[r].sequence).append(targets_[r].row, std::move(folded_[r]));
   }
 
  private:
@@ -78,16 +84,17 @@ class HostFolding final : public Folding {
 
 class HostFoldedMemory final : public FoldedMemory {
  public:
-  HostFoldedMemory(const ModelSpec& spec, const MemoryOptions& memory, std::shared_ptr<FarStore> far)
-      : spec_(spec),
-        memory_(memory),
-        far_(far != nullptr ? std::move(far) : FarStore::make(memory.far)),
-        near_(memory.near),
-        reads_(spec.full_layers().size() * static_cast<std::size_t>(spec.kv_heads)) {}
+  HostFoldedMemory(const ModelSpec& spec, const MemoryOptions& memory)
+      : spec_(spec), memory_(memory), reads_(spec.full_layers().size() * static_cast<std::size_t>(spec.kv_heads)) {}
 
   [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::int32_t count) override {
-    return std::make_unique<HostRows>(
-        std::vector<SpanRow>(static_cast<std::size_t>(count), SpanRow(spec_.key_dim, memory_.factors.store)), near_);
+    return rows(std::vector<SpanRow>(static_cast<std::size_t>(count), SpanRow(spec_.key_dim, memory_.factors.store)));
+  }
+  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> saved) override {
+    auto rows = std::make_unique<HostRows>(std::move(saved), far_bytes_);
+    KVKEEP_REQUIRE_AS(StateError, far_bytes_ <= memory_.host_bytes, "folded spans: no room for ",
+                      rows->state().far_bytes, " bytes of factors; host_bytes allows ", memory_.host_bytes, " in all");
+    return rows;
   }
 
   [[nodiscard]] std::unique_ptr<Folding> fold(const RowTable& table, const Decision& decision,
@@ -119,7 +126,8 @@ class HostFoldedMemory final : public FoldedMemory {
                       .label = {.sequence = targets[r].id, .layer = row.layer, .head = row.head},
                       .spans_before = static_cast<std::int32_t>(targets[r].sequence->spans(targets[r].row))});
     }
-    std::vector<SpanRow> folded = kvkeep::fold(rows, spec_.key_dim, memory_.fold_options(), *far_, memory_.gates());
+    std::vector<SpanRow> folded = kvkeep::fold(rows, spec_.key_dim, memory_.fold_options(), memory_.gates(), nullptr,
+                                               memory_.host_bytes - far_bytes_);
     if (memory_.learned())
       for (std::size_t r = 0; r < folded.size(); ++r) {
         const Row& row = table.rows[r];
@@ -132,13 +140,11 @@ class HostFoldedMemory final : public FoldedMemory {
   ReadCounts view(const FoldedReading& r) override {
     ReadCounts counts;
     for (const FoldedReader& reader : r.readers) counts += view(r, reader);
-    bring_next(r);
     return counts;
   }
 
   [[nodiscard]] std::span<const ReadCounts> reads() const override { return reads_; }
-  [[nodiscard]] FarStore& far_store() override { return *far_; }
-  [[nodiscard]] const FactorCache* factor_cache() const override { return &near_; }
+  [[nodiscard]] std::int64_t far_bytes() const override { return far_bytes_; }
 
  private:
   ReadCounts view(const FoldedReading& r, const FoldedReader& reader) {
@@ -157,9 +163,7 @@ class HostFoldedMemory final : public FoldedMemory {
         .entries = memory_.entries_after(reader.seen),
         .entries_per_span = memory_.entries_per_span(spec_.group(), spec_.key_dim, memory_.learned()),
         .entries_per_token = memory_.entries_per_token(spec_.key_dim),
-        .per_head = memory_.published_budget,
-        .damage = memory_.damage,
-        .cache = &near_};
+        .per_head = memory_.published_budget};
     const Tensor lse = r.attended.log_sum_exp.narrow(0, reader.first, reader.tokens),
                  out = r.attended.out.narrow(0, reader.first, reader.tokens);
     OpenAttention open{lse, empty(lse.sizes(), Dtype::f32), out};
@@ -170,45 +174,25 @@ class HostFoldedMemory final : public FoldedMemory {
       sums[n] = seen ? 1.0F : 0.0F;
       if (!seen) std::fill_n(outputs + n * dim, dim, 0.0F);
     }
-    std::vector<std::vector<std::int32_t>> opened;
     const ReadCounts counts =
-        read_memory(open, rows, r.queries.narrow(0, reader.first, reader.tokens), spec_.scale(), reading, &opened,
+        read_memory(open, rows, r.queries.narrow(0, reader.first, reader.tokens), spec_.scale(), reading, nullptr,
                     std::span(reads_).subspan(static_cast<std::size_t>(first_row), rows.size()));
     for (std::int64_t n = 0; n < lse.numel(); ++n)
       for (float* x = outputs + n * dim; x < outputs + (n + 1) * dim; ++x) *x /= sums[n];
     copy(open.log_mass(), lse);
-    for (std::size_t h = 0; h < opened.size(); ++h)
-      own.opened(first_row + static_cast<std::int32_t>(h)) = std::move(opened[h]);
     return counts;
-  }
-
-  /// Prefetches the spans that the next layer opened last, because it is likely to open them again. The first layer
-  /// follows the last.
-  void bring_next(const FoldedReading& r) {
-    if (far_->file_bytes() == 0) return;
-    std::vector<FarBlobPtr> wanted;
-    for (const FoldedReader& reader : r.readers) {
-      HostRows& own = host_rows(reader.rows);
-      const std::int32_t next = (r.index + 1) * spec_.kv_heads % static_cast<std::int32_t>(own.host_rows().size());
-      for (std::int32_t row = next; row < next + spec_.kv_heads; ++row)
-        for (const std::int32_t span : own.opened(row))
-          if (const FarBlobPtr& blob = own.at(row).blob(span); blob != nullptr) wanted.push_back(blob);
-    }
-    if (!wanted.empty()) near_.prefetch(wanted);
   }
 
   const ModelSpec spec_;
   const MemoryOptions& memory_;
-  std::shared_ptr<FarStore> far_;
-  FactorCache near_;
+  std::int64_t far_bytes_ = 0;     // of living HostRows
   std::vector<ReadCounts> reads_;  // [rows]
 };
 
 }  // namespace folded_memory_detail
 
-KVKEEP_INLINE std::unique_ptr<FoldedMemory> host_folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
-                                                               std::shared_ptr<FarStore> far) {
-  return std::make_unique<folded_memory_detail::HostFoldedMemory>(spec, memory, std::move(far));
+KVKEEP_INLINE std::unique_ptr<FoldedMemory> host_folded_memory(const ModelSpec& spec, const MemoryOptions& memory) {
+  return std::make_unique<folded_memory_detail::HostFoldedMemory>(spec, memory);
 }
 
 }  // namespace kvkeep

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/columns.h"
@@ -20,9 +21,8 @@ struct FoldedState {
   std::int64_t spans = 0;       ///< over all rows
   std::int64_t tokens = 0;      ///< in them
   std::int64_t near_bytes = 0;  ///< of coarse entries and the data stored with them
-  std::int64_t far_bytes = 0;   ///< of factors, wherever they are stored; on a device the room that was taken for them,
+  std::int64_t far_bytes = 0;   ///< of factors; on a device the room that was taken for them,
                                 ///< an upper bound, because the host does not know their ranks
-  std::int64_t disk_bytes = 0;  ///< of factors in a file
 };
 
 /// The folded rows of one sequence, from FoldedMemory::rows(), which must outlive them.
@@ -34,7 +34,7 @@ class FoldedRows {
   [[nodiscard]] virtual std::int64_t spans(std::int32_t row) const = 0;
   [[nodiscard]] virtual FoldedState state() const = 0;
   /// [rows] the spans themselves; empty on a device.
-  [[nodiscard]] virtual std::span<SpanRow> host_rows() = 0;
+  [[nodiscard]] virtual std::span<const SpanRow> host_rows() const = 0;
 };
 
 /// The row that the spans of one row of an event go to.
@@ -82,9 +82,11 @@ class FoldedMemory {
 
   /// Of a sequence with `count` rows, of which none is folded yet.
   [[nodiscard]] virtual std::unique_ptr<FoldedRows> rows(std::int32_t count) = 0;
+  /// Of a sequence that was saved, on the CPU. Throws StateError if the cap leaves no room for its factors.
+  [[nodiscard]] virtual std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> saved) = 0;
 
   /// Folds the slots that decision.fold names, which lie where the table says. targets: [rows]. Throws, and changes
-  /// nothing: as kvkeep::fold(); StateError if the store has no room. On a device it only launches, what is not finite
+  /// nothing: as kvkeep::fold(); StateError if the cap leaves no room. On a device it only launches, what is not finite
   /// is not refused, and it throws StateError for a decision that is not the newest, and while a stream is captured.
   [[nodiscard]] virtual std::unique_ptr<Folding> fold(const RowTable& table, const Decision& decision,
                                                       std::span<const FoldTarget> targets) = 0;
@@ -95,15 +97,13 @@ class FoldedMemory {
 
   /// [rows] What view() has counted in each, since construction; empty on a device.
   [[nodiscard]] virtual std::span<const ReadCounts> reads() const = 0;
-  /// The store of factors.
-  [[nodiscard]] virtual FarStore& far_store() = 0;
-  /// The cache of factors that are near; null on a device.
-  [[nodiscard]] virtual const FactorCache* factor_cache() const = 0;
+  /// FoldedState::far_bytes of all sequences; on a device also of those that have left but may still be read. Never
+  /// above MemoryOptions::host_bytes.
+  [[nodiscard]] virtual std::int64_t far_bytes() const = 0;
 };
 
-/// On the CPU: spans as SpanRow, factors in `far`; null: in a store of its own. `memory` must outlive it.
-[[nodiscard]] std::unique_ptr<FoldedMemory> host_folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
-                                                               std::shared_ptr<FarStore> far);
+/// On the CPU: spans as SpanRow. `memory` must outlive it.
+[[nodiscard]] std::unique_ptr<FoldedMemory> host_folded_memory(const ModelSpec& spec, const MemoryOptions& memory);
 
 }  // namespace kvkeep
 

@@ -261,12 +261,10 @@ class Host final : public Machine {
   [[nodiscard]] MachineMemory& memory() const override { return host_memory(); }
   [[nodiscard]] std::vector<std::string> problems(const Demand&, const ModelSpec&) const override { return {}; }
   [[nodiscard]] std::vector<std::string> problems(const LayerDemand&, const ModelSpec&) const override { return {}; }
-  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions&, const ModelSpec&, bool) const override {
-    return {};
-  }
-  [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
-                                                            std::shared_ptr<FarStore> far) override {
-    return host_folded_memory(spec, memory, std::move(far));
+  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions&, const ModelSpec&) const override { return {}; }
+  [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
+                                                            const MemoryOptions& memory) override {
+    return host_folded_memory(spec, memory);
   }
   [[nodiscard]] std::unique_ptr<Columns> columns(std::int32_t rows) override {
     return std::make_unique<HostColumns>(rows);

@@ -143,15 +143,12 @@ class Machine {
   /// The same for the layers of prompts.
   [[nodiscard]] virtual std::vector<std::string> problems(const LayerDemand& demand, const ModelSpec& spec) const = 0;
 
-  /// Why it cannot keep folded spans like that, one sentence each; empty: it can. `own_store`: the engine gives the
-  /// store of factors.
-  [[nodiscard]] virtual std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec,
-                                                          bool own_store) const = 0;
+  /// Why it cannot keep folded spans like that, one sentence each; empty: it can.
+  [[nodiscard]] virtual std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec) const = 0;
 
-  /// The folded spans of a keeper, which the machine must outlive; `memory` too. far: the engine's store of factors;
-  /// null: none.
-  [[nodiscard]] virtual std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec, const MemoryOptions& memory,
-                                                                    std::shared_ptr<FarStore> far) = 0;
+  /// The folded spans of a keeper, which the machine must outlive; `memory` too.
+  [[nodiscard]] virtual std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
+                                                                    const MemoryOptions& memory) = 0;
 
   /// Columns of one sequence with `rows` rows, in its memory, which must outlive them.
   [[nodiscard]] virtual std::unique_ptr<Columns> columns(std::int32_t rows) = 0;

@@ -26,8 +26,6 @@ struct Provided {
   bool surprisal = false;                       ///< Keeper::surprise() is called before step()
   bool given_scores = false;                    ///< Keeper::give() is called in every full layer, before step()
   bool reads_folded = false;                    ///< Keeper::view() is called after each layer's attention
-  std::shared_ptr<FarStore> far_store = nullptr;  ///< stores the factors of folded spans; may serve several keepers.
-                                                  ///< Null: the keeper makes its own, as the policy says
   std::shared_ptr<Machine> accelerator =
       nullptr;  ///< of the device of cache and queries; null: the CPU. Each keeper needs its own
 

@@ -13,16 +13,13 @@
 
 namespace kvkeep {
 
-/// What an option of a policy names.
-enum class OptionFile : std::uint8_t { none, read, written };
-
 /// One option of a policy, for display.
 struct OptionInfo {
   std::string name;      ///< as in JSON, with its sub-object: "allocator.window"
   std::string fallback;  ///< default; "required" if there is none
   std::string allowed;   ///< range or choices
   std::string what;      ///< one line
-  OptionFile file = OptionFile::none;
+  bool file = false;     ///< it names a file
 };
 
 struct PolicyInfo {
@@ -57,11 +54,10 @@ struct PolicyInfo {
 /// The part before the + of "prefill+decode"; all of `text` if no policy follows a +.
 [[nodiscard]] std::string_view prefill_part(std::string_view text);
 
-/// A file that an option of a policy names.
+/// A file that an option of a policy names, which is read.
 struct PolicyFile {
   std::string option;  ///< as in OptionInfo
   std::filesystem::path path;
-  bool written = false;  ///< else read
 };
 
 /// The files that a policy names, which is not made: none of them is opened. None for a text that make_policy() or

@@ -11,7 +11,6 @@
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/require_host.h"
-#include "kvkeep/observe/query_block.h"
 #include "kvkeep/score/expected.h"
 #include "kvkeep/score/window_queries.h"
 #include "kvkeep/simd/aligned.h"
@@ -22,8 +21,6 @@ namespace kvkeep {
 namespace expected_detail {
 
 using cpu::Aligned;
-using cpu::QueryBlock;
-using cpu::TurnBack;
 
 inline constexpr std::int64_t kPadding = 64;    ///< logits of a row are padded to a multiple of it
 inline constexpr std::int32_t kAhead = 12;      ///< queries that are fetched ahead
@@ -60,6 +57,75 @@ struct MeanTurn {
       x[j] = product(b, cosines[k]) + product(a, sines[k]);
     }
   }
+};
+
+/// cos and sin that undo RoPE on a query, attention scaling included; empty if there is none.
+struct TurnBack {
+  std::vector<float> cosines, sines;  ///< [tokens, F]
+
+  /// `tokens` positions, given by position(i).
+  template <class Position>
+  void fill(const RopeSpec& rope, std::int64_t tokens, Position&& position) {
+    const std::size_t pairs = rope.inv_freq.size();
+    cosines.resize(static_cast<std::size_t>(tokens) * pairs);
+    sines.resize(cosines.size());
+    const auto shrink = static_cast<float>(1.0 / (rope.attention_scaling * rope.attention_scaling));
+    for (std::int64_t i = 0; i < tokens; ++i) {
+      float *c = cosines.data() + static_cast<std::size_t>(i) * pairs,
+            *s = sines.data() + static_cast<std::size_t>(i) * pairs;
+      rope_at(rope, position(i), c, s);
+      for (std::size_t f = 0; f < pairs; ++f) {
+        c[f] *= shrink;
+        s[f] *= -shrink;
+      }
+    }
+  }
+  void apply(const RopeSpec& rope, std::int64_t i, float* x) const {
+    const auto pairs = static_cast<std::int64_t>(rope.inv_freq.size());
+    if (!cosines.empty()) rope_rotate(rope.style, pairs, cosines.data() + i * pairs, sines.data() + i * pairs, x);
+  }
+};
+
+/// Queries minus their mean, divided by `scale`.
+struct QueryBlock {
+  Aligned<float> x;          ///< [rows, gram_stride(D)], followed by as much as gram() reads
+  std::vector<double> mean;  ///< [D]
+  std::vector<float> mean32;
+  Aligned<float> products;  ///< [gram_rows(D), gram_stride(D)] upper triangle of the sum of x x^T
+  double scale = 1;         ///< a power of two that keeps the squares inside fp32
+
+  /// Room for `rows` queries of `dim` numbers.
+  void reserve(std::int64_t rows, std::int64_t dim) {
+    x.resize(static_cast<std::size_t>(rows * cpu::gram_stride(dim) + cpu::gram_rows(dim)));
+    products.resize(static_cast<std::size_t>(cpu::gram_rows(dim) * cpu::gram_stride(dim)));
+    mean.resize(static_cast<std::size_t>(dim));
+    mean32.resize(mean.size());
+  }
+  [[nodiscard]] static std::int64_t bytes(std::int64_t rows, std::int64_t dim) {
+    return 4 * (cpu::gram_stride(dim) * (rows + cpu::gram_rows(dim)) + cpu::gram_rows(dim)) + 12 * dim;
+  }
+
+  /// Subtracts the mean from `rows` rows of x. Throws InvalidArgument for numbers that are not finite, or too large for
+  /// fp32 when centred.
+  void centre(std::int64_t rows, std::int64_t dim, std::int32_t head) {
+    const std::int64_t stride = cpu::gram_stride(dim);
+    KVKEEP_REQUIRE(cpu::column_means(x.data(), rows, dim, stride, mean.data()), "expected: a query of head ", head,
+                   " holds a number that is not finite; allowed finite numbers");
+    std::copy(mean.begin(), mean.end(), mean32.begin());
+    const float top = cpu::centre_rows(x.data(), rows, dim, stride, mean32.data());
+    KVKEEP_REQUIRE(std::isfinite(top), "expected: queries of head ", head,
+                   " are further apart than fp32 can represent; allowed below 1e38");
+    int exponent = 0;
+    if (top > 0 && (top <= 0x1p-20F || top >= 0x1p40F)) static_cast<void>(std::frexp(top, &exponent));
+    scale = std::ldexp(1.0, exponent);
+    for (int left = -exponent; left != 0;) {  // each factor fits a float
+      const int step = std::clamp(left, -100, 100);
+      left -= step;
+      cpu::scale_rows(x.data(), rows, stride, std::ldexp(1.0F, step));
+    }
+  }
+  /// Computes products from x.
+  void multiply(std::int64_t rows, std::int64_t dim) { cpu::gram(x.data(), rows, dim, products.data()); }
 };
 
 /// Queries of one group that count, by their place in the view, and how to turn them back.
@@ -166,30 +232,20 @@ class RowScores {
     std::vector<double>& mean = work_.block.mean;
     double* a = work_.matrix.data();
     const std::int64_t dim = sizes_.dim, stride = cpu::cholesky_stride(dim), gram_stride = cpu::gram_stride(dim);
-    double factor = 0;
-    bool spread = options_.covariance;
-    if (group.statistics != nullptr && options_.statistics == ExpectedOptions::Statistics::stream) {
-      const QueryMoments moments = group.statistics->moments(head);
-      mean = moments.mean;
-      spread = spread && moments.count > 1;
-      if (spread) factor = turned_covariance(moments) * scale / std::sqrt(2.0);
-    } else {
-      gather(group.queries, buffered, head);
-      work_.block.centre(buffered.count, dim, head);
-      spread = spread && buffered.count > 1;
-      factor = work_.block.scale * scale / std::sqrt(2.0 * buffered.count);
-      if (spread) turn_rows(buffered.count);
-      if (spread &&
-          buffered.count <= dim) {  // the queries are the factor: cheaper then, and exact if the covariance is singular
-        rows_ = buffered.count;
-        pack_queries(h, factor);
-      } else if (spread && !sizes_.unit) {
-        work_.block.multiply(buffered.count, dim);
-        for (std::int64_t i = 0; i < dim; ++i)
-          for (std::int64_t j = i; j < dim; ++j)
-            a[i * stride + j] =
-                static_cast<double>(work_.block.products[static_cast<std::size_t>(i * gram_stride + j)]);
-      }
+    gather(group.queries, buffered, head);
+    work_.block.centre(buffered.count, dim, head);
+    const bool spread = options_.covariance && buffered.count > 1;
+    const double factor = work_.block.scale * scale / std::sqrt(2.0 * buffered.count);
+    if (spread) turn_rows(buffered.count);
+    if (spread &&
+        buffered.count <= dim) {  // the queries are the factor: cheaper then, and exact if the covariance is singular
+      rows_ = buffered.count;
+      pack_queries(h, factor);
+    } else if (spread && !sizes_.unit) {
+      work_.block.multiply(buffered.count, dim);
+      for (std::int64_t i = 0; i < dim; ++i)
+        for (std::int64_t j = i; j < dim; ++j)
+          a[i * stride + j] = static_cast<double>(work_.block.products[static_cast<std::size_t>(i * gram_stride + j)]);
     }
     turn_.turn(mean.data());
     for (std::int64_t d = 0; d < dim; ++d)
@@ -234,35 +290,6 @@ class RowScores {
       for (std::int64_t i = 0; i < rows; ++i)
         rope_rotate(turn_.rope->style, pairs, turn_.cosines32.data(), turn_.sines32.data(), x + i * stride);
     }
-  }
-
-  /// Writes R C R^T to the upper triangle of the matrix, divided by the square of a power of two, which is returned.
-  double turned_covariance(const QueryMoments& moments) {
-    const std::int64_t dim = sizes_.dim, stride = cpu::cholesky_stride(dim);
-    double* a = work_.matrix.data();
-    double top = 0;
-    for (std::int64_t i = 0; i < dim; ++i)
-      top = std::max(
-          top, moments.second[static_cast<std::size_t>(i * (i + 1) / 2 + i)] / static_cast<double>(moments.count));
-    const double scale = top > 0 ? std::exp2(std::ceil(std::log2(top) / 2)) : 1.0,
-                 share = 1.0 / (static_cast<double>(moments.count) * scale * scale);
-    std::size_t place = 0;
-    for (std::int64_t i = 0; i < dim; ++i)
-      for (std::int64_t j = 0; j <= i; ++j, ++place)
-        a[i * stride + j] = a[j * stride + i] = moments.second[place] * share;
-    for (std::int64_t i = 0; i < dim; ++i) turn_.turn(a + i * stride);  // C R^T
-    const auto pairs = static_cast<std::int64_t>(turn_.cosines.size());
-    for (std::int64_t f = 0; f < pairs; ++f) {
-      const auto [i, j] = rope_pair(turn_.rope->style, f, pairs);
-      const double c = turn_.cosines[static_cast<std::size_t>(f)], s = turn_.sines[static_cast<std::size_t>(f)];
-      double *first = a + i * stride, *second = a + j * stride;
-      for (std::int64_t d = 0; d < dim; ++d) {
-        const double x = first[d], y = second[d];
-        first[d] = product(x, c) - product(y, s);
-        second[d] = product(y, c) + product(x, s);
-      }
-    }
-    return scale;
   }
 
   /// Packs the rows of the factor, which are the columns that keys are multiplied with, into the panels of head h.
@@ -464,8 +491,6 @@ class RowScores {
 }  // namespace expected_detail
 
 KVKEEP_INLINE Needs Expected::needs() const {
-  if (options_.statistics == ExpectedOptions::Statistics::stream)
-    return {.queries = 1, .keys = true, .values = options_.value_norm, .rope = true, .statistics_from = options_.sink};
   return {.queries = options_.queries, .keys = true, .values = options_.value_norm, .rope = true};
 }
 
@@ -483,14 +508,13 @@ KVKEEP_INLINE Scores Expected::score(const Evidence& evidence, const Limits& lim
   for (const Dtype dtype : {table.key_dtype, options_.value_norm ? table.value_dtype : table.key_dtype})
     KVKEEP_REQUIRE(is_scorable(dtype), "expected: keys or values are ", dtype,
                    "; allowed f32, f16, bf16 (other dtypes can be moved, not scored)");
-  const bool stream = options_.statistics == ExpectedOptions::Statistics::stream;
   const bool unit = options_.matrix_unit && table.key_dtype == Dtype::bf16 &&
                     spec.key_dim % expected_detail::kUnitDepth == 0 && cpu::matrix_unit() != nullptr;
   Scores scores{empty({table.slots}, Dtype::f32)};
   float* out = scores.data.data<float>();
 
   std::vector<expected_detail::Buffered> buffered(table.groups.size());
-  std::vector<cpu::TurnBack> backs(table.groups.size());
+  std::vector<expected_detail::TurnBack> backs(table.groups.size());
   std::vector<expected_detail::MeanTurn> turns;
   turns.reserve(table.groups.size());
   std::vector<std::size_t> turn_of(table.groups.size());
@@ -499,10 +523,9 @@ KVKEEP_INLINE Scores Expected::score(const Evidence& evidence, const Limits& lim
     const RowGroup& group = table.groups[i];
     const QueryView& view = group.queries;
     expected_detail::Buffered& b = buffered[i];
-    b.first = stream ? 0 : std::max(0, view.count - options_.queries);
+    b.first = std::max(0, view.count - options_.queries);
     while (b.first < view.count && view.position(b.first) < options_.sink) ++b.first;
     b.count = view.count - b.first;
-    if (group.statistics != nullptr && stream) b.count = 0;
     most = std::max<std::int64_t>(most, b.count);
     const RopeSpec& rope = spec.rope_of(group.layer);
     KVKEEP_REQUIRE(rope.stated(), "expected: the model spec does not state the RoPE of layer ", group.layer,
@@ -532,9 +555,7 @@ KVKEEP_INLINE Scores Expected::score(const Evidence& evidence, const Limits& lim
       if (!limits.rows[static_cast<std::size_t>(r)].due) continue;
       const auto g = static_cast<std::size_t>(r / spec.kv_heads);
       const RowGroup& group = table.groups[g];
-      const bool counted =
-          stream && group.statistics != nullptr ? group.statistics->count() > 0 : buffered[g].count > 0;
-      if (!counted) {
+      if (buffered[g].count == 0) {
         std::iota(out + row.first, out + row.first + row.length, 0.0F);
         continue;
       }

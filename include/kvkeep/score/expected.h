@@ -9,10 +9,6 @@
 namespace kvkeep {
 
 struct ExpectedOptions {
-  enum class Statistics : std::uint8_t {
-    window,  ///< of the newest `queries` queries (published)
-    stream,  ///< of every query since the sequence began, updated as queries arrive
-  };
   std::int32_t future = 512;  ///< future positions to average over
   std::int32_t sink =
       4;  ///< queries at positions below it do not enter the statistics, slots below it do not enter the softmax
@@ -21,7 +17,6 @@ struct ExpectedOptions {
   double epsilon =
       0.01;  ///< added to the expected attention before it is weighed by the value; not used without `value_norm`
   std::int32_t queries = 256;  ///< newest queries that are read
-  Statistics statistics = Statistics::window;
   bool matrix_unit = true;  ///< multiply bf16 keys on the machine's matrix unit if it has one; false: never. For tests
                             ///< and comparisons.
 
@@ -36,10 +31,7 @@ struct ExpectedOptions {
     if (f.values_weighed && value_norm) f.bad("value_norm", true, "false: the allocator weighs values itself");
     f.real("epsilon", epsilon, {0, 1},
            "added to the expected attention before it is weighed by the value (value_norm)");
-    f.integer("queries", queries, 1, kMostQueries,
-              "newest queries whose mean and covariance are taken (statistics window)");
-    f.choice("statistics", statistics, {{"window", Statistics::window}, {"stream", Statistics::stream}},
-             "mean and covariance of the newest `queries`, or of every query since the sequence began");
+    f.integer("queries", queries, 1, kMostQueries, "newest queries whose mean and covariance are taken");
   }
 };
 

@@ -14,7 +14,6 @@ from pathlib import Path as _Path
 from ._kvkeep import (
     MOST_POSITIONS,
     Cut,
-    DamagedData,
     DeviceError,
     InvalidArgument,
     Keeper,

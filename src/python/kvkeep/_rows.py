@@ -101,13 +101,12 @@ class Rows:
         self.real = None  # bool [batch, columns]: not padding
         self.width = 0  # columns of the prompt
         self.open = False  # the keeper will be told of its end
-        self.early = 0  # columns of a step that the keeper has been shown before its end
         self.pending = None  # a step that the keeper has not been shown: its tokens may be taken back
         self.broken = None
         self.quit_step()
 
     def quit_step(self):
-        self.tokens, self.held, self.early = None, {}, 0
+        self.tokens, self.held = None, {}
         for index in self.full:
             self.layers[index].new, self.layers[index].columns = None, self.columns
 
@@ -146,7 +145,7 @@ class Rows:
 
     def interrupted(self):
         states = any(not isinstance(layer, KeptLayer) and type(layer).__name__ != "DummyLayer" for layer in self.layers)
-        if states or self.early:
+        if states:
             self.broken = "a forward over this cache was interrupted, and its layers differ in length; allowed a new cache"
         self.quit_step()
 
@@ -261,11 +260,8 @@ class Rows:
     def plan_queries(self, columns):
         """Which of the newest columns keep their queries for the keeper: those that an event may read."""
         read = self.keeper.queries_read
-        self.keep = self.early = 0
-        if read is None:
-            self.early = columns - self.unsure() if columns > 4 * _ROLLBACK else 0  # so many are not held on to
-            self.keep = columns - self.early
-        elif read > 0:
+        self.keep = 0
+        if read > 0:
             away = [self.width - self.columns if self.open else self.keeper.tokens_to_event(id) for id in self.ids]
             if any(a is not None and t > a - read for a, t in zip(away, [columns] * len(away) if self.open else self.tokens)):
                 self.keep = min(columns, read + max(_ROLLBACK, self.unsure()))
@@ -300,9 +296,6 @@ class Rows:
 
     def remember(self, index, query):
         columns = query.shape[2]
-        if self.early:
-            with self.owner.lock:
-                self.observe(index, self.new[:, : self.early], query[:, :, : self.early])
         if self.keep == 0:
             self.held[index] = None
             return
@@ -353,10 +346,10 @@ class Rows:
         if missing is not None:
             refuse(Unsupported, f"attention of layer {missing} did not come through transformers' attention interface in this step; allowed models where it does in every step")
         self.lengths[:, self.cut_rows] += self.tokens[:, None]
-        step = self.new[:, self.early :], self.held, self.keep
+        step = self.new, self.held, self.keep
         unsure = self.unsure()
         self.real, self.columns = self.after, self.after.shape[1]
-        self.tokens, self.held, self.early = None, {}, 0
+        self.tokens, self.held = None, {}
         with self.owner.lock:
             if unsure > _ROLLBACK and self.keeper.queries_read != 0:
                 self.pending = step

@@ -231,7 +231,6 @@ class Generator {
 struct GenerationRun {
   std::vector<Completion> completions;
   Totals totals;
-  FactorCache::Totals near;  ///< of factors of folded spans, under a policy that folds
   Pace pace;
 };
 GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::vector<Request> requests,

@@ -75,8 +75,8 @@ continued to the end of the model or to a second pass (mean). --budgets applies 
 asl,window=16+ams-tova,budget=128.
 
 Policies that fold (sekv, rest=fold) count coarse entries and sketches as cache bytes: `kept` is what they hold near.
-Four more columns: bytes of factors, near or far, at the end of a sample (mean); spans that a query opens per KV head
-and layer, and tokens in them (means over queries that find spans); bytes of factors moved near per decoded token.
+Four more columns: bytes of factors at the end of a sample (mean); spans that a query opens per KV head
+and layer, and tokens in them (means over queries that find spans); bytes of factors read per decoded token.
 
 The policy `oracle` is told which positions the sample will need, so it shows what a perfect choice of the same size
 achieves.
@@ -229,7 +229,7 @@ void measure_task(lm::Decoder& decoder, const EvalOptions& o, const Contest& con
     sum.all.add(count);
     sum.cost.add(done);
   }
-  sum.cost.add(run.pace, run.totals, run.near);
+  sum.cost.add(run.pace, run.totals);
   if (!watch) return;
   watch->end();
   const auto found = full.find(task);

@@ -228,9 +228,7 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
       watched->fed(c, ids[i], fed_again(asked(i), done.tokens), done);
     }
     to[c].cost.add(generator.keeper().reads(), decoder.config().spec.kv_heads);
-    const FactorCache* near = generator.keeper().factor_cache();
-    to[c].cost.add(generator.pace(), generator.keeper().totals(),
-                   near == nullptr ? FactorCache::Totals{} : near->totals());
+    to[c].cost.add(generator.pace(), generator.keeper().totals());
     generators[c].reset();
     progress.advance(places);
   }

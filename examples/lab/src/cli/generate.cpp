@@ -59,7 +59,6 @@ struct Outcome {
   lm::Completion done;
   lm::Pace pace;
   Totals totals;
-  FactorCache::Totals near;
   lm::Sampling sampling;
 };
 
@@ -135,23 +134,19 @@ std::string folded_line(const Outcome& outcome) {
   std::string line =
       text("Folded: ", folded.tokens, " slots into ", folded.spans, folded.spans == 1 ? " span" : " spans", "; near ",
            bytes_cell(folded.near_bytes).shown, ", far ", bytes_cell(folded.far_bytes).shown);
-  if (folded.disk_bytes > 0) line += text(", ", bytes_cell(folded.disk_bytes).shown, " of that on disk");
-  line += text("; moved near ", bytes_cell(outcome.near.bytes_moved).shown);
+  line += text("; read ", bytes_cell(reads.bytes).shown, " of factors");
   if (reads.queries > 0)
     line += text("; opened per query and KV head: ", real_cell(reads.a_query(reads.zooms), 2).shown, " spans with ",
                  real_cell(reads.a_query(reads.tokens), 1).shown, " tokens");
-  if (reads.damaged > 0)
-    line += text("; ", reads.damaged, " times a coarse entry replaced factors that could not be read");
   return line;
 }
 
 Json folded_json(const Outcome& outcome) {
   const FoldedState& folded = *outcome.done.folded;
   const ReadCounts& reads = outcome.totals.reads;
-  return {{"spans", folded.spans},         {"tokens", folded.tokens},         {"near_bytes", folded.near_bytes},
-          {"far_bytes", folded.far_bytes}, {"disk_bytes", folded.disk_bytes}, {"moved_bytes", outcome.near.bytes_moved},
-          {"queries", reads.queries},      {"opened", reads.zooms},           {"tokens_opened", reads.tokens},
-          {"did_not_fit", reads.unmet},    {"damaged", reads.damaged}};
+  return {{"spans", folded.spans},         {"tokens", folded.tokens},       {"near_bytes", folded.near_bytes},
+          {"far_bytes", folded.far_bytes}, {"moved_bytes", reads.bytes},    {"queries", reads.queries},
+          {"opened", reads.zooms},         {"tokens_opened", reads.tokens}, {"did_not_fit", reads.unmet}};
 }
 
 std::string markdown(const Outcome& outcome) {
@@ -293,7 +288,7 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
     options.hooks.before_decision = [oracle](const lm::DecisionSight& sight) { oracle->face(sight.view.sequences); };
   }
   const std::string name(policy->name());
-  Outcome outcome{policy->to_json(), {}, decoder.spec(), {}, {}, {}, {}, request.sampling};
+  Outcome outcome{policy->to_json(), {}, decoder.spec(), {}, {}, {}, request.sampling};
   const Trigger trigger = policy->trigger();
   const std::string reach = reach_text(*policy);
   lm::GenerationRun run = lm::generate(decoder, std::move(policy),
@@ -304,7 +299,6 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
   outcome.done = std::move(run.completions.front());
   outcome.pace = run.pace;
   outcome.totals = run.totals;
-  outcome.near = run.near;
   if (outcome.done.events.empty() && !trigger.never && !o.output.quiet)
     note("note: there was no event; the policy is due at budget + interval slots, and the run did not reach that");
   EventCounts counts;

@@ -42,10 +42,10 @@ struct RunCost {
     ++prompts_selected;
     layers_selected += done.prompt->selection_layer;
   }
-  void add(const lm::Pace& pace, const Totals& totals, const FactorCache::Totals& near) {
+  void add(const lm::Pace& pace, const Totals& totals) {
     decode_seconds += pace.decode_seconds;
     decoded_tokens += pace.decoded_tokens;
-    moved_bytes += near.bytes_moved;
+    moved_bytes += totals.reads.bytes;
     reads += totals.reads;
   }
   void add(std::span<const ReadCounts> more, std::int32_t heads) {
@@ -70,8 +70,8 @@ struct RunCost {
             real_cell(mean(tokens_going_on, prompts_narrowed), digits)};
   }
 
-  // Bytes of factors at the end of a sample; spans that a query opens, and tokens in them; bytes moved near per decoded
-  // token.
+  // Bytes of factors at the end of a sample; spans that a query opens, and tokens in them; bytes of factors read
+  // per decoded token.
   static std::vector<Column> folding_columns() {
     return {{"far_bytes", "far"}, {"opened", "opened"}, {"tokens_opened", "tokens opened"}, {"moved_bytes", "moved"}};
   }

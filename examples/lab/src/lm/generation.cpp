@@ -548,7 +548,6 @@ GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::
     });
   }
   run.totals = generator.keeper().totals();
-  if (const FactorCache* cache = generator.keeper().factor_cache()) run.near = cache->totals();
   run.pace = generator.pace();
   return run;
 }

@@ -40,33 +40,6 @@ TEST_F(Command, EndsAtCtrlCWith130AndLeavesNoFile) {
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 
-/// Sends `signal` to a run that has its file of factors.
-class CommandWithFactors : public Command {
- protected:
-  int code_after(int signal) {
-    const std::string file = place("factors");
-    const pid_t child =
-        start({"generate", "--model", model(), "--ids", "1,2,3", "--policy",
-               "tova,budget=64,interval=32,rest=fold,host_bytes=0,file=" + file, "--max-new-tokens", "10000000"});
-    for (int i = 0; i < 600 && !fs::exists(file); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    EXPECT_TRUE(fs::exists(file));
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
-    EXPECT_EQ(::kill(child, signal), 0);
-    return finish(child).code;
-  }
-};
-
-TEST_F(CommandWithFactors, TakesTheFileAlongAtCtrlC) {
-  EXPECT_EQ(code_after(SIGINT), 130);
-  EXPECT_TRUE(fs::is_empty(folder_));
-}
-
-// In an earlier version the file stayed when the terminal was closed.
-TEST_F(CommandWithFactors, TakesTheFileAlongWhenTheTerminalIsClosed) {
-  EXPECT_EQ(code_after(SIGHUP), 128 + SIGHUP);
-  EXPECT_TRUE(fs::is_empty(folder_));
-}
-
 // A job in the background of a script: an earlier version ended at a Ctrl-C that was not meant for it.
 TEST_F(Command, LeavesASignalIgnoredThatItsParentIgnores) {
   const pid_t child = start({"generate", "--model", model(), "--ids", "1,2,3", "--max-new-tokens", "10000000"}, SIGINT);

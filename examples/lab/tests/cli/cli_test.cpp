@@ -453,7 +453,7 @@ TEST_F(Command, DiagnosesWhatAnEvaluationKept) {
 }
 
 TEST_F(Command, TellsWhatFoldingTakesAndWhatItLoses) {
-  const std::string tova = "tova,budget=24,recent=4,interval=8", fold = tova + ",rest=fold,near_bytes=0,";
+  const std::string tova = "tova,budget=24,recent=4,interval=8", fold = tova + ",rest=fold,";
   const Words more{"--policy", "full",          "--policy",     tova, "--policy", fold + "mass=0,energy=0",
                    "--policy", fold + "mass=1", "--diagnostics"};
   const auto as = [&](const char* format) { return run(short_eval(model(), more, format)); };
@@ -499,25 +499,18 @@ TEST_F(Command, SaysWhatADecodedSequenceFolded) {
     return run({"generate", "--model", model(), "--task", "ask", "--length", "96", "--forced", "--policy",
                 "tova,budget=24,recent=4,interval=8,rest=fold" + options, "--quiet", "-o", format});
   };
-  const std::string file = place("factors");
-  const Outcome in_memory = generate("", "json"), on_disk = generate(",host_bytes=0,file=" + file, "json");
-  ASSERT_EQ(in_memory.code, 0) << in_memory.err;
-  ASSERT_EQ(on_disk.code, 0) << on_disk.err;
-  EXPECT_FALSE(fs::exists(file)) << "it goes with the run";
-  const json near = json::parse(in_memory.out), far = json::parse(on_disk.out);
-  EXPECT_EQ(near["tokens"], far["tokens"]) << "where factors lie does not matter";
-  EXPECT_GT(near["folded"]["spans"], 0);
-  EXPECT_GT(near["folded"]["tokens"], near["folded"]["spans"]);
-  EXPECT_GT(near["folded"]["near_bytes"], 0);
-  EXPECT_GT(near["folded"]["far_bytes"], 0);
-  EXPECT_EQ(near["folded"]["far_bytes"], far["folded"]["far_bytes"]);
-  EXPECT_EQ(near["folded"]["disk_bytes"], 0);
-  EXPECT_EQ(far["folded"]["disk_bytes"], far["folded"]["far_bytes"]);
-  EXPECT_GT(far["folded"]["queries"], 0);
-  const std::string shown = generate("", "md").out;
-  EXPECT_NE(shown.find("\nFolded: "), std::string::npos);
-  EXPECT_EQ(shown.find("on disk"), std::string::npos);
-  EXPECT_NE(generate(",host_bytes=0,file=" + file, "md").out.find(" on disk"), std::string::npos);
+  const Outcome outcome = generate("", "json");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const json folded = json::parse(outcome.out)["folded"];
+  EXPECT_GT(folded["spans"], 0);
+  EXPECT_GT(folded["tokens"], folded["spans"]);
+  EXPECT_GT(folded["near_bytes"], 0);
+  EXPECT_GT(folded["far_bytes"], 0);
+  EXPECT_GT(folded["queries"], 0);
+  EXPECT_NE(generate("", "md").out.find("\nFolded: "), std::string::npos);
+  const Outcome full = generate(",host_bytes=1000", "json");
+  EXPECT_EQ(full.code, 1);
+  EXPECT_NE(full.err.find("no room for factors"), std::string::npos) << full.err;
   EXPECT_EQ(run({"generate", "--model", model(), "--task", "ask", "--length", "96", "--policy", "tova,budget=24",
                  "--quiet", "-o", "md"})
                 .out.find("Folded"),

@@ -346,7 +346,7 @@ TEST(Generation, AForcedQuestionRunsInOneStep) {
   EXPECT_EQ(cut.events[1].length_before, 19);
   at_once.forced.resize(12);  // as long as the run: the last token is not fed
   EXPECT_EQ(alone(decoder, "full", at_once).tokens.size(), 12U);
-  const char* folding = "sekv,interval=8,near_bytes=0,recent=8";
+  const char* folding = "sekv,interval=8,recent=8";
   EXPECT_EQ(alone(decoder, folding, at_once).tokens.size(), 12U) << "each of its tokens has a surprisal";
 }
 
