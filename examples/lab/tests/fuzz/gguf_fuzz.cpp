@@ -11,6 +11,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/gguf.h"
+#include "kvkeep/io/model_config.h"
 #include "kvkeep/torch.h"
 #include "kvlab/text_model.h"
 
