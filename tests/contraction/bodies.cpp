@@ -4,7 +4,6 @@
 #include "bodies.h"
 
 #include "kvkeep/allot/divide.h"
-#include "kvkeep/core/query_moments.h"
 #include "kvkeep/core/rope.h"
 #include "kvkeep/memory/opening.h"
 #include "kvkeep/score/rkv.h"
@@ -47,9 +46,6 @@ contraction::Mixed mix(const std::vector<float>& x) {
   rope_rotate(RopeStyle::half, pairs, x.data() + 2 * pairs, x.data() + 3 * pairs, out.single.data());
   for (std::size_t i = 0; i + 3 < x.size(); ++i) {
     out.wide.push_back(rope_angle(static_cast<std::int64_t>(i) * 104729, static_cast<double>(x[i])));
-    out.wide.push_back(joined_moment(static_cast<double>(x[i]), static_cast<double>(x[i + 1]),
-                                     static_cast<double>(x[i + 2]), static_cast<double>(x[i + 3]),
-                                     moment_weights(static_cast<std::int64_t>(i) + 1, 32)));
     out.single.push_back(Rkv::mix(0.1F, x[i], x[i + 1]));
     out.single.push_back(share_factor(x[i], static_cast<double>(x[i + 1]) + 3, x[i + 2]));
   }

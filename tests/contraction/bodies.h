@@ -20,7 +20,7 @@ struct Divided {
   bool operator==(const Divided&) const = default;
 };
 
-/// What is made of numbers x: their turns by RoPE, mixtures, moments, shares.
+/// What is made of numbers x: their turns by RoPE, mixtures, shares.
 struct Mixed {
   std::vector<float> single;
   std::vector<double> wide;

@@ -77,7 +77,7 @@ TEST(Contraction, ChangesNoBitOfWhatConsumersCompileFromTheHeaders) {
   }
 }
 
-TEST(Contraction, ChangesNoBitOfTurnsMomentsAndShares) {
+TEST(Contraction, ChangesNoBitOfTurnsAndShares) {
   if (!has_fma()) GTEST_SKIP() << "this CPU has no fused multiply-add";
   for (std::uint64_t seed = 1; seed <= 200; ++seed) {
     std::mt19937_64 random(seed);
