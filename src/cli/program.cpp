@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvkeep/cli/files.h"
 #include "kvkeep/cli/options.h"
 #include "kvkeep/cli/progress.h"
 #include "kvkeep/cli/table.h"
