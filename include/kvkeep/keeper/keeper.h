@@ -403,12 +403,12 @@ class Keeper {
 
   std::unique_ptr<KVPolicy> policy_;
   Provided provided_;
+  std::unique_ptr<FoldedMemory> memory_;  ///< if the policy folds; outlives the rows of sequences
   std::unique_ptr<Sequences> sequences_;  ///< where parts find them if the keeper moves
   ModelSpec spec_;
   Needs needs_;
   std::int32_t most_positions_ = kMostPositions;  ///< below which every position is
   std::vector<std::unique_ptr<Part>> parts_;
-  std::unique_ptr<FoldedMemory> memory_;  ///< if the policy folds
   QueryBasis basis_ = QueryBasis::pre_rope;
   bool basis_known_ = false;
   std::int32_t rope_unstated_ = -1;      ///< the first full layer whose RoPE the spec leaves open
