@@ -13,6 +13,7 @@
 
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/torch.h"
+#include "message_of.h"
 
 namespace kvkeep::keeper_test {
 namespace {
