@@ -51,7 +51,7 @@ bool tells(const std::string& row, const OptionInfo& option) {
 
 /// True of policies that other tests of this program added.
 bool added_by_a_test(const PolicyInfo& policy) {
-  return std::ranges::any_of(std::array{"vnorm", "strided", "tapering", "outside"},
+  return std::ranges::any_of(std::array{"vnorm", "heeded", "strided", "tapering", "outside"},
                              [&](const char* added) { return policy.name.find(added) != std::string::npos; });
 }
 
@@ -120,8 +120,9 @@ TEST(Docs, TheExamplesOfAScorerAnAllocatorAndAPolicyAreThoseThatTheTestsCompile)
     const std::size_t begin = test.find(begins);
     return test.substr(begin, test.find("\n}\n", begin) + 3 - begin);
   };
-  for (const std::string& code : {whole("vnorm.h"), test_of("vnorm_test.cpp", "TEST(Vnorm, Keeps"), whole("strided.h"),
-                                  whole("tapering.h"), test_of("tapering_test.cpp", "TEST(Tapering, Cuts")})
+  for (const std::string& code :
+       {whole("vnorm.h"), test_of("vnorm_test.cpp", "TEST(Vnorm, Keeps"), whole("heeded.h"), whole("strided.h"),
+        whole("tapering.h"), test_of("tapering_test.cpp", "TEST(Tapering, Cuts")})
     EXPECT_NE(page.find("```cpp\n" + code + "```"), std::string::npos) << "CONTRIBUTING.md should hold:\n" << code;
 }
 
