@@ -36,11 +36,11 @@ struct SnapKVOptions {
   /// of them, 0 for the rest. Pooling stays inside the history.
   template <class Row, class Team>
   KVKEEP_HD void finish(const Row& row, RowWindow asked, const float* attention, float* g, Team team) const {
-    row.each_slot(team, [&](std::int32_t t) {
-      g[t] = t >= asked.history       ? 0.0F
-             : style == Style::snapkv ? pooled_average(attention, asked.history, pool, t)
-                                      : pooled_max(attention, asked.history, pool, t);
-    });
+    const std::int32_t n = asked.history;
+    if (style == Style::snapkv)
+      row.each_slot(team, [&](std::int32_t t) { g[t] = t < n ? pooled_average(attention, n, pool, t) : 0.0F; });
+    else
+      row.each_slot(team, [&](std::int32_t t) { g[t] = t < n ? pooled_max(attention, n, pool, t) : 0.0F; });
   }
 };
 
