@@ -171,8 +171,8 @@ def kernels(shape, batch, length, budget, window=32, given=False, before_rope=Fa
         turn = alone(180 + each * TURN, 50, each * 2, memory=3, barriers=2)
         prepare = Kernel("prepare: and queries turned", prepare.bytes + numbers * (2 + 4), rows + groups * window, 10, turn, numbers / 32 * TURN)
     passes = attention(shape, rows, length, query_heads // kv_heads * window, before_rope)
-    # Of TOVA's blocks those of a layer's first head work, for all of them.
-    tova = Kernel("TOVA, mean over the layer's heads", slots * 8, groups * pieces(length, 1024), 4, alone(60, memory=2) + 4 * alone(30 * kv_heads, near=1, memory=1), slots / 32 * 30)
+    # TOVA's scores are the attention itself. A thread has four slots of all heads of a layer, whose places it looks up twice.
+    tova = Kernel("TOVA, mean over the layer's heads", slots * 8, groups * pieces(length, 512), 8, alone(120 + 80 * kv_heads, near=2, memory=3), slots / 32 * 20)
     # Keys and values: blocks of 1024 words of 16 bytes at a time. What other columns move is counted with them.
     tiles = pieces(budget * dim * 2, 16 * 1024)
     compaction = Kernel("compaction of K, V and columns", rows * budget * (2 * dim * 2 * 2 + 4 * 4), rows * 2, 3, alone(100, memory=3) + tiles * alone(MOVE, memory=1, near=1, barriers=1),

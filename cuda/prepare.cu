@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kTurnThreads)
     }
     if (a.pins != nullptr && threadIdx.x == 0) settle_limit(a, n);
     if (a.windows != nullptr && threadIdx.x == 0)
-      a.windows[n] = window_of(e.rows[n], e.queries[n / e.kv_heads], e.limits[n], a.window, a.official);
+      a.windows[n] = a.fresh ? fresh_window_of(e.rows[n], e.queries[n / e.kv_heads], a.window)
+                             : window_of(e.rows[n], e.queries[n / e.kv_heads], e.limits[n], a.window, a.official);
   }
 }
 

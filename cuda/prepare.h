@@ -41,7 +41,8 @@ struct PrepareArguments {
 
   std::int32_t window = 0;       ///< W: at most that many newest queries
   bool official = false;         ///< of the windows
-  RowWindow* windows = nullptr;  ///< [count] as kvkeep::row_windows(); null: not asked for. Needs limits
+  bool fresh = false;            ///< these are fresh_window_of() the rows, due or not
+  RowWindow* windows = nullptr;  ///< [count] as kvkeep::row_windows(); null: not asked for. Needs limits, if not fresh
 
   float* queries = nullptr;  ///< f32 [groups, Hq, W, D], turned at their own positions, newest last; zeros if a group
                              ///< holds fewer; null: not asked for

@@ -428,9 +428,8 @@ void launch_rkv(const RkvArguments& a, Stream stream) {
   task.spares_first = o.no_similar == RkvOptions::NoSimilar::first;
   launch_history_attention({.evidence = a.evidence,
                             .windows = a.windows,
-                            .window = o.window,
                             .queries = a.queries,
-                            .max_logit = o.group == GroupReduce::max_logit,
+                            .reading = {WindowReading::Kind::history, o.window, {.group = o.group}},
                             .out = task.attention,
                             .workspace = task.rest},
                            stream);

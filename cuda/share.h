@@ -17,8 +17,8 @@ struct ShareArguments {
   float* shared = nullptr;        ///< f32, flat; only in sets that are due
 };
 
-/// One launch, one thread per slot of a set. Rows of a set that is due have one length. Cost: reads the scores once and
-/// writes as many.
+/// One launch, one thread per four slots of a set. Rows of a set that is due have one length. Cost: reads the scores
+/// once and writes as many.
 void launch_share(const ShareArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

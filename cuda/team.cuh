@@ -35,6 +35,22 @@ struct WarpTeam {
   }
 };
 
+/// Sum over a block in a fixed order, the same in every thread. `shared`: one double per warp.
+__device__ inline double sum_of_block(double x, double* shared, std::int32_t warps) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kWholeWarp, x, step);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+  __syncthreads();
+  double sum = 0;
+  for (std::int32_t w = 0; w < warps; ++w) sum += shared[w];
+  return sum;
+}
+template <std::int32_t kThreads>
+__device__ inline double sum_of_block(double x, double* shared) {
+  return sum_of_block(x, shared, kThreads / 32);
+}
+
 /// All threads of a block, a multiple of 32. `scratch`: kBlockScratch words of shared memory that nothing else uses
 /// while the team works.
 inline constexpr std::int32_t kBlockScratch = 33;
@@ -51,6 +67,11 @@ class BlockTeam {
     publish(of_warp);
     unsigned long long all = lane() < warps() ? scratch_[lane()] : 0;
     all = WarpTeam{}.sum(all);
+    __syncthreads();
+    return all;
+  }
+  [[nodiscard]] __device__ double sum_in_order(double mine) const {
+    const double all = sum_of_block(mine, reinterpret_cast<double*>(scratch_), warps());
     __syncthreads();
     return all;
   }
@@ -93,21 +114,5 @@ class BlockTeam {
 
   unsigned long long* scratch_;
 };
-
-/// Sum over a block in a fixed order, the same in every thread. `shared`: one double per warp.
-__device__ inline double sum_of_block(double x, double* shared, std::int32_t warps) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kWholeWarp, x, step);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  double sum = 0;
-  for (std::int32_t w = 0; w < warps; ++w) sum += shared[w];
-  return sum;
-}
-template <std::int32_t kThreads>
-__device__ inline double sum_of_block(double x, double* shared) {
-  return sum_of_block(x, shared, kThreads / 32);
-}
 
 }  // namespace kvkeep::cuda

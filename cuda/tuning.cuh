@@ -31,8 +31,6 @@ inline constexpr std::int32_t kMatrixBlocks = 8;     ///< rows enough for so man
 inline constexpr std::int32_t kKeyThreads = 256;  ///< of a block that reads keys alone, eight of them per slot
 inline constexpr std::int32_t kKeyChunk = 1024;   ///< slots that one such block reads
 
-inline constexpr std::int32_t kRowThreads = 256;  ///< of the block that scores a row with a body of the CPU
-
 inline constexpr std::int32_t kMomentThreads = 256;  ///< of the block that forms mean and covariance of one query head
 inline constexpr std::int32_t kMomentQueries = 32;   ///< queries that are in shared memory at a time while it does
 inline constexpr std::int32_t kExpectedThreads = 128;  ///< of a block that multiplies keys with a covariance

@@ -52,9 +52,19 @@ __device__ float2 standard_of(const AttentionTask& task, const AttentionPlan& pl
   static_assert(kAttentionParts <= 32);
   const std::int32_t length = plan.row->length, parts = attention::pieces(length, attention::part_of(length));
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+  const std::int64_t at = (r * task.parts + lane) * task.most + n;
+  if (task.kind == Kind::worst) {
+    RunningWorst seen;
+    if (lane < parts) {
+      const float4 of_part = reinterpret_cast<const float4*>(task.partial)[at];
+      seen = {{of_part.x, of_part.y}, of_part.z, of_part.w};
+    }
+    seen = over_lanes<32>(seen);
+    return seen.pooled > 0 ? float2{seen.all.top, seen.older / seen.all.sum / seen.pooled} : float2{0, 0};
+  }
   Running seen;
   if (lane < parts) {
-    const float2 of_part = task.partial[(r * task.parts + lane) * task.most + n];
+    const float2 of_part = task.partial[at];
     seen.top = of_part.x;
     seen.sum = of_part.y;
   }
@@ -105,16 +115,30 @@ __device__ void finish(const AttentionTask& task, const AttentionPlan& plan, std
     write_slot(task, plan, begin + j, columns[j], newest[j]);
 }
 
+/// In how many pools of older slots slot t is; 0: it is not older.
+__device__ inline float pools_of(const AttentionTask& task, const AttentionPlan& plan, std::int32_t t) {
+  if (t >= plan.end) return 0;
+  const std::int32_t first = t - task.reach > plan.from ? t - task.reach : plan.from,
+                     last = t + task.reach + 1 < plan.end ? t + task.reach + 1 : plan.end;
+  return static_cast<float>(last - first);
+}
+
 // In f32: a thread has one slot, and multiplies its key with kQ queries that all threads read alike.
 
-template <class T, int kQ>
+/// How the query heads and the queries of a row are combined.
+enum class Form : std::uint8_t { mean, maximum, worst };
+
+template <class T, int kQ, Form kForm>
 struct AttentionF32Shared {
+  using Seen = std::conditional_t<kForm == Form::worst, RunningWorst, Running>;
   static constexpr std::int32_t kStride = kAttentionSlice * static_cast<std::int32_t>(sizeof(T)) +
                                           16;  ///< of a slot: threads read rows of it without conflicts
-  std::size_t keys, queries, position, shift, weight, share, running, columns, newest, bytes;
+  std::size_t keys, queries, position, shift, weight, share, running, columns, newest, shares, bytes;
   std::int32_t padded;  ///< components of a query, in whole words of keys
+  std::int32_t around;  ///< Form::worst: slots of a chunk, and those that share a pool with them
 
-  KVKEEP_HD explicit AttentionF32Shared(std::int32_t dim) : padded((dim + 15) / 16 * 16) {
+  KVKEEP_HD AttentionF32Shared(std::int32_t dim, std::int32_t reach)
+      : padded((dim + 15) / 16 * 16), around(kForm == Form::worst ? kAttentionChunk + 2 * reach : 0) {
     Parts parts;
     keys = parts.take(static_cast<std::size_t>(kAttentionTile) * kStride);
     queries = parts.take(sizeof(float) * kQ * static_cast<std::size_t>(padded));
@@ -122,22 +146,46 @@ struct AttentionF32Shared {
     shift = parts.take(sizeof(float) * kQ);
     weight = parts.take(sizeof(float) * kQ);
     share = parts.take(sizeof(float) * kQ);
-    running = parts.take(sizeof(Running) * kQ * (kAttentionTile / 32));
+    running = parts.take(sizeof(Seen) * kQ * (kAttentionTile / 32));
     columns = parts.take(sizeof(float) * kAttentionChunk);
     newest = parts.take(sizeof(float) * kAttentionChunk);
+    shares = parts.take(sizeof(float) * kQ * static_cast<std::size_t>(around));
     bytes = parts.bytes;
   }
 };
 
-template <class T, int kQ, bool kApply, bool kMaximum>
+/// Pools the shares of kQ queries, and lets the largest of each slot of a chunk stand. begin: the chunk's first slot;
+/// shares: of the slots from begin - reach on, of [from, to) alone.
+template <int kQ>
+__device__ void pool_shares(const AttentionTask& task, std::int32_t begin, std::int32_t from, std::int32_t to,
+                            const float* shares, std::int32_t around, const float* weight, float* columns) {
+  for (auto j = static_cast<std::int32_t>(threadIdx.x); j < kAttentionChunk; j += kAttentionTile) {
+    const std::int32_t t = begin + j, first = t - task.reach > from ? t - task.reach : from,
+                       last = t + task.reach + 1 < to ? t + task.reach + 1 : to;
+    if (t < from || t >= to) continue;
+    float worst = columns[j];
+    for (int q = 0; q < kQ; ++q) {
+      float pooled = 0;
+      for (std::int32_t n = first; n < last; ++n) pooled += shares[q * around + n - begin + task.reach];
+      const float x = pooled * weight[q];
+      worst = worst < x ? x : worst;
+    }
+    columns[j] = worst;
+  }
+}
+
+template <class T, int kQ, bool kApply, Form kForm>
 __global__ void __launch_bounds__(kAttentionTile, 4) attention_f32_kernel(AttentionTask task) {
-  const AttentionF32Shared<T, kQ> parts(task.e.dim);
+  using Shared = AttentionF32Shared<T, kQ, kForm>;
+  constexpr bool kMaximum = kForm == Form::maximum, kWorst = kForm == Form::worst;
+  const Shared parts(task.e.dim, kApply ? task.reach : 0);
   std::byte* shared = dynamic_shared();
   std::byte* keys = shared + parts.keys;
   auto* queries = reinterpret_cast<float*>(shared + parts.queries);
-  auto* running = reinterpret_cast<Running*>(shared + parts.running);
+  auto* running = reinterpret_cast<typename Shared::Seen*>(shared + parts.running);
   auto* columns = reinterpret_cast<float*>(shared + parts.columns);
   auto* newest = reinterpret_cast<float*>(shared + parts.newest);
+  auto* shares = reinterpret_cast<float*>(shared + parts.shares);
   const QueryArrays arrays{
       reinterpret_cast<std::int32_t*>(shared + parts.position), reinterpret_cast<float*>(shared + parts.shift),
       reinterpret_cast<float*>(shared + parts.weight), reinterpret_cast<float*>(shared + parts.share)};
@@ -152,7 +200,9 @@ __global__ void __launch_bounds__(kAttentionTile, 4) attention_f32_kernel(Attent
     const AttentionPlan plan = plan_of(task, r);
     const Row& row = *plan.row;
     const bool aligned = is_aligned(row.keys);
-    const std::int32_t begin = piece.begin, end = plan.to - begin < piece.slots ? plan.to : begin + piece.slots;
+    const std::int32_t begin = piece.begin, halo = kWorst && kApply ? task.reach : 0,
+                       to = kWorst && kApply ? plan.end : plan.to,
+                       end = to - begin < piece.slots + halo ? to : begin + piece.slots + halo;
     if constexpr (kApply)
       for (std::int32_t j = thread; j < kAttentionChunk; j += kAttentionTile) columns[j] = newest[j] = 0;
 
@@ -169,8 +219,8 @@ __global__ void __launch_bounds__(kAttentionTile, 4) attention_f32_kernel(Attent
         }
       };
       if constexpr (!kMaximum) stage_queries(0);
-      Running seen[kQ];
-      for (std::int32_t tile = begin; tile < end; tile += kAttentionTile) {
+      typename Shared::Seen seen[kQ];
+      for (std::int32_t tile = begin > halo ? begin - halo : 0; tile < end; tile += kAttentionTile) {
         const std::int32_t slot = tile + thread, tile_end = tile + kAttentionTile < end ? tile + kAttentionTile : end;
         const bool live = slot >= plan.from && slot < tile_end;
         float x[kQ] = {};
@@ -211,17 +261,28 @@ __global__ void __launch_bounds__(kAttentionTile, 4) attention_f32_kernel(Attent
 #pragma unroll
         for (int q = 0; q < kQ; ++q) {
           const float logit = x[q] * scale;
-          if constexpr (kApply) {
+          if constexpr (kApply && kWorst) {
+            shares[q * parts.around + slot - begin + halo] = is_number(logit) ? __expf(logit - arrays.shift[q]) : 0.0F;
+          } else if constexpr (kApply) {
             add_share(task.kind, logit, at, arrays.position[q], slot < plan.history, arrays.shift[q], arrays.weight[q],
                       arrays.share[q], column, of_newest);
           } else {
-            if (at <= arrays.position[q] && is_number(logit)) seen[q].add(logit);
+            if (at <= arrays.position[q] && is_number(logit)) {
+              if constexpr (kWorst)
+                seen[q].add(logit, pools_of(task, plan, slot));
+              else
+                seen[q].add(logit);
+            }
           }
         }
-        if constexpr (kApply) {
+        if constexpr (kApply && !kWorst) {
           columns[slot - begin] += column;
           newest[slot - begin] += of_newest;
         }
+      }
+      if constexpr (kApply && kWorst) {
+        __syncthreads();
+        pool_shares<kQ>(task, begin, plan.from, plan.end, shares, parts.around, arrays.weight, columns);
       }
       if constexpr (!kApply) {
 #pragma unroll
@@ -231,9 +292,13 @@ __global__ void __launch_bounds__(kAttentionTile, 4) attention_f32_kernel(Attent
         }
         __syncthreads();
         if (thread < kQ && n0 + thread < plan.total) {
-          Running all = running[thread];
+          typename Shared::Seen all = running[thread];
           for (std::int32_t warp = 1; warp < kAttentionTile / 32; ++warp) all.add(running[warp * kQ + thread]);
-          task.partial[work * task.most + n0 + thread] = {all.top, all.sum};
+          if constexpr (kWorst)
+            reinterpret_cast<float4*>(task.partial)[work * task.most + n0 + thread] = {all.all.top, all.all.sum,
+                                                                                       all.older, all.pooled};
+          else
+            task.partial[work * task.most + n0 + thread] = {all.top, all.sum};
         }
       }
     }
@@ -245,18 +310,21 @@ __global__ void __launch_bounds__(kAttentionTile, 4) attention_f32_kernel(Attent
   }
 }
 
-template <class T, int kQ, bool kMaximum>
+/// kAtOnce: queries whose result is taken at a time, where that is not kQ.
+template <class T, int kQ, Form kForm, int kAtOnce = kQ>
 void launch_f32(const AttentionTask& task, Stream stream) {
-  const auto pieces_of = [&](std::int32_t pieces) {
+  const auto grid = [&](std::int32_t pieces, std::size_t shared_bytes) {
     return Grid{.blocks = blocks_for(std::int64_t{task.e.count} * pieces),
                 .threads = kAttentionTile,
-                .shared_bytes = AttentionF32Shared<T, kQ>(task.e.dim).bytes};
+                .shared_bytes = shared_bytes};
   };
   if (task.log_sum_exp == nullptr)
-    launch("attention_f32_statistics", attention_f32_kernel<T, kQ, false, kMaximum>, pieces_of(task.parts), stream,
-           task);
-  launch("attention_f32", attention_f32_kernel<T, kQ, true, kMaximum>,
-         pieces_of(attention::pieces(task.e.longest, kAttentionChunk)), stream, task);
+    launch("attention_f32_statistics", attention_f32_kernel<T, kQ, false, kForm>,
+           grid(task.parts, AttentionF32Shared<T, kQ, kForm>(task.e.dim, 0).bytes), stream, task);
+  launch("attention_f32", attention_f32_kernel<T, kAtOnce, true, kForm>,
+         grid(attention::pieces(task.e.longest, kAttentionChunk),
+              AttentionF32Shared<T, kAtOnce, kForm>(task.e.dim, task.reach).bytes),
+         stream, task);
 }
 
 std::int32_t parts_of(const EvidenceArguments& e) {
@@ -264,35 +332,47 @@ std::int32_t parts_of(const EvidenceArguments& e) {
   return chunks < kAttentionParts ? chunks : kAttentionParts;
 }
 
+/// Statistics of every part of every row.
+std::int64_t partial_bytes(const EvidenceArguments& e, std::int32_t window, std::size_t each) {
+  return std::int64_t{e.count} * e.group * window * parts_of(e) * static_cast<std::int64_t>(each);
+}
+
 void run(AttentionTask task, void* workspace, Stream stream) {
   check_dim("window_attention", task.e.dim);
   if (task.e.count == 0 || task.e.longest == 0) return;
   task.most = (task.max_logit ? 1 : task.e.group) * task.window;
   task.parts = parts_of(task.e);
-  if (!task.max_logit && attention::suits_matrix_units(task.e, task.most))
+  if (!task.max_logit && task.kind != Kind::worst && attention::suits_matrix_units(task.e, task.most))
     return attention::launch_on_matrix_units(task, workspace, stream);
   KVKEEP_REQUIRE(task.queries != nullptr, "window_attention: queries; given none, of ", task.most, " rows for ",
                  name_of(task.e.keys), " keys; allowed only where window_attention_reads_views()");
   task.partial = static_cast<float2*>(workspace);
   with_element(task.e.keys, [&](auto type) {
     using T = decltype(type);
-    if (task.max_logit)
-      launch_f32<T, 8, true>(task, stream);
+    if (task.kind == Kind::worst && task.reach < 256)
+      launch_f32<T, 8, Form::worst>(task, stream);
+    else if (task.kind == Kind::worst)
+      launch_f32<T, 8, Form::worst, 1>(task, stream);
+    else if (task.max_logit)
+      launch_f32<T, 8, Form::maximum>(task, stream);
     else if (task.most <= 4)
-      launch_f32<T, 4, false>(task, stream);
+      launch_f32<T, 4, Form::mean>(task, stream);
     else
-      launch_f32<T, 8, false>(task, stream);
+      launch_f32<T, 8, Form::mean>(task, stream);
   });
 }
 
 }  // namespace
 
 std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window) {
-  const std::int64_t partial = std::int64_t{evidence.count} * evidence.group * window * parts_of(evidence) *
-                               static_cast<std::int64_t>(sizeof(float2));
   return window_attention_reads_views(evidence, window)
              ? attention::matrix_workspace_bytes(evidence, window, parts_of(evidence))
-             : partial;
+             : partial_bytes(evidence, window, sizeof(float2));
+}
+
+std::int64_t history_attention_workspace_bytes(const EvidenceArguments& evidence, const WindowReading& reading) {
+  return reading.history.window == WindowReduce::worst ? partial_bytes(evidence, reading.window, sizeof(float4))
+                                                       : window_attention_workspace_bytes(evidence, reading.window);
 }
 
 bool window_attention_reads_views(const EvidenceArguments& evidence, std::int32_t window) {
@@ -310,6 +390,7 @@ void launch_window_attention(const WindowAttentionArguments& a, Stream stream) {
   task.log_sum_exp = a.log_sum_exp;
   task.column = a.usage != nullptr ? a.usage : a.sum;
   task.newest = a.newest;
+  task.newest_counts = 1;
   task.kind = a.sum != nullptr ? Kind::sum : Kind::window;
   run(task, a.workspace, stream);
 }
@@ -319,13 +400,16 @@ void launch_history_attention(const HistoryAttentionArguments& a, Stream stream)
   AttentionTask task{};
   task.e = a.evidence;
   task.windows = a.windows;
-  task.window = a.window;
+  const HistoryOptions& history = a.reading.history;
+  check_pool("history_attention", history.pool);
+  task.window = a.reading.window;
   task.queries = a.queries;
-  task.first = a.first;
   task.column = a.out;
-  task.newest_counts = a.newest_counts;
-  task.kind = Kind::history;
-  task.max_logit = a.max_logit;
+  task.newest_counts = history.newest_counts;
+  task.reach = history.pool / 2;
+  task.kind = history.window == WindowReduce::worst ? Kind::worst : Kind::history;
+  task.max_logit = history.group == GroupReduce::max_logit;
+  task.after_sinks = a.reading.after_sinks;
   run(task, a.workspace, stream);
 }
 

@@ -17,6 +17,7 @@
 
 #include "evidence.h"
 #include "kvkeep/core/row_window.h"
+#include "kvkeep/score/window_attention.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {
@@ -53,19 +54,21 @@ struct WindowAttentionArguments {
 void launch_window_attention(const WindowAttentionArguments& arguments, Stream stream);
 
 struct HistoryAttentionArguments {
-  EvidenceArguments evidence;
+  EvidenceArguments evidence;  ///< with limits under WindowReading::after_sinks
   const RowWindow* windows = nullptr;
-  std::int32_t window = 0;
-  const float* queries = nullptr;  ///< as above
-  bool max_logit = false;          ///< GroupReduce::max_logit, else mean_prob
-  std::int32_t newest_counts = 1;
-  const std::int32_t* first = nullptr;  ///< [count]; null: 0 everywhere
-  float* out = nullptr;                 ///< f32 [slots] at Row::first
-  void* workspace = nullptr;            ///< window_attention_workspace_bytes(), aligned to 32
+  const float* queries = nullptr;  ///< as above, of reading.window queries
+  WindowReading reading = {WindowReading::Kind::history};
+  float* out = nullptr;       ///< f32 [slots] at Row::first
+  void* workspace = nullptr;  ///< history_attention_workspace_bytes(), aligned to 32
 };
 
-/// kvkeep::history_attention(). Cost and launches: as launch_window_attention; under max_logit the keys of more than 64
-/// components are staged once for every query head.
+/// window_attention_workspace_bytes(); under WindowReduce::worst twice those that it takes in f32.
+[[nodiscard]] std::int64_t history_attention_workspace_bytes(const EvidenceArguments& evidence,
+                                                             const WindowReading& reading);
+
+/// kvkeep::history_attention() of what read_window() asks. Cost and launches: as launch_window_attention; under
+/// max_logit the keys of more than 64 components are staged once for every query head. WindowReduce::worst runs in f32,
+/// and brings `pool` / 2 slots on both sides of every 512; beyond a pool of 511 it reads the keys once for every query.
 void launch_history_attention(const HistoryAttentionArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

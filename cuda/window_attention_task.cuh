@@ -14,7 +14,7 @@ namespace kvkeep::cuda::attention {
 constexpr std::int32_t kFirst = std::numeric_limits<std::int32_t>::min(),
                        kNever = std::numeric_limits<std::int32_t>::max();
 
-enum class Kind : std::uint8_t { window, sum, history };
+enum class Kind : std::uint8_t { window, sum, history, worst };
 
 /// The arguments of the kernels.
 struct AttentionTask {
@@ -22,16 +22,17 @@ struct AttentionTask {
   const RowWindow* windows;
   const float* queries;
   const float* log_sum_exp;
-  const std::int32_t* first;
   float* column;  ///< usage, sum or history
   float* newest;
-  float2* partial;  ///< [count, parts, most] maximum and sum of one part of a row
+  float2* partial;  ///< [count, parts, most] maximum and sum of one part of a row; Kind::worst: float4, RunningWorst
   std::int32_t window;
-  std::int32_t most;   ///< rows of the largest product
-  std::int32_t parts;  ///< of the longest row
-  std::int32_t newest_counts;
+  std::int32_t most;           ///< rows of the largest product
+  std::int32_t parts;          ///< of the longest row
+  std::int32_t newest_counts;  ///< in place of as many of the oldest, less one
+  std::int32_t reach;          ///< Kind::worst: of the pool, on both sides
   Kind kind;
   bool max_logit;
+  bool after_sinks;
 };
 
 /// One row of the table and the rows of its product: n counts query head by query head, under max_logit only the
@@ -44,6 +45,7 @@ struct AttentionPlan {
   std::int32_t window = 0;  ///< W of this row
   std::int32_t history = 0;
   std::int32_t from = 0, to = 0;  ///< slots of the softmax
+  std::int32_t end = 0;           ///< Kind::worst: of the slots that get a share
   std::int32_t total = 0;
 
   [[nodiscard]] __device__ std::int32_t query_of(std::int32_t n) const { return n % window; }
@@ -57,8 +59,9 @@ __device__ inline AttentionPlan plan_of(const AttentionTask& task, std::int64_t 
   AttentionPlan plan;
   plan.row = e.rows + r;
   plan.view = e.queries + r / e.kv_heads;
-  plan.window = task.windows[r].queries;
-  plan.history = task.windows[r].history;
+  const RowWindow window = task.windows[r].without_oldest(task.newest_counts - 1);
+  plan.window = window.queries;
+  plan.history = window.history;
   if (plan.window == 0) return plan;
   const std::int64_t oldest =
       (r / e.kv_heads * e.query_heads() + plan.row->head * e.group) * std::int64_t{task.window} + task.window -
@@ -67,11 +70,12 @@ __device__ inline AttentionPlan plan_of(const AttentionTask& task, std::int64_t 
   plan.lse = task.log_sum_exp == nullptr ? nullptr : task.log_sum_exp + oldest;
   plan.total = task.max_logit ? plan.window : e.group * plan.window;
   plan.to = plan.row->length;
-  if (task.kind != Kind::history) return plan;
+  if (task.kind == Kind::window || task.kind == Kind::sum) return plan;
   const std::int32_t seen_by_all = plan.position(0);
   // The history ends where the oldest query sees no further.
-  plan.to = partition_point(0, plan.history, [&](std::int32_t t) { return plan.row->positions[t] <= seen_by_all; });
-  plan.from = task.first == nullptr ? 0 : task.first[r] < plan.to ? task.first[r] : plan.to;
+  plan.end = partition_point(0, plan.history, [&](std::int32_t t) { return plan.row->positions[t] <= seen_by_all; });
+  if (task.kind == Kind::history) plan.to = plan.end;
+  if (task.after_sinks) plan.from = e.limits[r].guarded.sinks < plan.end ? e.limits[r].guarded.sinks : plan.end;
   return plan;
 }
 
@@ -104,6 +108,8 @@ __device__ inline void write_slot(const AttentionTask& task, const AttentionPlan
   float divisor = 0;
   if (plan.total == 0 || t < plan.from || t >= plan.to) {
     divisor = 0;
+  } else if (task.kind == Kind::worst) {
+    divisor = 1;
   } else if (task.kind == Kind::sum) {
     divisor = static_cast<float>(task.e.group);
   } else if (task.kind == Kind::history) {

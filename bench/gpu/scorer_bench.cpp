@@ -2,9 +2,7 @@
 // method reads them.
 
 #include "expected.h"
-#include "h2o.h"
 #include "keydiff.h"
-#include "knorm.h"
 #include "kvkeep/score/cur.h"
 #include "kvkeep/score/draw.h"
 #include "kvkeep/score/given.h"
@@ -12,9 +10,7 @@
 #include "rkv.h"
 #include "row_body.h"
 #include "rows.h"
-#include "rpc.h"
-#include "snapkv.h"
-#include "tova.h"
+#include "share.h"
 #include "triattention.h"
 #include "window_attention.h"
 
@@ -174,40 +170,105 @@ void attention_of_the_newest(Result& result, Shape shape, Size size) {
   time_attention(result, asked, false, Asking::filed);
 }
 
-/// Compares the scores of a sample with those of a CPU scorer.
-void expect_as_on_cpu(Result& result, const Asked& asked, const Scorer& scorer, WindowNeeds needs, double absolute,
-                      double relative) {
+/// Compares the scores of a sample with those of a CPU scorer. values: the keys stand for them.
+void expect_as_on_cpu(Result& result, const Asked& asked, const Scorer& scorer, double absolute, double relative,
+                      bool values = false) {
   for (const std::int32_t g : asked.sampled_groups()) {
-    const OnCpu cpu(asked, g);
-    WindowAttention seen;
-    if (needs.usage || needs.newest) seen = cpu.attention(asked.window, needs);
-    const Scores want = scorer.score(cpu.evidence, cpu.limits, seen);
+    OnCpu cpu(asked, g);
+    if (values) cpu.let_keys_be_values();
+    Scores want = scorer.score(cpu.evidence, cpu.limits, {});
+    if (scorer.sharing() == Sharing::layer) {
+      const Needs needs = scorer.needs();
+      const Flat flat;
+      want = host()
+                 .begin(cpu.evidence, cpu.limits, {"", needs, scorer, flat, Sharing::layer})
+                 ->share(want, Sharing::layer);
+    }
     expect_close(result, text("the score by ", scorer.name()), asked.of_group(asked.scores, g), cpu.flat(want.data),
                  absolute, relative);
   }
 }
 
-void tova(Result& result, Shape shape, Size size) {
-  const Asked asked(shape, size, 1);
-  const DeviceArray<float> newest(static_cast<std::size_t>(asked.slots));
-  WindowAttentionArguments attention{.evidence = asked.evidence,
+/// What a window scorer reads, into `out`.
+void read_window(const Asked& asked, const WindowReading& reading, float* out,
+                 const DeviceArray<std::byte>& workspace) {
+  using Kind = WindowReading::Kind;
+  if (reading.kind == Kind::history)
+    return launch_history_attention({.evidence = asked.evidence,
                                      .windows = asked.windows->data(),
-                                     .window = 1,
                                      .queries = asked.queries.data(),
-                                     .newest = newest.data()};
-  const DeviceArray<std::byte> workspace(
-      static_cast<std::size_t>(window_attention_workspace_bytes(attention.evidence, 1)));
-  attention.workspace = workspace.data();
-  launch_window_attention(attention, stream());
-  const TovaArguments a{.evidence = asked.evidence,
-                        .windows = asked.windows->data(),
-                        .all_heads = true,
-                        .newest = newest.data(),
-                        .scores = asked.scores.data()};
-  launch_tova(a, stream());
-  expect_as_on_cpu(result, asked, Tova(), {.newest = true}, 1e-7, 1e-3);
-  measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_tova(a, stream()); });
+                                     .reading = reading,
+                                     .out = out,
+                                     .workspace = workspace.data()},
+                                    stream());
+  launch_window_attention({.evidence = asked.evidence,
+                           .windows = asked.windows->data(),
+                           .window = reading.window,
+                           .queries = asked.queries.data(),
+                           .usage = reading.kind == Kind::usage ? out : nullptr,
+                           .newest = reading.kind == Kind::newest ? out : nullptr,
+                           .sum = reading.kind == Kind::sum ? out : nullptr,
+                           .workspace = workspace.data()},
+                          stream());
 }
+
+/// A window scorer from its queries to its scores, or, of what the policy reads anyway, the scorer alone. passes: how
+/// often the keys are read.
+template <class S>
+void time_window_scorer(Result& result, Shape shape, Size size, const S& scorer, int passes) {
+  const WindowReading reading = scorer.options().reading();
+  const bool in_place = BodyTraits<typename S::Options>::kInPlace, values = scorer.needs().values,
+             alone = reading.kind == WindowReading::Kind::newest || reading.kind == WindowReading::Kind::usage;
+  Asked asked(shape, size, reading.window);
+  if (values) asked.let_keys_be_values();
+  const DeviceArray<float> attention(
+      in_place && scorer.sharing() == Sharing::per_layer_per_head ? 0 : static_cast<std::size_t>(asked.slots));
+  const DeviceArray<std::byte> workspace(
+      static_cast<std::size_t>(std::max(history_attention_workspace_bytes(asked.evidence, reading),
+                                        window_attention_workspace_bytes(asked.evidence, reading.window))));
+  const DeviceArray<std::int32_t> next(
+      std::vector<std::int32_t>(static_cast<std::size_t>(asked.groups()), size.length));
+  float* const read = attention.size() == 0 ? asked.scores.data() : attention.data();
+  const RowBodyArguments<typename S::Options> a{{.evidence = asked.evidence,
+                                                 .values = Element::bf16,
+                                                 .value_dim = shape.dim,
+                                                 .next_positions = next.data(),
+                                                 .windows = asked.windows->data(),
+                                                 .attention = read,
+                                                 .sum = reading.kind == WindowReading::Kind::sum,
+                                                 .scores = in_place ? read : asked.scores.data()},
+                                                scorer.options()};
+  const auto finish = [&] {
+    if (!BodyTraits<typename S::Options>::kAsRead) launch_row_body(a, stream());
+    if (scorer.sharing() == Sharing::layer)
+      launch_share({.rows = asked.evidence.rows,
+                    .limits = asked.evidence.limits,
+                    .sharing = {Sharing::layer, shape.layers, size.batch, shape.kv_heads},
+                    .longest = size.length,
+                    .scores = read,
+                    .shared = asked.scores.data()},
+                   stream());
+  };
+  const auto run = [&] {
+    read_window(asked, reading, read, workspace);
+    finish();
+  };
+  run();
+  expect_as_on_cpu(result, asked, scorer, 1e-7 * asked.window, 1e-3, values);
+  if (alone) return measure(result, static_cast<double>(asked.slots) * 8, finish);
+  measure(result, passes * static_cast<double>(asked.key_bytes), run);
+}
+
+void tova(Result& result, Shape shape, Size size) { time_window_scorer(result, shape, size, Tova(), 0); }
+void snapkv(Result& result, Shape shape, Size size) {
+  time_window_scorer(result, shape, size, SnapKV({.window = 32}), 0);
+}
+void rpc(Result& result, Shape shape, Size size) { time_window_scorer(result, shape, size, Rpc(), 2); }
+void h2o(Result& result, Shape shape, Size size) {  // one interval's tokens
+  time_window_scorer(result, shape, size, H2O({size.length - size.budget}), 2);
+}
+void defensive(Result& result, Shape shape, Size size) { time_window_scorer(result, shape, size, Defensive(), 2); }
+void vase(Result& result, Shape shape, Size size) { time_window_scorer(result, shape, size, Vase({.window = 32}), 3); }
 
 void keydiff(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, 1);
@@ -215,37 +276,16 @@ void keydiff(Result& result, Shape shape, Size size) {
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(keydiff_workspace_bytes(a.evidence)));
   a.workspace = workspace.data();
   launch_keydiff(a, stream());
-  expect_as_on_cpu(result, asked, KeyDiff(), {}, 1e-5, 0);
+  expect_as_on_cpu(result, asked, KeyDiff(), 1e-5, 0);
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_keydiff(a, stream()); });
 }
 
 void knorm(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, 1);
-  const KnormArguments a{.evidence = asked.evidence, .scores = asked.scores.data()};
-  launch_knorm(a, stream());
-  expect_as_on_cpu(result, asked, Knorm(), {}, 0, 1e-5);
-  measure(result, static_cast<double>(asked.key_bytes), [&] { launch_knorm(a, stream()); });
-}
-
-void snapkv(Result& result, Shape shape, Size size) {
-  const Asked asked(shape, size, 32);
-  const DeviceArray<float> usage(static_cast<std::size_t>(asked.slots));
-  WindowAttentionArguments attention{.evidence = asked.evidence,
-                                     .windows = asked.windows->data(),
-                                     .window = 32,
-                                     .queries = asked.queries.data(),
-                                     .usage = usage.data()};
-  const DeviceArray<std::byte> workspace(
-      static_cast<std::size_t>(window_attention_workspace_bytes(attention.evidence, 32)));
-  attention.workspace = workspace.data();
-  launch_window_attention(attention, stream());
-  const SnapKVArguments a{.evidence = asked.evidence,
-                          .windows = asked.windows->data(),
-                          .attention = usage.data(),
-                          .scores = asked.scores.data()};
-  launch_snapkv(a, stream());
-  expect_as_on_cpu(result, asked, SnapKV({.window = 32}), {.usage = true}, 1e-7, 1e-3);
-  measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_snapkv(a, stream()); });
+  const RowBodyArguments<KnormOptions> a{{.evidence = asked.evidence, .scores = asked.scores.data()}, {}};
+  launch_row_body(a, stream());
+  expect_as_on_cpu(result, asked, Knorm(), 0, 1e-5);
+  measure(result, static_cast<double>(asked.key_bytes), [&] { launch_row_body(a, stream()); });
 }
 
 void triattention(Result& result, Shape shape, Size size) {
@@ -297,7 +337,7 @@ void triattention(Result& result, Shape shape, Size size) {
 
 void recency(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, 1);
-  const RowBodyArguments<RecencyOptions> a{.evidence = asked.evidence, .scores = asked.scores.data()};
+  const RowBodyArguments<RecencyOptions> a{{.evidence = asked.evidence, .scores = asked.scores.data()}, {}};
   launch_row_body(a, stream());
   const std::vector<float> got = asked.scores.download();
   for (std::size_t i = 0; i < got.size(); ++i)
@@ -308,8 +348,7 @@ void recency(Result& result, Shape shape, Size size) {
 
 void random(Result& result, Shape shape, Size size) {
   const Asked asked(shape, size, 1);
-  const RowBodyArguments<RandomOptions> a{
-      .evidence = asked.evidence, .body = {.seed = 7}, .scores = asked.scores.data()};
+  const RowBodyArguments<RandomOptions> a{{.evidence = asked.evidence, .scores = asked.scores.data()}, {.seed = 7}};
   launch_row_body(a, stream());
   for (const std::int32_t r : sample_of(asked.count)) {
     const Row& row = asked.host_rows[static_cast<std::size_t>(r)];
@@ -325,19 +364,11 @@ void random(Result& result, Shape shape, Size size) {
 /// The keys stand for the values as well.
 void cur(Result& result, Shape shape, Size size) {
   Asked asked(shape, size, 1);
-  for (Row& row : asked.host_rows) row.values = row.keys;
-  asked.rows = std::make_unique<DeviceArray<Row>>(asked.host_rows);
-  asked.evidence.rows = asked.rows->data();
+  asked.let_keys_be_values();
   const RowBodyArguments<CurOptions> a{
-      .evidence = asked.evidence, .values = Element::bf16, .value_dim = shape.dim, .scores = asked.scores.data()};
+      {.evidence = asked.evidence, .values = Element::bf16, .value_dim = shape.dim, .scores = asked.scores.data()}, {}};
   launch_row_body(a, stream());
-  for (const std::int32_t g : asked.sampled_groups()) {
-    OnCpu cpu(asked, g);
-    cpu.table.value_dtype = Dtype::bf16;
-    for (Row& row : cpu.table.rows) row.values = row.keys;
-    const Scores want = Cur().score(cpu.evidence, cpu.limits, {});
-    expect_close(result, "the score by cur", asked.of_group(asked.scores, g), cpu.flat(want.data), 0, 0);
-  }
+  expect_as_on_cpu(result, asked, Cur(), 0, 0, true);
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_row_body(a, stream()); });
 }
 
@@ -349,41 +380,10 @@ void given(Result& result, Shape shape, Size size) {
   for (Row& row : asked.host_rows) row.given = column.data() + row.first, row.given_length = row.length;
   asked.rows = std::make_unique<DeviceArray<Row>>(asked.host_rows);
   asked.evidence.rows = asked.rows->data();
-  const RowBodyArguments<GivenOptions> a{.evidence = asked.evidence, .scores = asked.scores.data()};
+  const RowBodyArguments<GivenOptions> a{{.evidence = asked.evidence, .scores = asked.scores.data()}, {}};
   launch_row_body(a, stream());
   if (asked.scores.download() != drawn) return result.fail("a score is not the one that was given");
   measure(result, static_cast<double>(asked.slots) * 8, [&] { launch_row_body(a, stream()); });
-}
-
-void rpc(Result& result, Shape shape, Size size) {
-  const Asked asked(shape, size, 32);
-  RpcArguments a{.evidence = asked.evidence,
-                 .windows = asked.windows->data(),
-                 .queries = asked.queries.data(),
-                 .options = {.window = 32, .pool = 1, .heads = RpcOptions::Heads::group},
-                 .slots = asked.slots,
-                 .scores = asked.scores.data()};
-  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(rpc_workspace_bytes(a)));
-  a.workspace = workspace.data();
-  launch_rpc(a, stream());
-  if (std::abs(asked.sum_of_row(asked.count - 1) - 32) > 1e-2)
-    return result.fail("without pooling, scores do not add up to 1 per query");
-  a.options.pool = 7;
-  measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_rpc(a, stream()); });
-}
-
-void h2o(Result& result, Shape shape, Size size) {
-  const Asked asked(shape, size, size.length - size.budget);  // one interval's tokens
-  H2OArguments a{.evidence = asked.evidence,
-                 .queries = asked.queries.data(),
-                 .window = asked.window,
-                 .scores = asked.scores.data()};
-  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(h2o_workspace_bytes(a)));
-  a.workspace = workspace.data();
-  launch_h2o(a, stream());
-  if (std::abs(asked.sum_of_row(asked.count - 1) - asked.window) > 1e-3 * asked.window)
-    return result.fail("scores do not add up to 1 per query");
-  measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_h2o(a, stream()); });
 }
 
 /// `bytes`: the keys as often as they are read if every key finds a partner at once.
@@ -466,6 +466,8 @@ void add_scorers() {
   add("Given", given, {{1, 1536, 1024}, {32, 1536, 1024}});
   add("Rpc", rpc, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("H2O", h2o, {{1, 1536, 1024}, {32, 1536, 1024}});
+  add("Defensive", defensive, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("Vase", vase, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("Rkv", rkv, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("RkvFar", rkv_far, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("Expected", expected, {{1, 1536, 1024}, {8, 1536, 1024}, {1, 32768, 2048}}, {{1, 96, 64}});

@@ -56,6 +56,7 @@
 #include "kvkeep/score/triattention.h"
 #include "kvkeep/score/vase.h"
 #include "kvkeep/score/window_attention.h"
+#include "kvkeep/score/window_scorer.h"
 
 // prefill: finds the layer in which the ranks settle
 #include "kvkeep/layers/last_query.h"

@@ -63,7 +63,14 @@ float* allot(CudaEvent& event, const Chunks& allocator, const WindowAttention&, 
              std::int32_t* slots) {
   ChunksArguments arguments;
   arguments.options = allocator.options();
-  if (arguments.options.heads == ChunksOptions::Heads::shared) require_even_heads(event, allocator.name(), "own");
+  const RowTable& table = event.evidence.table;
+  for (const RowGroup& group : table.groups)
+    for (const Row& row : table.rows_of(group, event.evidence.spec.kv_heads))
+      KVKEEP_REQUIRE_AS(Unsupported,
+                        arguments.options.heads != ChunksOptions::Heads::shared ||
+                            row.length == table.rows[static_cast<std::size_t>(group.first_row)].length,
+                        allocator.name(), ": heads of layer ", row.layer,
+                        " hold different numbers of slots; allowed rows of one length, or heads \"own\"");
   arguments.variant = event.limits.variant;
   arguments.rows = event.arguments.rows;
   arguments.limits = event.arguments.limits;

@@ -165,15 +165,6 @@ std::vector<std::int32_t> most_kept(const RowTable& table, const Limits& limits)
   return most;
 }
 
-void require_even_heads(const CudaEvent& event, std::string_view name, const char* otherwise) {
-  const RowTable& table = event.evidence.table;
-  for (const RowGroup& group : table.groups)
-    for (const Row& row : table.rows_of(group, event.evidence.spec.kv_heads))
-      KVKEEP_REQUIRE_AS(Unsupported, row.length == table.rows[static_cast<std::size_t>(group.first_row)].length, name,
-                        ": heads of layer ", row.layer,
-                        " hold different numbers of slots; allowed rows of one length, or heads \"", otherwise, "\"");
-}
-
 CudaEvent::CudaEvent(const Evidence& given, const Limits& limits_given, DevicePool& pool, EventMemory& memory,
                      Staging& staging, Constants& constants, bool dry)
     : evidence(given),
@@ -254,7 +245,7 @@ PrepareArguments CudaEvent::prepare_arguments() const {
   return prepare;
 }
 
-DeviceWindow CudaEvent::ask(std::int32_t window, bool official, Reader reader) {
+DeviceWindow CudaEvent::ask(std::int32_t window, bool official, Reader reader, bool fresh) {
   const auto groups = static_cast<std::int64_t>(evidence.table.groups.size());
   const bool turned = evidence.basis == QueryBasis::post_rope;
   DeviceWindow asked{window, official, take<RowWindow>(arguments.count)};
@@ -267,6 +258,7 @@ DeviceWindow CudaEvent::ask(std::int32_t window, bool official, Reader reader) {
   PrepareArguments prepare = prepare_arguments();
   prepare.window = window;
   prepare.official = official;
+  prepare.fresh = fresh;
   prepare.windows = asked.windows;
   prepare.queries = asked.queries;
   prepare.normalisers = asked.normalisers;
@@ -292,21 +284,19 @@ void CudaEvent::attend(const DeviceWindow& window, float* usage, float* newest, 
   attention.usage = usage;
   attention.newest = newest;
   attention.sum = sum;
+  if (sum != nullptr) attention.evidence.limits = nullptr;
   attention.workspace = take<std::byte>(window_attention_workspace_bytes(arguments, window.window));
   launch(launch_window_attention, attention);
 }
 
-float* CudaEvent::attend_history(const DeviceWindow& window, HistoryOptions options, const std::int32_t* first) const {
+float* CudaEvent::attend_history(const DeviceWindow& window, const WindowReading& reading) const {
   HistoryAttentionArguments attention;
   attention.evidence = arguments;
   attention.windows = window.windows;
-  attention.window = window.window;
   attention.queries = window.queries;
-  attention.max_logit = options.group == GroupReduce::max_logit;
-  attention.newest_counts = options.newest_counts;
-  attention.first = first;
+  attention.reading = reading;
   attention.out = flat();
-  attention.workspace = take<std::byte>(window_attention_workspace_bytes(arguments, window.window));
+  attention.workspace = take<std::byte>(history_attention_workspace_bytes(arguments, reading));
   launch(launch_history_attention, attention);
   return attention.out;
 }

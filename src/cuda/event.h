@@ -13,7 +13,7 @@
 #include "kvkeep/score/window_attention.h"
 #include "memory.h"
 #include "prepare.h"
-#include "row_scorers.h"
+#include "row_body.h"
 
 namespace kvkeep::cuda {
 
@@ -163,23 +163,23 @@ class CudaEvent final : public LayerEvent {
     if (!dry_) launcher(with, stream_);
   }
 
-  /// A body that a program registered.
-  void launch(void (*launcher)(const RowScorerCall&), RowScorerCall with) const {
-    with.stream = stream_;
-    if (!dry_) launcher(with);
+  /// A body, maybe one that a program registered.
+  void launch(const RowScorerLaunch& launcher, const Scorer& scorer, const ScoredRows& rows) const {
+    if (!dry_) launcher.run(scorer, rows, stream_);
   }
 
   /// Who reads the queries of a window: a kernel of its own, or window attention, which reads those after RoPE where
   /// they are if it sums over heads and has matrix units.
   enum class Reader : std::uint8_t { other, attention };
   /// The newest `window` queries, rotated, and the window of every row; afterwards the columns hold the positions. One
-  /// launch.
-  [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official, Reader reader = Reader::attention);
-  /// Reductions of a window; null: not wanted. Two launches, or one with its log-sum-exps.
+  /// launch. fresh: PrepareArguments::fresh.
+  [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official, Reader reader = Reader::attention,
+                                 bool fresh = false);
+  /// Reductions of a window; null: not wanted, sum: of every row, due or not. Two launches, or one with its
+  /// log-sum-exps.
   void attend(const DeviceWindow& window, float* usage, float* newest, float* sum = nullptr) const;
   /// f32 [slots]. Two launches.
-  [[nodiscard]] float* attend_history(const DeviceWindow& window, HistoryOptions options,
-                                      const std::int32_t* first = nullptr) const;
+  [[nodiscard]] float* attend_history(const DeviceWindow& window, const WindowReading& reading) const;
 
   /// Numbers that stay the same from event to event, by owner: uploaded the first time.
   template <class T, class Make>
@@ -240,10 +240,6 @@ class CudaEvent final : public LayerEvent {
 /// reads.
 [[nodiscard]] Element element_of_keys(const RowTable& table);
 [[nodiscard]] Element element_of_values(const RowTable& table);
-
-/// Throws Unsupported if the rows of a (layer, sequence) differ in length: `name` reads all of them slot by slot,
-/// unless its heads are `otherwise`.
-void require_even_heads(const CudaEvent& event, std::string_view name, const char* otherwise);
 
 /// Slots that each row may keep at most, if the scores decide how many; empty: the limits do.
 using Most = std::vector<std::int32_t> (*)(const Allocator& allocator, const Evidence& evidence, const Limits& limits);

@@ -6,10 +6,9 @@
 
 #include "event.h"
 #include "expected.h"
-#include "h2o.h"
 #include "keydiff.h"
-#include "knorm.h"
 #include "kvkeep/score/cur.h"
+#include "kvkeep/score/defensive.h"
 #include "kvkeep/score/expected.h"
 #include "kvkeep/score/given.h"
 #include "kvkeep/score/h2o.h"
@@ -22,33 +21,31 @@
 #include "kvkeep/score/snapkv.h"
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/triattention.h"
+#include "kvkeep/score/vase.h"
 #include "rkv.h"
-#include "row_scorers.h"
-#include "rpc.h"
-#include "snapkv.h"
-#include "tova.h"
+#include "row_body.h"
 #include "triattention.h"
 
 namespace kvkeep::cuda {
 namespace {
 
-/// What programs have registered.
+/// What programs, and the library itself, have registered.
 class RowScorers {
  public:
-  using Launch = void (*)(const RowScorerCall&);
-  void add(std::type_index scorer, Launch launch) {
+  void add(std::type_index scorer, RowScorerLaunch launch) {
     const std::lock_guard lock(mutex_);
     all_[scorer] = launch;
   }
-  [[nodiscard]] Launch find(std::type_index scorer) {
+  /// `run` is null: nothing.
+  [[nodiscard]] RowScorerLaunch find(std::type_index scorer) {
     const std::lock_guard lock(mutex_);
     const auto found = all_.find(scorer);
-    return found == all_.end() ? nullptr : found->second;
+    return found == all_.end() ? RowScorerLaunch{} : found->second;
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<std::type_index, Launch> all_;
+  std::unordered_map<std::type_index, RowScorerLaunch> all_;
 };
 
 RowScorers& row_scorers() {
@@ -56,39 +53,71 @@ RowScorers& row_scorers() {
   return all;
 }
 
-/// Scorers of one row run the body of the CPU.
-float* score_row_by_row(CudaEvent& event, const Scorer& scorer, const WindowAttention&) {
+CudaEvent::Reader reader_of(const HistoryOptions& history) {
+  return history.group == GroupReduce::max_logit || history.window == WindowReduce::worst
+             ? CudaEvent::Reader::other
+             : CudaEvent::Reader::attention;
+}
+
+/// As read_window(): sets `windows` and `attention`.
+void read_window(CudaEvent& event, const WindowReading& reading, const WindowAttention& seen, bool in_place,
+                 ScoredRows& rows) {
+  using Kind = WindowReading::Kind;
+  const DeviceWindow& asked = event.asked();
+  const bool newest = reading.kind == Kind::newest;
+  if ((newest && seen.newest.defined()) || (reading.kind == Kind::usage && seen.usage.defined() && !in_place &&
+                                            asked.window == reading.window && !asked.official)) {
+    rows.windows = asked.windows;
+    rows.attention = (newest ? seen.newest : seen.usage).data<float>();
+    return;
+  }
+  rows.sum = reading.kind == Kind::sum;
+  std::int32_t window = reading.window;
+  if (rows.sum) {
+    // No row has more queries than came after its last event. Before the first one that is all: those of a narrowed
+    // prompt are not among the newest positions.
+    std::int32_t fresh = 1;
+    for (const RowGroup& group : event.evidence.table.groups)
+      fresh = std::max(fresh, event.evidence.table.rows[static_cast<std::size_t>(group.first_row)].tally_length == 0
+                                  ? group.queries.count
+                                  : static_cast<std::int32_t>(group.newest.size()));
+    window = std::min(window, fresh);
+  }
+  const DeviceWindow own = event.ask(window, false, reader_of(reading.history), rows.sum);
+  rows.windows = own.windows;
+  if (reading.kind == Kind::history) {
+    rows.attention = event.attend_history(own, reading);
+    return;
+  }
+  rows.attention = event.flat();
+  event.attend(own, reading.kind == Kind::usage ? rows.attention : nullptr, newest ? rows.attention : nullptr,
+               rows.sum ? rows.attention : nullptr);
+}
+
+/// True if every row that is due has a window.
+bool all_ask(const CudaEvent& event) {
+  const RowTable& table = event.evidence.table;
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const RowLimit& limit = event.limits.rows[r];
+    const std::int32_t queries = table.groups[r / static_cast<std::size_t>(event.evidence.spec.kv_heads)].queries.count;
+    if (limit.due && std::min({queries, table.rows[r].length - 1, limit.budget}) < 1) return false;
+  }
+  return true;
+}
+
+/// Scorers that are a body run that of the CPU.
+float* score_row_by_row(CudaEvent& event, const Scorer& scorer, const WindowAttention& seen) {
+  const RowScorerLaunch launch = row_scorers().find(typeid(scorer));
   if (scorer.needs().given_scores) require_given(scorer.name(), event.evidence, event.limits);
-  float* const scores = event.flat();
-  event.launch(row_scorers().find(typeid(scorer)),
-               {.scorer = scorer,
-                .evidence = event.arguments,
-                .values = scorer.needs().values ? event.value_element : Element::f32,
-                .value_dim = event.evidence.spec.value_dim,
-                .scores = scores});
-  return scores;
-}
-
-CudaEvent::Reader reader_of(GroupReduce group) {
-  return group == GroupReduce::max_logit ? CudaEvent::Reader::other : CudaEvent::Reader::attention;
-}
-
-float* score(CudaEvent& event, const H2O& scorer, const WindowAttention&) {
-  // Only queries that came after the last event count, so the window need not be longer than their number. Before the
-  // first event that is all: those of a narrowed prompt are not among the newest positions.
-  std::int32_t fresh = 1;
-  for (const RowGroup& group : event.evidence.table.groups)
-    fresh = std::max(fresh, event.evidence.table.rows[static_cast<std::size_t>(group.first_row)].tally_length == 0
-                                ? group.queries.count
-                                : static_cast<std::int32_t>(group.newest.size()));
-  const std::int32_t window = std::min(scorer.options().window, fresh);
-  H2OArguments arguments{.evidence = event.arguments,
-                         .queries = event.ask(window, false).queries,
-                         .window = window,
-                         .scores = event.flat()};
-  arguments.workspace = event.take<std::byte>(h2o_workspace_bytes(arguments));
-  event.launch(launch_h2o, arguments);
-  return arguments.scores;
+  ScoredRows rows;
+  if (launch.reading != nullptr) read_window(event, launch.reading(scorer), seen, launch.in_place, rows);
+  rows.evidence = event.arguments;
+  rows.values = event.value_element;
+  rows.value_dim = event.evidence.spec.value_dim;
+  rows.next_positions = event.next_positions;
+  rows.scores = launch.in_place ? rows.attention : event.flat();
+  if (!launch.as_read || !all_ask(event)) event.launch(launch, scorer, rows);
+  return rows.scores;
 }
 
 float* score(CudaEvent& event, const Expected& scorer, const WindowAttention&) {
@@ -116,24 +145,9 @@ float* score(CudaEvent& event, const Expected& scorer, const WindowAttention&) {
   return arguments.scores;
 }
 
-float* score(CudaEvent& event, const Rpc& scorer, const WindowAttention&) {
-  const RpcOptions& options = scorer.options();
-  if (options.heads == RpcOptions::Heads::all) require_even_heads(event, scorer.name(), "group");
-  const DeviceWindow window = event.ask(options.window, false);
-  RpcArguments arguments{.evidence = event.arguments,
-                         .windows = window.windows,
-                         .queries = window.queries,
-                         .options = options,
-                         .slots = event.evidence.table.slots,
-                         .scores = event.flat()};
-  arguments.workspace = event.take<std::byte>(rpc_workspace_bytes(arguments));
-  event.launch(launch_rpc, arguments);
-  return arguments.scores;
-}
-
 float* score(CudaEvent& event, const Rkv& scorer, const WindowAttention&) {
   const RkvOptions& options = scorer.options();
-  const DeviceWindow window = event.ask(options.window, false, reader_of(options.group));
+  const DeviceWindow window = event.ask(options.window, false, reader_of({.group = options.group}));
   RkvArguments arguments{.evidence = event.arguments,
                          .windows = window.windows,
                          .queries = window.queries,
@@ -145,54 +159,11 @@ float* score(CudaEvent& event, const Rkv& scorer, const WindowAttention&) {
   return arguments.scores;
 }
 
-float* score(CudaEvent& event, const Tova& scorer, const WindowAttention& seen) {
-  const bool all_heads = scorer.options().heads == TovaOptions::Heads::all;
-  if (all_heads) require_even_heads(event, scorer.name(), "group");
-  const TovaArguments arguments{.evidence = event.arguments,
-                                .windows = event.asked().windows,
-                                .all_heads = all_heads,
-                                .newest = seen.newest.data<float>(),
-                                .scores = event.flat()};
-  event.launch(launch_tova, arguments);
-  return arguments.scores;
-}
-
 float* score(CudaEvent& event, const KeyDiff&, const WindowAttention&) {
   KeyDiffArguments arguments{.evidence = event.arguments,
                              .scores = event.flat(),
                              .workspace = event.take<std::byte>(keydiff_workspace_bytes(event.arguments))};
   event.launch(launch_keydiff, arguments);
-  return arguments.scores;
-}
-
-float* score(CudaEvent& event, const Knorm&, const WindowAttention&) {
-  KnormArguments arguments{.evidence = event.arguments, .scores = event.flat()};
-  event.launch(launch_knorm, arguments);
-  return arguments.scores;
-}
-
-float* score(CudaEvent& event, const SnapKV& scorer, const WindowAttention& seen) {
-  const SnapKVOptions& options = scorer.options();
-  const bool average = options.style == SnapKVOptions::Style::snapkv;
-  const DeviceWindow& asked = event.asked();
-  const bool known = average && seen.usage.defined() && asked.window == options.window && !asked.official;
-  const GroupReduce group = average ? GroupReduce::mean_prob : GroupReduce::max_logit;
-  const DeviceWindow window = known ? asked : event.ask(options.window, false, reader_of(group));
-  const float* attention = known ? seen.usage.data<float>() : nullptr;
-  if (!average) {
-    attention = event.attend_history(window, {.group = group});
-  } else if (!known) {
-    float* usage = event.flat();
-    event.attend(window, usage, nullptr);
-    attention = usage;
-  }
-  SnapKVArguments arguments{.evidence = event.arguments,
-                            .windows = window.windows,
-                            .attention = attention,
-                            .pool = options.pool,
-                            .average = average,
-                            .scores = event.flat()};
-  event.launch(launch_snapkv, arguments);
   return arguments.scores;
 }
 
@@ -245,21 +216,18 @@ std::pair<const std::type_index, Score> scorer_kernels() {
 
 }  // namespace
 
-void register_row_scorer(std::type_index scorer, void (*launch)(const RowScorerCall&)) {
-  row_scorers().add(scorer, launch);
-}
+void register_row_scorer(std::type_index scorer, RowScorerLaunch launch) { row_scorers().add(scorer, launch); }
 
 Score kernels_of(const Scorer& scorer) {
-  static const std::unordered_map<std::type_index, Score> all = {
-      scorer_kernels<Expected>(), scorer_kernels<H2O>(),  scorer_kernels<KeyDiff>(),
-      scorer_kernels<Knorm>(),    scorer_kernels<Rkv>(),  scorer_kernels<Rpc>(),
-      scorer_kernels<SnapKV>(),   scorer_kernels<Tova>(), scorer_kernels<TriAttention>(),
-  };
-  static const bool own = (register_scorer<Cur>(), register_scorer<Given>(), register_scorer<RandomAttention>(),
-                           register_scorer<RandomScorer>(), register_scorer<Recency>(), true);
+  static const std::unordered_map<std::type_index, Score> all = {scorer_kernels<Expected>(), scorer_kernels<KeyDiff>(),
+                                                                 scorer_kernels<Rkv>(), scorer_kernels<TriAttention>()};
+  static const bool own = (register_scorer<Cur>(), register_scorer<Defensive>(), register_scorer<Given>(),
+                           register_scorer<H2O>(), register_scorer<Knorm>(), register_scorer<RandomAttention>(),
+                           register_scorer<RandomScorer>(), register_scorer<Recency>(), register_scorer<Rpc>(),
+                           register_scorer<SnapKV>(), register_scorer<Tova>(), register_scorer<Vase>(), true);
   static_cast<void>(own);
   if (const auto found = all.find(typeid(scorer)); found != all.end()) return found->second;
-  return row_scorers().find(typeid(scorer)) == nullptr ? nullptr : score_row_by_row;
+  return row_scorers().find(typeid(scorer)).run == nullptr ? nullptr : score_row_by_row;
 }
 
 }  // namespace kvkeep::cuda

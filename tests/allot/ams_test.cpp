@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 #include <random>
+#include <utility>
 
 #include "kvkeep/kvkeep.h"
 
@@ -329,6 +330,41 @@ TEST(SharedRows, RankByTheirLargestOrByTheirMeanScore) {
   EXPECT_EQ(largest.settle(largest.join(nan, 1)), 1);
   const SharedRows mean{.share = Sharing::all_mean, .layers = 1, .sequences = 1, .heads = 2};
   EXPECT_EQ(mean.settle(mean.join(2, 1)), 1.5F);
+}
+
+TEST(SharedRows, AreThoseOfALayerOfEverySequenceOrMore) {
+  const SharedRows layer{.share = Sharing::layer, .layers = 2, .sequences = 3, .heads = 4};
+  EXPECT_EQ(layer.sets(), 6);
+  EXPECT_EQ(layer.members(), 4);
+  EXPECT_EQ(layer.row(4, 3), 19) << "the last head of the second sequence in the second layer";
+  const SharedRows head{.share = Sharing::per_head, .layers = 2, .sequences = 3, .heads = 4};
+  EXPECT_EQ(head.row(7, 1), 19);
+  const SharedRows all{.share = Sharing::all, .layers = 2, .sequences = 3, .heads = 4};
+  EXPECT_EQ(all.row(1, 7), 19);
+}
+
+TEST(SharedRows, OfALayerAreDueTogetherAndOfOneLength) {
+  ModelSpec spec;
+  spec.query_heads = spec.kv_heads = 2;
+  spec.key_dim = spec.value_dim = 4;
+  spec.layers.resize(1);
+  RowTable table;
+  table.groups.resize(1);
+  for (const std::int32_t length : {20, 20}) {
+    Row& row = table.rows.emplace_back();
+    row.length = length;
+    row.first = std::exchange(table.slots, table.slots + length);
+  }
+  const Evidence evidence{spec, table};
+  Limits limits = even_limits(table, 10);
+  EXPECT_EQ(shared_rows(evidence, limits, Sharing::layer).sets(), 1);
+  for (const std::size_t due : {0, 1}) {
+    limits.rows[due].due = false;
+    EXPECT_THROW(static_cast<void>(shared_rows(evidence, limits, Sharing::layer)), Unsupported);
+    limits.rows[due].due = true;
+  }
+  table.rows[1].length = 19;
+  EXPECT_THROW(static_cast<void>(shared_rows(evidence, limits, Sharing::layer)), Unsupported);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // How kernels start: what a launch says of itself, and of nothing else.
 
 #include "evidence_case.h"
-#include "knorm.h"
+#include "kvkeep/score/recency.h"
+#include "row_body.h"
 
 namespace kvkeep::cuda::launch_test {
 namespace {
@@ -16,7 +17,8 @@ TEST_F(Launch, IsNotBlamedForAnErrorThatAnotherCallLeft) {
   // The legacy stream cannot be captured.
   const cudaError_t left = cudaStreamBeginCapture(nullptr, cudaStreamCaptureModeGlobal);
   ASSERT_NE(left, cudaSuccess);
-  EXPECT_NO_THROW(launch_knorm({.evidence = there.arguments(), .scores = scores.data()}, nullptr));
+  EXPECT_NO_THROW(
+      launch_row_body<RecencyOptions>({{.evidence = there.arguments(), .scores = scores.data()}, {}}, nullptr));
   EXPECT_EQ(cudaGetLastError(), left) << "what another call left is for its caller to see";
   expect(cudaStreamSynchronize(nullptr));
 }

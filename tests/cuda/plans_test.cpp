@@ -127,7 +127,7 @@ TEST_F(DevicePlans, OfAnotherKeeperAreRefusedBeforeAByteMoves) {
 
 TEST_F(DevicePlans, OfTwoKeepersNeverMeetForAnAcceleratorServesOne) {
   const std::shared_ptr<Machine> accelerator = fresh_accelerator();
-  EXPECT_THROW(Keeper(engines::model(), make_policy("defensive,budget=48,interval=12"), {.accelerator = accelerator}),
+  EXPECT_THROW(Keeper(engines::model(), make_policy("ams-tova,budget=48,rest=fold"), {.accelerator = accelerator}),
                InvalidArgument);
   {
     const Keeper first(engines::model(), make_policy("knorm,budget=48,interval=12"), {.accelerator = accelerator});

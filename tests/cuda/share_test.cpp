@@ -17,14 +17,14 @@ TEST_F(ShareKernel, GivesRowsThatShareTheScoresOfTheCpu) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kMost = std::numeric_limits<float>::infinity();
   oracle::Random random(3);
   for (int round = 0; round < 40; ++round) {
-    SharedRows sharing{.share = random.one_of({Sharing::per_head, Sharing::all, Sharing::all_mean}),
+    SharedRows sharing{.share = random.one_of({Sharing::layer, Sharing::per_head, Sharing::all, Sharing::all_mean}),
                        .layers = random.between(1, 3),
                        .sequences = random.between(1, 3),
                        .heads = random.between(1, 3)};
     std::vector<std::int32_t> lengths;
     std::vector<bool> due;
     for (std::int64_t s = 0; s < sharing.sequences; ++s) {
-      lengths.push_back(random.one_of({0, 1, 31, 255, 256, 300}));
+      lengths.push_back(random.one_of({0, 1, 31, 255, 256, 300, 513}));
       due.push_back(random.chance(0.8));
     }
     std::vector<Row> rows;
@@ -52,8 +52,10 @@ TEST_F(ShareKernel, GivesRowsThatShareTheScoresOfTheCpu) {
           const auto one = static_cast<std::int64_t>(r), other = sharing.row(set, 0);
           const bool same_sequence =
                          one / sharing.heads % sharing.sequences == other / sharing.heads % sharing.sequences,
-                     same_head = one % sharing.heads == other % sharing.heads;
-          if (same_sequence && (same_head || sharing.share != Sharing::per_head))
+                     same_head = one % sharing.heads == other % sharing.heads,
+                     same_layer = one / sharing.heads / sharing.sequences == other / sharing.heads / sharing.sequences;
+          if (same_sequence && (same_head || sharing.share != Sharing::per_head) &&
+              (same_layer || sharing.share != Sharing::layer))
             places.push_back(static_cast<std::size_t>(rows[r].first + t));
         }
         float joined = scores[places.front()];
@@ -64,7 +66,10 @@ TEST_F(ShareKernel, GivesRowsThatShareTheScoresOfTheCpu) {
           else if (std::isnan(joined) || x > joined)
             joined = x;
         }
-        if (sharing.share != Sharing::all) joined /= static_cast<float>(places.size());
+        if (sharing.share == Sharing::layer)
+          joined *= 1.0F / static_cast<float>(places.size());
+        else if (sharing.share != Sharing::all)
+          joined /= static_cast<float>(places.size());
         for (const std::size_t at : places) want[at] = joined;
       }
     }

@@ -77,6 +77,7 @@ class DeviceValues {
     rows_.upload(rows);
   }
   [[nodiscard]] const Row* rows() const { return rows_.data(); }
+  [[nodiscard]] std::vector<Row> host_rows() const { return rows_.download(); }
 
  private:
   std::vector<std::byte> pack(const EvidenceCase& c, const ValueCase& values, DeviceLayout layout) {

@@ -441,37 +441,35 @@ TEST_F(WindowAttentionKernel, ReducesTheHistoryAlone) {
     for (const Element keys : kStored)
       for (const bool max_logit : {false, true})
         for (const std::int32_t dim : {80, 9}) {
-          const EvidenceCase c(++seed, {.group = group,
-                                        .kv_heads = 2,
-                                        .dim = dim,
-                                        .lengths = {70, 9, 1},
-                                        .seen = 9,
-                                        .keys = keys,
-                                        .pre_rope = true,
-                                        .ragged = true});
+          EvidenceCase c(++seed, {.group = group,
+                                  .kv_heads = 2,
+                                  .dim = dim,
+                                  .lengths = {70, 9, 1},
+                                  .seen = 9,
+                                  .keys = keys,
+                                  .pre_rope = true,
+                                  .ragged = true});
           const Evidence evidence = c.evidence();
           const std::vector<RowWindow> windows = row_windows(evidence, c.limits, 9, seed % 2 == 0);
           std::vector<std::int32_t> first;
-          for (const Row& row : c.table.rows) first.push_back(row.length / 5);
+          for (std::size_t r = 0; r < c.table.rows.size(); ++r)
+            first.push_back(c.limits.rows[r].guarded.sinks = c.table.rows[r].length / 5);
           const std::int32_t newest_counts = 1 + static_cast<std::int32_t>(seed % 3);
-          const at::Tensor want = history_attention(
-              evidence, windows,
-              {.group = max_logit ? GroupReduce::max_logit : GroupReduce::mean_prob, .newest_counts = newest_counts},
-              first);
+          const HistoryOptions options{.group = max_logit ? GroupReduce::max_logit : GroupReduce::mean_prob,
+                                       .newest_counts = newest_counts};
+          std::vector<RowWindow> asking;
+          for (const RowWindow& window : windows) asking.push_back(window.without_oldest(newest_counts - 1));
+          const at::Tensor want = history_attention(evidence, asking, options, first);
           const DeviceEvidence there(c, {.page = 16});
           const AskedQueries queries(c, there, 9);
           const DeviceArray<RowWindow> ours(windows);
-          const DeviceArray<std::int32_t> starts(first);
           const DeviceArray<float> out(untouched(c));
           const DeviceArray<std::byte> workspace(
               static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), 9)));
           launch_history_attention({.evidence = there.arguments(),
                                     .windows = ours.data(),
-                                    .window = 9,
                                     .queries = queries.floats().data(),
-                                    .max_logit = max_logit,
-                                    .newest_counts = newest_counts,
-                                    .first = starts.data(),
+                                    .reading = {WindowReading::Kind::history, 9, options, true},
                                     .out = out.data(),
                                     .workspace = workspace.data()},
                                    nullptr);

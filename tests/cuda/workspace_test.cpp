@@ -9,7 +9,6 @@
 #include "chunks.h"
 #include "critical.h"
 #include "expected.h"
-#include "h2o.h"
 #include "keydiff.h"
 #include "last_query.h"
 #include "layer_selector.h"
@@ -19,7 +18,6 @@
 #include "prompt_scores.h"
 #include "ranks.h"
 #include "rkv.h"
-#include "rpc.h"
 #include "triattention.h"
 #include "window_attention.h"
 
@@ -41,7 +39,6 @@ TEST(Workspace, ThatIsNotAlignedIsRefusedByEveryLauncher) {
       {"chunks", said_of(launch_chunks)},
       {"critical", said_of(launch_critical)},
       {"expected", said_of(launch_expected)},
-      {"h2o", said_of(launch_h2o)},
       {"keydiff", said_of(launch_keydiff)},
       {"last query", said_of(launch_last_query)},
       {"layer selector", said_of(launch_layer_selector)},
@@ -51,7 +48,6 @@ TEST(Workspace, ThatIsNotAlignedIsRefusedByEveryLauncher) {
       {"prompt scores", said_of(launch_prompt_scores)},
       {"ranks", said_of(launch_ranks)},
       {"rkv", said_of(launch_rkv)},
-      {"rpc", said_of(launch_rpc)},
       {"triattention", said_of(launch_triattention)},
       {"window_attention", said_of(launch_window_attention)},
       {"history_attention", said_of(launch_history_attention)},

@@ -235,6 +235,31 @@ TEST(AcrossRanks, APolicyThatDoesNotSayWhatItsHeadsMustKnowIsRefusedWhenTheKeepe
   });
 }
 
+/// Recency that says that it looks at other heads.
+class Beside final : public Scorer {
+ public:
+  [[nodiscard]] std::string_view name() const override { return "beside"; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::scores; }
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override {
+    return Recency().score(evidence, limits, seen);
+  }
+};
+
+TEST(AcrossRanks, AScorerThatReadsOtherHeadsIsRefusedWhereARankHoldsAPart) {
+  const auto make = [](const std::shared_ptr<Collective>& own) {
+    const Keeper keeper(RankEngine::model(RankEngine::kHeads / own->size()),
+                        std::make_unique<Evict>("beside", std::make_unique<Beside>(), std::make_unique<Flat>(),
+                                                Retention{.trigger = {.budget = {.slots = 24}, .interval = 6}}),
+                        {.accelerator = across_ranks(own)});
+  };
+  ThreadRanks(1).run(make);  // it holds all heads
+  ThreadRanks(2).run([&](const std::shared_ptr<Collective>& own) {
+    const std::string words = message_of<Error>([&] { make(own); });
+    EXPECT_NE(words.find("scorer beside reads the rows of other heads"), std::string::npos) << words;
+  });
+}
+
 TEST(AcrossRanks, ARankOutsideTheCollectiveIsRefused) {
   EXPECT_NE(message_of<InvalidArgument>([] { static_cast<void>(across_ranks(nullptr)); }).find("no collective"),
             std::string::npos);

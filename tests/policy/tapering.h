@@ -60,7 +60,7 @@ class Tapering final : public KVPolicy {
     const WindowAttention seen = event->attend(1, false, scorer_.shares());
     Decision decision;
     decision.reason = Reason::over_budget;
-    decision.scores = event->score(scorer_, seen);
+    decision.scores = event->share(event->score(scorer_, seen), scorer_.sharing());
     event->allot(allocator_, decision.scores, seen, decision);
     return decision;
   }

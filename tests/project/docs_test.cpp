@@ -51,7 +51,7 @@ bool tells(const std::string& row, const OptionInfo& option) {
 
 /// True of policies that other tests of this program added.
 bool added_by_a_test(const PolicyInfo& policy) {
-  return std::ranges::any_of(std::array{"vnorm", "strided", "tapering", "outside"},
+  return std::ranges::any_of(std::array{"vnorm", "heeded", "strided", "tapering", "outside"},
                              [&](const char* added) { return policy.name.find(added) != std::string::npos; });
 }
 
@@ -122,8 +122,9 @@ TEST(Docs, TheExamplesOfAScorerAnAllocatorAPolicyAndAPartAreThoseThatTheTestsCom
     return test.substr(begin, test.find("\n}\n", begin) + 3 - begin);
   };
   for (const std::string& code :
-       {whole("policy/vnorm.h"), test_of("policy/vnorm_test.cpp", "TEST(Vnorm, Keeps"), whole("policy/strided.h"),
-        whole("policy/tapering.h"), test_of("policy/tapering_test.cpp", "TEST(Tapering, Cuts"), whole("parts/turns.h"),
+       {whole("policy/vnorm.h"), test_of("policy/vnorm_test.cpp", "TEST(Vnorm, Keeps"), whole("policy/heeded.h"),
+        whole("policy/strided.h"), whole("policy/tapering.h"),
+        test_of("policy/tapering_test.cpp", "TEST(Tapering, Cuts"), whole("parts/turns.h"),
         test_of("parts/turns_test.cpp", "TEST(Turns, TheNewest")})
     EXPECT_NE(page.find("```cpp\n" + code + "```"), std::string::npos) << "CONTRIBUTING.md should hold:\n" << code;
 }

@@ -55,7 +55,7 @@ class Leaky final : public Scorer {
  public:
   explicit Leaky(bool leaks) : leaks_(leaks) {}
   [[nodiscard]] std::string_view name() const override { return "leaky"; }
-  [[nodiscard]] bool averages_heads() const override { return false; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits&, const WindowAttention&) const override {
     Scores scores{at::empty({evidence.table.slots}, at::TensorOptions().dtype(at::kFloat))};
     float* g = scores.data.data<float>();

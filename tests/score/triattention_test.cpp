@@ -49,7 +49,7 @@ class Calibrated final : public Scorer {
  public:
   explicit Calibrated(Options options) : options_(options) {}
   [[nodiscard]] std::string_view name() const override { return "calibrated"; }
-  [[nodiscard]] bool averages_heads() const override { return false; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   [[nodiscard]] Needs needs() const override { return {.keys = true}; }
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
                              const WindowAttention& seen) const override {

@@ -464,7 +464,13 @@ Scores scores_of(const Scorer& scorer, const ScorerArrangement& arrangement) {
   const WindowNeeds shared = scorer.shares();
   if (shared.usage || shared.newest)
     seen = window_attention(evidence, row_windows(evidence, arrangement.limits(), 1, false), shared);
-  return scorer.score(evidence, arrangement.limits(), seen);
+  Scores scores = scorer.score(evidence, arrangement.limits(), seen);
+  if (scorer.sharing() == Sharing::per_layer_per_head) return scores;
+  const Needs needs = scorer.needs();
+  const Flat flat;
+  return host()
+      .begin(evidence, arrangement.limits(), {scorer.name(), needs, scorer, flat, scorer.sharing()})
+      ->share(scores, scorer.sharing());
 }
 
 void expect_scores_agree(const Scorer& scorer, const ScorerOracle& oracle, int cases, Tolerance tolerance,

@@ -43,14 +43,6 @@ struct AllocatorContext {
 /// rows that share no selection. Throws InvalidArgument.
 void require_own_form(std::string_view allocator, const AllocatorContext& policy, bool alike);
 
-/// What the heads of a layer must know of each other, if ranks hold a part of them each (across_ranks()).
-enum class AcrossHeads : std::uint8_t {
-  nothing,  ///< each row is allotted by itself, and all heads of a layer keep as many slots
-  counts,   ///< each row is allotted by itself; how many slots it keeps follows from its scores
-  tops,  ///< each row is allotted by itself, once it knows the largest of Allocator::tops() over the heads of its layer
-  scores,  ///< the rows of a layer are allotted together
-};
-
 /// A class that policies name has `static constexpr AllocatorTraits traits`. Its options, if it has any, are the struct
 /// `Options` with `describe(Fields&)`, which its constructor takes. It may have
 ///   static void context(Fields&);                              what scorers must know of it before theirs are read

@@ -15,6 +15,13 @@ namespace kvkeep {
 struct RowWindow {
   std::int32_t queries = 0;  ///< W of this row; 0: no query seen yet
   std::int32_t history = 0;  ///< slots [0, history) are visible to every window query; the rest is the suffix
+
+  /// The same without its `count` oldest queries, as far as one is left.
+  [[nodiscard]] KVKEEP_HD RowWindow without_oldest(std::int32_t count) const {
+    const std::int32_t left = queries - count;
+    return {left > 1 ? left : queries < 1 ? queries : 1, history};
+  }
+  friend bool operator==(const RowWindow&, const RowWindow&) = default;
 };
 
 /// The window of one row: row_windows() says how it follows.
@@ -30,6 +37,15 @@ KVKEEP_HD inline RowWindow window_of(const Row& row, const QueryView& view, cons
   }
   const std::int32_t oldest = view.position(view.count - fits);
   return {fits, partition_point(0, row.length, [&](std::int32_t t) { return row.positions[t] < oldest; })};
+}
+
+/// The queries of a row, at most the newest `window`, whose own slots came after its last event; all slots are history.
+KVKEEP_HD inline RowWindow fresh_window_of(const Row& row, const QueryView& view, std::int32_t window) {
+  if (row.tally_length >= row.length) return {0, row.length};
+  const std::int32_t since = row.tally_length == 0 ? 0 : row.positions[row.tally_length],
+                     oldest = view.count < window ? 0 : view.count - window;
+  return {view.count - partition_point(oldest, view.count, [&](std::int32_t i) { return view.position(i) < since; }),
+          row.length};
 }
 
 }  // namespace kvkeep

@@ -14,7 +14,6 @@
 #include "kvkeep/policy/across_ranks.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/score/draw.h"
-#include "kvkeep/score/head_mean.h"
 
 namespace kvkeep {
 namespace across_ranks_detail {
@@ -165,18 +164,7 @@ class RanksEvent final : public LayerEvent {
   }
 
   [[nodiscard]] Scores score(const Scorer& scorer, const WindowAttention& seen) override {
-    Scores own = or_tell([&] { return own_->score(scorer, seen); });
-    if (!scorer.averages_heads()) return own;
-    gather({own.data});
-    std::vector<RowWindow> windows;
-    for (const RowGroup& group : whole().table.groups)
-      for (std::int32_t h = 0; h < whole().spec.kv_heads; ++h)
-        windows.push_back({.queries = whole().limits.rows[static_cast<std::size_t>(group.first_row + h)].due
-                                          ? group.queries.count
-                                          : 0});
-    cpu::mean_over_heads(scorer.name(), everything(), windows, gathered_[0].data<float>());
-    alike_ = true;
-    return {whole().own(gathered_[0])};
+    return or_tell([&] { return own_->score(scorer, seen); });
   }
 
   [[nodiscard]] Scores share(const Scores& scores, Sharing share) override {
@@ -414,8 +402,8 @@ class RanksEvent final : public LayerEvent {
 
 /// What ranks wait for first in an event of such a policy.
 inline AcrossHeads spoken(const Demand& demand) {
-  if (demand.scorer.averages_heads() || demand.share == Sharing::all || demand.share == Sharing::all_mean)
-    return AcrossHeads::scores;
+  for (const Sharing share : {demand.scorer.sharing(), demand.share})
+    if (share != Sharing::per_layer_per_head && share != Sharing::per_head) return AcrossHeads::scores;
   return demand.allocator.across_heads();
 }
 
@@ -433,6 +421,10 @@ class AcrossRanks final : public Machine {
   }
   [[nodiscard]] std::vector<std::string> problems(const Demand& demand, const ModelSpec& spec) const override {
     std::vector<std::string> found = own_.problems(demand, spec);
+    if (demand.scorer.across_heads() != AcrossHeads::nothing && spec.whole_heads() != spec.kv_heads)
+      found.push_back(text("ranks: scorer ", demand.scorer.name(),
+                           " reads the rows of other heads, of which ranks hold a part; allowed scorers that read one "
+                           "row"));
     if (!is_host() && spoken(demand) != AcrossHeads::nothing)
       found.push_back(text("ranks: ", demand.policy,
                            " decides with the heads of other ranks, which are gathered on the host; given ",

@@ -208,8 +208,8 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
   decision.guarded = guarded_slots(evidence, limits);
   decision.scores = event->score(*scorer_, seen);
   if (scorer_->accumulates()) decision.tally = decision.scores.data;
-  if (retention_.share != Sharing::per_layer_per_head)
-    decision.scores = event->share(decision.scores, retention_.share);
+  for (const Sharing share : {scorer_->sharing(), retention_.share})
+    if (share != Sharing::per_layer_per_head) decision.scores = event->share(decision.scores, share);
   event->allot(*allocator_, decision.scores, std::move(seen), decision);
   if (retention_.rest != nullptr && decision.keep) event->fold(retention_.rest->cut(), decision);
   return decision;

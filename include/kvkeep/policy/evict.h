@@ -70,12 +70,12 @@ class Evict final : public KVPolicy {
   [[nodiscard]] Sharing sharing() const override { return retention_.share; }
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override;
   [[nodiscard]] std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const override;
-  /// Order: limits of every row, window attention, scores, sharing, allotment.
-  /// With a `share` other than per_layer_per_head, slots rank by the mean of the sharing rows' scores over layers
-  /// (`per_head`), or by their maximum or mean over layers and heads (`all`, `all_mean`); sharing rows hold the same
-  /// tokens. Source of both: TriAttention's modes. With retention.rest, slots that do not stay are folded: into one
-  /// span for the slots that each segment drops (ours: neither AMS nor SeKV has it), or into runs of at most max_span
-  /// dropped slots if there are no segments.
+  /// Order: limits of every row, window attention, scores, sharing, allotment. With a `share` other than
+  /// per_layer_per_head, slots rank by the mean of the sharing rows' scores over layers (`per_head`), or by their
+  /// maximum or mean over layers and heads (`all`, `all_mean`); sharing rows hold the same tokens. Rows that the scorer
+  /// ranks alike (Scorer::sharing()) are shared before. Source of both: TriAttention's modes. With retention.rest,
+  /// slots that do not stay are folded: into one span for the slots that each segment drops (ours: neither AMS nor SeKV
+  /// has it), or into runs of at most max_span dropped slots if there are no segments.
   [[nodiscard]] Decision decide(Machine& machine, const Evidence& evidence) const override;
   using KVPolicy::decide;
   [[nodiscard]] const MemoryOptions* memory() const override {

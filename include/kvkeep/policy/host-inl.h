@@ -306,8 +306,14 @@ KVKEEP_INLINE SharedRows shared_rows(const Evidence& evidence, const Limits& lim
   sharing.layers = of_layer == 0 ? 0 : std::ssize(table.rows) / of_layer;
   for (std::int64_t set = 0; set < sharing.sets(); ++set) {
     const auto first = static_cast<std::size_t>(sharing.row(set, 0));
-    for (std::int64_t m = 1; limits.rows[first].due && m < sharing.members(); ++m) {
-      const Row& other = table.rows[static_cast<std::size_t>(sharing.row(set, m))];
+    for (std::int64_t m = 1; m < sharing.members(); ++m) {
+      const auto r = static_cast<std::size_t>(sharing.row(set, m));
+      const Row& other = table.rows[r];
+      KVKEEP_REQUIRE_AS(Unsupported, share != Sharing::layer || limits.rows[r].due == limits.rows[first].due,
+                        "share: the heads of layer ", other.layer,
+                        " share one selection, but only some are due; allowed "
+                        "heads that are cut together");
+      if (!limits.rows[first].due) continue;
       KVKEEP_REQUIRE_AS(Unsupported, other.length == table.rows[first].length,
                         "share: rows that share one selection hold ", table.rows[first].length, " and ", other.length,
                         " slots (layer ", other.layer, ", head ", other.head, "); allowed rows of one length");

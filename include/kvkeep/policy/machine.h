@@ -45,8 +45,9 @@ class Event {
   /// Throws as Scorer::score() does.
   [[nodiscard]] virtual Scores score(const Scorer& scorer, const WindowAttention& seen) = 0;
 
-  /// Scores that are the same in rows that share one selection: the mean over layers (`per_head`), or the largest or
-  /// the mean over layers and heads (`all`, `all_mean`). Throws Unsupported for sharing rows that differ in length.
+  /// Scores that are the same in rows that share one selection: the mean over the heads of a layer (`layer`), over
+  /// layers (`per_head`), or the largest or the mean over both (`all`, `all_mean`). Throws Unsupported for sharing rows
+  /// that differ in length, or of a layer of which only some are due.
   [[nodiscard]] virtual Scores share(const Scores& scores, Sharing share) = 0;
 
   /// Spends the budget: fills `keep` of the decision and, if the allocator has them, credit and allotment. Throws as
@@ -95,7 +96,7 @@ class LayerEvent : public Event {
   [[nodiscard]] virtual std::vector<std::optional<std::vector<std::int32_t>>> chosen() = 0;
 };
 
-/// The sets of rows of an event that share a selection. Throws Unsupported if rows of one that is due differ in length.
+/// The sets of rows of an event that share a selection. Throws as Event::share().
 [[nodiscard]] SharedRows shared_rows(const Evidence& evidence, const Limits& limits, Sharing share);
 
 /// What a policy's events ask of a machine.

@@ -7,11 +7,7 @@
 /// (`first_stage`), not the slots that hold 90 % of the window's mean attention; after that scores are weighed by the
 /// norm of W_o V, not by its share among the layer's heads. Its layer-wise form has no allocator here.
 
-#include <algorithm>
-#include <numeric>
-
-#include "kvkeep/score/scorer.h"
-#include "kvkeep/score/window_attention.h"
+#include "kvkeep/score/window_scorer.h"
 
 namespace kvkeep {
 
@@ -23,47 +19,34 @@ struct DefensiveOptions {
     f.integer("window", window, 1, kMostQueries, "newest queries whose attention counts; their slots always stay");
     f.pool(pool, "slots averaged over, odd; 1: none");
   }
+
+  [[nodiscard]] WindowReading reading() const {
+    return {WindowReading::Kind::history, window, {.window = WindowReduce::worst, .pool = pool}};
+  }
+
+  /// g[t] = max(worst[t], mean of worst) for slots older than the newest min(window, seen, length - 1, budget) queries,
+  /// 0 for the rest.
+  template <class Row, class Team>
+  KVKEEP_HD void finish(const Row& row, RowWindow asked, const float* worst, float* g, Team team) const {
+    double sum = 0;
+    row.each_slot(team, [&](std::int32_t t) { sum += t < asked.history ? static_cast<double>(worst[t]) : 0.0; });
+    sum = team.sum_in_order(sum);
+    const auto mean = static_cast<float>(asked.history > 0 ? sum / asked.history : 0);
+    row.each_slot(team, [&](std::int32_t t) { g[t] = t >= asked.history ? 0.0F : worst[t] < mean ? mean : worst[t]; });
+  }
 };
 
-class Defensive final : public Scorer {
+/// Cost: history_attention over whole rows.
+class Defensive final : public WindowScorer<Defensive, DefensiveOptions> {
  public:
-  using Options = DefensiveOptions;
   static constexpr ScorerTraits traits{
       .name = "defensive",
       .what = "the most attention that any of the newest `window` queries pays, pooled over neighbours",
       .source = "Feng et al., Taming the Fragility of KV Cache Eviction in LLM Inference (DefensiveKV)",
       .probability = true};
+  using WindowScorer::WindowScorer;
 
-  explicit Defensive(DefensiveOptions options = {}) : options_(options) {}
-
-  [[nodiscard]] std::string_view name() const override { return traits.name; }
-  [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
-  [[nodiscard]] bool averages_heads() const override { return false; }
-  [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
-  [[nodiscard]] const DefensiveOptions& options() const { return options_; }
-
-  /// g[t] = max(worst[t], mean of worst) for slots older than the newest min(window, seen, length - 1, budget) queries,
-  /// 0 for the rest; g[t] = t if no query was seen. worst: history_attention with WindowReduce::worst. Cost and
-  /// workspace: history_attention over whole rows.
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const override {
-    const RowTable& table = evidence.table;
-    const std::vector<RowWindow> windows = row_windows(evidence, limits, options_.window, false);
-    Scores scores{history_attention(evidence, windows, {.window = WindowReduce::worst, .pool = options_.pool})};
-    for (std::size_t r = 0; r < table.rows.size(); ++r) {
-      float* const g = scores.data.data<float>() + table.rows[r].first;
-      const std::int32_t history = windows[r].history;
-      if (windows[r].queries == 0) {
-        std::iota(g, g + table.rows[r].length, 0.0F);
-      } else if (history > 0) {
-        const auto mean = static_cast<float>(std::accumulate(g, g + history, 0.0) / history);
-        std::transform(g, g + history, g, [mean](float worst) { return std::max(worst, mean); });
-      }
-    }
-    return scores;
-  }
-
- private:
-  DefensiveOptions options_;
+  [[nodiscard]] std::int32_t keeps_newest() const override { return options().window; }
 };
 
 }  // namespace kvkeep

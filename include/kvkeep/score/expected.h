@@ -48,7 +48,7 @@ class Expected final : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override;
-  [[nodiscard]] bool averages_heads() const override { return false; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   [[nodiscard]] Padding padding() const override { return {.oldest = options_.sink, .newest = 0}; }
 
   /// g[t] = (mean over the group's query heads of softmax over t >= sink of x + epsilon) * |V[t]|, without `value_norm`

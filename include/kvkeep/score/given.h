@@ -11,14 +11,15 @@
 namespace kvkeep {
 
 struct GivenOptions {
-  static constexpr bool kReadsColumnsAlone = true;
+  static constexpr BodyReads kReads = BodyReads::columns;
+  static constexpr bool kEachSlot = true;
 
   void describe(Fields&) {}
 
   /// g[t] is the score given for slot t, as f32.
   template <class Row, class Team>
   KVKEEP_HD void score(const Row& row, float* g, Team team) const {
-    for (std::int32_t t = team.thread(); t < row.length(); t += team.size()) g[t] = row.given(t);
+    row.each_slot(team, [&](std::int32_t t) { g[t] = row.given(t); });
   }
 };
 

@@ -22,7 +22,7 @@ class KeyDiff final : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.queries = 0, .keys = true}; }
-  [[nodiscard]] bool averages_heads() const override { return false; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
 
   /// g[t] = -cos(k_t, a), where a is the mean over all slots of k / max(|k|, 1e-12) and norms are at least 1e-8: 0 for
   /// a key of zeros, and for every slot if a is 0. Dot products in fp32, the mean in f64 over fp32 blocks. A key that

@@ -10,7 +10,8 @@ namespace kvkeep {
 
 struct RandomOptions {
   std::int64_t seed = 0;
-  static constexpr bool kReadsColumnsAlone = true;
+  static constexpr BodyReads kReads = BodyReads::columns;
+  static constexpr bool kEachSlot = true;
 
   void describe(Fields& f) {
     f.integer("seed", seed, 0, INT64_MAX, "a slot's draw follows from the seed, its layer, head and logical position");
@@ -21,7 +22,7 @@ struct RandomOptions {
   template <class Row, class Team>
   KVKEEP_HD void score(const Row& row, float* g, Team team) const {
     const std::uint64_t of_row = draws_of_row(seed, row.layer(), row.head());
-    for (std::int32_t t = team.thread(); t < row.length(); t += team.size()) g[t] = draw(of_row, row.position(t));
+    row.each_slot(team, [&](std::int32_t t) { g[t] = draw(of_row, row.position(t)); });
   }
 };
 
@@ -33,7 +34,8 @@ class RandomScorer final : public RowScorer<RandomScorer, RandomOptions> {
 
 struct RandomAttentionOptions {
   std::int64_t seed = 0;
-  static constexpr bool kReadsColumnsAlone = true;
+  static constexpr BodyReads kReads = BodyReads::columns;
+  static constexpr bool kEachSlot = true;
 
   void describe(Fields& f) {
     f.integer("seed", seed, 0, INT64_MAX,
@@ -46,7 +48,7 @@ struct RandomAttentionOptions {
     if (row.length() == 0) return;
     const auto newest = static_cast<std::uint64_t>(row.position(row.length() - 1)) + 1;
     const std::uint64_t of_event = mixed_bits(draws_of_row(seed, row.layer(), row.head()) ^ newest << 32U);
-    for (std::int32_t t = team.thread(); t < row.length(); t += team.size()) g[t] = draw(of_event, row.position(t));
+    row.each_slot(team, [&](std::int32_t t) { g[t] = draw(of_event, row.position(t)); });
   }
 };
 

@@ -8,14 +8,15 @@
 namespace kvkeep {
 
 struct RecencyOptions {
-  static constexpr bool kReadsColumnsAlone = true;
+  static constexpr BodyReads kReads = BodyReads::columns;
+  static constexpr bool kEachSlot = true;
 
   void describe(Fields&) {}
 
   /// g[t] = t. Exact up to 2^24 slots.
   template <class Row, class Team>
   KVKEEP_HD void score(const Row& row, float* g, Team team) const {
-    for (std::int32_t t = team.thread(); t < row.length(); t += team.size()) g[t] = static_cast<float>(t);
+    row.each_slot(team, [&](std::int32_t t) { g[t] = static_cast<float>(t); });
   }
 };
 

@@ -1,13 +1,20 @@
 #pragma once
-/// Scorers that score every row alone, from its keys, values and positions: one body for the CPU and a GPU.
+/// Scorers that score every row alone: one body for the CPU and a GPU. A RowScorer reads keys, values and columns of
+/// the row, a WindowScorer (window_scorer.h) also what its newest queries attend to.
 
+#include <algorithm>
+#include <functional>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <vector>
 
 #include "kvkeep/core/each_row.h"
+#include "kvkeep/core/rank_key.h"
 #include "kvkeep/core/require_host.h"
 #include "kvkeep/core/team.h"
 #include "kvkeep/score/scorer.h"
+#include "kvkeep/simd/key_lanes.h"
 
 namespace kvkeep {
 
@@ -30,29 +37,105 @@ template <class T>
   return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
 }
 
+/// What a body reads of keys and values by itself: `static constexpr BodyReads kReads`. Without that it is `vectors`,
+/// of a window body `columns`. A body is compiled for the dtypes of what it reads; what it does not read is Unread.
+enum class BodyReads : std::uint8_t {
+  columns,    ///< neither
+  key_norms,  ///< ScoredRow::each_key_norm() alone
+  values,     ///< values
+  vectors,    ///< keys and values
+};
+struct Unread {};
+
+/// What is known of a body when it is compiled.
+template <class Body>
+struct BodyTraits {
+  static constexpr bool kWindow = requires(const Body& body) { body.reading(); };
+  static constexpr BodyReads kReads = [] {
+    if constexpr (requires { Body::kReads; }) return Body::kReads;
+    return kWindow ? BodyReads::columns : BodyReads::vectors;
+  }();
+  static constexpr bool kReadsKeys = kReads == BodyReads::key_norms || kReads == BodyReads::vectors,
+                        kReadsValues = kReads == BodyReads::values || kReads == BodyReads::vectors;
+  static constexpr bool kAsRead = requires { requires Body::kAsRead; };
+  static constexpr bool kInPlace = kAsRead || requires { requires Body::kInPlace; };
+  static constexpr bool kEachSlot = kInPlace || requires { requires Body::kEachSlot; };
+};
+
 /// A row as a body reads it. Key, Value: how its numbers are stored.
 template <class Key, class Value>
 class ScoredRow {
  public:
-  KVKEEP_HD ScoredRow(const Row& row, std::int32_t key_dim, std::int32_t value_dim, std::int32_t first_head)
-      : row_(row), key_dim_(key_dim), value_dim_(value_dim), first_head_(first_head) {}
+  /// What is the same for all rows of an event, or of a (layer, sequence).
+  struct Around {
+    std::int32_t key_dim = 0, value_dim = 0, first_head = 0, next_position = 0;
+  };
+  KVKEEP_HD ScoredRow(const Row& row, const RowLimit* limit, Around around, SlotRange slots)
+      : row_(row), limit_(limit), around_(around), slots_(slots) {}
 
   [[nodiscard]] KVKEEP_HD std::int32_t length() const { return row_.length; }
   [[nodiscard]] KVKEEP_HD std::int32_t layer() const { return row_.layer; }
   /// KV head of the model.
-  [[nodiscard]] KVKEEP_HD std::int32_t head() const { return first_head_ + row_.head; }
+  [[nodiscard]] KVKEEP_HD std::int32_t head() const { return around_.first_head + row_.head; }
+  /// Logical position of a slot, and of the sequence's next token.
   [[nodiscard]] KVKEEP_HD std::int32_t position(std::int32_t t) const { return row_.positions[t]; }
+  [[nodiscard]] KVKEEP_HD std::int32_t next_position() const { return around_.next_position; }
   [[nodiscard]] KVKEEP_HD float given(std::int32_t t) const { return row_.given[t]; }
+  /// What an accumulating scorer gave the slot at the last event.
+  [[nodiscard]] KVKEEP_HD float tally(std::int32_t t) const { return t < row_.tally_length ? row_.tally[t] : 0.0F; }
+  /// Of a row that is due.
+  [[nodiscard]] KVKEEP_HD const RowLimit& limit() const { return *limit_; }
   [[nodiscard]] KVKEEP_HD const Key* key(std::int32_t t) const { return reinterpret_cast<const Key*>(row_.keys.at(t)); }
   [[nodiscard]] KVKEEP_HD const Value* value(std::int32_t t) const {
     return reinterpret_cast<const Value*>(row_.values.at(t));
   }
-  [[nodiscard]] KVKEEP_HD std::int32_t key_dim() const { return key_dim_; }
-  [[nodiscard]] KVKEEP_HD std::int32_t value_dim() const { return value_dim_; }
+  [[nodiscard]] KVKEEP_HD std::int32_t key_dim() const { return around_.key_dim; }
+  [[nodiscard]] KVKEEP_HD std::int32_t value_dim() const { return around_.value_dim; }
 
- private:
+  /// Calls body(t) for every slot that this team scores, split over its members: all slots of the row, or, where
+  /// kEachSlot lets several teams share it, some of them.
+  template <class Team, class Body>
+  KVKEEP_HD void each_slot(Team team, const Body& body) const {
+    for (std::int32_t t = slots_.from + team.thread(); t < slots_.to; t += team.size()) body(t);
+  }
+
+  // What machines do in their own way; this is the CPU's, cuda/row_body.cuh has the GPU's.
+
+  /// each_slot() with the norm of the slot's key: body(t, |k_t|), in fp32.
+  template <class Team, class Body>
+  void each_key_norm(Team, const Body& body) const {
+    constexpr Dtype kDtype = std::is_same_v<Key, Half>       ? Dtype::f16
+                             : std::is_same_v<Key, BFloat16> ? Dtype::bf16
+                                                             : Dtype::f32;
+    constexpr std::int32_t kAtOnce = 256;
+    float norms[kAtOnce];
+    for (std::int32_t from = slots_.from; from < slots_.to; from += kAtOnce) {
+      const std::int32_t to = std::min(from + kAtOnce, slots_.to);
+      cpu::key_norms({row_.keys, kDtype, around_.key_dim}, from, to, norms);
+      for (std::int32_t t = from; t < to; ++t) body(t, norms[t - from]);
+    }
+  }
+
+  /// The least of the `wanted` largest of key_of(t), t in [0, length()), all of which differ; low bits may be 0 if no
+  /// other key is in between. A key of 0 does not count; 1 if there are no more than `wanted` that do. Every member
+  /// calls, and gets it. wanted: 1 or more. Not under kEachSlot.
+  template <class Team, class KeyOf>
+  [[nodiscard]] std::uint64_t least_of_largest(Team, std::int64_t wanted, const KeyOf& key_of) const {
+    std::vector<std::uint64_t> keys;
+    keys.reserve(static_cast<std::size_t>(row_.length));
+    for (std::int32_t t = 0; t < row_.length; ++t)
+      if (const std::uint64_t key = key_of(t); key != 0) keys.push_back(key);
+    if (wanted >= std::ssize(keys)) return 1;
+    const auto last = keys.begin() + (wanted - 1);
+    std::nth_element(keys.begin(), last, keys.end(), std::greater<>());
+    return *last;
+  }
+
+ protected:
   const Row& row_;
-  std::int32_t key_dim_, value_dim_, first_head_;
+  const RowLimit* limit_;
+  Around around_;
+  SlotRange slots_;
 };
 
 /// Throws InvalidArgument if a slot of a due row has no given score.
@@ -65,14 +148,51 @@ inline void require_given(std::string_view operation, const Evidence& evidence, 
   }
 }
 
+/// Calls score(r, row, at) with the ScoredRow of every row that is due, or of all; rows run in parallel. Throws
+/// InvalidArgument for keys or values that scorer.needs() names, `Body` reads, and that are not f32, f16 or bf16.
+template <class Body, class Score>
+void each_scored_row(const Scorer& scorer, const Evidence& evidence, const Limits& limits, bool all,
+                     const Score& score) {
+  using Traits = BodyTraits<Body>;
+  const std::string operation(scorer.name());
+  const Needs needs = scorer.needs();
+  const RowTable& table = evidence.table;
+  const auto run = [&](auto key, auto value) {
+    each_row(table, [&](std::size_t r, const Row& row) {
+      if (!all && !limits.rows[r].due) return;
+      const RowGroup& group = table.groups[r / static_cast<std::size_t>(evidence.spec.kv_heads)];
+      score(r,
+            ScoredRow<decltype(key), decltype(value)>(row, &limits.rows[r],
+                                                      {.key_dim = evidence.spec.key_dim,
+                                                       .value_dim = evidence.spec.value_dim,
+                                                       .first_head = evidence.spec.first_head,
+                                                       .next_position = group.next_position},
+                                                      {0, row.length}),
+            row);
+    });
+  };
+  const auto with_value = [&](auto key) {
+    if constexpr (Traits::kReadsValues)
+      with_dtype(operation.c_str(), needs.values ? table.value_dtype : Dtype::f32,
+                 [&](auto value) { run(key, value); });
+    else
+      run(key, Unread{});
+  };
+  if constexpr (Traits::kReadsKeys)
+    with_dtype(operation.c_str(), needs.keys ? table.key_dtype : Dtype::f32, with_value);
+  else
+    with_value(Unread{});
+}
+
 /// `Self` derives from this, has `traits` and needs() without queries. `Body` is its options, trivially copyable, with
 ///
 ///     template <class Row, class Team>
 ///     KVKEEP_HD void score(const Row& row, float* g, Team team) const;
 ///
 /// which writes g[t] for every slot of a ScoredRow, split over the team (core/team.h). The CPU runs it with one thread
-/// per row, CUDA with one block per row if cuda/row_bodies.cu names the body. A body that reads neither keys nor values
-/// says `static constexpr bool kReadsColumnsAlone = true`, so that it is compiled once, not for every dtype.
+/// per row, CUDA with one block per row if cuda/row_bodies.cu names the body; with `static constexpr bool kEachSlot =
+/// true` with as many blocks as the row is long, of which each writes the slots of ScoredRow::each_slot() and reads g
+/// of no other. `kReads`: see BodyReads.
 template <class Self, class Body>
 class RowScorer : public Scorer {
  public:
@@ -81,26 +201,17 @@ class RowScorer : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return Self::traits.name; }
   [[nodiscard]] const Body& options() const { return body_; }
-  [[nodiscard]] bool averages_heads() const final { return false; }  ///< its body sees one row
+  [[nodiscard]] AcrossHeads across_heads() const final { return AcrossHeads::nothing; }  ///< its body sees one row
 
-  /// Throws InvalidArgument for keys or values that needs() names and that are not f32, f16 or bf16, and for given
-  /// scores that it names and that are missing. Workspace: none.
+  /// Throws InvalidArgument for keys or values that the body reads and that are not f32, f16 or bf16, and for given
+  /// scores that needs() names and that are missing. Workspace: none.
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const override {
-    const std::string operation(name());
-    require_host(operation.c_str(), evidence.table.device);
-    const RowTable& table = evidence.table;
-    const Needs needs = this->needs();
-    if (needs.given_scores) require_given(operation, evidence, limits);
-    Scores scores{empty({table.slots}, Dtype::f32)};
+    require_host(std::string(name()).c_str(), evidence.table.device);
+    if (this->needs().given_scores) require_given(name(), evidence, limits);
+    Scores scores{empty({evidence.table.slots}, Dtype::f32)};
     float* const out = scores.data.template data<float>();
-    with_dtype(operation.c_str(), needs.keys ? table.key_dtype : Dtype::f32, [&](auto key) {
-      with_dtype(operation.c_str(), needs.values ? table.value_dtype : Dtype::f32, [&](auto value) {
-        each_due_row(table, limits, [&](std::size_t, const Row& row) {
-          body_.score(ScoredRow<decltype(key), decltype(value)>(row, evidence.spec.key_dim, evidence.spec.value_dim,
-                                                                evidence.spec.first_head),
-                      out + row.first, OneThread{});
-        });
-      });
+    each_scored_row<Body>(*this, evidence, limits, false, [&](std::size_t, const auto& row, const Row& at) {
+      body_.score(row, out + at.first, OneThread{});
     });
     return scores;
   }

@@ -5,15 +5,8 @@
 /// protected as a set; ties keep the newer slot; slots stay in time order; fp32; `fixed`: each query at its own logical
 /// position.
 
-#include <algorithm>
-#include <numeric>
-
-#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/pool.h"
-#include "kvkeep/core/require_host.h"
-#include "kvkeep/score/head_mean.h"
-#include "kvkeep/score/scorer.h"
-#include "kvkeep/score/window_attention.h"
+#include "kvkeep/score/window_scorer.h"
 
 namespace kvkeep {
 
@@ -44,66 +37,45 @@ struct RpcOptions {
     if (f.uneven_heads && heads == Heads::all)
       f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
   }
+
+  [[nodiscard]] WindowReading reading() const {
+    const bool official = style == Style::official;
+    return {WindowReading::Kind::history, window, {.newest_counts = official ? 2 : 1}, official};
+  }
+  static constexpr bool kEachSlot = true;
+
+  /// g[t] = average-pooled sum over the window's queries of softmax(scale * q.k) over the history alone, mean over the
+  /// group; 0 outside that history. W = min(window, seen, length - 1, budget); history: the slots older than all W
+  /// queries, with `official` without the guarded oldest ones. Pooling stays inside the history.
+  template <class Row, class Team>
+  KVKEEP_HD void finish(const Row& row, RowWindow asked, const float* attention, float* g, Team team) const {
+    const std::int32_t sinks = style == Style::official ? row.limit().guarded.sinks : 0,
+                       first = sinks < asked.history ? sinks : asked.history;
+    const auto queries = static_cast<float>(asked.queries);
+    row.each_slot(team, [&](std::int32_t t) {
+      g[t] = t < first || t >= asked.history
+                 ? 0.0F
+                 : pooled_average(attention + first, asked.history - first, pool, t - first) * queries;
+    });
+  }
 };
 
-class Rpc final : public Scorer {
+/// `Heads::all` averages by slot, even if the heads hold different tokens. Cost: window attention with `window`
+/// queries.
+class Rpc final : public WindowScorer<Rpc, RpcOptions> {
  public:
-  using Options = RpcOptions;
   static constexpr ScorerTraits traits{
       .name = "rpc",
       .what = "sum of the attention of the newest `window` queries to the slots before them",
       .source = "Song et al., Reasoning Path Compression",
       .probability = true,
       .ams_coverage = 1};
+  using WindowScorer::WindowScorer;
 
-  explicit Rpc(RpcOptions options = {}) : options_(options) {}
-
-  [[nodiscard]] std::string_view name() const override { return traits.name; }
-  [[nodiscard]] Needs needs() const override { return {.queries = options_.window, .keys = true}; }
-  [[nodiscard]] std::int32_t keeps_newest() const override { return options_.window; }
-  [[nodiscard]] bool averages_heads() const override { return options_.heads == RpcOptions::Heads::all; }
-
-  /// g[t] = average-pooled sum over the window's queries of softmax(scale * q.k) over the history alone, mean over
-  /// heads; 0 outside that history; g[t] = t if no query was seen. W = min(window, seen, length - 1, budget); history:
-  /// the slots older than all W queries, with `official` without the guarded oldest ones. Pooling stays inside the
-  /// history. `Heads::all` needs rows of one length and averages by slot, even if the heads hold different tokens.
-  /// Cost: window attention with `window` queries. Workspace: 4 bytes per slot, and per thread
-  /// history_attention_workspace().
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
-                             const WindowAttention& seen) const override;
-
-  [[nodiscard]] const RpcOptions& options() const { return options_; }
-
- private:
-  RpcOptions options_;
+  [[nodiscard]] std::int32_t keeps_newest() const override { return options().window; }
+  [[nodiscard]] Sharing sharing() const override {
+    return options().heads == RpcOptions::Heads::all ? Sharing::layer : Sharing::per_layer_per_head;
+  }
 };
-
-inline Scores Rpc::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
-  require_host("rpc", evidence.table.device);
-  const RowTable& table = evidence.table;
-  const bool official = options_.style == RpcOptions::Style::official;
-  const std::vector<RowWindow> windows = row_windows(evidence, limits, options_.window, false);
-  std::vector<RowWindow> selectors = windows;
-  std::vector<std::int32_t> first(table.rows.size(), 0);
-  if (official)
-    for (std::size_t r = 0; r < selectors.size(); ++r) {
-      if (selectors[r].queries > 1) --selectors[r].queries;  // the history remains that of the whole window
-      first[r] = std::min(limits.rows[r].guarded.sinks, windows[r].history);
-    }
-  const Tensor attention = history_attention(evidence, selectors, {.newest_counts = official ? 2 : 1}, first);
-  const float* a = attention.data<float>();
-  Scores scores{zeros({table.slots}, Dtype::f32)};
-  float* g = scores.data.data<float>();
-  each_row(table, [&](std::size_t r, const Row& row) {
-    float* out = g + row.first;
-    if (windows[r].queries == 0) return std::iota(out, out + row.length, 0.0F);
-    pool_average(a + row.first + first[r], windows[r].history - first[r], options_.pool, out + first[r]);
-    const auto queries = static_cast<float>(windows[r].queries);
-    std::transform(out + first[r], out + windows[r].history, out + first[r],
-                   [queries](float x) { return x * queries; });
-  });
-  if (averages_heads()) cpu::mean_over_heads(traits.name, evidence, windows, g);
-  return scores;
-}
 
 }  // namespace kvkeep

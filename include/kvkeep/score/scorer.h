@@ -50,12 +50,14 @@ class Scorer {
   /// Variant official: slots that the published code ranks above all others by its own padding.
   [[nodiscard]] virtual Padding padding() const { return {0, keeps_newest()}; }
 
-  /// False if a row's scores follow from that row alone, whatever the other KV heads hold: ranks that hold a part of
-  /// the heads then score as one machine does. True if all KV heads of a layer score alike, by the mean over them
-  /// (cpu::mean_over_heads()): where the evidence has a part of the model's heads (ModelSpec::model_heads), score()
-  /// leaves the mean to the machine that gathers the others. It has no default: an answer that is missing would be
-  /// wrong in silence.
-  [[nodiscard]] virtual bool averages_heads() const = 0;
+  /// What a row's scores follow from besides that row. A RowScorer and a WindowScorer see one row; others say `nothing`
+  /// if that is all they read, and are refused where ranks hold a part of the heads if it is not. It has no default: an
+  /// answer that is missing would be wrong in silence.
+  [[nodiscard]] virtual AcrossHeads across_heads() const = 0;
+
+  /// Rows whose scores the policy joins (Event::share) before those of its own `share`: Sharing::layer, by the mean
+  /// over the heads of a layer, or none.
+  [[nodiscard]] virtual Sharing sharing() const { return Sharing::per_layer_per_head; }
 
   /// True if the scores add up over events: they come back as Row::tally.
   [[nodiscard]] virtual bool accumulates() const { return false; }

@@ -3,12 +3,7 @@
 /// Differs: events every `interval` tokens instead of every step; the newest slot is protected instead of competing
 /// with its own weight; fp32.
 
-#include <algorithm>
-#include <numeric>
-
-#include "kvkeep/core/require_host.h"
-#include "kvkeep/score/head_mean.h"
-#include "kvkeep/score/scorer.h"
+#include "kvkeep/score/window_scorer.h"
 
 namespace kvkeep {
 
@@ -26,45 +21,26 @@ struct TovaOptions {
     if (f.uneven_heads && heads == Heads::all)
       f.bad("heads", "all", "group: heads that differ in length cannot be averaged slot by slot");
   }
+
+  /// g[t] = mean over the group of softmax over all slots of scale * q.k, for the newest query.
+  [[nodiscard]] WindowReading reading() const { return {WindowReading::Kind::newest}; }
+  static constexpr bool kAsRead = true;
 };
 
-class Tova final : public Scorer {
+/// `Heads::all` averages by slot, even if the heads hold different tokens, as published. Cost: O(slots) beyond the
+/// shared window attention.
+class Tova final : public WindowScorer<Tova, TovaOptions> {
  public:
-  using Options = TovaOptions;
   static constexpr ScorerTraits traits{.name = "tova",
                                        .what = "attention of the newest query",
                                        .source = "Oren et al., Transformers are Multi-State RNNs (TOVA)",
                                        .probability = true};
+  using WindowScorer::WindowScorer;
 
-  explicit Tova(TovaOptions options = {}) : options_(options) {}
-
-  [[nodiscard]] std::string_view name() const override { return traits.name; }
-  [[nodiscard]] Needs needs() const override { return {.queries = 1, .keys = true}; }
-  [[nodiscard]] WindowNeeds shares() const override { return {.newest = true}; }
   [[nodiscard]] std::int32_t keeps_newest() const override { return 1; }
-  [[nodiscard]] bool averages_heads() const override { return options_.heads == TovaOptions::Heads::all; }
-
-  /// g[t] = mean over heads of softmax over all slots of scale * q.k, for the newest query; g[t] = t if no query was
-  /// seen. `Heads::all` needs rows of one length and averages by slot, even if the heads hold different tokens, as
-  /// published. Cost: O(slots) beyond the shared window attention. Workspace: none.
-  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
-                             const WindowAttention& seen) const override;
-
-  [[nodiscard]] const TovaOptions& options() const { return options_; }
-
- private:
-  TovaOptions options_;
+  [[nodiscard]] Sharing sharing() const override {
+    return options().heads == TovaOptions::Heads::all ? Sharing::layer : Sharing::per_layer_per_head;
+  }
 };
-
-inline Scores Tova::score(const Evidence& evidence, const Limits&, const WindowAttention& seen) const {
-  require_host("tova", evidence.table.device);
-  Scores scores{clone(seen.newest)};
-  float* g = scores.data.data<float>();
-  const std::vector<Row>& rows = evidence.table.rows;
-  for (std::size_t r = 0; r < rows.size(); ++r)  // a row that is not due has no window
-    if (seen.windows[r].queries == 0) std::iota(g + rows[r].first, g + rows[r].first + rows[r].length, 0.0F);
-  if (averages_heads()) cpu::mean_over_heads(traits.name, evidence, seen.windows, g);
-  return scores;
-}
 
 }  // namespace kvkeep

@@ -68,7 +68,7 @@ class TriAttention final : public Scorer {
 
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override { return {.keys = true, .calibration = true, .rope = true}; }
-  [[nodiscard]] bool averages_heads() const override { return false; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override {
     return calibration_->problems(spec);
   }

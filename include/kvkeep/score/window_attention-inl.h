@@ -254,4 +254,33 @@ KVKEEP_INLINE Tensor attention_sum(const Evidence& evidence, std::span<const Row
   return out;
 }
 
+KVKEEP_INLINE ReadWindow read_window(const Evidence& evidence, const Limits& limits, const WindowAttention& seen,
+                                     const WindowReading& reading) {
+  using Kind = WindowReading::Kind;
+  const std::vector<Row>& rows = evidence.table.rows;
+  if (reading.kind == Kind::newest && seen.newest.defined()) return {seen.windows, clone(seen.newest)};
+  ReadWindow read{row_windows(evidence, limits, reading.window, false), {}};
+  if (reading.kind == Kind::sum) {
+    const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      read.windows[r] = fresh_window_of(rows[r], evidence.table.groups[r / heads].queries, reading.window);
+    read.attention = attention_sum(evidence, read.windows);
+  } else if (reading.kind == Kind::history) {
+    std::vector<RowWindow> windows = read.windows;
+    std::vector<std::int32_t> first(reading.after_sinks ? rows.size() : 0);
+    for (std::size_t r = 0; r < windows.size(); ++r) {
+      windows[r] = windows[r].without_oldest(reading.history.newest_counts - 1);
+      if (reading.after_sinks) first[r] = std::min(limits.rows[r].guarded.sinks, windows[r].history);
+    }
+    read.attention = history_attention(evidence, windows, reading.history, first);
+  } else if (reading.kind == Kind::usage && seen.usage.defined() && seen.windows == read.windows) {
+    read.attention = clone(seen.usage);
+  } else {
+    const bool newest = reading.kind == Kind::newest;
+    WindowAttention own = window_attention(evidence, std::move(read.windows), {.usage = !newest, .newest = newest});
+    read = {std::move(own.windows), newest ? own.newest : own.usage};
+  }
+  return read;
+}
+
 }  // namespace kvkeep

@@ -62,6 +62,20 @@ struct HistoryOptions {
   std::int32_t pool = 1;  ///< WindowReduce::worst: slots averaged over, odd; 1: none
 };
 
+/// What a scorer reads of a row's newest queries: one number per slot.
+struct WindowReading {
+  enum class Kind : std::uint8_t {
+    newest,   ///< WindowAttention::newest
+    usage,    ///< WindowAttention::usage
+    history,  ///< history_attention(). A query that counts n times takes the place of the n - 1 oldest, but for one
+    sum,      ///< attention_sum() of the queries that came after the last event, of every row, due or not
+  };
+  Kind kind = Kind::usage;
+  std::int32_t window = 1;  ///< newest queries, at most
+  HistoryOptions history = {};
+  bool after_sinks = false;  ///< Kind::history: it begins after the protected oldest slots
+};
+
 /// Slice, then softmax: every window query's softmax over the slots [first, history) of its row alone, reduced over the
 /// group and over the window's queries; f32 [slots], 0 outside [first, history) and in rows whose window is empty.
 /// Means therefore sum to 1 over [first, history). WindowReduce::worst takes the softmax over [first, length) instead.
@@ -73,6 +87,16 @@ struct HistoryOptions {
 /// position, fp32 throughout.
 [[nodiscard]] Tensor history_attention(const Evidence& evidence, std::span<const RowWindow> windows,
                                        HistoryOptions options = {}, std::span<const std::int32_t> first = {});
+
+struct ReadWindow {
+  std::vector<RowWindow> windows;  ///< [rows] with all their queries
+  Tensor attention;                ///< f32 [slots] the caller's own
+};
+
+/// What `reading` says, of every row. Computes nothing if `seen` has it, of the same windows. Throws and costs as the
+/// function that the kind names.
+[[nodiscard]] ReadWindow read_window(const Evidence& evidence, const Limits& limits, const WindowAttention& seen,
+                                     const WindowReading& reading);
 
 /// Bytes of workspace per thread of history_attention for rows with `slots` slots between first and history
 /// (WindowReduce::worst: and length) and windows of `queries`: 4 * (G * W * D + p * D * w + 48 * D + (3 * p + 2) * w +

@@ -19,7 +19,7 @@ class Needed final : public Scorer {
  public:
   explicit Needed(std::vector<std::int32_t> positions) : positions_(std::move(positions)) {}
   [[nodiscard]] std::string_view name() const override { return "needed"; }
-  [[nodiscard]] bool averages_heads() const override { return false; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits&, const WindowAttention&) const override {
     Scores scores{at::empty({evidence.table.slots}, at::TensorOptions().dtype(at::kFloat))};
     for (const Row& row : evidence.table.rows)
