@@ -19,6 +19,7 @@
 
 #include "extra_buffers.h"
 #include "kvkeep/llama.h"
+#include "kvkeep/parts/pins.h"
 #include "kvkeep/policy/registry.h"
 
 inline volatile std::sig_atomic_t interrupted = 0;
@@ -164,7 +165,7 @@ class Engine {
   /// The oldest `tokens` tokens stay, whatever comes.
   void hold(int tokens) {
     kept_ = tokens;
-    if (evictor_) evictor_->keeper().pin(0, 0, tokens);
+    if (evictor_) evictor_->keeper().part<kvkeep::parts::Pins>().pin(0, 0, tokens);
   }
 
   /// -ln p of a token after what was decoded.

@@ -88,6 +88,11 @@
 
 // The policies, and the pipeline itself.
 #include "kvkeep/keeper/keeper.h"
+#include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/given.h"
+#include "kvkeep/parts/pins.h"
+#include "kvkeep/parts/prompts.h"
+#include "kvkeep/parts/surprisal.h"
 #include "kvkeep/policy/across_ranks.h"
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/evict.h"

@@ -12,6 +12,11 @@
 #include "kvkeep/c.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keeper/keeper.h"
+#include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/given.h"
+#include "kvkeep/parts/pins.h"
+#include "kvkeep/parts/prompts.h"
+#include "kvkeep/parts/surprisal.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/version.h"
 
@@ -395,16 +400,20 @@ kvkeep_status kvkeep_leave(kvkeep_keeper* keeper, int64_t sequence) {
   return guarded([&] { required(keeper, "keeper").keeper.leave(sequence); });
 }
 kvkeep_status kvkeep_reset(kvkeep_keeper* keeper, int64_t sequence) {
-  return guarded([&] { required(keeper, "keeper").keeper.reset(sequence); });
+  return guarded([&] {
+    Keeper& own = required(keeper, "keeper").keeper;
+    own.leave(sequence);
+    own.join(sequence);
+  });
 }
 kvkeep_status kvkeep_end_prompt(kvkeep_keeper* keeper, int64_t sequence) {
   return guarded([&] { required(keeper, "keeper").keeper.end_prompt(sequence); });
 }
 kvkeep_status kvkeep_pin(kvkeep_keeper* keeper, int64_t sequence, int64_t begin, int64_t end) {
-  return guarded([&] { required(keeper, "keeper").keeper.pin(sequence, begin, end); });
+  return guarded([&] { required(keeper, "keeper").keeper.part<parts::Pins>().pin(sequence, begin, end); });
 }
 kvkeep_status kvkeep_unpin(kvkeep_keeper* keeper, int64_t sequence, int64_t begin, int64_t end) {
-  return guarded([&] { required(keeper, "keeper").keeper.unpin(sequence, begin, end); });
+  return guarded([&] { required(keeper, "keeper").keeper.part<parts::Pins>().unpin(sequence, begin, end); });
 }
 kvkeep_status kvkeep_truncate(kvkeep_keeper* keeper, int64_t sequence, int64_t logical_length) {
   return guarded([&] { required(keeper, "keeper").keeper.truncate(sequence, logical_length); });
@@ -443,25 +452,28 @@ kvkeep_status kvkeep_record(kvkeep_keeper* keeper, int32_t layer, const kvkeep_t
 kvkeep_status kvkeep_give(kvkeep_keeper* keeper, int32_t layer, int64_t num_sequences, const int64_t* sequences,
                           const int32_t* indptr, const kvkeep_tensor* scores) {
   return guarded([&] {
-    required(keeper, "keeper")
-        .keeper.give({.layer = layer,
-                      .sequences = ids(sequences, num_sequences, "sequences"),
-                      .indptr = array(indptr, num_sequences + 1, "indptr"),
-                      .scores = view_if(scores, "scores")});
+    const GivenScores given{.layer = layer,
+                            .sequences = ids(sequences, num_sequences, "sequences"),
+                            .indptr = array(indptr, num_sequences + 1, "indptr"),
+                            .scores = view_if(scores, "scores")};
+    if (auto* const part = required(keeper, "keeper").keeper.find<parts::Given>()) part->give(given);
   });
 }
 
 kvkeep_status kvkeep_surprise(kvkeep_keeper* keeper, int64_t sequence, const float* nats, int64_t count) {
-  return guarded([&] { required(keeper, "keeper").keeper.surprise(sequence, array(nats, count, "nats")); });
+  return guarded([&] {
+    const std::span<const float> supplied = array(nats, count, "nats");
+    if (auto* const part = required(keeper, "keeper").keeper.find<parts::Surprisal>()) part->supply(sequence, supplied);
+  });
 }
 
 kvkeep_status kvkeep_view(kvkeep_keeper* keeper, const kvkeep_observation* observation, const kvkeep_tensor* out,
                           const kvkeep_tensor* log_sum_exp) {
   return guarded([&] {
-    static_cast<void>(
-        required(keeper, "keeper")
-            .keeper.view(observation_of(observation), {view_of(required(out, "out"), "out"),
-                                                       view_of(required(log_sum_exp, "log_sum_exp"), "log_sum_exp")}));
+    const Attended attended{view_of(required(out, "out"), "out"),
+                            view_of(required(log_sum_exp, "log_sum_exp"), "log_sum_exp")};
+    if (auto* const part = required(keeper, "keeper").keeper.find<parts::Folds>())
+      static_cast<void>(part->view(observation_of(observation), attended));
   });
 }
 
@@ -543,7 +555,8 @@ kvkeep_status kvkeep_narrow(kvkeep_keeper* keeper, const kvkeep_observation* obs
     const View view(cache, k.keeper.spec());
     const Observation seen = observation_of(observation);
     make_room(k, 0, 0, seen.sequences.size());
-    LayerReport layer = k.keeper.narrow(seen, view.view);
+    auto* const part = k.keeper.find<parts::Prompts>();
+    LayerReport layer = part == nullptr ? LayerReport{} : part->narrow(seen, view.view);
     if (report == nullptr) return;
     k.narrowed = std::move(layer.prompts);
     k.prompts.clear();

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kvkeep/parts/pins.h"
+#include "kvkeep/parts/prompts.h"
 #include "kvkeep/parts/ranks.h"
 #include "kvkeep/parts/surprisal.h"
 #include "kvkeep/policy/policy.h"
@@ -62,6 +63,37 @@ void Surprisal::restore(SequenceId sequence, const SequenceState& s, const State
                  " have their surprisal, up to position ", nats.numel() - 1,
                  "; allowed all but the newest, below position ", s.next_position);
   known_[sequence] = {list_from(numbers_of<float>(nats), 0, nats.numel()), known};
+}
+
+void Prompts::save(SequenceId sequence, StateTensors& to) const {
+  const PromptReport* const told = report_of(sequence);
+  if (told == nullptr) return;
+  const PromptReport& report = *told;
+  to.emplace_back("prompt.counts",
+                  list_of(std::vector<std::int64_t>{report.tokens, report.selection_layer, report.second_pass ? 1 : 0},
+                          Dtype::i64));
+  to.emplace_back("prompt.relative_variance", list_of(report.relative_variance, Dtype::f64));
+  to.emplace_back("prompt.entered", list_of(report.entered, Dtype::i32));
+  to.emplace_back("prompt.going_on", list_of(report.going_on, Dtype::i32));
+}
+
+void Prompts::restore(SequenceId sequence, const SequenceState&, const StateFile& state) {
+  if (!state.has("prompt.counts")) return;
+  const Tensor counts = state.tensor("prompt.counts", Dtype::i64, {3}),
+               variance = state.tensor("prompt.relative_variance", Dtype::f64, {spec().num_layers()}),
+               entered = state.tensor("prompt.entered", Dtype::i32, {spec().num_layers()}),
+               going_on = state.tensor("prompt.going_on", Dtype::i32, {-1});
+  const auto c = numbers_of<std::int64_t>(counts);
+  KVKEEP_REQUIRE(
+      c[0] >= 0 && c[0] <= kMostPositions && c[1] >= -1 && c[1] < spec().num_layers() && c[2] >= 0 && c[2] <= 1,
+      "restore: tensor \"prompt.counts\" in ", state.where(), " is [", c[0], ", ", c[1], ", ", c[2],
+      "]; allowed a number of tokens, a layer of the model or -1, and 0 or 1");
+  prompts_[sequence].report = {.tokens = static_cast<std::int32_t>(c[0]),
+                               .selection_layer = static_cast<std::int32_t>(c[1]),
+                               .relative_variance = list_from(numbers_of<double>(variance), 0, variance.numel()),
+                               .entered = list_from(numbers_of<std::int32_t>(entered), 0, entered.numel()),
+                               .going_on = list_from(numbers_of<std::int32_t>(going_on), 0, going_on.numel()),
+                               .second_pass = c[2] == 1};
 }
 
 void Ranks::save(SequenceId sequence, StateTensors& to) const {

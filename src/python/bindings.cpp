@@ -280,11 +280,22 @@ void bind_keeper(nb::module_& m) {
       .def("join", &Keeper::join, "sequence"_a, "tokens"_a = 0, "prompt"_a = -1,
            "A sequence begins. tokens: already cached; prompt: tokens of its prompt, -1: the first step tells.")
       .def("leave", &Keeper::leave, "sequence"_a, "A sequence ends: the keeper forgets it.")
-      .def("reset", &Keeper::reset, "sequence"_a)
+      .def(
+          "reset", [](Keeper& self, SequenceId sequence) { self.leave(sequence), self.join(sequence); }, "sequence"_a)
       .def("knows", &Keeper::knows, "sequence"_a)
       .def("end_prompt", &Keeper::end_prompt, "sequence"_a)
-      .def("pin", &Keeper::pin, "sequence"_a, "begin"_a, "end"_a, "Logical positions [begin, end) stay.")
-      .def("unpin", &Keeper::unpin, "sequence"_a, "begin"_a, "end"_a)
+      .def(
+          "pin",
+          [](Keeper& self, SequenceId sequence, std::int64_t begin, std::int64_t end) {
+            self.part<parts::Pins>().pin(sequence, begin, end);
+          },
+          "sequence"_a, "begin"_a, "end"_a, "Logical positions [begin, end) stay.")
+      .def(
+          "unpin",
+          [](Keeper& self, SequenceId sequence, std::int64_t begin, std::int64_t end) {
+            self.part<parts::Pins>().unpin(sequence, begin, end);
+          },
+          "sequence"_a, "begin"_a, "end"_a)
       .def("truncate", &Keeper::truncate, "sequence"_a, "logical_length"_a, "Takes back the newest tokens.")
       .def("save", &Keeper::save, "sequence"_a, "file"_a)
       .def("restore", &Keeper::restore, "sequence"_a, "file"_a)
@@ -303,12 +314,16 @@ void bind_keeper(nb::module_& m) {
       .def(
           "give",
           [](Keeper& self, std::int32_t layer, const Ids& sequences, const Ints& indptr, const Array& scores) {
-            self.give({.layer = layer, .sequences = sequences, .indptr = indptr, .scores = view_of(scores, "scores")});
+            if (auto* const part = self.find<parts::Given>())
+              part->give(
+                  {.layer = layer, .sequences = sequences, .indptr = indptr, .scores = view_of(scores, "scores")});
           },
           "layer"_a, "sequences"_a, "indptr"_a, "scores"_a, "Scores of the engine's own: [tokens, Hkv].")
       .def(
           "surprise",
-          [](Keeper& self, SequenceId sequence, const std::vector<float>& nats) { self.surprise(sequence, nats); },
+          [](Keeper& self, SequenceId sequence, const std::vector<float>& nats) {
+            if (auto* const part = self.find<parts::Surprisal>()) part->supply(sequence, nats);
+          },
           "sequence"_a, "nats"_a)
       .def(
           "view",
@@ -317,7 +332,8 @@ void bind_keeper(nb::module_& m) {
             const Seen seen(layer, std::move(sequences), std::move(indptr), queries, "post_rope", false, std::nullopt,
                             std::nullopt);
             const Attended attended{view_of(out, "out"), view_of(log_sum_exp, "log_sum_exp")};
-            without_gil([&] { static_cast<void>(self.view(seen.observation, attended)); });
+            auto* const part = self.find<parts::Folds>();
+            if (part != nullptr) without_gil([&] { static_cast<void>(part->view(seen.observation, attended)); });
           },
           "layer"_a, "sequences"_a, "indptr"_a, "queries"_a, "out"_a, "log_sum_exp"_a,
           "Merges folded spans into what attention gave over the rows, in place: f32 [tokens, Hq, Dv] and [tokens, "
@@ -345,7 +361,9 @@ void bind_keeper(nb::module_& m) {
                             pages, "copy");
             const Seen seen(layer, std::move(sequences), std::move(indptr), queries, basis, false, std::nullopt,
                             std::nullopt);
-            return without_gil([&] { return self.narrow(seen.observation, view.view); });
+            auto* const part = self.find<parts::Prompts>();
+            return without_gil(
+                [&] { return part == nullptr ? LayerReport{} : part->narrow(seen.observation, view.view); });
           },
           "layer"_a, "sequences"_a, "indptr"_a, "queries"_a, "layers"_a, nb::arg("lengths").noconvert(), nb::kw_only(),
           "basis"_a = "pre_rope", "places"_a = nb::none(), "block_table"_a = nb::none(), "page_layout"_a = "slot_head",

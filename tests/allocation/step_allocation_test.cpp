@@ -103,12 +103,13 @@ class Engine {
   void read_folded(std::int32_t layer) {
     if (keeper.policy().memory() == nullptr) return;
     const std::int64_t tokens = indptr.back();
-    keeper.view({.layer = layer,
-                 .sequences = ids,
-                 .indptr = indptr,
-                 .queries = queries[static_cast<std::size_t>(layer)],
-                 .basis = QueryBasis::post_rope},
-                {at::full({tokens, kQueryHeads, kDim}, 0.0F), at::full({tokens, kQueryHeads}, 0.0F)});
+    keeper.part<parts::Folds>().view(
+        {.layer = layer,
+         .sequences = ids,
+         .indptr = indptr,
+         .queries = queries[static_cast<std::size_t>(layer)],
+         .basis = QueryBasis::post_rope},
+        {at::full({tokens, kQueryHeads, kDim}, 0.0F), at::full({tokens, kQueryHeads}, 0.0F)});
   }
   void grow() {
     for (std::int32_t& length : lengths) length += indptr[1];
@@ -129,7 +130,8 @@ class Engine {
     if (table.defined()) add(table.const_data_ptr(), table.nbytes());
     seen.push_back(text(pool.free_pages()));
     for (const SequenceId id : ids) {
-      seen.push_back(text(keeper.logical_length(id), ' ', keeper.prompt_length(id), ' ', keeper.folded(id).tokens));
+      seen.push_back(text(keeper.logical_length(id), ' ', keeper.prompt_length(id), ' ',
+                          keeper.part<parts::Folds>().of(id).tokens));
       for (std::int32_t r = 0; r < kLayers * kKvHeads; ++r) {
         const auto positions = keeper.positions(id, r / kKvHeads, r % kKvHeads);
         const auto credit = keeper.credit(id, r / kKvHeads, r % kKvHeads);

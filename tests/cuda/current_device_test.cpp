@@ -9,6 +9,8 @@
 #include "engines.h"
 #include "folding_engine.h"
 #include "fresh_accelerator.h"
+#include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/pins.h"
 #include "layer_by_layer_engine.h"
 #include "restored.h"
 
@@ -43,7 +45,7 @@ TEST_F(CurrentDevice, MayBeAnotherOneInAllCallsOfAStep) {
         there(policy, true, Dtype::f32, fresh_accelerator());
     oracle::Random random(41);
     here.join(1), here.join(2);
-    here.keeper.pin(1, 2, 5);
+    here.keeper.part<parts::Pins>().pin(1, 2, 5);
     for (int n = 0; n < 20; ++n) {
       here.feed(engines::numbers_of(random, {{1, n == 0 ? 50 : 1}, {2, 2}}));
       expect_elsewhere();
@@ -71,7 +73,7 @@ TEST_F(CurrentDevice, MayBeAnotherOneWhereSpansFoldAndAreRead) {
     engine.step({{1, 1}, {2, 2}});
     expect_elsewhere();
   }
-  EXPECT_GT(engine.keeper.folded(1).spans, 0);
+  EXPECT_GT(engine.keeper.part<parts::Folds>().of(1).spans, 0);
   engine.leave(1);
   expect_elsewhere();
 }

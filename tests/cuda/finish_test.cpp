@@ -4,6 +4,8 @@
 #include "captured_graph.h"
 #include "engines.h"
 #include "fresh_accelerator.h"
+#include "kvkeep/parts/given.h"
+#include "kvkeep/parts/pins.h"
 
 namespace kvkeep::cuda::finish_test {
 namespace {
@@ -154,18 +156,19 @@ TEST_F(PendingEvents, RefuseWhatNeedsTheirLengthsByName) {
       return keeper.observe({.layer = 0, .sequences = {&one, 1}, .indptr = indptr, .queries = queries}), 0;
     });
     refused("begin_step", [&] { return keeper.begin_step({.sequences = {&one, 1}, .indptr = indptr}), 0; });
-    refused("give",
-            [&] { return keeper.give({.layer = 0, .sequences = {&one, 1}, .indptr = indptr, .scores = scores}), 0; });
+    refused("give", [&] {
+      return keeper.part<parts::Given>().give({.layer = 0, .sequences = {&one, 1}, .indptr = indptr, .scores = scores}),
+             0;
+    });
     refused("step", [&] { return keeper.plan(view).cuts.size(); });
     refused("truncate", [&] { return keeper.truncate(1, keeper.logical_length(1) - 1), 0; });
     refused("tokens_to_event", [&] { return keeper.tokens_to_event(1); });
     refused("physical_length", [&] { return keeper.physical_length(1, 0, 0); });
     refused("positions", [&] { return keeper.positions(1, 0, 0).size(); });
     refused("credit", [&] { return keeper.credit(1, 0, 0).size(); });
-    refused("pin", [&] { return keeper.pin(1, 2, 3), 0; });
+    refused("pin", [&] { return keeper.part<parts::Pins>().pin(1, 2, 3), 0; });
     refused("save", [&] { return keeper.save(1, "never_written.safetensors"), 0; });
     refused("leave", [&] { return keeper.leave(1), 0; });
-    refused("leave", [&] { return keeper.reset(1), 0; });
     EXPECT_EQ(keeper.logical_length(1), 64);
 
     // Another sequence may take tokens, but has no event before this one is complete.

@@ -17,6 +17,7 @@
 #include "accelerator.h"
 #include "device_folds.h"
 #include "held_memory.h"
+#include "kvkeep/parts/folds.h"
 #endif
 
 namespace kvkeep::cuda::folded_memory_test {
@@ -52,7 +53,7 @@ struct Engines {
           const auto x = cpu.keeper.positions(id, l, h), y = device.keeper.positions(id, l, h);
           ASSERT_TRUE(std::ranges::equal(x, y)) << "sequence " << id << ", layer " << l << ", head " << h;
         }
-      const FoldedState x = cpu.keeper.folded(id), y = device.keeper.folded(id);
+      const FoldedState x = cpu.keeper.part<parts::Folds>().of(id), y = device.keeper.part<parts::Folds>().of(id);
       ASSERT_EQ(x.spans, y.spans);
       ASSERT_EQ(x.tokens, y.tokens);
       ASSERT_EQ(x.near_bytes, y.near_bytes);
@@ -239,8 +240,8 @@ TEST_F(DeviceFolds, AreNeitherMadeNorReadInACapture) {
   std::string said;
   const CapturedGraph graph(side, [&] {
     said = message_of<StateError>([&] {
-      engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope},
-                         {out, lse});
+      engine.keeper.part<parts::Folds>().view(
+          {.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}, {out, lse});
     });
   });
   EXPECT_NE(said.find("view: the stream is being captured"), std::string::npos) << said;
@@ -271,19 +272,20 @@ TEST_F(DeviceFolds, CountRoomOfFactorsAndGiveItBack) {
   engine.join(1), engine.join(2);
   engine.step({{1, 90}, {2, 50}});
   for (int i = 0; i < 12; ++i) engine.step({{1, 1}, {2, 1}});
-  EXPECT_GT(engine.keeper.folded(1).far_bytes, 0);
-  EXPECT_EQ(engine.keeper.far_bytes(), engine.keeper.folded(1).far_bytes + engine.keeper.folded(2).far_bytes);
+  EXPECT_GT(engine.keeper.part<parts::Folds>().of(1).far_bytes, 0);
+  EXPECT_EQ(engine.keeper.part<parts::Folds>().far_bytes(),
+            engine.keeper.part<parts::Folds>().of(1).far_bytes + engine.keeper.part<parts::Folds>().of(2).far_bytes);
   EXPECT_EQ(engine.keeper.totals().reads.queries, 0) << "known to the device alone";
   engine.leave(1);
   for (int i = 0; i < 10; ++i) engine.step({{2, 1}});  // the next event finds that the device has passed the end
-  EXPECT_EQ(engine.keeper.far_bytes(), engine.keeper.folded(2).far_bytes);
+  EXPECT_EQ(engine.keeper.part<parts::Folds>().far_bytes(), engine.keeper.part<parts::Folds>().of(2).far_bytes);
 }
 
 TEST_F(DeviceFolds, RefuseFactorsAboveTheirCapBeforeAnythingMoves) {
   FoldingEngine engine(kTova + ",memory.host_bytes=40000", 1, 0, Dtype::f32, fresh_accelerator());
   engine.join(1);
   engine.step({{1, 90}});
-  const FoldedState before = engine.keeper.folded(1);
+  const FoldedState before = engine.keeper.part<parts::Folds>().of(1);
   std::string said;
   for (int i = 0; i < 60 && said.empty(); ++i) try {
       engine.step({{1, 1}});
@@ -291,9 +293,9 @@ TEST_F(DeviceFolds, RefuseFactorsAboveTheirCapBeforeAnythingMoves) {
       said = full.what();
     }
   EXPECT_NE(said.find("folded spans: no room for"), std::string::npos) << said;
-  EXPECT_GE(engine.keeper.folded(1).spans, before.spans);
-  EXPECT_EQ(engine.keeper.folded(1).far_bytes, engine.keeper.far_bytes());
-  EXPECT_EQ(engine.keeper.folded(1).tokens / (FoldingEngine::kLayers * FoldingEngine::kHeads) +
+  EXPECT_GE(engine.keeper.part<parts::Folds>().of(1).spans, before.spans);
+  EXPECT_EQ(engine.keeper.part<parts::Folds>().of(1).far_bytes, engine.keeper.part<parts::Folds>().far_bytes());
+  EXPECT_EQ(engine.keeper.part<parts::Folds>().of(1).tokens / (FoldingEngine::kLayers * FoldingEngine::kHeads) +
                 engine.keeper.physical_length(1, 0, 0),
             engine.keeper.logical_length(1))
       << "no slot has left";
@@ -333,7 +335,9 @@ TEST_F(DeviceFolds, StayOnTheDevice) {
   FoldingEngine engine(kTova, 1, 0, Dtype::f32, fresh_accelerator());
   engine.join(1);
   engine.step({{1, 90}});
-  EXPECT_NE(message_of<Unsupported>([&] { static_cast<void>(engine.keeper.spans(1, 0, 0)); }).find("are not read back"),
+  EXPECT_NE(message_of<Unsupported>([&] {
+              static_cast<void>(engine.keeper.part<parts::Folds>().spans(1, 0, 0));
+            }).find("are not read back"),
             std::string::npos);
   EXPECT_THROW(engine.keeper.save(1, "/tmp/kvkeep_device_folds.state"), Unsupported);
 }

@@ -10,6 +10,7 @@
 
 #include "device.h"
 #include "fresh_accelerator.h"
+#include "kvkeep/parts/pins.h"
 #include "kvkeep/policy/across_ranks.h"
 #include "near_ties.h"
 #include "policy/strided.h"
@@ -127,9 +128,9 @@ bool run_once(const Both& both, std::uint64_t seed, bool pinned) {
     engine->join(1);
     engine->join(2);
     if (!pinned) continue;
-    engine->keeper.pin(1, 3, 9);
-    engine->keeper.pin(2, 30, 41);
-    engine->keeper.pin(2, 88, 93);  // the last two of the prompt, and three to come
+    engine->keeper.part<parts::Pins>().pin(1, 3, 9);
+    engine->keeper.part<parts::Pins>().pin(2, 30, 41);
+    engine->keeper.part<parts::Pins>().pin(2, 88, 93);  // the last two of the prompt, and three to come
   }
   step({{1, 45}, {2, 90}});
   if (!alike) return false;
@@ -140,8 +141,9 @@ bool run_once(const Both& both, std::uint64_t seed, bool pinned) {
                     : std::vector<std::pair<SequenceId, std::int32_t>>{{1, 2}, {2, 1}, {3, 2}});
     if (pinned && n == 10)
       for (Engine* engine : both.engines()) {
-        engine->keeper.unpin(2, 33, 38);
-        engine->keeper.pin(3, engine->keeper.logical_length(3) - 2, engine->keeper.logical_length(3) + 4);
+        engine->keeper.part<parts::Pins>().unpin(2, 33, 38);
+        engine->keeper.part<parts::Pins>().pin(3, engine->keeper.logical_length(3) - 2,
+                                               engine->keeper.logical_length(3) + 4);
       }
     if (n % 8 == 0 && alike) expect_alike(*both.cpu, *both.device);
   }
@@ -233,7 +235,7 @@ TEST_P(DeviceKeeper, KeepsPinnedSpansAsTheCpuDoes) {
   if (HasFailure()) return;
   for (const Engine* engine : both.engines())
     for (const SequenceId id : {1, 2, 3})
-      for (const PositionSpan& span : engine->keeper.pinned(id))
+      for (const PositionSpan& span : engine->keeper.part<parts::Pins>().pinned(id))
         for (std::int32_t r = 0; r < kRows; ++r) {
           const auto held = engine->keeper.positions(id, r / kHeads, r % kHeads);
           for (std::int32_t p = span.begin; p < std::min<std::int64_t>(span.end, engine->keeper.logical_length(id));

@@ -10,6 +10,8 @@
 #include "captured_graph.h"
 #include "device.h"
 #include "fresh_accelerator.h"
+#include "kvkeep/parts/given.h"
+#include "kvkeep/parts/prompts.h"
 #include "message_of.h"
 #include "restored.h"
 
@@ -111,7 +113,8 @@ struct Twins {
         ASSERT_EQ(a.size(), b.size()) << "pages of sequence " << id;
         ASSERT_TRUE(!same_pages || std::ranges::equal(a, b)) << "pages of sequence " << id;
       }
-      const PromptReport *a = cpu.keeper.prompt_report(id), *b = device.keeper.prompt_report(id);
+      const PromptReport *a = cpu.keeper.part<parts::Prompts>().report_of(id),
+                         *b = device.keeper.part<parts::Prompts>().report_of(id);
       ASSERT_EQ(a == nullptr, b == nullptr);
       if (a == nullptr) continue;
       EXPECT_EQ(a->tokens, b->tokens);
@@ -149,7 +152,7 @@ TEST_F(DevicePrompts, ContinueWithTheTokensOfTheCpuAndLeaveItsSlots) {
       for (int n = 0; n < 3; ++n) twins.step({{1, 1}, {2, 1}, {4, 1}, {5, 1}, {3, 2}});
       ASSERT_NO_FATAL_FAILURE(twins.expect_alike({1, 2, 3, 4, 5}));
       EXPECT_TRUE(twins.device.keeper.totals().slots_dropped > 0 ||
-                  twins.device.keeper.prompt_report(1)->going_on.size() < 70U);
+                  twins.device.keeper.part<parts::Prompts>().report_of(1)->going_on.size() < 70U);
     }
 }
 
@@ -218,7 +221,8 @@ TEST_F(DevicePrompts, GoOnWhereverTheyAreRestored) {
           for (int n = 0; n < 3; ++n) static_cast<void>(here.step({{1, 1}, {2, 1}}));
           here.keeper.save(1, file.path);
           ASSERT_NO_FATAL_FAILURE(there.restore(1, file.path, here));
-          const PromptReport *a = here.keeper.prompt_report(1), *b = there.keeper.prompt_report(1);
+          const PromptReport *a = here.keeper.part<parts::Prompts>().report_of(1),
+                             *b = there.keeper.part<parts::Prompts>().report_of(1);
           ASSERT_TRUE(a != nullptr && b != nullptr);
           EXPECT_EQ(std::tie(a->tokens, a->selection_layer, a->entered, a->going_on),
                     std::tie(b->tokens, b->selection_layer, b->entered, b->going_on));
@@ -255,10 +259,10 @@ TEST_F(DevicePrompts, KeepScoresThatTheEngineGaveBeforeTheyReachedTheLayer) {
     for (std::int32_t l = 0; l < kLayers; ++l) {
       engine->keeper.observe(engine->run(l));
       for (std::int32_t later = 0; l == 0 && later < kLayers; ++later)
-        engine->keeper.give({.layer = later,
-                             .sequences = engine->active,
-                             .indptr = engine->indptr,
-                             .scores = engine->queries.select(2, later).narrow(1, 0, kHeads)});
+        engine->keeper.part<parts::Given>().give({.layer = later,
+                                                  .sequences = engine->active,
+                                                  .indptr = engine->indptr,
+                                                  .scores = engine->queries.select(2, later).narrow(1, 0, kHeads)});
       engine->narrow(l);
     }
     static_cast<void>(engine->end());
@@ -379,7 +383,7 @@ TEST_F(DevicePrompts, AreLeftAsTheyAreIfTheirKeysCannotBeRead) {
   EXPECT_TRUE(torch_tensor(std::get<DenseKv>(engine.layers[0]).keys).equal(before));
   EXPECT_EQ(engine.flat, lengths);
   EXPECT_EQ(engine.keeper.physical_length(1, 3, 0), 70);
-  EXPECT_EQ(engine.keeper.prompt_report(1)->entered, Ints(kLayers));
+  EXPECT_EQ(engine.keeper.part<parts::Prompts>().report_of(1)->entered, Ints(kLayers));
   EXPECT_EQ(engine.keeper.totals().slots_dropped, 0);
 }
 

@@ -7,6 +7,7 @@
 #include "engines.h"
 #include "fresh_accelerator.h"
 #include "kvkeep/io/safetensors.h"
+#include "kvkeep/parts/pins.h"
 #include "kvkeep/state/state_file.h"
 #include "message_of.h"
 #include "restored.h"
@@ -120,7 +121,7 @@ TEST_F(DeviceState, ComesBackBeforeItsFirstEventWithItsPrefixAndPins) {
     here->step(numbers_of(random, {{1, 12}}));
     here->fork(3, 1, 9);
     here->step(numbers_of(random, {{3, 4}}));
-    here->keeper.pin(3, 5, 11);
+    here->keeper.part<parts::Pins>().pin(3, 5, 11);
     ASSERT_NO_FATAL_FAILURE(testing::bring_over(*here, *there, 3, file.path));
     for (int i = 0; i < 40; ++i) {
       const Numbers numbers = numbers_of(random, {{3, 1}});
@@ -128,7 +129,7 @@ TEST_F(DeviceState, ComesBackBeforeItsFirstEventWithItsPrefixAndPins) {
       ASSERT_NO_FATAL_FAILURE(expect_same_slots(*here, *there, 3)) << "step " << i;
     }
     EXPECT_GE(there->keeper.totals().events, 2);
-    ASSERT_EQ(there->keeper.pinned(3).size(), 1U);
+    ASSERT_EQ(there->keeper.part<parts::Pins>().pinned(3).size(), 1U);
     for (std::int32_t p = 5; p < 11; ++p)
       EXPECT_TRUE(std::ranges::binary_search(there->keeper.positions(3, 1, 1), p)) << p;
   }

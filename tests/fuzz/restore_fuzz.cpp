@@ -59,7 +59,7 @@ struct Engine {
         .layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = queries, .basis = QueryBasis::post_rope};
     keeper.observe(seen);
     for (std::int32_t& length : lengths) length += tokens;
-    keeper.view(seen, {out, lse});
+    keeper.part<parts::Folds>().view(seen, {out, lse});
     keeper.step({.layers = cache, .sequences = {&id, 1}, .lengths = {lengths, kHeads}});
   }
 };
@@ -102,7 +102,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     engine.keeper.restore(1, path);
   } catch (const Error& refused) {
     if (std::string_view(refused.what()).find(path.string()) == std::string_view::npos || engine.keeper.knows(1) ||
-        engine.keeper.far_bytes() > 0)
+        engine.keeper.part<parts::Folds>().far_bytes() > 0)
       std::abort();
     return 0;
   }
@@ -114,6 +114,6 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   } catch (const Error&) {
   }
   engine.keeper.leave(1);
-  if (engine.keeper.far_bytes() > 0) std::abort();
+  if (engine.keeper.part<parts::Folds>().far_bytes() > 0) std::abort();
   return 0;
 }

@@ -75,7 +75,7 @@ class Engine {
     name(work);
     for (const std::int32_t l : kFull) {
       const Tensor drawn = draw(l, dtype, transposed);
-      keeper.give({.layer = l, .sequences = ids, .indptr = indptr, .scores = drawn});
+      keeper.part<parts::Given>().give({.layer = l, .sequences = ids, .indptr = indptr, .scores = drawn});
     }
     for (const auto& [id, tokens] : work) open[id] -= tokens;
   }
@@ -336,8 +336,10 @@ TEST(Give, NamesWhatIsMissingAtTheStep) {
             "with give()");
   const SequenceId id = 1;
   const Ints indptr{0, 9}, two{0, 2};
-  engine.keeper.give({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .scores = zeros({9, 2}, Dtype::f32)});
-  engine.keeper.give({.layer = 2, .sequences = {&id, 1}, .indptr = two, .scores = zeros({2, 2}, Dtype::f32)});
+  engine.keeper.part<parts::Given>().give(
+      {.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .scores = zeros({9, 2}, Dtype::f32)});
+  engine.keeper.part<parts::Given>().give(
+      {.layer = 2, .sequences = {&id, 1}, .indptr = two, .scores = zeros({2, 2}, Dtype::f32)});
   EXPECT_NE(message_of<StateError>([&] { engine.step({{1, 9}}); })
                 .find("7 of the 9 slots of sequence 1 have no given "
                       "score in layer 2"),
@@ -352,7 +354,7 @@ TEST(Give, RefusesWithASentenceAndWritesNothing) {
   const std::vector<SequenceId> both{1, 2};
   const Ints indptr{0, 3, 5};
   const auto refusal = [&](const GivenScores& scores) {
-    return message_of<InvalidArgument>([&] { engine.keeper.give(scores); });
+    return message_of<InvalidArgument>([&] { engine.keeper.part<parts::Given>().give(scores); });
   };
   const auto with = [&](Tensor scores) {
     return GivenScores{.layer = 0, .sequences = both, .indptr = indptr, .scores = std::move(scores)};
@@ -375,9 +377,9 @@ TEST(Give, RefusesWithASentenceAndWritesNothing) {
   EXPECT_NE(refusal({.layer = 0, .sequences = twice, .indptr = indptr, .scores = zeros({5, 2}, Dtype::f32)})
                 .find("named twice"),
             std::string::npos);
-  EXPECT_THROW(
-      engine.keeper.give({.layer = 0, .sequences = unknown, .indptr = indptr, .scores = zeros({5, 2}, Dtype::f32)}),
-      StateError);
+  EXPECT_THROW(engine.keeper.part<parts::Given>().give(
+                   {.layer = 0, .sequences = unknown, .indptr = indptr, .scores = zeros({5, 2}, Dtype::f32)}),
+               StateError);
   for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
     const Tensor wide = zeros({5, 2}, Dtype::f32);
     wide.data<float>()[9] = std::numeric_limits<float>::quiet_NaN();
@@ -386,8 +388,10 @@ TEST(Give, RefusesWithASentenceAndWritesNothing) {
               "give: the score of token 1 of sequence 2 in layer 0, KV head 1, is NaN; allowed "
               "numbers and infinities");
   }
-  EXPECT_NO_THROW(engine.keeper.give(with(zeros({5, 2}, Dtype::f32)))) << "nothing of the above was written";
-  EXPECT_NO_THROW(engine.keeper.give({.layer = 1, .sequences = both, .indptr = indptr})) << "layer 1 is not full";
+  EXPECT_NO_THROW(engine.keeper.part<parts::Given>().give(with(zeros({5, 2}, Dtype::f32))))
+      << "nothing of the above was written";
+  EXPECT_NO_THROW(engine.keeper.part<parts::Given>().give({.layer = 1, .sequences = both, .indptr = indptr}))
+      << "layer 1 is not full";
 }
 
 TEST(Give, IsIgnoredByOtherPolicies) {
@@ -395,7 +399,7 @@ TEST(Give, IsIgnoredByOtherPolicies) {
   engine.join(1);
   const SequenceId id = 1;
   const Ints indptr{0, 3};
-  EXPECT_NO_THROW(engine.keeper.give({.layer = 0, .sequences = {&id, 1}, .indptr = indptr}));
+  EXPECT_NO_THROW(engine.keeper.part<parts::Given>().give({.layer = 0, .sequences = {&id, 1}, .indptr = indptr}));
 }
 
 TEST(Give, AnEngineThatCannotIsToldBeforeAnythingRuns) {

@@ -10,6 +10,8 @@
 #include "engines.h"
 #include "folding_engine.h"
 #include "kvkeep/core/pinned_slots.h"
+#include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/pins.h"
 #include "kvkeep/state/state_file.h"
 #include "message_of.h"
 
@@ -33,7 +35,7 @@ Ints from_to(std::int32_t begin, std::int32_t end) {
 
 /// Every row holds all positions of the spans that have come.
 void expect_pinned(const Keeper& keeper, SequenceId id) {
-  for (const PositionSpan& span : keeper.pinned(id))
+  for (const PositionSpan& span : keeper.part<parts::Pins>().pinned(id))
     for (std::int32_t r = 0; r < kRows; ++r) {
       const Ints held = positions_of(keeper, id, r);
       for (std::int64_t p = span.begin; p < std::min<std::int64_t>(span.end, keeper.logical_length(id)); ++p)
@@ -146,14 +148,14 @@ TEST(Pins, LeaveRecentsWhatFits) {
 
 TEST(KeeperPins, KeepsTheSpanAndTheNewestOfTheRest) {
   Fed run("streaming,budget=8,interval=4,sink=1,recent=1", 1, false);
-  run.keeper().pin(1, 3, 5);
+  run.keeper().part<parts::Pins>().pin(1, 3, 5);
   static_cast<void>(run.feed(6));
   run.decode(6);  // twelve slots: an event
   EXPECT_EQ(positions_of(run.keeper(), 1), (Ints{0, 3, 4, 7, 8, 9, 10, 11}));
   run.decode(4);
   EXPECT_EQ(positions_of(run.keeper(), 1), (Ints{0, 3, 4, 11, 12, 13, 14, 15}));
-  run.keeper().unpin(1, 4, 100);
-  EXPECT_EQ(run.keeper().pinned(1).size(), 1U);
+  run.keeper().part<parts::Pins>().unpin(1, 4, 100);
+  EXPECT_EQ(run.keeper().part<parts::Pins>().pinned(1).size(), 1U);
   run.decode(4);
   EXPECT_EQ(positions_of(run.keeper(), 1), (Ints{0, 3, 14, 15, 16, 17, 18, 19}));
   EXPECT_EQ(run.keeper().totals().events, 3);
@@ -161,16 +163,16 @@ TEST(KeeperPins, KeepsTheSpanAndTheNewestOfTheRest) {
 
 TEST(KeeperPins, HoldsSpansThatCameBeforeTheirTokens) {
   Fed run("tova,budget=40,interval=8,sink=2,recent=4,prefill=cut");
-  run.engine.keeper.reset(1);
+  run.engine.keeper.leave(1), run.engine.keeper.join(1);
   run.engine.keeper.leave(1);
   run.engine.keeper.join(1, 0, 90);
-  run.keeper().pin(1, 10, 25);
-  run.keeper().pin(1, 88, 94);  // two of the prompt, four decoded
+  run.keeper().part<parts::Pins>().pin(1, 10, 25);
+  run.keeper().part<parts::Pins>().pin(1, 88, 94);  // two of the prompt, four decoded
   for (const std::int32_t chunk : {12, 40, 38}) static_cast<void>(run.feed(chunk));
   EXPECT_EQ(run.keeper().physical_length(1, 0, 0), 40);
   expect_pinned(run.keeper(), 1);
   run.decode(40);
-  EXPECT_EQ(run.keeper().pinned(1).size(), 2U);
+  EXPECT_EQ(run.keeper().part<parts::Pins>().pinned(1).size(), 2U);
   expect_pinned(run.keeper(), 1);
   EXPECT_GT(run.keeper().totals().events, 3);
 }
@@ -203,8 +205,8 @@ TEST(KeeperPins, HoldUnderEveryPolicyTheBudgetToo) {
     for (std::uint64_t seed = 0; seed < 3; ++seed) {
       Fed run(options, seed);
       const std::int32_t begin = run.random.between(0, 60), length = run.random.between(1, 5);
-      run.keeper().pin(1, begin, begin + length);
-      if (seed > 0) run.keeper().pin(1, begin + 9, begin + 12);
+      run.keeper().part<parts::Pins>().pin(1, begin, begin + length);
+      if (seed > 0) run.keeper().part<parts::Pins>().pin(1, begin + 9, begin + 12);
       static_cast<void>(run.feed(run.random.between(20, 70)));
       for (int n = 0; n < 40; ++n) {
         const Report report = run.feed(n % 7 == 0 ? 3 : 1);
@@ -223,8 +225,8 @@ TEST(KeeperPins, LeaveNoTraceOnceTheyAreGone) {
         "chunkkv-snapkv,budget=48,interval=12,window=8,chunk=5", "h2o,budget=48,interval=12",
         "pyramidkv-knorm,budget=48,interval=12,recent=4,beta=2", "adakv-tova,budget=48,interval=12"}) {
     Fed never(policy), once(policy);
-    once.keeper().pin(1, 3, 30);
-    once.keeper().unpin(1, 0, kMostPositions);
+    once.keeper().part<parts::Pins>().pin(1, 3, 30);
+    once.keeper().part<parts::Pins>().unpin(1, 0, kMostPositions);
     for (int n = 0; n < 40; ++n) {
       static_cast<void>(never.feed(n == 0 ? 50 : 1));
       static_cast<void>(once.feed(n == 0 ? 50 : 1));
@@ -243,8 +245,8 @@ TEST(KeeperPins, HoldInRowsThatShareASelectionAndInRatiosBytesAndPrompts) {
         "criticalkv-tova,budget=40,interval=8", "adakv-snapkv,budget=40,interval=8,window=4,safeguard=0"}) {
     SCOPED_TRACE(policy);
     Fed run(policy);
-    run.keeper().pin(1, 12, 20);
-    run.keeper().pin(1, 62, 66);
+    run.keeper().part<parts::Pins>().pin(1, 12, 20);
+    run.keeper().part<parts::Pins>().pin(1, 62, 66);
     static_cast<void>(run.feed(60));
     for (int n = 0; n < 40; ++n) {
       static_cast<void>(run.feed(1));
@@ -264,13 +266,13 @@ TEST(KeeperPins, BelongToOneSequenceAlsoInSharedPages) {
     each->join(1);
     static_cast<void>(each->step(numbers_of(own, {{1, 45}})));
     each->fork(2, 1, 32);
-    each->keeper.pin(2, 10, 24);
+    each->keeper.part<parts::Pins>().pin(2, 10, 24);
     for (int n = 0; n < 30; ++n) static_cast<void>(each->step(numbers_of(own, {{1, 1}, {2, 2}})));
     expect_pinned(each->keeper, 2);
-    EXPECT_TRUE(each->keeper.pinned(1).empty());
+    EXPECT_TRUE(each->keeper.part<parts::Pins>().pinned(1).empty());
     each->keeper.leave(2);
     each->keeper.join(2);
-    EXPECT_TRUE(each->keeper.pinned(2).empty()) << "an id that is used again pins nothing (B4)";
+    EXPECT_TRUE(each->keeper.part<parts::Pins>().pinned(2).empty()) << "an id that is used again pins nothing (B4)";
   }
   const Ints a = positions_of(engine.keeper, 1), b = positions_of(dense.keeper, 1);
   EXPECT_EQ(a, b);
@@ -282,24 +284,24 @@ TEST(KeeperPins, BelongToOneSequenceAlsoInSharedPages) {
 TEST(KeeperPins, RefusesWhatDoesNotFitBeforeAnythingIsWritten) {
   Fed run("snapkv,budget=40,interval=8,sink=4,window=8");
   static_cast<void>(run.feed(30));
-  run.keeper().pin(1, 2, 30);  // 26 behind the sinks
-  EXPECT_EQ(message_of([&] { run.keeper().pin(1, 40, 43); }),
+  run.keeper().part<parts::Pins>().pin(1, 2, 30);  // 26 behind the sinks
+  EXPECT_EQ(message_of([&] { run.keeper().part<parts::Pins>().pin(1, 40, 43); }),
             "pin: 29 positions after the 4 sinks of snapkv, whose budget is 40 slots, of which the newest 8 always "
             "stay; allowed up to 28");
-  EXPECT_EQ(run.keeper().pinned(1).size(), 1U);
-  run.keeper().pin(1, 40, 42);
-  EXPECT_EQ(run.keeper().pinned(1)[1], (PositionSpan{40, 42}));
-  EXPECT_THROW(run.keeper().pin(1, 5, 5), InvalidArgument);
-  EXPECT_THROW(run.keeper().pin(1, -1, 5), InvalidArgument);
-  EXPECT_THROW(run.keeper().pin(1, 0, std::int64_t{kMostPositions} + 1), InvalidArgument);
-  EXPECT_THROW(run.keeper().unpin(1, 5, 4), InvalidArgument);
-  EXPECT_THROW(run.keeper().pin(2, 0, 5), StateError);
-  EXPECT_THROW(run.keeper().unpin(2, 0, 5), StateError);
+  EXPECT_EQ(run.keeper().part<parts::Pins>().pinned(1).size(), 1U);
+  run.keeper().part<parts::Pins>().pin(1, 40, 42);
+  EXPECT_EQ(run.keeper().part<parts::Pins>().pinned(1)[1], (PositionSpan{40, 42}));
+  EXPECT_THROW(run.keeper().part<parts::Pins>().pin(1, 5, 5), InvalidArgument);
+  EXPECT_THROW(run.keeper().part<parts::Pins>().pin(1, -1, 5), InvalidArgument);
+  EXPECT_THROW(run.keeper().part<parts::Pins>().pin(1, 0, std::int64_t{kMostPositions} + 1), InvalidArgument);
+  EXPECT_THROW(run.keeper().part<parts::Pins>().unpin(1, 5, 4), InvalidArgument);
+  EXPECT_THROW(run.keeper().part<parts::Pins>().pin(2, 0, 5), StateError);
+  EXPECT_THROW(run.keeper().part<parts::Pins>().unpin(2, 0, 5), StateError);
 }
 
 TEST(KeeperPins, RefusesAnEventWhoseBudgetIsTooSmallAndGoesOnOnceItFits) {
   Fed run("tova,ratio=0.75,interval=4,sink=2,recent=4,prefill=cut");
-  run.keeper().pin(1, 10, 40);
+  run.keeper().part<parts::Pins>().pin(1, 10, 40);
   const Numbers numbers = numbers_of(run.random, {{1, 80}});
   run.engine.feed(numbers);
   const std::string said = message_of([&] { static_cast<void>(run.engine.cut({1})); });
@@ -307,7 +309,7 @@ TEST(KeeperPins, RefusesAnEventWhoseBudgetIsTooSmallAndGoesOnOnceItFits) {
   EXPECT_NE(said.find("budget is now 20 slots"), std::string::npos) << said;
   EXPECT_NE(said.find("allowed up to 17"), std::string::npos) << said;
   EXPECT_EQ(run.keeper().physical_length(1, 0, 0), 80) << "nothing was written";
-  run.keeper().unpin(1, 20, 40);
+  run.keeper().part<parts::Pins>().unpin(1, 20, 40);
   static_cast<void>(run.engine.cut({1}));
   EXPECT_EQ(run.keeper().physical_length(1, 0, 0), 20);
   expect_pinned(run.keeper(), 1);
@@ -318,23 +320,23 @@ TEST(KeeperPins, RefusesPositionsThatARowHasDropped) {
   static_cast<void>(run.feed(12));
   run.decode(1);
   ASSERT_EQ(run.keeper().physical_length(1, 0, 0), 8);
-  EXPECT_EQ(message_of([&] { run.keeper().pin(1, 2, 5); }),
+  EXPECT_EQ(message_of([&] { run.keeper().part<parts::Pins>().pin(1, 2, 5); }),
             "pin: position 2 of sequence 1 is no longer in layer 0, head 0; allowed positions that every row holds, or "
             "that are still to come");
-  run.keeper().pin(1, 7, 9);
+  run.keeper().part<parts::Pins>().pin(1, 7, 9);
   run.decode(20);
   expect_pinned(run.keeper(), 1);
 }
 
 TEST(KeeperPins, AreRefusedByNameWhereNothingIsProtected) {
   Fed official("tova,variant=official,budget=40,interval=8");
-  EXPECT_EQ(message_of([&] { official.keeper().pin(1, 0, 4); }),
+  EXPECT_EQ(message_of([&] { official.keeper().part<parts::Pins>().pin(1, 0, 4); }),
             "pin: tova has variant official, and its published form pins nothing; allowed strict");
   const auto narrowing = make_policy("fastkv,layer=1,budget=96,window=16");
   EXPECT_THROW(narrowing->check_pins({}), Unsupported);
   EXPECT_NE(message_of([&] { narrowing->check_pins({}); }).find("fastkv narrows prompts"), std::string::npos);
   Fed full("full");
-  full.keeper().pin(1, 0, 400);
+  full.keeper().part<parts::Pins>().pin(1, 0, 400);
   static_cast<void>(full.feed(30));
 }
 
@@ -361,7 +363,7 @@ TEST(KeeperPins, RefusesTheDecisionOfAnAllocatorThatDropsThem) {
       std::make_unique<Evict>("mine", std::make_unique<Knorm>(), std::make_unique<Newest>(), retention, "{}"), false,
       Dtype::f32);
   engine.join(1);
-  engine.keeper.pin(1, 2, 4);
+  engine.keeper.part<parts::Pins>().pin(1, 2, 4);
   oracle::Random random(1);
   static_cast<void>(engine.step(numbers_of(random, {{1, 24}})));
   const Numbers numbers = numbers_of(random, {{1, 1}});
@@ -375,13 +377,13 @@ TEST(KeeperPins, RefusesTheDecisionOfAnAllocatorThatDropsThem) {
 
 TEST(KeeperPins, AreTruncatedWithTheirTokens) {
   Fed run("tova,budget=40,interval=8");
-  run.keeper().pin(1, 5, 25);
+  run.keeper().part<parts::Pins>().pin(1, 5, 25);
   static_cast<void>(run.feed(20));
   run.keeper().truncate(1, 15);
-  EXPECT_EQ(run.keeper().pinned(1).size(), 1U);
-  EXPECT_EQ(run.keeper().pinned(1)[0], (PositionSpan{5, 15}));
-  run.keeper().reset(1);
-  EXPECT_TRUE(run.keeper().pinned(1).empty());
+  EXPECT_EQ(run.keeper().part<parts::Pins>().pinned(1).size(), 1U);
+  EXPECT_EQ(run.keeper().part<parts::Pins>().pinned(1)[0], (PositionSpan{5, 15}));
+  run.keeper().leave(1), run.keeper().join(1);
+  EXPECT_TRUE(run.keeper().part<parts::Pins>().pinned(1).empty());
 }
 
 TEST(KeeperPins, DoNotFold) {
@@ -392,13 +394,13 @@ TEST(KeeperPins, DoNotFold) {
     SCOPED_TRACE(policy);
     FoldingEngine engine(policy);
     engine.join(1);
-    engine.keeper.pin(1, 20, 31);
-    engine.keeper.pin(1, 90, 94);
+    engine.keeper.part<parts::Pins>().pin(1, 20, 31);
+    engine.keeper.part<parts::Pins>().pin(1, 90, 94);
     static_cast<void>(engine.step({{1, 80}}));
     for (int n = 0; n < 60; ++n) static_cast<void>(engine.step({{1, 1}}));
     expect_pinned(engine.keeper, 1);
     engine.expect_nothing_lost(1);
-    EXPECT_GT(engine.keeper.folded(1).spans, 4);
+    EXPECT_GT(engine.keeper.part<parts::Folds>().of(1).spans, 4);
   }
 }
 
@@ -407,15 +409,16 @@ TEST(KeeperPins, ComeBackFromAFile) {
       std::filesystem::temp_directory_path() / text("kvkeep-pin-", ::getpid(), ".safetensors");
   const char* policy = "tova,budget=40,interval=8,sink=2,recent=4";
   Fed here(policy), there(policy);
-  here.keeper().pin(1, 10, 20);
-  here.keeper().pin(1, 95, 99);
+  here.keeper().part<parts::Pins>().pin(1, 10, 20);
+  here.keeper().part<parts::Pins>().pin(1, 95, 99);
   static_cast<void>(here.feed(60));
   here.decode(3);
   here.keeper().save(1, file);
   there.keeper().leave(1);
   there.keeper().restore(1, file);
   std::filesystem::remove(file);
-  ASSERT_TRUE(std::ranges::equal(here.keeper().pinned(1), there.keeper().pinned(1)));
+  ASSERT_TRUE(
+      std::ranges::equal(here.keeper().part<parts::Pins>().pinned(1), there.keeper().part<parts::Pins>().pinned(1)));
   there.engine.lengths = here.engine.lengths;
   for (std::int32_t l = 0; l < kLayers; ++l)
     for (const bool value : {false, true}) {
@@ -475,7 +478,7 @@ TEST(KeeperPins, MakeOlderPlansOutdated) {
   Ints lengths(kRows, 10), places{1};
   const CacheView view{.layers = run.engine.layers, .sequences = ids, .lengths = {lengths, kRows}, .places = places};
   const Plan plan = run.keeper().plan(view);
-  run.keeper().pin(1, 0, 4);
+  run.keeper().part<parts::Pins>().pin(1, 0, 4);
   EXPECT_THROW(static_cast<void>(run.keeper().apply(plan, view)), StateError);
 }
 

@@ -70,7 +70,7 @@ TEST(Turns, AreForgottenWithTheirSequence) {
   talk.engine.no_say = true;
   talk.say(5);
   talk.turns().begin(1);
-  talk.engine.keeper.reset(1);
+  talk.engine.keeper.leave(1), talk.engine.keeper.join(1);
   EXPECT_EQ(talk.turns().of(1), 0);
 }
 

@@ -11,6 +11,8 @@
 #include <numeric>
 
 #include "folding_engine.h"
+#include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/surprisal.h"
 #include "message_of.h"
 
 namespace kvkeep::fold_test {
@@ -44,7 +46,7 @@ TEST(Fold, GivesExactAttentionAfterManyFoldsWhereEverySpanIsOpenedAtFullRank) { 
         ASSERT_LT(engine.error(), 1e-4) << "step " << i;
       }
       EXPECT_GE(folds, 6);
-      EXPECT_GT(engine.keeper.folded(1).spans, 30);
+      EXPECT_GT(engine.keeper.part<parts::Folds>().of(1).spans, 30);
       engine.expect_nothing_lost(1);
       engine.step({{1, 5}});  // several tokens in one step: every one sees all spans, and those before it
       EXPECT_LT(engine.error(), 1e-4);
@@ -61,7 +63,7 @@ TEST(Fold, ReadsNothingButCoarseEntriesWhereNothingIsOpened) {
   // The coarse formula, as one softmax over rows and coarse entries in fp64.
   for (std::int32_t l = 0; l < FoldingEngine::kLayers; ++l)
     for (std::int32_t h = 0; h < FoldingEngine::kHeads; ++h) {
-      const SpanRow& row = engine.keeper.spans(1, l, h);
+      const SpanRow& row = engine.keeper.part<parts::Folds>().spans(1, l, h);
       const auto& kv = std::get<DenseKv>(engine.cache[static_cast<std::size_t>(l)]);
       const auto& s = engine.living.at(1);
       const float* q = s.queries.data() +
@@ -97,12 +99,12 @@ TEST(Fold, CountsNearAndFarBytesExactly) {
        std::vector<std::pair<bool, const char*>>{{true, "f32"}, {true, "bf16"}, {false, "f32"}, {false, "bf16"}}) {
     FoldingEngine engine(kSekv + ",memory.store=" + store + (sketch ? "" : ",memory.sketch=false"));
     run(engine, 1, 150, 20);
-    const FoldedState state = engine.keeper.folded(1);
+    const FoldedState state = engine.keeper.part<parts::Folds>().of(1);
     const std::int64_t number = std::string_view(store) == "f32" ? 4 : 2;
     std::int64_t spans = 0, numbers = 0;
     for (std::int32_t l = 0; l < FoldingEngine::kLayers; ++l)
       for (std::int32_t h = 0; h < FoldingEngine::kHeads; ++h) {
-        const SpanRow& row = engine.keeper.spans(1, l, h);
+        const SpanRow& row = engine.keeper.part<parts::Folds>().spans(1, l, h);
         spans += row.size();
         for (std::int64_t i = 0; i < row.size(); ++i)
           for (const SpanFactors& f : row.span(i).factors) {
@@ -116,7 +118,7 @@ TEST(Fold, CountsNearAndFarBytesExactly) {
     EXPECT_EQ(state.near_bytes, spans * (2 * FoldingEngine::kDim * number + 4) + (sketch ? state.tokens * (4 + 2) : 0))
         << "16 signs take a word";
     EXPECT_EQ(state.far_bytes, numbers * number);
-    EXPECT_EQ(engine.keeper.far_bytes(), state.far_bytes);
+    EXPECT_EQ(engine.keeper.part<parts::Folds>().far_bytes(), state.far_bytes);
   }
 }
 
@@ -137,7 +139,7 @@ TEST(Fold, GivesASequenceTheSameBitsWhateverElseIsInTheBatch) {
         ASSERT_EQ(apart(paged.outputs[l], together.outputs[l]), 0) << policy << ", step " << i;
       }
     }
-    EXPECT_GT(together.keeper.folded(2).spans, 0);
+    EXPECT_GT(together.keeper.part<parts::Folds>().of(2).spans, 0);
     together.expect_nothing_lost(1), together.expect_nothing_lost(2), together.expect_nothing_lost(3);
   }
 }
@@ -155,10 +157,12 @@ TEST_P(FirstFold, LeavesOutOfTheSpansWhatSurprisesAndTheWindow) {
   const Segments whole = segment(surprisal, {.alpha = 1.5, .sink = 2, .recent = 12, .min_span = 3, .max_span = 16});
   const auto kept = engine.keeper.positions(1, 1, 1);
   EXPECT_EQ((std::vector<std::int32_t>(kept.begin(), kept.end())), whole.dense());
-  ASSERT_EQ(engine.keeper.spans(1, 0, 0).size(), static_cast<std::int64_t>(whole.spans.size()));
+  ASSERT_EQ(engine.keeper.part<parts::Folds>().spans(1, 0, 0).size(), static_cast<std::int64_t>(whole.spans.size()));
   for (std::size_t i = 0; i < whole.spans.size(); ++i) {
-    EXPECT_EQ(engine.keeper.spans(1, 0, 1).span(static_cast<std::int64_t>(i)).first, whole.spans[i].begin);
-    EXPECT_EQ(engine.keeper.spans(1, 0, 1).span(static_cast<std::int64_t>(i)).last, whole.spans[i].end - 1);
+    EXPECT_EQ(engine.keeper.part<parts::Folds>().spans(1, 0, 1).span(static_cast<std::int64_t>(i)).first,
+              whole.spans[i].begin);
+    EXPECT_EQ(engine.keeper.part<parts::Folds>().spans(1, 0, 1).span(static_cast<std::int64_t>(i)).last,
+              whole.spans[i].end - 1);
   }
   // After that: 8 tokens leave together, cut by the threshold of the first ones; no sinks begin there.
   std::vector<std::int32_t> expected;
@@ -181,13 +185,13 @@ TEST_P(FirstFold, LeavesOutOfTheSpansWhatSurprisesAndTheWindow) {
 TEST(Fold, OfAPromptShorterThanTheWindowBeginsWhenEnoughHasLeftIt) {
   FoldingEngine engine(kSekv);
   run(engine, 1, 5, 14);
-  EXPECT_EQ(engine.keeper.folded(1).spans, 0);
+  EXPECT_EQ(engine.keeper.part<parts::Folds>().of(1).spans, 0);
   EXPECT_LT(engine.error(), 1e-5);
   engine.step({{1, 1}});  // 20 tokens: 8 before the window
   EXPECT_EQ(engine.keeper.positions(1, 0, 0)[0], 0);
   EXPECT_EQ(engine.keeper.positions(1, 0, 0)[1], 1) << "sinks stay";
   for (int i = 0; i < 60; ++i) engine.step({{1, 1}});
-  EXPECT_GT(engine.keeper.folded(1).spans, 0);
+  EXPECT_GT(engine.keeper.part<parts::Folds>().of(1).spans, 0);
   engine.expect_nothing_lost(1);
 }
 
@@ -196,7 +200,7 @@ TEST(Fold, CutsWhatAnAllocatorDropsIntoSpansOfTheAskedLengths) {
   run(engine, 1, 90, 200);
   for (const int l : {0, 1})
     for (const int h : {0, 1}) {
-      const SpanRow& row = engine.keeper.spans(1, l, h);
+      const SpanRow& row = engine.keeper.part<parts::Folds>().spans(1, l, h);
       ASSERT_GT(row.size(), 5);
       for (std::int64_t i = 0; i < row.size(); ++i) {
         EXPECT_GE(row.span(i).length, 4) << "span " << i << " of layer " << l << ", head " << h;
@@ -208,7 +212,8 @@ TEST(Fold, CutsWhatAnAllocatorDropsIntoSpansOfTheAskedLengths) {
 TEST(Fold, WeighsTokensByTheirMassWhereItIsAskedTo) {
   FoldingEngine equal(kAms), mass(kAms + ",memory.weights=mass");
   for (FoldingEngine* engine : {&equal, &mass}) run(*engine, 1, 90, 3);
-  const SpanRow &a = equal.keeper.spans(1, 0, 0), &b = mass.keeper.spans(1, 0, 0);
+  const SpanRow &a = equal.keeper.part<parts::Folds>().spans(1, 0, 0),
+                &b = mass.keeper.part<parts::Folds>().spans(1, 0, 0);
   ASSERT_EQ(a.size(), b.size());
   const auto bytes = static_cast<std::size_t>(a.dim()) * static_cast<std::size_t>(element_size(a.dtype()));
   EXPECT_NE(std::memcmp(a.coarse(KvSide::keys), b.coarse(KvSide::keys), bytes), 0);
@@ -218,7 +223,7 @@ TEST(Fold, AsksForNoReadingOfSpansThatHaveJustFolded) {
   FoldingEngine engine(kSekv);
   engine.views = false;
   run(engine, 1, 100, 0);
-  ASSERT_GT(engine.keeper.folded(1).spans, 0);
+  ASSERT_GT(engine.keeper.part<parts::Folds>().of(1).spans, 0);
   EXPECT_NO_THROW(engine.step({{1, 0}}));
 }
 
@@ -226,7 +231,7 @@ TEST(Fold, OpensNoMoreThanTheBudgetAllows) {
   FoldingEngine loose(kSekv + kExact), tight(kSekv + kExact + ",budget=60");
   run(loose, 1, 200, 3), run(tight, 1, 200, 3);
   EXPECT_GT(loose.keeper.totals().reads.zooms, 0);
-  const std::span<const ReadCounts> by_head = loose.keeper.reads();
+  const std::span<const ReadCounts> by_head = loose.keeper.part<parts::Folds>().reads();
   ASSERT_EQ(by_head.size(), static_cast<std::size_t>(FoldingEngine::kLayers * FoldingEngine::kHeads));
   const ReadCounts all = std::accumulate(by_head.begin(), by_head.end(), ReadCounts{});
   EXPECT_EQ(all.zooms, loose.keeper.totals().reads.zooms);
@@ -234,7 +239,7 @@ TEST(Fold, OpensNoMoreThanTheBudgetAllows) {
   for (const ReadCounts& one : by_head) EXPECT_EQ(one.queries, by_head.front().queries) << "every head is asked";
   EXPECT_LT(tight.keeper.totals().reads.zooms, loose.keeper.totals().reads.zooms);
   EXPECT_LT(tight.keeper.physical_length(1, 0, 0), loose.keeper.physical_length(1, 0, 0)) << "fewer anchors";
-  const SpanRow& row = tight.keeper.spans(1, 0, 0);
+  const SpanRow& row = tight.keeper.part<parts::Folds>().spans(1, 0, 0);
   EXPECT_LE(static_cast<double>(tight.keeper.physical_length(1, 0, 0) + row.size()), 60.0);
 }
 
@@ -291,17 +296,20 @@ TEST(Fold, TakesNoSurprisalForTokensThatDidNotComeAndNoQueriesBeforeRope) {
   FoldingEngine engine(kSekv);
   run(engine, 1, 30, 0);
   const std::vector<float> more(2, 1.0F);
-  EXPECT_NE(message_of([&] { engine.keeper.surprise(1, more); }).find("2 tokens of sequence 1; 0 of the 30 observed"),
+  EXPECT_NE(message_of([&] {
+              engine.keeper.part<parts::Surprisal>().supply(1, more);
+            }).find("2 tokens of sequence 1; 0 of the 30 observed"),
             std::string::npos);
   const std::vector<SequenceId> ids{1};
   const std::vector<std::int32_t> indptr{0, 1};
   const at::Tensor q = at::zeros({1, 4, 16}), out = at::zeros({1, 4, 16}), lse = at::zeros({1, 4});
   EXPECT_NE(message_of([&] {
-              engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q}, {out, lse});
+              engine.keeper.part<parts::Folds>().view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q},
+                                                      {out, lse});
             }).find("are taken before RoPE"),
             std::string::npos);
   EXPECT_NE(message_of([&] {
-              engine.keeper.view(
+              engine.keeper.part<parts::Folds>().view(
                   {.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope},
                   {out, at::zeros({1, 3})});
             }).find("has the wrong shape"),
@@ -314,9 +322,12 @@ TEST(Fold, FoldsATextAlikeWhereverItsPositionsBegin) {
     behind.first_position = 5000;
     run(here, 1, 100, 60), run(behind, 1, 100, 60);
     for (std::int32_t h = 0; h < FoldingEngine::kHeads; ++h) {
-      ASSERT_EQ(here.keeper.spans(1, 1, h).size(), behind.keeper.spans(1, 1, h).size()) << policy;
-      for (std::int64_t s = 0; s < here.keeper.spans(1, 1, h).size(); ++s)
-        EXPECT_EQ(here.keeper.spans(1, 1, h).span(s).first + 5000, behind.keeper.spans(1, 1, h).span(s).first);
+      ASSERT_EQ(here.keeper.part<parts::Folds>().spans(1, 1, h).size(),
+                behind.keeper.part<parts::Folds>().spans(1, 1, h).size())
+          << policy;
+      for (std::int64_t s = 0; s < here.keeper.part<parts::Folds>().spans(1, 1, h).size(); ++s)
+        EXPECT_EQ(here.keeper.part<parts::Folds>().spans(1, 1, h).span(s).first + 5000,
+                  behind.keeper.part<parts::Folds>().spans(1, 1, h).span(s).first);
     }
   }
 }
@@ -324,7 +335,7 @@ TEST(Fold, FoldsATextAlikeWhereverItsPositionsBegin) {
 TEST(Fold, KeepsSinksOfAPromptThatLeavesTheWindowByAndBy) {
   FoldingEngine engine("sekv,recent=12,interval=8,sink=4,memory.max_span=16,memory.min_span=3,memory.alpha=1e6");
   run(engine, 1, 13, 40);  // one token has left the window at the end of the prompt
-  ASSERT_GT(engine.keeper.folded(1).spans, 0);
+  ASSERT_GT(engine.keeper.part<parts::Folds>().of(1).spans, 0);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(engine.keeper.positions(1, 0, 0)[static_cast<std::size_t>(i)], i);
 }
 
@@ -345,8 +356,8 @@ TEST(Fold, LeavesAttentionThatIsNotANumberAsItIs) {
   const std::vector<std::int32_t> indptr{0, 1};
   const at::Tensor q = at::ones({1, 4, 16}), out = at::full({1, 4, 16}, std::nanf("")),
                    lse = at::full({1, 4}, std::nanf(""));
-  engine.keeper.view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope},
-                     {out, lse});
+  engine.keeper.part<parts::Folds>().view(
+      {.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}, {out, lse});
   EXPECT_TRUE(at::isnan(out).all().item<bool>());
 }
 
@@ -359,7 +370,7 @@ struct Snapshot {
       for (std::int32_t h = 0; h < FoldingEngine::kHeads; ++h) {
         const auto kept = engine.keeper.positions(id, l, h);
         positions.insert(positions.end(), kept.begin(), kept.end());
-        spans.push_back(engine.keeper.spans(id, l, h).size());
+        spans.push_back(engine.keeper.part<parts::Folds>().spans(id, l, h).size());
       }
       if (const auto* dense = std::get_if<DenseKv>(&engine.cache[static_cast<std::size_t>(l)]))
         keys.push_back(torch_tensor(dense->keys).clone());
@@ -407,13 +418,14 @@ TEST(Fold, RefusesFactorsAboveTheirCapAndIsAsItWas) {
   std::int64_t held = 0;
   for (int steps = 0; steps < 300 && message.empty(); ++steps) {
     const Snapshot before(engine, 1);
-    held = engine.keeper.far_bytes();
-    EXPECT_EQ(held, engine.keeper.folded(1).far_bytes + engine.keeper.folded(2).far_bytes);
+    held = engine.keeper.part<parts::Folds>().far_bytes();
+    EXPECT_EQ(held,
+              engine.keeper.part<parts::Folds>().of(1).far_bytes + engine.keeper.part<parts::Folds>().of(2).far_bytes);
     try {
       engine.step({{1, 1}, {2, 1}});
     } catch (const StateError& e) {
       message = e.what();
-      EXPECT_EQ(engine.keeper.far_bytes(), held) << "nothing of the event stays";
+      EXPECT_EQ(engine.keeper.part<parts::Folds>().far_bytes(), held) << "nothing of the event stays";
       EXPECT_EQ(Snapshot(engine, 1).spans, before.spans);
     }
   }
@@ -422,9 +434,10 @@ TEST(Fold, RefusesFactorsAboveTheirCapAndIsAsItWas) {
   EXPECT_GT(held, kCap / 2);
   EXPECT_LE(held, kCap);
   engine.leave(1);
-  EXPECT_EQ(engine.keeper.far_bytes(), engine.keeper.folded(2).far_bytes) << "the cap is of all sequences";
+  EXPECT_EQ(engine.keeper.part<parts::Folds>().far_bytes(), engine.keeper.part<parts::Folds>().of(2).far_bytes)
+      << "the cap is of all sequences";
   engine.leave(2);
-  EXPECT_EQ(engine.keeper.far_bytes(), 0);
+  EXPECT_EQ(engine.keeper.part<parts::Folds>().far_bytes(), 0);
 }
 
 TEST(Fold, ComesAndGoesThousandsOfTimesUnderTheSameCap) {
@@ -439,12 +452,12 @@ TEST(Fold, ComesAndGoesThousandsOfTimesUnderTheSameCap) {
   for (SequenceId id = 0; id < kTimes; ++id) {
     engine.join(id);
     engine.step({{id, static_cast<std::int32_t>(6 + id % 5)}});
-    spans += engine.keeper.folded(id).spans;
+    spans += engine.keeper.part<parts::Folds>().of(id).spans;
     if (id > 0) engine.leave(id - 1);
   }
   engine.leave(kTimes - 1);
   EXPECT_GT(spans, std::int64_t{kTimes});
-  EXPECT_EQ(engine.keeper.far_bytes(), 0);
+  EXPECT_EQ(engine.keeper.part<parts::Folds>().far_bytes(), 0);
 }
 
 // ---- Decisions that do not fit
@@ -485,8 +498,8 @@ TEST(Fold, NoticesThatViewIsForgottenWhereASingleHeadHasFolded) {
   std::swap(engine.keeper, keeper);
   engine.join(1);
   engine.step({{1, 9}});
-  ASSERT_EQ(engine.keeper.spans(1, 0, 0).size(), 0);
-  ASSERT_EQ(engine.keeper.spans(1, 0, 1).size(), 1);
+  ASSERT_EQ(engine.keeper.part<parts::Folds>().spans(1, 0, 0).size(), 0);
+  ASSERT_EQ(engine.keeper.part<parts::Folds>().spans(1, 0, 1).size(), 1);
   engine.views = false;
   EXPECT_NE(message_of([&] { engine.step({{1, 1}}); }).find("call view() after each layer's attention"),
             std::string::npos);

@@ -395,10 +395,10 @@ TEST(KeeperContract, AppliesNoPlanThatWasMadeBeforeAPinOrUnpin) {
   line.observe(12);
   const CacheView view = line.view();
   const Plan unpinned = line.keeper.plan(view);
-  line.keeper.pin(1, 4, 6);
+  line.keeper.part<parts::Pins>().pin(1, 4, 6);
   EXPECT_THROW(line.keeper.apply(unpinned, view), StateError);
   const Plan pinned = line.keeper.plan(view);
-  line.keeper.unpin(1, 4, 6);
+  line.keeper.part<parts::Pins>().unpin(1, 4, 6);
   EXPECT_THROW(line.keeper.apply(pinned, view), StateError);
 }
 
@@ -725,7 +725,8 @@ TEST(KeeperContract, ReadsNoStrideOfWhatTheEngineGivesAlongADimensionOfOne) {
                       .queries = given(indptr[2], {1, 8}),
                       .basis = QueryBasis::post_rope,
                       .log_sum_exp = given(indptr[2], {1})});
-      keeper.give({.layer = 0, .sequences = ids, .indptr = indptr, .scores = given(indptr[2], {1})});
+      keeper.part<parts::Given>().give(
+          {.layer = 0, .sequences = ids, .indptr = indptr, .scores = given(indptr[2], {1})});
       for (std::size_t i = 0; i < 2; ++i) lengths[i] += tokens[i];
       keeper.step({.layers = {rows}, .sequences = ids, .lengths = {lengths}});
     }

@@ -10,6 +10,7 @@
 #include <limits>
 #include <set>
 
+#include "kvkeep/parts/prompts.h"
 #include "layer_by_layer_engine.h"
 
 namespace kvkeep::narrow_test {
@@ -112,8 +113,8 @@ TEST_P(Narrow, GivesEachPromptOfAStepWhatItWouldGetAlone) {
       for (const auto& [id, tokens] : {std::pair{1, 70}, {2, 41}, {3, 55}, {5, 24}}) {
         const Alone want = alone(policy, id, tokens, basis);
         EXPECT_EQ(engine.kept(id), want.rows) << "sequence " << id;
-        ASSERT_NE(engine.keeper.prompt_report(id), nullptr);
-        expect_same(*engine.keeper.prompt_report(id), want.report);
+        ASSERT_NE(engine.keeper.part<parts::Prompts>().report_of(id), nullptr);
+        expect_same(*engine.keeper.part<parts::Prompts>().report_of(id), want.report);
         engine.expect_holds(id);
         EXPECT_EQ(engine.present[id], want.report.going_on);
         EXPECT_EQ(engine.keeper.logical_length(id), tokens) << "A-11";
@@ -138,7 +139,8 @@ TEST(Narrow, SelectsForEachSequenceInALayerOfItsOwn) {
   std::set<std::int32_t> layers;
   for (const SequenceId id : {1, 2, 3, 4, 5, 6}) engine.join(id);
   engine.step({{1, 70}, {2, 60}, {3, 65}, {4, 50}, {5, 44}, {6, 71}});
-  for (const SequenceId id : {1, 2, 3, 4, 5, 6}) layers.insert(engine.keeper.prompt_report(id)->selection_layer);
+  for (const SequenceId id : {1, 2, 3, 4, 5, 6})
+    layers.insert(engine.keeper.part<parts::Prompts>().report_of(id)->selection_layer);
   EXPECT_GE(layers.size(), 3U);
 }
 
@@ -175,7 +177,7 @@ TEST(Narrow, ReportsWhichTokensOfThePromptWentOnHoweverOftenItNarrowed) {
   engine.join(1);
   engine.step({{1, 70}});
   const Ints last = engine.kept(1).back();
-  EXPECT_TRUE(std::ranges::includes(last, engine.keeper.prompt_report(1)->going_on));
+  EXPECT_TRUE(std::ranges::includes(last, engine.keeper.part<parts::Prompts>().report_of(1)->going_on));
 }
 
 TEST(Narrow, CountsWhatItDropsAndMoves) {
@@ -278,7 +280,7 @@ TEST(Narrow, LeavesTheNewestQueriesWithoutAGapToThePolicyBehindIt) {
     Engine engine(std::make_unique<Asl>("fastkv", options, std::make_unique<Probe>(wanted, 1, seen), "{}"));
     engine.join(1);
     engine.step({{1, 70}});
-    const Ints& left = engine.keeper.prompt_report(1)->going_on;
+    const Ints& left = engine.keeper.part<parts::Prompts>().report_of(1)->going_on;
     std::int32_t tail = 0;
     while (left[left.size() - 1 - static_cast<std::size_t>(tail)] == 69 - tail) ++tail;
     ASSERT_GE(tail, 6);
@@ -306,13 +308,14 @@ TEST_P(Narrow, BeginsAfreshWithTheChosenTokensInTheNextStep) {
       engine.step({{1, 70}, {3, 1}, {2, 15}});
       const Alone want = alone(policy, 1, 70, QueryBasis::pre_rope);
       ASSERT_TRUE(want.afresh);
-      expect_same(*engine.keeper.prompt_report(1), want.report);
+      expect_same(*engine.keeper.part<parts::Prompts>().report_of(1), want.report);
       EXPECT_EQ(engine.tokens[1], want.report.going_on);
       EXPECT_EQ(engine.keeper.logical_length(1), 0);
       EXPECT_EQ(engine.keeper.prompt_length(1), 20);
       EXPECT_EQ(engine.kept(1), std::vector<Ints>(kRows));
       EXPECT_EQ(engine.lengths[1], Ints(kRows, 0));
-      EXPECT_EQ(engine.keeper.prompt_report(2)->going_on.size(), 15U) << "a prompt that fits runs once";
+      EXPECT_EQ(engine.keeper.part<parts::Prompts>().report_of(2)->going_on.size(), 15U)
+          << "a prompt that fits runs once";
       EXPECT_EQ(engine.keeper.physical_length(2, 5, 0), 15);
       EXPECT_EQ(engine.keeper.physical_length(3, 5, 0), 9);
       if (GetParam() > 0) EXPECT_TRUE(engine.pages.pages(1).empty());
@@ -321,7 +324,7 @@ TEST_P(Narrow, BeginsAfreshWithTheChosenTokensInTheNextStep) {
       EXPECT_TRUE(engine.narrowed.empty());
       engine.step({{1, 7}, {3, 1}});
       EXPECT_TRUE(engine.narrowed.empty()) << "no second narrowing";
-      expect_same(*engine.keeper.prompt_report(1), want.report);
+      expect_same(*engine.keeper.part<parts::Prompts>().report_of(1), want.report);
       EXPECT_EQ(engine.keeper.logical_length(1), 20);
       for (const Ints& row : engine.kept(1)) EXPECT_EQ(row, newest(20, 20));
       for (const SequenceId id : {1, 2, 3}) engine.expect_holds(id);
@@ -343,7 +346,7 @@ TEST_P(Narrow, TakesASecondPromptOfASequenceWhole) {  // 1.12
   engine.join(1);
   engine.step({{1, 70}});
   const auto before = engine.kept(1);
-  const PromptReport first = *engine.keeper.prompt_report(1);
+  const PromptReport first = *engine.keeper.part<parts::Prompts>().report_of(1);
   engine.step({{1, 50}});
   EXPECT_TRUE(engine.narrowed.empty());
   const auto after = engine.kept(1);
@@ -353,7 +356,7 @@ TEST_P(Narrow, TakesASecondPromptOfASequenceWhole) {  // 1.12
     EXPECT_EQ(after[r], want);
   }
   engine.expect_holds(1);
-  expect_same(*engine.keeper.prompt_report(1), first);
+  expect_same(*engine.keeper.part<parts::Prompts>().report_of(1), first);
 }
 
 TEST(Narrow, LeavesAPromptBehindCachedTokensAlone) {
@@ -367,7 +370,7 @@ TEST(Narrow, LeavesAPromptBehindCachedTokensAlone) {
   engine.step({{1, 40}});  // in chunks too
   engine.step({{1, 20}});
   EXPECT_TRUE(engine.narrowed.empty());
-  EXPECT_EQ(engine.keeper.prompt_report(1), nullptr);
+  EXPECT_EQ(engine.keeper.part<parts::Prompts>().report_of(1), nullptr);
   for (const Ints& row : engine.kept(1)) EXPECT_EQ(row, newest(90, 90));
 }
 
@@ -376,7 +379,7 @@ TEST(Narrow, HasNothingToReportUnderAPolicyThatDoesNotNarrow) {
   engine.join(1);
   engine.step({{1, 30}});
   EXPECT_TRUE(engine.narrowed.empty());
-  EXPECT_EQ(engine.keeper.prompt_report(1), nullptr);
+  EXPECT_EQ(engine.keeper.part<parts::Prompts>().report_of(1), nullptr);
 }
 
 TEST(Narrow, LeavesAWindowOfQueriesThatTokensCanBeTakenBackFrom) {  // speculative decoding behind a narrowed prompt
@@ -445,7 +448,7 @@ struct Sight {
         sides.insert(sides.end(), {torch_tensor(paged->keys).clone(), torch_tensor(paged->values).clone()});
     }
     if (engine.block_table.defined()) sides.push_back(engine.block_table.clone());
-    const PromptReport* report = engine.keeper.prompt_report(1);
+    const PromptReport* report = engine.keeper.part<parts::Prompts>().report_of(1);
     if (report != nullptr) entered = report->entered, going_on = report->going_on;
   }
   [[nodiscard]] bool same_as(const Sight& o) const {
@@ -487,7 +490,7 @@ TEST_P(Narrow, RefusesWhatDoesNotFitBeforeAnythingChanges) {
                     .basis = engine.basis};
       CacheView view = engine.view();
       change(o, view);
-      static_cast<void>(engine.keeper.narrow(o, view));
+      static_cast<void>(engine.keeper.part<parts::Prompts>().narrow(o, view));
     };
   };
   for (std::int32_t l = 0; l < 2; ++l) {
@@ -580,7 +583,7 @@ TEST_P(Narrow, ChecksTheViewInLayersThatNeedNothingOfIt) {
   expect_refused<InvalidArgument>(engine, "block table", [&] {
     CacheView view = engine.view();
     view.block_table = at::Tensor();
-    static_cast<void>(engine.keeper.narrow(
+    static_cast<void>(engine.keeper.part<parts::Prompts>().narrow(
         {.layer = kLayers - 1, .sequences = engine.active, .indptr = engine.indptr, .queries = engine.queries}, view));
   });
   engine.narrow(kLayers - 1);
@@ -658,7 +661,7 @@ TEST(Narrow, ReadsPositionsThatTheEngineGives) {  // logical, with gaps
                         .basis = QueryBasis::post_rope,
                         .positions = left};
     keeper.observe(o);
-    const LayerReport report = keeper.narrow(o, view);
+    const LayerReport report = keeper.part<parts::Prompts>().narrow(o, view);
     if (l == 0) left = Engine::at(left, *report.prompts.at(0).tokens);
   }
   keeper.step(view);
@@ -689,7 +692,7 @@ TEST(Narrow, RunsOverAModelOfOneRow) {
                       .queries = at::full({20, kQueryHeads, kKeyDim}, 0.5F),
                       .basis = QueryBasis::post_rope};
   keeper.observe(o);
-  static_cast<void>(keeper.narrow(o, view));
+  static_cast<void>(keeper.part<parts::Prompts>().narrow(o, view));
   EXPECT_EQ(lengths[0], 6) << "one length a sequence is one length a row here";
   keeper.step(view);
 }
@@ -710,7 +713,7 @@ TEST(Narrow, GivesTheSameBitsWithAnyNumberOfThreads) {
       if (engine.fed[1] == 0) engine.step({{1, 20}, {2, 20}});
       for (int n = 0; n < 9; ++n) engine.step({{1, 1}, {2, 1}});
       rows.push_back(engine.kept(1));
-      reports.push_back(*engine.keeper.prompt_report(1));
+      reports.push_back(*engine.keeper.part<parts::Prompts>().report_of(1));
       sides.push_back(torch_tensor(std::get<DenseKv>(engine.layers[4]).keys).clone());
       EXPECT_EQ(rows.back(), rows.front());
       expect_same(reports.back(), reports.front());

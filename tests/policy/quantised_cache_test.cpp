@@ -97,7 +97,7 @@ class Engine {
     if (keeper.policy().memory() == nullptr) return;
     seen.basis = QueryBasis::post_rope;  // the same numbers: what folded spans are read by
     out_ = zeros({queries.size(0), kQueryHeads, kDim}, Dtype::f32);
-    keeper.view(seen, {out_, zeros({queries.size(0), kQueryHeads}, Dtype::f32)});
+    keeper.part<parts::Folds>().view(seen, {out_, zeros({queries.size(0), kQueryHeads}, Dtype::f32)});
   }
   /// What folded spans gave the queries observed last.
   [[nodiscard]] std::vector<float> read() const {
@@ -176,8 +176,8 @@ std::int64_t run_twins(const std::string& policy, Dtype dtype, bool paged, bool 
       }
     if (::testing::Test::HasFailure()) return 0;
   }
-  EXPECT_EQ(stored.keeper.folded(0).spans, wide.keeper.folded(0).spans);
-  EXPECT_EQ(stored.keeper.folded(0).far_bytes, wide.keeper.folded(0).far_bytes);
+  EXPECT_EQ(stored.keeper.part<parts::Folds>().of(0).spans, wide.keeper.part<parts::Folds>().of(0).spans);
+  EXPECT_EQ(stored.keeper.part<parts::Folds>().of(0).far_bytes, wide.keeper.part<parts::Folds>().of(0).far_bytes);
   return events;
 }
 

@@ -7,6 +7,9 @@
 
 #include "engines.h"
 #include "folding_engine.h"
+#include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/pins.h"
+#include "kvkeep/parts/prompts.h"
 #include "layer_by_layer_engine.h"
 #include "message_of.h"
 #include "restored.h"
@@ -106,8 +109,9 @@ void expect_goes_on(FoldingEngine& here, FoldingEngine& there, SequenceId id, in
   EXPECT_EQ(here.living.at(id).lengths, there.living.at(id).lengths);
   for (std::int32_t l = 0; l < FoldingEngine::kLayers; ++l)
     for (std::int32_t h = 0; h < FoldingEngine::kHeads; ++h)
-      expect_same_spans(here.keeper.spans(id, l, h), there.keeper.spans(id, l, h));
-  EXPECT_GT(there.keeper.folded(id).spans, 20);
+      expect_same_spans(here.keeper.part<parts::Folds>().spans(id, l, h),
+                        there.keeper.part<parts::Folds>().spans(id, l, h));
+  EXPECT_GT(there.keeper.part<parts::Folds>().of(id).spans, 20);
 }
 
 TEST(Restore, GoesOnToTheSameBitsWithEverythingThatWasFolded) {
@@ -127,9 +131,9 @@ TEST(Restore, GoesOnToTheSameBitsWithEverythingThatWasFolded) {
       here.join(5);
       here.step({{5, 90}});
       for (int i = 0; i < 20; ++i) here.step({{5, 1}});
-      const std::int64_t folded = here.keeper.folded(5).tokens;
+      const std::int64_t folded = here.keeper.part<parts::Folds>().of(5).tokens;
       expect_goes_on(here, there, 5, 36, file);
-      EXPECT_GT(there.keeper.folded(5).tokens, folded) << "it folds on";
+      EXPECT_GT(there.keeper.part<parts::Folds>().of(5).tokens, folded) << "it folds on";
     }
   // The cap on factors is each keeper's own affair.
   const File file("caps");
@@ -137,7 +141,8 @@ TEST(Restore, GoesOnToTheSameBitsWithEverythingThatWasFolded) {
   here.join(5);
   here.step({{5, 130}});
   expect_goes_on(here, there, 5, 30, file);
-  EXPECT_EQ(there.keeper.far_bytes(), there.keeper.folded(5).far_bytes + there.keeper.folded(77).far_bytes);
+  EXPECT_EQ(there.keeper.part<parts::Folds>().far_bytes(),
+            there.keeper.part<parts::Folds>().of(5).far_bytes + there.keeper.part<parts::Folds>().of(77).far_bytes);
 }
 
 /// The same for policies that drop: two engines, random numbers that both get.
@@ -213,7 +218,7 @@ TEST(Restore, SaysInItsVersionWhetherItHoldsPins) {
     return io::SafetensorsFile::open(file.path).metadata().at("kvkeep_sequence");
   };
   EXPECT_EQ(version(), "3");
-  here.keeper.pin(0, 3, 5);
+  here.keeper.part<parts::Pins>().pin(0, 3, 5);
   EXPECT_EQ(version(), "4");
 }
 
@@ -301,7 +306,8 @@ TEST(Restore, BringsBackWhatBecameOfANarrowedPromptAndRefusesOneThatIsStillNarro
     engine.keeper.save(1, file.path);
     Keeper there(layer_by_layer::model(), make_policy(policy), {.layer_by_layer = true});
     there.restore(9, file.path);
-    const PromptReport *a = engine.keeper.prompt_report(1), *b = there.prompt_report(9);
+    const PromptReport *a = engine.keeper.part<parts::Prompts>().report_of(1),
+                       *b = there.part<parts::Prompts>().report_of(9);
     ASSERT_TRUE(a != nullptr && b != nullptr);
     EXPECT_EQ(std::tie(a->tokens, a->selection_layer, a->entered, a->going_on, a->second_pass),
               std::tie(b->tokens, b->selection_layer, b->entered, b->going_on, b->second_pass));
@@ -326,7 +332,7 @@ TEST(Restore, ComesBackBeforeItsFirstFold) {
       FoldingEngine here(policy), there(policy, 2);
       here.join(1);
       if (tokens > 0) here.step({{1, tokens}});
-      ASSERT_EQ(here.keeper.folded(1).spans, 0);
+      ASSERT_EQ(here.keeper.part<parts::Folds>().of(1).spans, 0);
       here.keeper.save(1, file.path);
       there.keeper.restore(1, file.path);
       expect_same_sequence(here.keeper, 1, there.keeper, 1, FoldingEngine::kLayers, FoldingEngine::kHeads);
@@ -436,14 +442,14 @@ TEST(Restore, LeavesTheKeeperAsItWasWhereTheCapHasNoRoomForItsFactors) {
   here.join(1);
   here.step({{1, 150}});
   here.keeper.save(1, file.path);
-  const std::int64_t bytes = here.keeper.folded(1).far_bytes;
+  const std::int64_t bytes = here.keeper.part<parts::Folds>().of(1).far_bytes;
   FoldingEngine there(kSekv + text(",memory.host_bytes=", bytes - 1), 2);
   EXPECT_NE(message_of<StateError>([&] {
               there.keeper.restore(1, file.path);
             }).find(text("no room for ", bytes, " bytes of factors")),
             std::string::npos);
   EXPECT_FALSE(there.keeper.knows(1));
-  EXPECT_EQ(there.keeper.far_bytes(), 0);
+  EXPECT_EQ(there.keeper.part<parts::Folds>().far_bytes(), 0);
   there.join(1);  // the id is free
 }
 
@@ -461,7 +467,7 @@ TEST(Restore, RefusesEveryFileThatIsCutOffOrChangedAnywhere) {
     const std::string said = message_of<InvalidArgument>([&] { keeper.restore(1, broken.path); });
     EXPECT_NE(said.find(broken.path.string()), std::string::npos) << said;
     EXPECT_FALSE(keeper.knows(1)) << at;
-    EXPECT_EQ(keeper.far_bytes(), 0);
+    EXPECT_EQ(keeper.part<parts::Folds>().far_bytes(), 0);
   };
   for (std::size_t at = 0; at < bytes.size(); at += 97) {
     std::string changed = bytes;

@@ -101,7 +101,7 @@ std::pair<std::int64_t, std::int64_t> newest_cut(const std::string& policy, std:
   engine.join(1);
   std::int64_t kept = 0, chosen = 0;
   Report report = engine.step(numbers_of(random, {{1, prompt}}));
-  if (pins) engine.keeper.pin(1, 10, 15);
+  if (pins) engine.keeper.part<parts::Pins>().pin(1, 10, 15);
   for (int n = 0; n < 40; ++n) {
     const Report next = engine.step(numbers_of(random, {{1, 1}}));
     if (next.cuts.empty()) continue;

@@ -121,11 +121,10 @@ TEST(Docs, TheExamplesOfAScorerAnAllocatorAPolicyAndAPartAreThoseThatTheTestsCom
     const std::size_t begin = test.find(begins);
     return test.substr(begin, test.find("\n}\n", begin) + 3 - begin);
   };
-  for (const std::string& code :
-       {whole("policy/vnorm.h"), test_of("policy/vnorm_test.cpp", "TEST(Vnorm, Keeps"), whole("policy/heeded.h"),
-        whole("policy/strided.h"), whole("policy/tapering.h"),
-        test_of("policy/tapering_test.cpp", "TEST(Tapering, Cuts"), whole("parts/turns.h"),
-        test_of("parts/turns_test.cpp", "TEST(Turns, TheNewest")})
+  for (const std::string& code : {whole("policy/vnorm.h"), test_of("policy/vnorm_test.cpp", "TEST(Vnorm, Keeps"),
+                                  whole("policy/heeded.h"), whole("policy/strided.h"), whole("policy/tapering.h"),
+                                  test_of("policy/tapering_test.cpp", "TEST(Tapering, Cuts"), whole("parts/turns.h"),
+                                  test_of("parts/turns_test.cpp", "TEST(Turns, TheNewest")})
     EXPECT_NE(page.find("```cpp\n" + code + "```"), std::string::npos) << "CONTRIBUTING.md should hold:\n" << code;
 }
 

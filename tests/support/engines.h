@@ -116,7 +116,7 @@ class Engine {
       const OnHost copy(*this);
       for (std::int32_t h = 0; h < kHeads; ++h)
         for (std::int32_t t = 0; t < slots; ++t) first[t][h] = slot_of(id, l, h, t, false)[0];
-      keeper.give(
+      keeper.part<parts::Given>().give(
           {.layer = l, .sequences = {&id, 1}, .indptr = indptr, .scores = first.to(torch_device(keeper.device()))});
     }
   }
@@ -162,7 +162,7 @@ class Engine {
                         .log_sum_exp = normalisers,
                         .positions = positions});
       if (keeper.policy().needs().given_scores)  // any number will do: the first of each key
-        keeper.give(
+        keeper.part<parts::Given>().give(
             {.layer = l,
              .sequences = numbers.ids,
              .indptr = numbers.indptr,

@@ -89,7 +89,8 @@ struct FoldingEngine {
     for (std::size_t i = 0; i < ids.size(); ++i) {
       const Living& s = living.at(ids[i]);
       if (tells_surprisal)
-        keeper.surprise(ids[i], std::span(s.surprisal).last(static_cast<std::size_t>(indptr[i + 1] - indptr[i])));
+        keeper.part<parts::Surprisal>().supply(
+            ids[i], std::span(s.surprisal).last(static_cast<std::size_t>(indptr[i + 1] - indptr[i])));
     }
     hold(true);
     const Report report = keeper.step(view);
@@ -112,7 +113,7 @@ struct FoldingEngine {
   void expect_nothing_lost(SequenceId id) const {
     for (std::int32_t l = 0; l < kLayers; ++l)
       for (std::int32_t h = 0; h < kHeads; ++h) {
-        const SpanRow& row = keeper.spans(id, l, h);
+        const SpanRow& row = keeper.part<parts::Folds>().spans(id, l, h);
         const auto kept = keeper.positions(id, l, h);
         EXPECT_EQ(static_cast<std::int64_t>(kept.size()) + row.tokens(), keeper.logical_length(id));
         for (std::int64_t i = 0; i < row.size(); ++i) {
@@ -218,7 +219,7 @@ struct FoldingEngine {
     out = out.to(there), lse = lse.to(there);
     hold(true);
     keeper.observe(seen);
-    if (views) keeper.view(seen, {out, lse});
+    if (views) keeper.part<parts::Folds>().view(seen, {out, lse});
     hold(false);
     outputs.push_back(out.to(c10::kCPU)), exact.push_back(all);
   }

@@ -157,13 +157,13 @@ class Engine {
   void observe(std::int32_t l) {
     keeper.observe(run(l));
     if (keeper.policy().needs().given_scores)  // the first number of each query, for as many heads as there are rows
-      keeper.give(
+      keeper.part<parts::Given>().give(
           {.layer = l, .sequences = active, .indptr = indptr, .scores = queries.select(2, 0).narrow(1, 0, kHeads)});
   }
 
   LayerReport narrow(std::int32_t l) {
-    const LayerReport report =
-        keeper.narrow({.layer = l, .sequences = active, .indptr = indptr, .queries = queries, .basis = basis}, view());
+    const LayerReport report = keeper.part<parts::Prompts>().narrow(
+        {.layer = l, .sequences = active, .indptr = indptr, .queries = queries, .basis = basis}, view());
     if (page_size_ > 0) pages.settle(view(), report.pages);
     for (const Narrowing& n : report.prompts) {
       narrowed.emplace_back(l, n);

@@ -67,7 +67,7 @@ class RankEngine {
       for (const auto& [id, tokens] : work) {
         std::vector<float> nats;
         for (std::int32_t t = fed[id] - tokens; t < fed[id]; ++t) nats.push_back(1 + noise(id, 9, 0, t, 0, 7));
-        keeper.surprise(id, nats);
+        keeper.part<parts::Surprisal>().supply(id, nats);
       }
   }
 
@@ -78,8 +78,8 @@ class RankEngine {
     join(2, 33);
     if (keeper.policy().narrows()) return;
     try {
-      keeper.pin(1, 9, 12);
-      keeper.pin(1, 20, 21);
+      keeper.part<parts::Pins>().pin(1, 9, 12);
+      keeper.part<parts::Pins>().pin(1, 20, 21);
     } catch (const NoPins&) {
     }
   }
@@ -89,9 +89,9 @@ class RankEngine {
   }
   /// After the first step, the tokens of prompts that begin afresh.
   void run_second_pass() {
-    if (!keeper.policy().narrows() || !keeper.prompt_report(1)->second_pass) return;
-    step({{1, static_cast<std::int32_t>(keeper.prompt_report(1)->going_on.size())},
-          {2, static_cast<std::int32_t>(keeper.prompt_report(2)->going_on.size())}});
+    if (!keeper.policy().narrows() || !keeper.part<parts::Prompts>().report_of(1)->second_pass) return;
+    step({{1, static_cast<std::int32_t>(keeper.part<parts::Prompts>().report_of(1)->going_on.size())},
+          {2, static_cast<std::int32_t>(keeper.part<parts::Prompts>().report_of(2)->going_on.size())}});
     settle();
   }
 
@@ -198,11 +198,11 @@ class RankEngine {
         .layer = l, .sequences = active, .indptr = indptr, .queries = queries, .basis = QueryBasis::post_rope};
     keeper.observe(o);
     if (keeper.policy().needs().given_scores)
-      keeper.give({.layer = l, .sequences = active, .indptr = indptr, .scores = given});
+      keeper.part<parts::Given>().give({.layer = l, .sequences = active, .indptr = indptr, .scores = given});
     if (keeper.policy().memory() != nullptr) {
       const Tensor out = zeros({tokens, heads_ * kGroup, kDim}, Dtype::f32),
                    sums = zeros({tokens, heads_ * kGroup}, Dtype::f32);
-      static_cast<void>(keeper.view(o, {.out = out, .log_sum_exp = sums}));
+      static_cast<void>(keeper.part<parts::Folds>().view(o, {.out = out, .log_sum_exp = sums}));
       const float* number = out.data<float>();
       for (std::size_t s = 0; s < active.size(); ++s)
         for (std::int32_t t = indptr[s]; t < indptr[s + 1]; ++t)
@@ -213,7 +213,7 @@ class RankEngine {
           }
     }
     if (!keeper.policy().narrows()) return;
-    for (const Narrowing& n : keeper.narrow(o, view()).prompts) {
+    for (const Narrowing& n : keeper.part<parts::Prompts>().narrow(o, view()).prompts) {
       if (!n.tokens) continue;
       if (n.afresh) fed[n.sequence] = 0;
       std::vector<std::int32_t> left;

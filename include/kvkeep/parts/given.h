@@ -7,12 +7,19 @@
 
 namespace kvkeep::parts {
 
-/// Of keepers whose policy reads given scores: keeper.part<parts::Given>(), or keeper.give().
+/// Of keepers whose policy reads given scores: keeper.part<parts::Given>().
 class Given final : public Part {
  public:
   using Part::Part;
 
-  /// As Keeper::give().
+  /// Scores of the engine's own, such as those that a gate learned (policies over `given`). Call it in every full
+  /// layer, at any time between observe() of the tokens and step(): for each sequence, scores of its oldest slots in
+  /// that layer that have none yet, cached tokens included. Before step(), every slot needs its score. A score belongs
+  /// to its slot: it moves with it, goes with truncate(), and is saved with the sequence. Layers
+  /// that are not full are ignored. Throws: StateError for a sequence that never joined; InvalidArgument for a wrong
+  /// layer, indptr, shape, dtype or device, a duplicate sequence, missing scores, more tokens than have none, and NaN
+  /// (on a device NaN is not looked for: it ranks last). If it throws, nothing is recorded for any sequence. Cost:
+  /// reads and writes the scores once.
   void give(const GivenScores& scores);
 
   /// Throws StateError if a slot of the layer has none yet.

@@ -1,32 +1,69 @@
 #pragma once
-/// Parts: features of sequences that not every engine uses, such as pinned spans. The Keeper calls every part of its
-/// policy at the same places of a sequence's life; what a part keeps, and what it does there, only it knows.
+/// The living sequences of a keeper, and parts: features of sequences that not every engine uses, such as pinned spans.
+/// The keeper calls each part at the same places of a sequence's life; what a part keeps, only it knows.
 
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "kvkeep/core/columns.h"
 #include "kvkeep/core/decision.h"
+#include "kvkeep/core/error.h"
+#include "kvkeep/core/model_spec.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/observe/observation.h"
-#include "kvkeep/parts/sequences.h"
+#include "kvkeep/observe/query_ring.h"
+#include "kvkeep/parts/report.h"
 
 namespace kvkeep {
 
 class KVPolicy;
 class Machine;
+class Sequences;
 class StateFile;
 using StateTensors = std::vector<std::pair<std::string, Tensor>>;
+
+/// A prompt that runs through the layers while a part lets only some of its tokens go on.
+struct Passing {
+  std::int32_t tokens = 0;            ///< of the whole prompt
+  std::vector<std::int32_t> present;  ///< logical positions of those that go on to `next_layer`
+  std::int32_t tail = 0;              ///< how many of them are the newest of the prompt, without a gap
+  std::int32_t next_layer = 0;
+};
+
+/// One sequence. What a feature keeps of it is in its part.
+struct SequenceState {
+  std::unique_ptr<Columns> columns;
+  QueryRing ring;
+  std::int32_t prefix = 0;          ///< tokens that were cached before the sequence joined
+  std::int64_t logical = 0;         ///< tokens seen, prefix included
+  std::int64_t last_event = 0;      ///< logical length at the last event
+  std::int64_t prompt = -1;         ///< tokens of the prompt; -1 until known
+  std::int32_t prompt_end = 0;      ///< once it has ended: logical position below which its tokens are
+  std::int32_t event_position = 0;  ///< next position at the last event, or after the prefix
+  std::int64_t asked = 0;           ///< logical length when the policy was last asked
+  std::int32_t next_position = 0;
+  std::int32_t settled = 0;  ///< logical position below which every decision is final
+  std::optional<Passing> passing = {};
+  std::vector<std::int32_t> prompt_slots = {};  ///< [full layers] on a device: of the prompt, once cut; -1 before
+  bool pending = false;                         ///< an event cuts it that finish() has yet to complete
+  std::uint64_t step = 0;                       ///< the last begin_step() that named it
+  std::int32_t step_tokens = 0;                 ///< and the tokens it brought
+
+  mutable std::uint64_t mark = 0;  ///< of the last call that named it: Sequences::meet()
+};
 
 /// What a part is made for. All of it outlives the part.
 struct PartContext {
   Sequences& sequences;
   const KVPolicy& policy;
   Machine& machine;
+  std::span<const Tensor> output_projections;  ///< Provided::output_projections
 };
 
 /// One event, as parts see it: the rows of the sequences that are due, and what was decided for them. `ids`: of the
@@ -52,6 +89,13 @@ class Part {
   /// Positions of its tokens must be below this.
   [[nodiscard]] virtual std::int32_t most_positions() const { return kMostPositions; }
 
+  /// Before new tokens of a sequence are recorded, in the first layer that shows them: room for append(). May throw.
+  virtual void reserve_tokens(SequenceId, const SequenceState&, std::span<const std::int32_t> /*positions*/) {}
+  /// They have been counted; their queries have yet to be filed.
+  virtual void append(SequenceId, SequenceState&) noexcept {}
+  /// The newest tokens were taken back.
+  virtual void truncate(SequenceId, const SequenceState&) noexcept {}
+
   /// Throws StateError if the sequence lacks what the engine must have supplied before step().
   virtual void check_step(SequenceId, const SequenceState&) const {}
   /// Slots that rows of the sequence hold elsewhere: they count for its trigger.
@@ -59,13 +103,16 @@ class Part {
   /// Adds to the evidence of an event what the policy reads of this part.
   virtual void describe(SequenceId, RowGroup&) const {}
 
+  /// Throws InvalidArgument for a decision that this part cannot carry out.
+  virtual void check_decision(const PartEvent&) const {}
   /// Before the rows of an event move: room for what settle() writes. May throw.
   virtual void reserve(const PartEvent&) {}
+  /// They do not move after all.
+  virtual void abandon() noexcept {}
   /// Those of one of its groups have moved.
   virtual void settle(const PartEvent&, std::size_t /*group*/) noexcept {}
-
-  /// The newest tokens were taken back.
-  virtual void truncate(SequenceId, const SequenceState&) noexcept {}
+  /// All have: adds what this part did.
+  virtual void report(Report&) noexcept {}
 
 #ifndef KVKEEP_HEADER_ONLY
   /// Appends what it keeps of a sequence. Names of tensors begin with the part's own.
@@ -77,9 +124,10 @@ class Part {
 
  protected:
   [[nodiscard]] Sequences& sequences() const { return context_.sequences; }
-  [[nodiscard]] const ModelSpec& spec() const { return context_.sequences.spec(); }
+  [[nodiscard]] const ModelSpec& spec() const;
   [[nodiscard]] const KVPolicy& policy() const { return context_.policy; }
   [[nodiscard]] Machine& machine() const { return context_.machine; }
+  [[nodiscard]] std::span<const Tensor> output_projections() const { return context_.output_projections; }
 
  private:
   PartContext context_;
@@ -103,4 +151,114 @@ class PerSequence {
   std::map<SequenceId, T> all_;
 };
 
+/// All sequences of one keeper, which the keeper and its parts share.
+class Sequences {
+ public:
+  /// `queries`: newest ones that are kept of each full layer. `machine` must outlive it.
+  Sequences(ModelSpec spec, std::int32_t queries, Machine& machine);
+
+  [[nodiscard]] const ModelSpec& spec() const { return spec_; }
+  [[nodiscard]] std::span<const std::int32_t> full_layers() const { return full_layers_; }
+  /// Index of a layer of the model among its full layers; -1: it is none.
+  [[nodiscard]] std::int32_t index_of(std::int32_t layer) const {
+    return layer_index_[static_cast<std::size_t>(layer)];
+  }
+  /// The same. Throws InvalidArgument for a layer that the model does not have.
+  [[nodiscard]] std::int32_t index_of(const char* operation, std::int32_t layer) const;
+  /// Rows of a sequence: full layers times KV heads.
+  [[nodiscard]] std::int32_t rows() const { return static_cast<std::int32_t>(full_layers_.size()) * spec_.kv_heads; }
+  /// Index of a row among them. Throws InvalidArgument for a layer that is not full, and for a head out of range.
+  [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
+  /// The first full layer whose RoPE the model spec leaves open; -1: none.
+  [[nodiscard]] std::int32_t without_rope() const { return without_rope_; }
+
+  /// As Keeper::join() and leave().
+  void join(SequenceId id, std::int32_t tokens = 0, std::int32_t prompt = -1);
+  void leave(SequenceId id);
+  /// leave() at any time.
+  void forget(SequenceId id) noexcept;
+
+  [[nodiscard]] bool contains(SequenceId id) const { return all_.contains(id); }
+  /// Throws StateError for an unknown sequence.
+  [[nodiscard]] const SequenceState& at(SequenceId id) const;
+  [[nodiscard]] SequenceState& at(SequenceId id) { return const_cast<SequenceState&>(std::as_const(*this).at(id)); }
+  /// The same; throws StateError also while an event of it is pending, so that its rows are not as counted.
+  [[nodiscard]] const SequenceState& ready(const char* operation, SequenceId id) const;
+  [[nodiscard]] SequenceState& ready(const char* operation, SequenceId id) {
+    return const_cast<SequenceState&>(std::as_const(*this).ready(operation, id));
+  }
+  /// Throws StateError if only some tokens of its prompt go on through the layers, and more layers are to come.
+  void require_whole(const char* operation, SequenceId id, const SequenceState& s) const;
+  /// ready() for every sequence that a call names, in its order; valid until the next call of a method. Throws
+  /// InvalidArgument if one is named twice.
+  std::span<SequenceState* const> meet(const char* operation, std::span<const SequenceId> ids) const;
+  /// The same; throws InvalidArgument also unless indptr has a range for every sequence.
+  std::span<SequenceState* const> meet(const char* operation, std::span<const SequenceId> ids,
+                                       std::span<const std::int32_t> indptr) const;
+  /// What meet() returned last.
+  [[nodiscard]] std::span<SequenceState* const> met() const { return met_; }
+  [[nodiscard]] auto begin() const { return all_.begin(); }
+  [[nodiscard]] auto end() const { return all_.end(); }
+
+  /// Changes with everything that makes a plan out of date.
+  [[nodiscard]] std::uint64_t version() const { return version_; }
+  void changed() { ++version_; }
+
+  void add(std::unique_ptr<Part> part);
+  [[nodiscard]] std::span<const std::unique_ptr<Part>> parts() const { return parts_; }
+  /// Null if the keeper has no such part.
+  template <class P>
+  [[nodiscard]] P* find() const {
+    for (const std::unique_ptr<Part>& part : parts_)
+      if (auto* found = dynamic_cast<P*>(part.get())) return found;
+    return nullptr;
+  }
+  /// The least of Part::most_positions().
+  [[nodiscard]] std::int32_t most_positions() const { return most_positions_; }
+
+  Totals totals;  ///< of the keeper
+
+ private:
+  ModelSpec spec_;
+  std::int32_t queries_;
+  Machine* machine_;
+  std::vector<std::int32_t> full_layers_;
+  std::vector<std::int32_t> layer_index_;  ///< [num_layers]
+  std::int32_t without_rope_;
+  std::int32_t most_positions_ = kMostPositions;
+  std::map<SequenceId, SequenceState> all_;
+  std::vector<std::unique_ptr<Part>> parts_;
+  std::uint64_t version_ = 0;
+  mutable std::uint64_t mark_ = 0;  ///< of the current call: whatever carries it was already named
+  mutable std::vector<SequenceState*> met_;
+};
+
+inline const ModelSpec& Part::spec() const { return context_.sequences.spec(); }
+
+inline std::int32_t Sequences::row_of(std::int32_t layer, std::int32_t head) const {
+  KVKEEP_REQUIRE(layer >= 0 && layer < spec_.num_layers() && index_of(layer) >= 0, "kvkeep: layer ", layer,
+                 " is not a full-attention layer of the model");
+  KVKEEP_REQUIRE(head >= 0 && head < spec_.kv_heads, "kvkeep: KV head ", head, " is out of range; allowed 0 to ",
+                 spec_.kv_heads - 1);
+  return index_of(layer) * spec_.kv_heads + head;
+}
+
+inline const SequenceState& Sequences::at(SequenceId id) const {
+  const auto found = all_.find(id);
+  KVKEEP_REQUIRE_AS(StateError, found != all_.end(), "kvkeep: sequence ", id,
+                    " is not known; allowed after join() and before leave()");
+  return found->second;
+}
+
+inline const SequenceState& Sequences::ready(const char* operation, SequenceId id) const {
+  const SequenceState& s = at(id);
+  KVKEEP_REQUIRE_AS(StateError, !s.pending, operation, ": the event that cuts sequence ", id,
+                    " is pending; allowed after finish()");
+  return s;
+}
+
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/parts/part-inl.h"
+#endif

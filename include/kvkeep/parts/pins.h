@@ -6,14 +6,24 @@
 
 namespace kvkeep::parts {
 
-/// Every keeper has it: keeper.part<parts::Pins>(), or keeper.pin().
+/// Every keeper has it: keeper.part<parts::Pins>().
 class Pins final : public Part {
  public:
   using Part::Part;
 
-  /// As Keeper::pin(), unpin() and pinned().
+  /// Pins logical positions [begin, end): whatever their slots score, they stay in every row, and do not fold, until
+  /// they are unpinned or truncated away. Tokens may still be to come. Pinned slots count within the budget. Throws,
+  /// and changes nothing: StateError for an unknown sequence and for positions that an event has dropped from some row;
+  /// InvalidArgument for a span that is empty or not within [0, kMostPositions), and if sinks, pinned positions and the
+  /// slots that the policy's scorer never drops exceed the budget; Unsupported under policies that
+  /// narrow prompts, of variant official, or without protected slots. Budgets that depend on length (ratio, bytes,
+  /// protect_prompt) are checked by plan(), which throws InvalidArgument before anything is written. Cost: O(spans),
+  /// plus a look-up in every row; a span more in every row of an event.
   void pin(SequenceId sequence, std::int64_t begin, std::int64_t end);
+  /// Positions [begin, end) compete again from the next event on. Those that are not pinned may be among them. Throws
+  /// as pin() does for an unknown sequence and for a wrong span.
   void unpin(SequenceId sequence, std::int64_t begin, std::int64_t end);
+  /// Ascending, neither overlapping nor touching. Valid until the next call.
   [[nodiscard]] std::span<const PositionSpan> pinned(SequenceId sequence) const;
 
   void leave(SequenceId sequence) noexcept override { spans_.remove(sequence); }

@@ -66,7 +66,7 @@ struct FoldedReader {
   std::int32_t tokens = 0;
 };
 
-/// A layer of a step, as Keeper::view() has checked it.
+/// A layer of a step, as parts::Folds::view() has checked it.
 struct FoldedReading {
   std::int32_t layer = 0;  ///< of the model
   std::int32_t index = 0;  ///< among full layers

@@ -1,5 +1,5 @@
 #pragma once
-// Bodies of machine.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
+// Bodies of machine.h and policy.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
 // The CPU as a machine: the line's stages are the library's own functions.
 
 #include <algorithm>
@@ -353,6 +353,78 @@ KVKEEP_INLINE std::vector<std::string> KVPolicy::problems_on(const Machine& mach
     found.push_back(text("ranks: ", name(), " does not say what heads must know of each other; given ", spec.kv_heads,
                          " of ", spec.whole_heads(), " KV heads; allowed all, or policies that override problems_on"));
   return found;
+}
+
+KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const ModelSpec& of_engine,
+                                                const Provided& provided) {
+  const Machine& machine = provided.machine();
+  const ModelSpec spec = machine.part(of_engine);
+  std::vector<std::string> found = policy.problems(spec);
+  const Needs needs = policy.needs();
+  const std::string there = machine.device().str();
+  for (std::string& one : policy.problems_on(machine, spec)) found.push_back(std::move(one));
+  if (policy.memory() != nullptr) {
+    for (std::string& one : machine.problems(*policy.memory(), spec)) found.push_back(std::move(one));
+    if (!provided.reads_folded)
+      found.push_back(
+          text("reads_folded: ", policy.name(),
+               " folds spans, but the engine does not say that it calls view() after each layer's attention"));
+  }
+  if (needs.surprisal && !provided.surprisal)
+    found.push_back(text("surprisal: ", policy.name(), " reads that of every token, but the engine supplies none"));
+  if (needs.given_scores && !provided.given_scores)
+    found.push_back(text("given_scores: ", policy.name(),
+                         " reads a score of every token and KV head, but the engine does not say that it supplies them "
+                         "with give()"));
+  if (const std::int32_t open = spec.first_without_rope(); needs.rope && open >= 0)
+    found.push_back(text("rope: ", policy.name(),
+                         " turns queries or keys, and the model spec does not state the RoPE of layer ", open,
+                         "; allowed rope.inv_freq, or RopeStyle::none for a layer that has none"));
+  if (needs.queries > 0 && !provided.queries)
+    found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries,
+                         " of every full layer, but the engine supplies none"));
+  if (policy.narrows() && !provided.layer_by_layer)
+    found.push_back(
+        text("layer_by_layer: ", policy.name(),
+             " narrows prompts while they run, but the engine does not say that it runs them layer by layer "
+             "and calls narrow() after each"));
+  if (policy.narrows() && (!provided.queries || spec.query_heads == 0))
+    found.push_back(
+        text("queries: ", policy.name(), " reads those of prompts, but ",
+             provided.queries ? "the model spec does not say how many heads they have" : "the engine supplies none"));
+  if (needs.queries > 0 && spec.query_heads == 0)
+    found.push_back(text("query_heads: ", policy.name(),
+                         " reads queries, but the model spec does not say how many heads they have"));
+  if (!needs.output_projection) return found;
+  const auto& given = provided.output_projections;
+  if (given.empty()) {
+    found.push_back(text("output_projections: ", policy.name(), " weighs values by W_o, but the engine supplies none"));
+  } else if (given.size() != spec.layers.size()) {
+    found.push_back(text("output_projections: given ", given.size(), "; allowed one for each of the ",
+                         spec.layers.size(), " layers"));
+  } else {
+    const std::int64_t width = std::int64_t{spec.query_heads} * spec.value_dim;
+    for (const std::int32_t l : spec.full_layers()) {
+      const Tensor& w = given[static_cast<std::size_t>(l)];
+      if (w.defined() && w.device() != machine.device())
+        found.push_back(text("output_projections: W_o of layer ", l, " is on ", w.device().str(), "; allowed ", there,
+                             ", where the keeper works"));
+      if (!w.defined() || w.dim() != 2 || w.size(1) != width || !w.is_contiguous() || !is_scorable(w.dtype()))
+        found.push_back(text("output_projections: W_o of layer ", l,
+                             w.defined() ? " has the wrong shape, dtype or strides" : " is missing",
+                             "; allowed a contiguous f32, f16 or bf16 [hidden, ", width, "]"));
+    }
+  }
+  return found;
+}
+
+KVKEEP_INLINE void check(const KVPolicy& policy, const ModelSpec& spec, const Provided& provided) {
+  const std::vector<std::string> found = problems(policy, spec, provided);
+  if (found.empty()) return;
+  std::string all = text("policy ", policy.name(), " cannot run here:");
+  if (found.size() == 1) refuse(all, " ", found.front());
+  for (const std::string& one : found) all += "\n  " + one;
+  refuse(all);
 }
 
 }  // namespace kvkeep

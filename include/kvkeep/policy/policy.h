@@ -20,12 +20,12 @@ namespace kvkeep {
 /// What an engine can supply to a policy besides keys and values.
 struct Provided {
   bool queries = true;          ///< observe() passes queries
-  bool layer_by_layer = false;  ///< prompts run layer by layer, and Keeper::narrow() is called after each layer
+  bool layer_by_layer = false;  ///< prompts run layer by layer, and parts::Prompts::narrow() is called after each layer
   std::vector<Tensor> output_projections = {};  ///< [num_layers] W_o, f32, f16 or bf16 [hidden, Hq * Dv]; undefined for
                                                 ///< layers that are not full; empty: not supplied
-  bool surprisal = false;                       ///< Keeper::surprise() is called before step()
-  bool given_scores = false;                    ///< Keeper::give() is called in every full layer, before step()
-  bool reads_folded = false;                    ///< Keeper::view() is called after each layer's attention
+  bool surprisal = false;                       ///< parts::Surprisal::supply() is called before step()
+  bool given_scores = false;                    ///< parts::Given::give() is called in every full layer, before step()
+  bool reads_folded = false;                    ///< parts::Folds::view() is called after each layer's attention
   std::shared_ptr<Machine> accelerator =
       nullptr;  ///< of the device of cache and queries; null: the CPU. Each keeper needs its own
 
@@ -89,7 +89,7 @@ class KVPolicy {
   /// Which rows of a sequence hold the same tokens, whatever the event.
   [[nodiscard]] virtual Sharing sharing() const { return Sharing::per_layer_per_head; }
 
-  /// True if it also acts while a prompt runs through the layers: the engine then calls Keeper::narrow().
+  /// True if it also acts while a prompt runs through the layers: the engine then calls parts::Prompts::narrow().
   [[nodiscard]] virtual bool narrows() const { return false; }
 
   /// What it remembers of one prompt of `tokens` tokens while that runs on this machine; null if narrows() is false.

@@ -1,10 +1,10 @@
 #pragma once
-/// Given: the engine's own scores rank the slots, as it gave them to Keeper::give(). For methods that learn a score of
-/// every token and KV head from hidden states, keys or values, such as KVzap, the gate of Fast KVzip, IndexMem, DMS and
-/// EpiKV. Source: none of these alone; the scores, and what is said to compute them, are theirs. Differs from each of
-/// them: a score is final once it is given, and which slots stay is up to the allocator: `given` keeps the best of a
-/// budget, `threshold-given` those above a threshold, as KVzap and DMS do, `adakv-given` the best of all heads of a
-/// layer. The last two compare scores between heads: the engine sees to it that they can be compared.
+/// Given: the engine's own scores rank the slots, as it gave them to parts::Given::give(). For methods that learn a
+/// score of every token and KV head from hidden states, keys or values, such as KVzap, the gate of Fast KVzip,
+/// IndexMem, DMS and EpiKV. Source: none of these alone; the scores, and what is said to compute them, are theirs.
+/// Differs from each of them: a score is final once it is given, and which slots stay is up to the allocator: `given`
+/// keeps the best of a budget, `threshold-given` those above a threshold, as KVzap and DMS do, `adakv-given` the best
+/// of all heads of a layer. The last two compare scores between heads: the engine sees to it that they can be compared.
 
 #include "kvkeep/score/row_scorer.h"
 

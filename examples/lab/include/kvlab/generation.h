@@ -204,6 +204,7 @@ class Generator {
   [[nodiscard]] std::int64_t live_bytes(std::span<const std::int32_t> lengths) const;
   [[nodiscard]] std::int64_t near_bytes(SequenceId id) const;
   [[nodiscard]] std::vector<std::vector<std::int32_t>> positions(SequenceId id) const;
+  [[nodiscard]] const PromptReport* prompt_report(SequenceId id) const;
   [[nodiscard]] std::int64_t prompt_bytes(SequenceId id) const;
   [[nodiscard]] CacheView view_of(Batch& batch);
 

@@ -13,6 +13,7 @@
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/read_file.h"
 #include "kvkeep/io/untrusted_json.h"
+#include "kvkeep/parts/folds.h"
 #include "kvlab/generation.h"
 #include "kvlab/passages.h"
 #include "kvlab/samples.h"
@@ -227,7 +228,8 @@ void answer(lm::Decoder& decoder, const lm::TextModel& text, const TextEvaluatio
       if (asked(i).answer.empty()) watched->wrote(c, writing.tokens);
       watched->fed(c, ids[i], fed_again(asked(i), done.tokens), done);
     }
-    to[c].cost.add(generator.keeper().reads(), decoder.config().spec.kv_heads);
+    if (const auto* folds = generator.keeper().find<parts::Folds>())
+      to[c].cost.add(folds->reads(), decoder.config().spec.kv_heads);
     to[c].cost.add(generator.pace(), generator.keeper().totals());
     generators[c].reset();
     progress.advance(places);

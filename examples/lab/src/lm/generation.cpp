@@ -9,6 +9,10 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/pins.h"
+#include "kvkeep/parts/prompts.h"
+#include "kvkeep/parts/surprisal.h"
 
 namespace kvkeep::lm {
 namespace {
@@ -112,7 +116,7 @@ SequenceId Generator::join(Request request) {
   const SequenceId id = next_++;
   keeper_.join(id, 0, static_cast<std::int32_t>(request.prompt.size()));
   try {
-    for (const PositionSpan& span : request.pinned) keeper_.pin(id, span.begin, span.end);
+    for (const PositionSpan& span : request.pinned) keeper_.part<parts::Pins>().pin(id, span.begin, span.end);
   } catch (...) {
     keeper_.leave(id);
     throw;
@@ -140,8 +144,8 @@ Completion Generator::leave(SequenceId id) {
   result.end_bytes = near_bytes(id);
   if (result.events.empty()) result.kept_bytes = result.end_bytes;
   if (sequence.request.keep_positions) result.positions = positions(id);
-  if (const PromptReport* report = keeper_.prompt_report(id)) result.prompt = *report;
-  if (keeper_.policy().memory() != nullptr) result.folded = keeper_.folded(id);
+  if (const PromptReport* report = prompt_report(id)) result.prompt = *report;
+  if (const parts::Folds* folds = keeper_.find<parts::Folds>()) result.folded = folds->of(id);
   if (sequence.request.keep_logits)
     result.logits = sequence.logits.empty() ? at::empty({0, decoder_.config().vocab}, at::TensorOptions(at::kFloat))
                                             : at::cat(sequence.logits);
@@ -262,7 +266,7 @@ void Generator::begin(SequenceId id, const PromptRun& prompt) {
   sequence.waits = false;
   Batch batch;
   add(batch, id);
-  if (keeper_.policy().needs().surprisal) keeper_.surprise(id, prompt.surprisal);
+  if (auto* known = keeper_.find<parts::Surprisal>()) known->supply(id, prompt.surprisal);
   predict(batch, prompt.logits);
   decide(batch);
   const double seconds = prompt.seconds + seconds_since(start);
@@ -314,15 +318,17 @@ Tensor Generator::run(Batch& batch) {
   };
   if (keeper_.policy().narrows() && batch.decoding < batch.ids.size())
     options.on_attended = [&](const LayerSight& sight) { return narrow(batch, sight); };
-  if (keeper_.policy().memory() != nullptr || options_.hooks.on_attention)
-    options.view = [&](const LayerSight& sight, const Attended& attended) {
-      static_cast<void>(keeper_.view({.layer = sight.layer,
-                                      .sequences = batch.ids,
-                                      .indptr = sight.indptr,
-                                      .queries = sight.queries,
-                                      .basis = QueryBasis::post_rope,
-                                      .positions = sight.positions},
-                                     attended));
+  parts::Folds* const folds = keeper_.find<parts::Folds>();
+  if (folds != nullptr || options_.hooks.on_attention)
+    options.view = [&, folds](const LayerSight& sight, const Attended& attended) {
+      if (folds != nullptr)
+        static_cast<void>(folds->view({.layer = sight.layer,
+                                       .sequences = batch.ids,
+                                       .indptr = sight.indptr,
+                                       .queries = sight.queries,
+                                       .basis = QueryBasis::post_rope,
+                                       .positions = sight.positions},
+                                      attended));
       if (options_.hooks.on_attention) options_.hooks.on_attention({batch.ids, sight, attended});
     };
   const bool prompts = keeper_.policy().needs().surprisal && batch.decoding < batch.ids.size();
@@ -376,21 +382,21 @@ void Generator::tell_surprisal(const Batch& batch) {
     if (i < batch.decoding) {
       std::vector<float> surprisal{sequences_.at(batch.ids[i]).next_surprisal};
       surprisal.insert(surprisal.end(), batch.passed[i].begin(), batch.passed[i].end());
-      keeper_.surprise(batch.ids[i], surprisal);
+      keeper_.part<parts::Surprisal>().supply(batch.ids[i], surprisal);
     } else
-      keeper_.surprise(batch.ids[i], batch.surprisal[i - batch.decoding].values());
+      keeper_.part<parts::Surprisal>().supply(batch.ids[i], batch.surprisal[i - batch.decoding].values());
 }
 
 // One layer of the prompts in the step: the keeper decides and cuts, the decoder continues with what is left.
 std::optional<Onward> Generator::narrow(Batch& batch, const LayerSight& sight) {
   const CacheView view = view_of(batch);
-  const LayerReport report = keeper_.narrow({.layer = sight.layer,
-                                             .sequences = batch.ids,
-                                             .indptr = sight.indptr,
-                                             .queries = sight.queries,
-                                             .basis = QueryBasis::post_rope,
-                                             .positions = sight.positions},
-                                            view);
+  const LayerReport report = keeper_.part<parts::Prompts>().narrow({.layer = sight.layer,
+                                                                    .sequences = batch.ids,
+                                                                    .indptr = sight.indptr,
+                                                                    .queries = sight.queries,
+                                                                    .basis = QueryBasis::post_rope,
+                                                                    .positions = sight.positions},
+                                                                   view);
   if (pages_) pages_->sequences.settle(view, report.pages);
   if (std::ranges::none_of(report.prompts, [](const Narrowing& prompt) { return prompt.tokens.has_value(); }))
     return std::nullopt;
@@ -414,7 +420,7 @@ std::optional<Onward> Generator::narrow(Batch& batch, const LayerSight& sight) {
 void Generator::begin_afresh(SequenceId id) {
   Sequence& sequence = sequences_.at(id);
   std::vector<std::int32_t> chosen;
-  for (const std::int32_t place : keeper_.prompt_report(id)->going_on)
+  for (const std::int32_t place : prompt_report(id)->going_on)
     chosen.push_back(sequence.prompt[static_cast<std::size_t>(place)]);
   sequence.prompt = std::move(chosen);
 }
@@ -438,9 +444,14 @@ void Generator::predict(const Batch& batch, const Tensor& logits) {
   }
 }
 
+const PromptReport* Generator::prompt_report(SequenceId id) const {
+  const parts::Prompts* prompts = keeper_.find<parts::Prompts>();
+  return prompts == nullptr ? nullptr : prompts->report_of(id);
+}
+
 // Peak bytes of a prompt on its way through the layers: a layer's rows are whole until it is cut.
 std::int64_t Generator::prompt_bytes(SequenceId id) const {
-  const PromptReport* report = keeper_.prompt_report(id);
+  const PromptReport* report = prompt_report(id);
   const Sequence& sequence = sequences_.at(id);
   if (report == nullptr || !sequence.result.tokens.empty()) return 0;
   std::vector<std::int32_t> lengths(sequence.lengths.size());
@@ -520,7 +531,8 @@ std::int64_t Generator::live_bytes(std::span<const std::int32_t> lengths) const 
 }
 
 std::int64_t Generator::near_bytes(SequenceId id) const {
-  return live_bytes(sequences_.at(id).lengths) + keeper_.folded(id).near_bytes;
+  const parts::Folds* folds = keeper_.find<parts::Folds>();
+  return live_bytes(sequences_.at(id).lengths) + (folds == nullptr ? 0 : folds->of(id).near_bytes);
 }
 
 GenerationRun generate(Decoder& decoder, std::unique_ptr<KVPolicy> policy, std::vector<Request> requests,

@@ -13,6 +13,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/rope.h"
 #include "kvkeep/observe/query_ring.h"
+#include "kvkeep/parts/pins.h"
 
 namespace kvkeep::lm {
 namespace {
@@ -80,7 +81,8 @@ class EventRecorder {
     for (std::int32_t i = 0; i < view.count; ++i) positions.push_back(view.position(i));
     add("query_positions", i32_tensor(positions, {1, view.count}));
     std::vector<std::int32_t> pinned;
-    for (const PositionSpan& span : sight.keeper.pinned(id)) pinned.insert(pinned.end(), {0, span.begin, span.end});
+    for (const PositionSpan& span : sight.keeper.part<parts::Pins>().pinned(id))
+      pinned.insert(pinned.end(), {0, span.begin, span.end});
     if (!pinned.empty()) add("pinned", i32_tensor(pinned, {std::ssize(pinned) / 3, 3}));
     result_.metadata = about_model(spec_);
     result_.metadata["kind"] = "event";

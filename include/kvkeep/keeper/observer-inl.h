@@ -1,33 +1,17 @@
 #pragma once
-// Bodies of keeper.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
-// Keeper's part of observations from the engine: checks, then records them.
+// Bodies of observer.h: compiled by src/keeper, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
 #include <numeric>
 #include <utility>
 
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/keeper/keeper.h"
+#include "kvkeep/parts/check_observation.h"
+#include "kvkeep/keeper/observer.h"
+#include "kvkeep/policy/policy.h"
 
 namespace kvkeep {
-namespace keeper_observe_detail {
-
-/// Where the queries of the i-th sequence of a step are; null if there are none.
-struct Queries {
-  const std::byte* data = nullptr;
-  Dtype dtype = Dtype::f32;
-  std::int64_t token_stride = 0, head_stride = 0;  ///< bytes
-
-  Queries() = default;
-  Queries(const Observation& o, std::size_t i) {
-    if (!o.queries.defined()) return;
-    const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
-    dtype = o.queries.dtype();
-    token_stride = o.queries.step(0) * bytes;
-    head_stride = o.queries.step(1) * bytes;
-    data = static_cast<const std::byte*>(o.queries.bytes()) + o.indptr[i] * token_stride;
-  }
-};
+namespace observer_detail {
 
 inline QueryLayout layout_of(const Observation& o, const ModelSpec& spec) {
   const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
@@ -43,9 +27,12 @@ inline QueryLayout layout_of(const Observation& o, const ModelSpec& spec) {
   return layout;
 }
 
-}  // namespace keeper_observe_detail
+}  // namespace observer_detail
 
-KVKEEP_INLINE void Keeper::check(const char* operation, const Observation& o) const {
+KVKEEP_INLINE Observer::Observer(Sequences& sequences, const KVPolicy& policy, Machine& machine)
+    : sequences_(&sequences), policy_(&policy), machine_(&machine), queries_(policy.needs().queries) {}
+
+KVKEEP_INLINE void Observer::check(const char* operation, const Observation& o) const {
   sequences_->meet(operation, o.sequences, o.indptr);
   const std::int32_t tokens = o.indptr.back();
   KVKEEP_REQUIRE(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens, operation, ": ",
@@ -54,24 +41,21 @@ KVKEEP_INLINE void Keeper::check(const char* operation, const Observation& o) co
     const SequenceState& s = *sequences_->met()[i];
     require_recorded(operation, o.sequences[i], s);
     const std::int32_t own_tokens = o.indptr[i + 1] - o.indptr[i];
-    KVKEEP_REQUIRE(!begins_prompt(s, own_tokens) || s.prompt <= own_tokens, operation, ": sequence ", o.sequences[i],
-                   " passes ", own_tokens, " of the ", s.prompt, " tokens of its prompt; ", policy_->name(),
-                   " compares layers over the whole prompt; allowed all of it in one step");
     const bool first = leads(s, o.layer, own_tokens);
-    KVKEEP_REQUIRE_AS(StateError, !first || s.pass == nullptr, operation, ": layer ", o.layer,
+    KVKEEP_REQUIRE_AS(StateError, !first || !s.passing, operation, ": layer ", o.layer,
                       " passes more tokens of sequence ", o.sequences[i], ", whose prompt has only reached layer ",
-                      s.next_layer, "; allowed after its last layer");
+                      s.passing->next_layer, "; allowed after its last layer");
     if (!first) {
-      KVKEEP_REQUIRE_AS(StateError, s.pass == nullptr || own_tokens == static_cast<std::int32_t>(s.present.size()),
+      KVKEEP_REQUIRE_AS(StateError, !s.passing || own_tokens == static_cast<std::int32_t>(s.passing->present.size()),
                         operation, ": layer ", o.layer, " passes ", own_tokens, " tokens of sequence ", o.sequences[i],
-                        "; ", s.present.size(), " continued to it; allowed exactly these");
+                        "; ", s.passing->present.size(), " continued to it; allowed exactly these");
       const auto shown = already_shown(s, o.layer, own_tokens);
       KVKEEP_REQUIRE(o.positions.empty() || std::equal(shown.begin(), shown.end(), o.positions.begin() + o.indptr[i]),
                      operation, ": layer ", o.layer, " gives sequence ", o.sequences[i],
                      " different positions than an earlier layer of the step; allowed the same in every layer");
       continue;
     }
-    const std::int64_t most = most_positions_;
+    const std::int64_t most = sequences_->most_positions();
     std::int64_t least = s.next_position;
     for (std::int32_t t = o.indptr[i]; !o.positions.empty() && t < o.indptr[i + 1]; ++t) {
       const std::int32_t p = o.positions[static_cast<std::size_t>(t)];
@@ -91,9 +75,9 @@ KVKEEP_INLINE void Keeper::check(const char* operation, const Observation& o) co
                    " reads all of them; allowed the queries of every token");
     return;
   }
-  if (needs_.queries == 0) return;
-  check_queries(operation, o);
-  check_normalisers(operation, o);
+  if (queries_ == 0) return;
+  check_queries(operation, o, spec(), machine_->device(), *policy_);
+  check_normalisers(operation, o, spec(), machine_->device());
   for (std::size_t i = 0; i < sequences_->met().size(); ++i)
     KVKEEP_REQUIRE(sequences_->met()[i]->ring.takes(o.queries.dtype()), operation, ": queries of layer ", o.layer,
                    ", sequence ", o.sequences[i], ", are ", o.queries.dtype(), "; earlier ones were ",
@@ -101,61 +85,22 @@ KVKEEP_INLINE void Keeper::check(const char* operation, const Observation& o) co
   require_one_basis(operation, o.basis);
 }
 
-KVKEEP_INLINE void Keeper::require_one_basis(const char* operation, QueryBasis basis) const {
-  KVKEEP_REQUIRE(!basis_known_ || basis == basis_, operation, ": queries are taken ",
+KVKEEP_INLINE void Observer::require_one_basis(const char* operation, QueryBasis basis) const {
+  KVKEEP_REQUIRE(!basis_ || basis == *basis_, operation, ": queries are taken ",
                  basis == QueryBasis::pre_rope ? "before" : "after", " RoPE, unlike earlier ones; allowed one basis");
-  check_basis(operation, basis);
-}
-
-KVKEEP_INLINE void Keeper::check_basis(const char* operation, QueryBasis basis) const {
-  KVKEEP_REQUIRE(basis != QueryBasis::pre_rope || rope_unstated_ < 0, operation,
-                 ": queries are taken before RoPE, but the model spec does not state the RoPE of layer ",
-                 rope_unstated_,
-                 " that turns them; allowed with rope.inv_freq, RopeStyle::none for a layer without RoPE, or "
-                 "QueryBasis::post_rope");
-}
-
-KVKEEP_INLINE void Keeper::check_queries(const char* operation, const Observation& o) const {
-  const Tensor& q = o.queries;
-  const std::int32_t tokens = o.indptr.back();
-  KVKEEP_REQUIRE(q.defined(), operation, ": layer ", o.layer, " has no queries; policy ", policy_->name(), " needs ",
-                 needs_.queries > 0 ? text("the last ", needs_.queries, " of every full layer") : "those of prompts");
-  KVKEEP_REQUIRE(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec_.query_heads && q.size(2) == spec_.key_dim,
-                 operation, ": queries of layer ", o.layer, " have ", q.dim(), " dimensions",
-                 q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [",
-                 tokens, ", ", spec_.query_heads, ", ", spec_.key_dim, "]");
-  KVKEEP_REQUIRE(q.has_memory(), operation, ": queries of layer ", o.layer,
-                 " have no address (null); allowed an address");
-  KVKEEP_REQUIRE(is_scorable(q.dtype()), operation, ": queries of layer ", o.layer, " are ", q.dtype(),
-                 "; allowed f32, f16, bf16");
-  KVKEEP_REQUIRE(q.stride(2) == 1 || spec_.key_dim == 1, operation, ": queries of layer ", o.layer, " have stride ",
-                 q.stride(2), " in the last dimension; allowed 1");
-  KVKEEP_REQUIRE(q.device() == device(), operation, ": queries of layer ", o.layer, " are on ", q.device().str(),
-                 ", but the keeper works on ", device().str(), "; allowed only that device");
-}
-
-KVKEEP_INLINE void Keeper::check_normalisers(const char* operation, const Observation& o) const {
-  const Tensor& x = o.log_sum_exp;
-  if (!x.defined()) return;
-  KVKEEP_REQUIRE(x.has_memory(), operation, ": log-sum-exps of layer ", o.layer,
-                 " have no address (null); allowed an address");
-  KVKEEP_REQUIRE(x.dtype() == Dtype::f32 && x.dim() == 2 && x.size(0) == o.indptr.back() &&
-                     x.size(1) == spec_.query_heads && x.device() == device(),
-                 operation, ": log-sum-exps of layer ", o.layer, " are ", x.dtype(), " in ", x.dim(), " dimensions",
-                 x.dim() == 2 ? text(" [", x.size(0), ", ", x.size(1), "]") : "", " on ", x.device().str(),
-                 "; allowed f32 [", o.indptr.back(), ", ", spec_.query_heads, "] on ", device().str());
+  check_basis(operation, basis, sequences_->without_rope());
 }
 
 /// True if these tokens are the first that any layer shows in this step.
-KVKEEP_INLINE bool Keeper::leads(const SequenceState& s, std::int32_t layer, std::int32_t tokens) const {
+KVKEEP_INLINE bool Observer::leads(const SequenceState& s, std::int32_t layer, std::int32_t tokens) const {
   const std::int32_t index = sequences_->index_of(layer);
   return s.prefix + s.ring.seen(index) + tokens > s.logical;
 }
 
 /// Positions that an earlier layer gave to the tokens that this layer shows now.
-KVKEEP_INLINE std::span<const std::int32_t> Keeper::already_shown(const SequenceState& s, std::int32_t layer,
+KVKEEP_INLINE std::span<const std::int32_t> Observer::already_shown(const SequenceState& s, std::int32_t layer,
                                                                   std::int32_t tokens) const {
-  if (s.pass != nullptr) return s.present;
+  if (s.passing) return s.passing->present;
   const std::int64_t behind = s.logical - s.prefix - s.ring.seen(sequences_->index_of(layer));
   const auto newest = s.columns->newest();
   KVKEEP_REQUIRE_AS(StateError, behind <= static_cast<std::int64_t>(newest.size()), "observe: layer ", layer, " is ",
@@ -164,7 +109,7 @@ KVKEEP_INLINE std::span<const std::int32_t> Keeper::already_shown(const Sequence
 }
 
 /// Writes the positions of the tokens of the i-th sequence to positions_.
-KVKEEP_INLINE void Keeper::find_positions(const Observation& o, std::size_t i, const SequenceState& s) {
+KVKEEP_INLINE void Observer::find_positions(const Observation& o, std::size_t i, const SequenceState& s) {
   const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
   if (!o.positions.empty()) {
     positions_.assign(o.positions.begin() + o.indptr[i], o.positions.begin() + o.indptr[i + 1]);
@@ -178,93 +123,79 @@ KVKEEP_INLINE void Keeper::find_positions(const Observation& o, std::size_t i, c
 }
 
 /// Counts new tokens whose positions are in positions_.
-KVKEEP_INLINE void Keeper::count(SequenceState& s, std::int32_t tokens) {
+KVKEEP_INLINE void Observer::count(SequenceId id, SequenceState& s) {
+  const auto tokens = static_cast<std::int32_t>(positions_.size());
   s.columns->append(positions_);
   const std::int64_t before = std::exchange(s.logical, s.logical + tokens);
   if (tokens > 0) s.next_position = positions_.back() + 1;
   if (before < s.prompt && s.prompt <= s.logical)
     s.prompt_end = positions_[static_cast<std::size_t>(s.prompt - before - 1)] + 1;
+  for (const std::unique_ptr<Part>& part : sequences_->parts()) part->append(id, s);
 }
 
 /// Everything in recording a step that can fail, before any of it is recorded.
-KVKEEP_INLINE void Keeper::make_room(const Observation& o) {
-  begun_.clear();
+KVKEEP_INLINE void Observer::make_room(const Observation& o) {
   arrivals_.clear();
   std::size_t arrivals = 0;
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
     SequenceState& s = *sequences_->met()[i];
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
     find_positions(o, i, s);
-    if (needs_.queries > 0 && !o.unread) s.ring.reserve(o.queries.dtype());
+    if (queries_ > 0 && !o.unread) s.ring.reserve(o.queries.dtype());
     arrivals += static_cast<std::size_t>(std::min(tokens, s.ring.capacity()));
     if (!leads(s, o.layer, tokens)) continue;
     s.columns->reserve(tokens);
-    if (begins_prompt(s, tokens)) begun_.push_back(begin_prompt(s, positions_));
+    for (const std::unique_ptr<Part>& part : sequences_->parts()) part->reserve_tokens(o.sequences[i], s, positions_);
   }
   arrivals_.reserve(arrivals);
 }
 
-KVKEEP_INLINE void Keeper::observe(const Observation& o) {
-  KVKEEP_REQUIRE(o.layer >= 0 && o.layer < spec_.num_layers(), "observe: layer ", o.layer,
-                 " is out of range; allowed 0 to ", spec_.num_layers() - 1);
-  const std::int32_t index = sequences_->index_of(o.layer);
+KVKEEP_INLINE void Observer::observe(const Observation& o) {
+  const std::int32_t index = sequences_->index_of("observe", o.layer);
   if (index < 0) return;  // sliding, shared and other layers are not ours
   check("observe", o);
   make_room(o);
-  MachineMemory& memory = provided_.machine().memory();
-  if (o.queries.defined()) {
-    basis_ = o.basis;
-    basis_known_ = true;
-  }
+  MachineMemory& memory = machine_->memory();
+  if (o.queries.defined()) basis_ = o.basis;
   sequences_->changed();
-  for (Begun& begun : begun_) {
-    begun.sequence->pass = std::move(begun.pass);
-    begun.sequence->present = std::move(begun.present);
-    begun.sequence->tail = begun.report.tokens;
-    begun.sequence->next_layer = 0;
-    begun.sequence->report = std::move(begun.report);
-  }
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
     SequenceState& s = *sequences_->met()[i];
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
     find_positions(o, i, s);
-    if (leads(s, o.layer, tokens)) count(s, tokens);
+    if (leads(s, o.layer, tokens)) count(o.sequences[i], s);
     if (o.unread) {
       s.ring.skip_unread(index, tokens);
       continue;
     }
     std::span<const std::int32_t> seen = positions_;
-    if (s.pass != nullptr &&
-        s.tail < s.report->tokens) {  // of the tokens that continued, only the newest are contiguous
-      s.ring.skip(index, s.report->tokens - s.tail);
-      seen = seen.last(static_cast<std::size_t>(s.tail));
+    if (s.passing && s.passing->tail < s.passing->tokens) {  // of those that go on, only the newest are contiguous
+      s.ring.skip(index, s.passing->tokens - s.passing->tail);
+      seen = seen.last(static_cast<std::size_t>(s.passing->tail));
     }
     const auto kept = static_cast<std::int32_t>(seen.size());
     s.ring.place(index, o.indptr[i + 1] - kept, seen, arrivals_);
     s.ring.advance(index, kept, o.log_sum_exp.defined());
   }
-  if (!arrivals_.empty()) memory.push_queries(arrivals_, keeper_observe_detail::layout_of(o, spec_));
+  if (!arrivals_.empty()) memory.push_queries(arrivals_, observer_detail::layout_of(o, spec()));
 }
 
 /// `first`: the same tokens as the first full layer would observe them.
-KVKEEP_INLINE void Keeper::check(const StepTokens& t, const Observation& first) const {
+KVKEEP_INLINE void Observer::check(const StepTokens& t, const Observation& first) const {
   KVKEEP_REQUIRE_AS(Unsupported, !policy_->narrows(), "begin_step: ", policy_->name(),
                     " narrows prompts between layers; allowed observe() in every layer");
   KVKEEP_REQUIRE(is_scorable(t.query_dtype), "begin_step: queries are ", t.query_dtype, "; allowed f32, f16, bf16");
   check("begin_step", first);
   for (std::size_t i = 0; i < sequences_->met().size(); ++i) {
     const SequenceState& s = *sequences_->met()[i];
-    for (std::size_t l = 0; l < sequences_->full_layers().size(); ++l)
-      require_shown("begin_step", t.sequences[i], s, sequences_->full_layers()[l],
-                    s.prefix + s.ring.seen(static_cast<std::int32_t>(l)));
+    require_shown("begin_step", t.sequences[i], s);
     KVKEEP_REQUIRE(s.ring.takes(t.query_dtype), "begin_step: queries of sequence ", t.sequences[i], " are ",
                    t.query_dtype, "; earlier ones were ", s.ring.dtype(), "; allowed one dtype");
   }
-  if (needs_.queries > 0) require_one_basis("begin_step", t.basis);
+  if (queries_ > 0) require_one_basis("begin_step", t.basis);
 }
 
-KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
-  MachineMemory& memory = provided_.machine().memory();
+KVKEEP_INLINE void Observer::begin_step(const StepTokens& t) {
+  MachineMemory& memory = machine_->memory();
   KVKEEP_REQUIRE_AS(StateError, !memory.capturing(),
                     "begin_step: the stream is being captured, so every replay would file its queries as this step's; "
                     "allowed before the capture, and before each replay");
@@ -277,7 +208,7 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
   if (std::ranges::find(recorded_, 0) != recorded_.end())  // of the step before this one
     for (const auto& [id, s] : *sequences_) require_recorded("begin_step", id, s);
   const std::int32_t tokens = t.indptr.back();
-  const bool reads = needs_.queries > 0;
+  const bool reads = queries_ > 0;
   KVKEEP_REQUIRE_AS(StateError, !reads || tokens <= step_room_ || !step_captured_, "begin_step: ", tokens,
                     " tokens, but the table that a captured graph reads has room for ", step_room_,
                     "; allowed up to that: run a step of the largest size before the first capture");
@@ -286,7 +217,7 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
     for (SequenceState* const s : sequences_->met()) s->ring.reserve(t.query_dtype);
     // Lines after those of a step say that nothing is kept, for graphs of larger steps.
     step_places_.assign(static_cast<std::size_t>(std::max(tokens, step_tokens_)), {});
-    const std::int64_t token_bytes = element_size(t.query_dtype) * spec_.query_heads * spec_.key_dim;
+    const std::int64_t token_bytes = element_size(t.query_dtype) * spec().query_heads * spec().key_dim;
     for (std::size_t i = 0; i < sequences_->met().size(); ++i) {
       find_positions(first, i, *sequences_->met()[i]);
       arrivals_.clear();
@@ -296,7 +227,7 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
           const std::int32_t at = (a.at + n) % a.capacity;
           step_places_[static_cast<std::size_t>(a.first + n)] = {
               a.ring + at * token_bytes, a.positions + at, a.position + n,
-              a.normalisers == nullptr ? nullptr : a.normalisers + at * spec_.query_heads};
+              a.normalisers == nullptr ? nullptr : a.normalisers + at * spec().query_heads};
         }
     }
     const auto lines = static_cast<std::int32_t>(step_places_.size());
@@ -313,7 +244,6 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
     step_dtype_ = t.query_dtype;
     step_normalised_ = t.log_sum_exp;
     basis_ = t.basis;
-    basis_known_ = true;
     recorded_.assign(sequences_->full_layers().size(), step_captured_ || tokens == 0 ? 1 : 0);
   }
   sequences_->changed();
@@ -322,7 +252,7 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
     SequenceState& s = *sequences_->met()[i];
     find_positions(first, i, s);
     const auto own = static_cast<std::int32_t>(positions_.size());
-    count(s, own);
+    count(t.sequences[i], s);
     s.step = step_;
     s.step_tokens = own;
     for (std::int32_t l = 0; l < static_cast<std::int32_t>(sequences_->full_layers().size()); ++l)
@@ -330,21 +260,19 @@ KVKEEP_INLINE void Keeper::begin_step(const StepTokens& t) {
   }
 }
 
-KVKEEP_INLINE void Keeper::record(std::int32_t layer, const Tensor& queries, const Tensor& log_sum_exp) {
-  KVKEEP_REQUIRE(layer >= 0 && layer < spec_.num_layers(), "record: layer ", layer, " is out of range; allowed 0 to ",
-                 spec_.num_layers() - 1);
-  const std::int32_t index = sequences_->index_of(layer);
-  if (index < 0 || needs_.queries == 0) return;
+KVKEEP_INLINE void Observer::record(std::int32_t layer, const Tensor& queries, const Tensor& log_sum_exp) {
+  const std::int32_t index = sequences_->index_of("record", layer);
+  if (index < 0 || queries_ == 0) return;
   KVKEEP_REQUIRE_AS(StateError, step_table_ != nullptr, "record: no step has begun; allowed after begin_step()");
   const std::int32_t indptr[] = {
       0, queries.defined() && queries.dim() == 3 ? static_cast<std::int32_t>(queries.size(0)) : 0};
   const Observation own{
       .layer = layer, .sequences = {}, .indptr = indptr, .queries = queries, .log_sum_exp = log_sum_exp};
-  check_queries("record", own);
-  check_normalisers("record", own);
+  check_queries("record", own, spec(), machine_->device(), *policy_);
+  check_normalisers("record", own, spec(), machine_->device());
   KVKEEP_REQUIRE(queries.dtype() == step_dtype_, "record: queries of layer ", layer, " are ", queries.dtype(),
                  ", but the step began with ", step_dtype_, "; allowed what begin_step() was given");
-  MachineMemory& memory = provided_.machine().memory();
+  MachineMemory& memory = machine_->memory();
   const bool capturing = memory.capturing();
   KVKEEP_REQUIRE_AS(StateError, indptr[1] <= step_room_ && (capturing || indptr[1] >= step_tokens_),
                     "record: ", indptr[1], " queries of layer ", layer, "; allowed ", capturing ? 0 : step_tokens_,
@@ -354,9 +282,28 @@ KVKEEP_INLINE void Keeper::record(std::int32_t layer, const Tensor& queries, con
                  step_normalised_ ? "with them" : "without them");
   step_captured_ = step_captured_ || capturing;
   recorded_[static_cast<std::size_t>(index)] = 1;
-  const QueryLayout layout = keeper_observe_detail::layout_of(own, spec_);
+  const QueryLayout layout = observer_detail::layout_of(own, spec());
   memory.push_queries(static_cast<const QueryPlace*>(step_table_.get()), indptr[1], layout,
-                      QueryRing::offset_of(index, needs_.queries, layout.heads * layout.head_bytes, layout.heads));
+                      QueryRing::offset_of(index, queries_, layout.heads * layout.head_bytes, layout.heads));
+}
+
+KVKEEP_INLINE void Observer::require_shown(const char* operation, SequenceId id, const SequenceState& s,
+                                         std::int32_t layer, std::int64_t shown) const {
+  KVKEEP_REQUIRE_AS(StateError, queries_ == 0 || shown == s.logical, operation, ": layer ", layer, " has shown ",
+                    shown, " of the ", s.logical, " tokens of sequence ", id,
+                    "; observe() or record() every full layer in each step");
+}
+
+KVKEEP_INLINE void Observer::require_shown(const char* operation, SequenceId id, const SequenceState& s) const {
+  for (std::size_t l = 0; l < sequences_->full_layers().size(); ++l)
+    require_shown(operation, id, s, sequences_->full_layers()[l],
+                  s.prefix + s.ring.seen(static_cast<std::int32_t>(l)));
+}
+
+KVKEEP_INLINE void Observer::require_recorded(const char* operation, SequenceId id, const SequenceState& s) const {
+  if (s.step != step_) return;
+  for (std::size_t l = 0; l < recorded_.size(); ++l)
+    if (recorded_[l] == 0) require_shown(operation, id, s, sequences_->full_layers()[l], s.logical - s.step_tokens);
 }
 
 }  // namespace kvkeep

@@ -1,6 +1,5 @@
 #pragma once
-// Bodies of keeper.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
-// Keeper's part of a prompt, layer by layer while it runs.
+// Bodies of prompts.h: compiled by src/parts, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
 #include <cmath>
@@ -12,10 +11,13 @@
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
-#include "kvkeep/keeper/keeper.h"
+#include "kvkeep/parts/check_observation.h"
+#include "kvkeep/parts/given.h"
+#include "kvkeep/parts/prompts.h"
+#include "kvkeep/policy/policy.h"
 
-namespace kvkeep {
-namespace narrow_detail {
+namespace kvkeep::parts {
+namespace prompts_detail {
 
 /// The number of newest tokens of a prompt of `tokens` that all continued.
 inline std::int32_t tail_of(std::span<const std::int32_t> places, std::int32_t tokens) {
@@ -108,11 +110,12 @@ inline void check_finite(SequenceId sequence, const RowGroup& group, const Model
   });
 }
 
-}  // namespace narrow_detail
+}  // namespace prompts_detail
 
 /// One prompt at one layer: the input of its decision, then the decision; nothing of it is applied yet.
-struct Keeper::LayerPlan {
+struct Prompts::LayerPlan {
   SequenceState* sequence = nullptr;
+  Prompt* prompt = nullptr;
   SequenceId id = 0;
   std::int32_t layer = 0;
   std::size_t place = 0;  ///< in the view
@@ -122,12 +125,14 @@ struct Keeper::LayerPlan {
   std::int64_t slots_dropped = 0, bytes_moved = 0;
 };
 
-KVKEEP_INLINE bool Keeper::begins_prompt(const SequenceState& s, std::int32_t tokens) const {
-  return policy_->narrows() && tokens > 0 && s.logical == 0 && s.prefix == 0 && !s.report;
-}
-
-KVKEEP_INLINE Keeper::Begun Keeper::begin_prompt(SequenceState& s, std::span<const std::int32_t> positions) const {
-  const auto tokens = static_cast<std::int32_t>(positions.size()), layers = spec_.num_layers();
+KVKEEP_INLINE void Prompts::reserve_tokens(SequenceId id, const SequenceState& s,
+                                           std::span<const std::int32_t> positions) {
+  const Prompt* const had = prompts_.find(id);
+  if (positions.empty() || s.logical > 0 || (had != nullptr && !had->begins)) return;
+  const auto tokens = static_cast<std::int32_t>(positions.size()), layers = spec().num_layers();
+  KVKEEP_REQUIRE(s.prompt <= tokens, "observe: sequence ", id, " passes ", tokens, " of the ", s.prompt,
+                 " tokens of its prompt; ", policy().name(),
+                 " compares layers over the whole prompt; allowed all of it in one step");
   PromptReport report{.tokens = tokens,
                       .selection_layer = -1,
                       .relative_variance = std::vector<double>(static_cast<std::size_t>(layers),
@@ -135,44 +140,53 @@ KVKEEP_INLINE Keeper::Begun Keeper::begin_prompt(SequenceState& s, std::span<con
                       .entered = std::vector<std::int32_t>(static_cast<std::size_t>(layers)),
                       .going_on = std::vector<std::int32_t>(positions.size())};
   std::iota(report.going_on.begin(), report.going_on.end(), 0);
-  return {.sequence = &s,
-          .pass = policy_->begin_prompt(provided_.machine(), spec_, tokens),
-          .present = {positions.begin(), positions.end()},
-          .report = std::move(report)};
+  prompts_[id] = {policy().begin_prompt(machine(), spec(), tokens), std::move(report),
+                  Passing{.tokens = tokens, .present = {positions.begin(), positions.end()}, .tail = tokens}};
 }
 
-KVKEEP_INLINE Keeper::LayerPlan Keeper::plan_layer(SequenceState& s, const Observation& o, std::size_t i,
-                                                   const CacheView& view) const {
-  const SequenceId id = o.sequences[i];
+KVKEEP_INLINE void Prompts::append(SequenceId id, SequenceState& s) noexcept {
+  if (Prompt* const prompt = prompts_.find(id); prompt != nullptr && prompt->begins)
+    s.passing = *std::exchange(prompt->begins, {});
+}
+
+KVKEEP_INLINE void Prompts::check_step(SequenceId id, const SequenceState& s) const {
+  KVKEEP_REQUIRE_AS(StateError, !s.passing, "step: the prompt of sequence ", id, " has only reached layer ",
+                    s.passing->next_layer, "; allowed after narrow() of the last layer");
+}
+
+KVKEEP_INLINE Prompts::LayerPlan Prompts::plan_layer(SequenceId id, SequenceState& s, const Observation& o,
+                                                     std::size_t i, const CacheView& view) {
+  const ModelSpec& model = spec();
   const auto place = static_cast<std::size_t>(std::ranges::find(view.sequences, id) - view.sequences.begin());
   KVKEEP_REQUIRE(place < view.sequences.size(), "narrow: sequence ", id,
                  " is not in the view; allowed a view of the step's sequences");
-  KVKEEP_REQUIRE_AS(StateError, s.next_layer == o.layer, "narrow: layer ", o.layer, " of the prompt of sequence ", id,
-                    "; layer ", s.next_layer, " comes next; allowed only that");
-  const auto present = static_cast<std::int32_t>(s.present.size());
+  KVKEEP_REQUIRE_AS(StateError, s.passing->next_layer == o.layer, "narrow: layer ", o.layer,
+                    " of the prompt of sequence ", id, "; layer ", s.passing->next_layer,
+                    " comes next; allowed only that");
+  const auto present = static_cast<std::int32_t>(s.passing->present.size());
   KVKEEP_REQUIRE(o.indptr[i + 1] - o.indptr[i] == present, "narrow: layer ", o.layer, " passes ",
                  o.indptr[i + 1] - o.indptr[i], " tokens of sequence ", id, "; ", present,
                  " continued to it; allowed exactly these");
-  KVKEEP_REQUIRE(view.lengths.per_row() || spec_.num_layers() * spec_.kv_heads == 1,
+  KVKEEP_REQUIRE(view.lengths.per_row() || model.num_layers() * model.kv_heads == 1,
                  "narrow: the view has one length per sequence, but layers of a prompt end up with different ones; "
                  "allowed one length per row");
 
-  LayerPlan plan{.sequence = &s, .id = id, .layer = o.layer, .place = place};
-  for (std::int32_t h = 0; h < spec_.kv_heads; ++h) {
-    const std::int32_t held = view.lengths.at(place, o.layer * spec_.kv_heads + h);
+  LayerPlan plan{.sequence = &s, .prompt = prompts_.find(id), .id = id, .layer = o.layer, .place = place};
+  for (std::int32_t h = 0; h < model.kv_heads; ++h) {
+    const std::int32_t held = view.lengths.at(place, o.layer * model.kv_heads + h);
     KVKEEP_REQUIRE_AS(StateError, held == present, "narrow: sequence ", id, " holds ", held, " slots in layer ",
                       o.layer, ", head ", h, "; ", present, " tokens continued to it");
   }
-  if (needs_.given_scores) part<parts::Given>().require_all("narrow", id, s, o.layer);
+  if (const Given* const given = sequences().find<Given>()) given->require_all("narrow", id, s, o.layer);
   const std::int32_t due = static_cast<std::int32_t>(place);
-  plan.table = make_rows(spec_, view, {&o.layer, 1}, {&due, 1});
+  plan.table = make_rows(model, view, {&o.layer, 1}, {&due, 1});
   if (plan.table.page_size > 0)
-    narrow_detail::check_prompt_pages(view, place, s.report->tokens, plan.table.page_size,
-                                      std::get<PagedKv>(view.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
-  const std::int32_t wanted = plan.queries = s.pass->wants(o.layer, present);
+    prompts_detail::check_prompt_pages(view, place, s.passing->tokens, plan.table.page_size,
+                                       std::get<PagedKv>(view.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
+  const std::int32_t wanted = plan.queries = plan.prompt->pass->wants(o.layer, present);
   if (wanted == 0) return plan;
-  narrow_detail::require_own_cache(view, place, plan.table);
-  for (Row& row : plan.table.rows) s.columns->describe(sequences_->row_of(row.layer, row.head), row);
+  prompts_detail::require_own_cache(view, place, plan.table);
+  for (Row& row : plan.table.rows) s.columns->describe(sequences().row_of(row.layer, row.head), row);
   RowGroup& group = plan.table.groups.front();
   const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
   group.queries = {
@@ -180,162 +194,169 @@ KVKEEP_INLINE Keeper::LayerPlan Keeper::plan_layer(SequenceState& s, const Obser
       .dtype = o.queries.dtype(),
       .token_stride = o.queries.step(0) * bytes,
       .head_stride = o.queries.step(1) * bytes,
-      .positions = s.present.data() + present - wanted,
+      .positions = s.passing->present.data() + present - wanted,
       .ring = wanted,
       .begin = 0,
       .count = wanted};
   group.next_position = s.next_position;
   group.prompt_end = s.next_position;
-  group.seen = group.prompt = {s.report->tokens};
+  group.seen = group.prompt = {s.passing->tokens};
   if (s.columns->on_host())
-    narrow_detail::check_finite(id, group, spec_);  // on a device scores are NaN then, which rank last
+    prompts_detail::check_finite(id, group, model);  // on a device scores are NaN then, which rank last
   else
     group.newest = s.columns->newest();
   return plan;
 }
 
-KVKEEP_INLINE LayerReport Keeper::narrow(const Observation& o, const CacheView& view) {
+KVKEEP_INLINE LayerReport Prompts::narrow(const Observation& o, const CacheView& view) {
   LayerReport report;
   std::vector<LayerPlan> plans;
   bool checked = false;
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    SequenceState& s = sequences_->at(o.sequences[i]);
-    if (s.pass == nullptr) continue;
+    SequenceState& s = sequences().at(o.sequences[i]);
+    if (!s.passing) continue;
     if (!std::exchange(checked, true)) {
-      sequences_->meet("narrow", o.sequences, o.indptr);
-      check_queries("narrow", o);
-      check_basis("narrow", o.basis);
-      layout_.check(spec_, view);
+      sequences().meet("narrow", o.sequences, o.indptr);
+      check_queries("narrow", o, spec(), machine().device(), policy());
+      check_basis("narrow", o.basis, sequences().without_rope());
+      layout_.check(spec(), view);
     }
-    plans.push_back(plan_layer(s, o, i, view));
+    plans.push_back(plan_layer(o.sequences[i], s, o, i, view));
   }
   // Passes remember what they have seen: none decides before everything that could be refused has been checked, in
   // every prompt.
   decide_layer(plans, o, view);
+  const std::int32_t layers = spec().num_layers(), heads = spec().kv_heads;
+  Totals& totals = sequences().totals;
   for (LayerPlan& plan : plans) {
     SequenceState& s = *plan.sequence;
+    PromptReport& of_prompt = plan.prompt->report;
     Narrowing narrowing{.sequence = plan.id, .slots_dropped = plan.slots_dropped, .bytes_moved = plan.bytes_moved};
-    s.report->entered[static_cast<std::size_t>(plan.layer)] = static_cast<std::int32_t>(s.present.size());
+    of_prompt.entered[static_cast<std::size_t>(plan.layer)] = static_cast<std::int32_t>(s.passing->present.size());
     if (plan.decision.relative_variance)
-      s.report->relative_variance[static_cast<std::size_t>(plan.layer)] = *plan.decision.relative_variance;
-    if (plan.decision.reason == Reason::select_layer) s.report->selection_layer = plan.layer;
-    s.next_layer = plan.layer + 1;
-    sequences_->changed();
+      of_prompt.relative_variance[static_cast<std::size_t>(plan.layer)] = *plan.decision.relative_variance;
+    if (plan.decision.reason == Reason::select_layer) of_prompt.selection_layer = plan.layer;
+    s.passing->next_layer = plan.layer + 1;
+    sequences().changed();
     if (plan.decision.narrow) let_go_on(plan, view, narrowing);
     if (plan.decision.cut || plan.decision.narrow) report.prompts.push_back(narrowing);
-    totals_.slots_dropped += narrowing.slots_dropped;
-    totals_.bytes_moved += narrowing.bytes_moved;
+    totals.slots_dropped += narrowing.slots_dropped;
+    totals.bytes_moved += narrowing.bytes_moved;
     if (narrowing.afresh) {
       begin_afresh(plan, view, report);
-    } else if (plan.layer + 1 == spec_.num_layers()) {
-      s.pass.reset();
+    } else if (plan.layer + 1 == layers) {
+      s.passing.reset();
+      plan.prompt->pass.reset();
       if (s.last_event == s.logical)  // layers hold different numbers of the prompt's slots
-        for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
-          s.prompt_slots[static_cast<std::size_t>(l)] = s.columns->length(sequences_->row_of(l, 0));
-      std::int64_t longest = 0, shortest = s.report->tokens;
-      for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) {
+        for (std::int32_t l = 0; l < layers; ++l)
+          s.prompt_slots[static_cast<std::size_t>(l)] = s.columns->length(sequences().row_of(l, 0));
+      std::int64_t longest = 0, shortest = of_prompt.tokens;
+      for (std::int32_t r = 0; r < layers * heads; ++r) {
         longest = std::max<std::int64_t>(longest, s.columns->length(r));
         shortest = std::min<std::int64_t>(shortest, s.columns->length(r));
       }
       const std::int32_t page_size = plan.table.page_size;
       // Reported even if no page became free: whoever shares pages must know how short the shortest row is.
-      if (page_size > 0 && shortest < s.report->tokens)
-        report.pages.push_back(narrow_detail::drop_pages(view, plan.place, s.report->tokens, longest, page_size));
+      if (page_size > 0 && shortest < of_prompt.tokens)
+        report.pages.push_back(prompts_detail::drop_pages(view, plan.place, of_prompt.tokens, longest, page_size));
     }
   }
-  for (const PageMove& move : report.pages) totals_.pages_freed += static_cast<std::int64_t>(move.freed.size());
+  for (const PageMove& move : report.pages) totals.pages_freed += static_cast<std::int64_t>(move.freed.size());
   give_back_pages(report.pages, view.pages);
   return report;
 }
 
 /// Decides for every prompt that this layer decides, together, and drops the slots that do not stay.
-KVKEEP_INLINE void Keeper::decide_layer(std::span<LayerPlan> plans, const Observation& o, const CacheView& view) {
+KVKEEP_INLINE void Prompts::decide_layer(std::span<LayerPlan> plans, const Observation& o, const CacheView& view) {
   RowTable table;
   std::vector<PromptPass*> passes;
   std::vector<LayerPlan*> deciding;
   for (LayerPlan& plan : plans) {
     if (plan.queries == 0) continue;
-    narrow_detail::append(table, plan.table);
-    passes.push_back(plan.sequence->pass.get());
+    prompts_detail::append(table, plan.table);
+    passes.push_back(plan.prompt->pass.get());
     deciding.push_back(&plan);
   }
   if (passes.empty()) return;
-  Machine& machine = provided_.machine();
-  const LayerDecision layer = policy_->decide_layer(machine,
-                                                    {.spec = spec_,
+  const LayerDecision layer = policy().decide_layer(machine(),
+                                                    {.spec = spec(),
                                                      .table = table,
                                                      .basis = o.basis,
                                                      .moment = Moment::prefill_layer,
-                                                     .output_projections = provided_.output_projections},
+                                                     .output_projections = output_projections()},
                                                     passes);
   for (std::size_t i = 0; i < deciding.size(); ++i) deciding[i]->decision = layer.prompts[i];
   if (!layer.rows.keep) return;
   const KeepSet& keep = *layer.rows.keep;
+  const auto heads = static_cast<std::size_t>(spec().kv_heads);
   std::vector<ColumnTarget> targets;
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
-    LayerPlan& plan = *deciding[r / static_cast<std::size_t>(spec_.kv_heads)];
+    LayerPlan& plan = *deciding[r / heads];
     const Row& row = table.rows[r];
     if (!plan.decision.cut) {
       targets.emplace_back();
       continue;
     }
     if (row.head == 0) plan.sequence->columns->bring_newest();
-    targets.push_back(
-        plan.sequence->columns->reserve_settled(sequences_->row_of(row.layer, row.head), keep.count(r), false, false));
+    targets.push_back(plan.sequence->columns->reserve_settled(sequences().row_of(row.layer, row.head), keep.count(r),
+                                                              false, false));
     plan.bytes_moved += bytes_to_move(table, keep, r);
     plan.slots_dropped += row.length - keep.count(r);
   }
-  for (const std::unique_ptr<Part>& part : parts_) part->reserve({table, layer.rows, view.sequences});
-  machine.move(table, layer.rows, {}, targets);
+  const PartEvent event{table, layer.rows, view.sequences};
+  for (const std::unique_ptr<Part>& part : sequences().parts()) part->reserve(event);
+  machine().move(table, layer.rows, {}, targets);
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
-    const LayerPlan& plan = *deciding[r / static_cast<std::size_t>(spec_.kv_heads)];
+    const LayerPlan& plan = *deciding[r / heads];
     if (!plan.decision.cut) continue;
     const Row& row = table.rows[r];
     SequenceState& s = *plan.sequence;
-    s.columns->settle(sequences_->row_of(row.layer, row.head), keep, r, nullptr, nullptr);
-    for (const std::unique_ptr<Part>& part : parts_)
-      if (row.head == 0)
-        part->settle({table, layer.rows, view.sequences}, r / static_cast<std::size_t>(spec_.kv_heads));
-    view.lengths.at(plan.place, row.layer * spec_.kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
+    s.columns->settle(sequences().row_of(row.layer, row.head), keep, r, nullptr, nullptr);
+    if (row.head == 0)
+      for (const std::unique_ptr<Part>& part : sequences().parts()) part->settle(event, r / heads);
+    view.lengths.at(plan.place, row.layer * spec().kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     s.last_event = s.logical;
     s.event_position = s.next_position;
   }
 }
 
-KVKEEP_INLINE void Keeper::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
+KVKEEP_INLINE void Prompts::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
   SequenceState& s = *plan.sequence;
   const TokenSet& narrow = *plan.decision.narrow;
   const std::span<const std::int32_t> places{narrow.tokens.data<std::int32_t>(),
                                              static_cast<std::size_t>(narrow.tokens.numel())};
   report.tokens = std::vector<std::int32_t>(places.begin(), places.end());
   report.afresh = narrow.afresh;
-  s.report->going_on = narrow_detail::those_at(places, s.report->going_on);
-  s.present = narrow_detail::those_at(places, s.present);
-  s.tail = narrow_detail::tail_of(s.report->going_on, s.report->tokens);
+  std::vector<std::int32_t>& going_on = plan.prompt->report.going_on;
+  going_on = prompts_detail::those_at(places, going_on);
+  s.passing->present = prompts_detail::those_at(places, s.passing->present);
+  s.passing->tail = prompts_detail::tail_of(going_on, s.passing->tokens);
   s.last_event = s.logical;
   s.event_position = s.next_position;
-  if (narrow.afresh || plan.layer + 1 == spec_.num_layers()) return;
-  s.columns->narrow(sequences_->row_of(plan.layer + 1, 0), places, s.present);
-  for (std::int32_t r = (plan.layer + 1) * spec_.kv_heads; r < spec_.num_layers() * spec_.kv_heads; ++r)
+  const std::int32_t next = plan.layer + 1, layers = spec().num_layers(), heads = spec().kv_heads;
+  if (narrow.afresh || next == layers) return;
+  s.columns->narrow(sequences().row_of(next, 0), places, s.passing->present);
+  for (std::int32_t r = next * heads; r < layers * heads; ++r)
     view.lengths.at(plan.place, r) = static_cast<std::int32_t>(places.size());
 }
 
 /// The first pass is over: only what it chose remains.
-KVKEEP_INLINE void Keeper::begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report) {
-  PromptReport of_first_pass = std::move(*plan.sequence->report);
+KVKEEP_INLINE void Prompts::begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report) {
+  PromptReport of_first_pass = std::move(plan.prompt->report);
   of_first_pass.second_pass = true;
   const std::int32_t page_size = plan.table.page_size;
-  leave(plan.id);
-  join(plan.id, 0, static_cast<std::int32_t>(of_first_pass.going_on.size()));
-  for (std::int32_t r = 0; r < spec_.num_layers() * spec_.kv_heads; ++r) view.lengths.at(plan.place, r) = 0;
+  sequences().leave(plan.id);
+  sequences().join(plan.id, 0, static_cast<std::int32_t>(of_first_pass.going_on.size()));
+  for (std::int32_t r = 0; r < spec().num_layers() * spec().kv_heads; ++r) view.lengths.at(plan.place, r) = 0;
   if (page_size > 0)
-    report.pages.push_back(narrow_detail::drop_pages(view, plan.place, of_first_pass.tokens, 0, page_size));
-  sequences_->at(plan.id).report = std::move(of_first_pass);
+    report.pages.push_back(prompts_detail::drop_pages(view, plan.place, of_first_pass.tokens, 0, page_size));
+  prompts_[plan.id].report = std::move(of_first_pass);
 }
 
-KVKEEP_INLINE const PromptReport* Keeper::prompt_report(SequenceId sequence) const {
-  const SequenceState& s = sequences_->at(sequence);
-  return s.report ? &*s.report : nullptr;
+KVKEEP_INLINE const PromptReport* Prompts::report_of(SequenceId sequence) const {
+  static_cast<void>(sequences().at(sequence));
+  const Prompt* const prompt = prompts_.find(sequence);
+  return prompt == nullptr || prompt->begins ? nullptr : &prompt->report;
 }
 
-}  // namespace kvkeep
+}  // namespace kvkeep::parts
