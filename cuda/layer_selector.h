@@ -12,14 +12,6 @@
 
 namespace kvkeep::cuda {
 
-/// The state of one prompt, on the device. A prompt begins with LayerSelection{}.
-struct LayerSelection {
-  double first = -1;                                           ///< variance at min_layer; below 0: not known yet
-  double relative = std::numeric_limits<double>::quiet_NaN();  ///< of the newest layer seen, as a share of `first`; NaN
-                                                               ///< if none was computed
-  std::int32_t layer = -1;                                     ///< that selected; -1: none so far
-};
-
 /// Which of LayerSelectorOptions::ranked_layers() places a layer's ranks go to, over the oldest ones.
 [[nodiscard]] constexpr std::int32_t rank_place(const LayerSelectorOptions& options, std::int32_t layer) {
   return layer % options.ranked_layers();

@@ -7,7 +7,6 @@
 #include <numeric>
 
 #include "compact.h"
-#include "device_columns.h"
 #include "device_folds.h"
 #include "event.h"
 #include "given.h"
@@ -34,7 +33,12 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   [[nodiscard]] MachineMemory& memory() const override { return const_cast<CudaAccelerator&>(*this); }
 
-  [[nodiscard]] std::vector<std::string> problems(const Demand& demand, const ModelSpec& spec) const override {
+  [[nodiscard]] std::vector<std::string> problems(const Ask& ask, const ModelSpec& spec) const override {
+    const auto* const layer = std::get_if<LayerDemand>(&ask);
+    return layer == nullptr ? problems(std::get<Demand>(ask), spec) : problems(*layer, spec);
+  }
+
+  [[nodiscard]] std::vector<std::string> problems(const Demand& demand, const ModelSpec& spec) const {
     std::vector<std::string> found;
     if (kernels_of(demand.scorer) == nullptr)
       found.push_back(text("device: scorer ", demand.scorer.name(), " has no kernel; given ", device_.str(),
@@ -49,10 +53,12 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                              " of ", dim, " numbers; allowed up to ", kMostDim, " on ", device_.str()));
     }
     for (std::string& one : fold_problems(demand, spec, device_)) found.push_back(std::move(one));
+    if (demand.memory != nullptr)
+      for (std::string& one : memory_problems(*demand.memory, spec, device_)) found.push_back(std::move(one));
     return found;
   }
 
-  [[nodiscard]] std::vector<std::string> problems(const LayerDemand& demand, const ModelSpec& spec) const override {
+  [[nodiscard]] std::vector<std::string> problems(const LayerDemand& demand, const ModelSpec& spec) const {
     std::vector<std::string> found;
     if (spec.key_dim > kMostDim)
       found.push_back(text("key_dim: ", demand.policy, " reads keys of ", spec.key_dim, " numbers; allowed up to ",
@@ -74,12 +80,13 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     return found;
   }
 
-  [[nodiscard]] std::unique_ptr<PromptRanks> ranks(const LayerSelectorOptions& options, std::int32_t tokens) override {
-    return make_ranks(options, tokens, pool_);
+  [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits, const Ask& ask) override {
+    const auto* const layer = std::get_if<LayerDemand>(&ask);
+    return layer == nullptr ? begin(evidence, limits, std::get<Demand>(ask)) : begin(evidence, limits, *layer);
   }
 
-  [[nodiscard]] std::unique_ptr<LayerEvent> begin_layer(const Evidence& evidence, const Limits& limits,
-                                                        const LayerDemand& demand) override {
+  [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits,
+                                             const LayerDemand& demand) {
     const std::vector<std::string> why_not = problems(demand, evidence.spec);
     KVKEEP_REQUIRE_AS(Unsupported, why_not.empty(), "narrow: ", why_not.empty() ? "" : why_not.front());
     KVKEEP_REQUIRE_AS(StateError, !capturing(),
@@ -94,22 +101,13 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     return event;
   }
 
-  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec) const override {
-    return memory_problems(memory, spec, device_);
-  }
-
   [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
                                                             const MemoryOptions& memory) override {
     return std::make_unique<DeviceFolds>(spec, memory, bounds_, pool_, *this, staging_,
                                          [this](const Decision& decision) { require_newest(decision); });
   }
 
-  [[nodiscard]] std::unique_ptr<Columns> columns(std::int32_t rows) override {
-    return std::make_unique<DeviceColumns>(rows, *this);
-  }
-
-  [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits,
-                                             const Demand& demand) override {
+  [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits, const Demand& demand) {
     const std::vector<std::string> why_not = problems(demand, evidence.spec);
     KVKEEP_REQUIRE_AS(Unsupported, why_not.empty(), "decide: ", why_not.empty() ? "" : why_not.front());
     const std::vector<std::int32_t> most = kernels_of(demand.allocator)->most(demand.allocator, evidence, limits);
@@ -128,19 +126,8 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     return event;
   }
 
-  [[nodiscard]] Decision decide(const KVPolicy& policy, const Evidence& evidence) override {
-    if (memory_.given() >= 0) {
-      const std::int64_t needed = workspace_bytes(policy, evidence);
-      KVKEEP_REQUIRE_AS(StateError, needed <= memory_.given(), "decide: the workspace holds ", memory_.given(),
-                        " bytes, but this event needs ", needed, "; allowed at least that, or no workspace");
-    } else if (!memory_.has_served(evidence.table)) {
-      memory_.reserve(workspace_bytes(policy, evidence), evidence.table);
-      ++serial_;  // what earlier decisions hold may be gone
-    }
-    return policy.decide(*this, evidence);
-  }
-
-  [[nodiscard]] std::int64_t workspace_bytes(const KVPolicy& policy, const Evidence& evidence) override {
+  std::int64_t workspace(const KVPolicy& policy, const Evidence& evidence, bool take) override {
+    if (take && memory_.given() < 0 && memory_.has_served(evidence.table)) return 0;
     memory_.begin_counting();
     dry_ = true;
     try {
@@ -150,7 +137,16 @@ class CudaAccelerator final : public Machine, public MachineMemory {
       throw;
     }
     dry_ = false;
-    return memory_.counted();
+    const std::int64_t needed = memory_.counted();
+    if (!take) return needed;
+    if (memory_.given() >= 0) {
+      KVKEEP_REQUIRE_AS(StateError, needed <= memory_.given(), "decide: the workspace holds ", memory_.given(),
+                        " bytes, but this event needs ", needed, "; allowed at least that, or no workspace");
+    } else {
+      memory_.reserve(needed, evidence.table);
+      ++serial_;  // what earlier decisions hold may be gone
+    }
+    return needed;
   }
 
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
@@ -214,7 +210,6 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override { return pool_.allocate(bytes); }
 
-  [[nodiscard]] bool reads_normalisers() const override { return true; }
   [[nodiscard]] bool captured() const override { return pool_.captured(); }
 
   [[nodiscard]] bool capturing() const override { return is_capturing(pool_.current()); }

@@ -111,7 +111,7 @@ struct DeviceWindow {
 using Constants = std::map<const void*, DeviceMemory>;
 
 /// An event on a device. Launches go to the stream that was current when it began.
-class CudaEvent final : public LayerEvent {
+class CudaEvent final : public Event {
  public:
   /// `dry`: nothing is launched, and memory is only counted.
   CudaEvent(const Evidence& given, const Limits& limits_given, DevicePool& pool, EventMemory& memory, Staging& staging,
@@ -228,10 +228,6 @@ class CudaEvent final : public LayerEvent {
   std::byte* lists_ = nullptr;   ///< the state of every listed prompt if they are ranked, then the lists
   std::int64_t list_bytes_ = 0;  ///< of all that
 };
-
-/// Ranks of one prompt on a device. Allocates at the first layer that is ranked.
-[[nodiscard]] std::unique_ptr<PromptRanks> make_ranks(const LayerSelectorOptions& options, std::int32_t tokens,
-                                                      const DevicePool& pool);
 
 /// f32, f16 or bf16. Throws Unsupported for other dtypes.
 [[nodiscard]] Element element_of(const char* what, Dtype dtype);

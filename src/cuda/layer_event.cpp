@@ -10,41 +10,15 @@
 namespace kvkeep::cuda {
 namespace {
 
-class DeviceRanks final : public PromptRanks {
- public:
-  DeviceRanks(const LayerSelectorOptions& given, std::int32_t of, const DevicePool& pool)
-      : options(given), tokens(of), pool_(pool) {
-    static_cast<void>(LayerSelector(given, of));  // throws for what it refuses
-  }
-  [[nodiscard]] bool wants(std::int32_t layer) const override {
-    return state.layer < 0 && tokens > options.select && options.wants_ranks(layer);
-  }
-  [[nodiscard]] std::int32_t layer() const override { return state.layer; }
-  [[nodiscard]] double relative_variance() const override { return state.relative; }
+/// Tokens of a prompt before the window.
+std::int32_t ranked(const PromptRanks& ranks) { return ranks.tokens - ranks.options.window; }
 
-  /// Tokens before the window.
-  [[nodiscard]] std::int32_t ranked() const { return tokens - options.window; }
-  /// i32 [ranked_layers()][ranked()]
-  [[nodiscard]] std::int32_t* ring() {
-    if (ring_.get() == nullptr)
-      ring_ = pool_.allocate(std::int64_t{options.ranked_layers()} * ranked() *
-                             static_cast<std::int64_t>(sizeof(std::int32_t)));
-    return static_cast<std::int32_t*>(ring_.get());
-  }
-  /// The layer has decided.
-  void settle(const LayerSelection& found) {
-    state = found;
-    if (state.layer >= 0) ring_.reset();
-  }
-
-  LayerSelectorOptions options;
-  std::int32_t tokens;
-  LayerSelection state;
-
- private:
-  const DevicePool& pool_;
-  DeviceMemory ring_;
-};
+std::int32_t* ring_of(PromptRanks& ranks, DevicePool& pool) {
+  if (ranks.ring == nullptr)
+    ranks.ring = pool.allocate(std::int64_t{ranks.options.ranked_layers()} * ranked(ranks) *
+                               static_cast<std::int64_t>(sizeof(std::int32_t)));
+  return static_cast<std::int32_t*>(ranks.ring.get());
+}
 
 /// From one array to another, as launchers count.
 std::int64_t elements_between(const std::int32_t* from, const std::int32_t* to) {
@@ -54,11 +28,6 @@ std::int64_t elements_between(const std::int32_t* from, const std::int32_t* to) 
 }
 
 }  // namespace
-
-std::unique_ptr<PromptRanks> make_ranks(const LayerSelectorOptions& options, std::int32_t tokens,
-                                        const DevicePool& pool) {
-  return std::make_unique<DeviceRanks>(options, tokens, pool);
-}
 
 PromptScores CudaEvent::prompt_scores(const PromptScoreOptions& options) {
   const bool maximum = options.kind == PromptScoreOptions::Pool::maximum;
@@ -96,19 +65,19 @@ void CudaEvent::rank(const PromptScores& scores, std::span<PromptRanks* const> r
   const std::int32_t layer = evidence.table.groups.front().layer;
   std::vector<RankedPrompt> rings, newest;  // a prompt's ranks of all layers that are compared; of this one
   std::vector<LayerSelection> states;
-  const DeviceRanks* any = nullptr;
+  const PromptRanks* any = nullptr;
   std::int32_t* base = nullptr;
   std::int64_t first = 0;
   listed_.clear();
   for (std::size_t g = 0; g < ranks.size(); ++g) {
     const std::int32_t ranked = length_of(g) - asked_.window;
     if (ranks[g] != nullptr) {
-      auto& own = static_cast<DeviceRanks&>(*ranks[g]);
+      PromptRanks& own = *ranks[g];
       any = &own;
-      base = base == nullptr ? own.ring() : base;
+      base = base == nullptr ? ring_of(own, pool_) : base;
       const auto select = static_cast<std::int64_t>(own.options.select), n = std::ssize(rings);
       rings.push_back({.scores = first,
-                       .ranks = elements_between(base, own.ring()),
+                       .ranks = elements_between(base, ring_of(own, pool_)),
                        .stride = ranked,
                        .kept = n * select,
                        .ranked = ranked,
@@ -199,7 +168,8 @@ std::vector<std::optional<std::vector<std::int32_t>>> CudaEvent::chosen() {
     if (one.ranks != nullptr) {
       LayerSelection state;
       std::memcpy(&state, here.data() + n * sizeof state, sizeof state);
-      static_cast<DeviceRanks&>(*one.ranks).settle(state);
+      one.ranks->state = state;
+      if (state.layer >= 0) one.ranks->ring.reset();
       there = there || state.layer >= 0;
     }
     if (!there) continue;

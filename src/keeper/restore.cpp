@@ -144,7 +144,7 @@ void restore_columns(const Sequences& sequences, SequenceState& s, const StateFi
                        {tally.row(r).begin(), tally.row(r).end()},
                        {scores.begin(), scores.end()}});
   }
-  s.columns->take(std::move(columns), static_cast<std::int32_t>(firm));
+  s.columns.take(std::move(columns), static_cast<std::int32_t>(firm));
   for (std::size_t l = 0; last_event > 0 && l < s.prompt_slots.size(); ++l) {
     const auto own = positions.row(l * static_cast<std::size_t>(spec.kv_heads));
     s.prompt_slots[l] =
@@ -212,7 +212,7 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
                        list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event, s.asked,
                                                          s.next_position, s.settled, s.prompt_end, s.event_position},
                                Dtype::i64));
-  save_columns(tensors, *s.columns, needs_.given_scores);
+  save_columns(tensors, s.columns, needs_.given_scores);
   save_ring(tensors, s.ring, spec());
   for (const std::unique_ptr<Part>& part : sequences_->parts()) part->save(sequence, tensors);
   std::map<std::string, std::string> about{{"policy", policy_->to_json()}, {"model", model_json(spec())}};

@@ -57,7 +57,7 @@ void Surprisal::restore(SequenceId sequence, const SequenceState& s, const State
   const Tensor nats = state.tensor("surprisal", Dtype::f32, {-1}),
                tokens = state.tensor("surprisal.tokens", Dtype::i64, {1});
   const std::int64_t known = *tokens.data<std::int64_t>();
-  KVKEEP_REQUIRE(known >= 0 && known <= s.logical && s.logical - known <= std::ssize(s.columns->newest()) &&
+  KVKEEP_REQUIRE(known >= 0 && known <= s.logical && s.logical - known <= std::ssize(s.columns.newest()) &&
                      nats.numel() <= s.next_position,
                  "restore: ", known, " of ", s.logical, " tokens in ", state.where(),
                  " have their surprisal, up to position ", nats.numel() - 1,
@@ -109,9 +109,9 @@ void Ranks::restore(SequenceId sequence, const SequenceState& s, const StateFile
   const auto beyond = numbers_of<std::int32_t>(stored);
   for (std::int32_t i = 0; i < std::ssize(beyond); ++i) {
     const std::int32_t own = i % heads - spec().first_head, first = i / heads * spec().kv_heads;
-    const std::int64_t length = std::int64_t{s.columns->length(first)} + beyond[static_cast<std::size_t>(i)];
+    const std::int64_t length = std::int64_t{s.columns.length(first)} + beyond[static_cast<std::size_t>(i)];
     KVKEEP_REQUIRE(length >= 0 && length <= s.logical &&
-                       (own < 0 || own >= spec().kv_heads || length == s.columns->length(first + own)),
+                       (own < 0 || own >= spec().kv_heads || length == s.columns.length(first + own)),
                    "restore: KV head ", i % heads, " of layer ", layers[static_cast<std::size_t>(i / heads)], " in ",
                    state.where(), " holds ", length, " slots; allowed 0 to ", s.logical,
                    ", and as many as its row if it is here");

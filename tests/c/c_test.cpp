@@ -236,7 +236,7 @@ TEST(CInterface, NarrowsAPromptLayerByLayer) {
   const CacheView view{.layers = layers, .sequences = numbers.ids, .lengths = {lengths, kRows}};
   const Observation seen{.layer = 0, .sequences = numbers.ids, .indptr = numbers.indptr, .queries = numbers.queries[0]};
   cpp.observe(seen);
-  const LayerReport expected = cpp.narrow(seen, view);
+  const LayerReport expected = cpp.part<parts::Prompts>().narrow(seen, view);
 
   Arrays arrays;
   std::vector<kvkeep_layer_cache> layers_of_c;

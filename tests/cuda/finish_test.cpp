@@ -322,7 +322,7 @@ class Misled final : public KVPolicy {
     const Flat said;
     const AdaptiveHeads done({.safeguard = 0.2});
     const std::unique_ptr<Event> event =
-        machine.begin(evidence, limits, {name(), needs, scorer, said, Sharing::per_layer_per_head});
+        machine.begin(evidence, limits, Demand{name(), needs, scorer, said, Sharing::per_layer_per_head});
     Decision decision;
     event->allot(done, event->score(scorer, {}), {}, decision);
     return decision;

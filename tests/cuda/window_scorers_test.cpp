@@ -62,7 +62,7 @@ std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, con
   const Needs needs = scorer.needs();
   const Flat flat;
   const std::unique_ptr<Event> event =
-      machine->begin(evidence, c.limits, {"test", needs, scorer, flat, Sharing::per_layer_per_head});
+      machine->begin(evidence, c.limits, Demand{"test", needs, scorer, flat, Sharing::per_layer_per_head});
   WindowAttention seen;
   if (usage > 0)
     seen = event->attend(usage, false, {.usage = true});

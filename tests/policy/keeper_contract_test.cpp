@@ -582,18 +582,21 @@ TEST(KeeperContract, LetsAnyFullLayerShowTheTokensOfAPolicyWithoutQueries) {
 
 TEST(Columns, GiveBackTheMemoryOfALongPrompt) {
   constexpr std::int32_t kLong = 1 << 17, kKept = 1024, kInterval = 512;
-  HostColumns columns(4);
+  Columns columns(4);
   columns.reserve(kLong);
   columns.append(from(0, kLong));
   std::vector<std::int64_t> indptr{0};
   for (int r = 1; r <= 4; ++r) indptr.push_back(r * kKept);
-  KeepSet keep{.slots = at::zeros({4 * kKept}, at::TensorOptions().dtype(at::kInt)), .indptr = indptr};
+  Decision decision;
+  KeepSet& keep = decision.keep.emplace(
+      KeepSet{.slots = at::zeros({4 * kKept}, at::TensorOptions().dtype(at::kInt)), .indptr = indptr});
   for (std::int32_t j = 0; j < 4 * kKept; ++j) keep.slots.data<std::int32_t>()[j] = j % kKept * 2;
-  std::vector<float> credit(kLong);
-  std::iota(credit.begin(), credit.end(), 0.0F);
+  decision.credit = empty({kLong}, Dtype::f32);
+  std::iota(decision.credit->data<float>(), decision.credit->data<float>() + kLong, 0.0F);
   for (std::int32_t r = 0; r < 4; ++r) {
-    columns.reserve_settled(r, kKept, true, false);
-    columns.settle(r, keep, static_cast<std::size_t>(r), credit.data(), nullptr);
+    const ColumnTarget target = columns.reserve_settled(r, true, false);
+    move_columns({.length = kLong}, static_cast<std::size_t>(r), decision, target);
+    columns.settle(r, keep, static_cast<std::size_t>(r), true, false);
   }
   columns.finish_event(kInterval);
   EXPECT_LE(columns.bytes(), 4 * 4 * 2 * 2 * (kKept + kInterval));
@@ -607,9 +610,10 @@ TEST(Columns, GiveBackTheMemoryOfALongPrompt) {
 }
 
 TEST(Columns, TakeGivenScoresAlongWithTheTokensThatContinue) {
-  HostColumns columns(2);
+  Columns columns(2);
   columns.append(from(0, 6));
   for (std::int32_t r = 0; r < 2; ++r) {
+    columns.reserve_given();
     float* const given = columns.give(r, 5);
     std::iota(given, given + 5, 10.0F * static_cast<float>(r));
   }
@@ -622,7 +626,7 @@ TEST(Columns, TakeGivenScoresAlongWithTheTokensThatContinue) {
 }
 
 TEST(Columns, HoldNoMoreThanARowWhereRowsAreGiven) {
-  HostColumns columns(64);
+  Columns columns(64);
   std::vector<RowColumns> rows(64);
   for (std::int32_t r = 0; r < 64; ++r) rows[static_cast<std::size_t>(r)].positions = from(r * 1000, 1000);
   columns.take(std::move(rows), 0);

@@ -469,7 +469,7 @@ Scores scores_of(const Scorer& scorer, const ScorerArrangement& arrangement) {
   const Needs needs = scorer.needs();
   const Flat flat;
   return host()
-      .begin(evidence, arrangement.limits(), {scorer.name(), needs, scorer, flat, scorer.sharing()})
+      .begin(evidence, arrangement.limits(), Demand{scorer.name(), needs, scorer, flat, scorer.sharing()})
       ->share(scores, scorer.sharing());
 }
 

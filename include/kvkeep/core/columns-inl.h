@@ -2,124 +2,233 @@
 // Bodies of columns.h: compiled by src/core, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
+#include <array>
 #include <new>
+#include <utility>
 
 #include "kvkeep/core/columns.h"
-#include "kvkeep/core/grow.h"
 #include "kvkeep/core/header_only.h"
 
 namespace kvkeep {
 
-namespace columns_detail {
+KVKEEP_INLINE std::int32_t Columns::longest() const {
+  std::int32_t most = 0;
+  for (const RowLengths& row : rows_) most = std::max(most, row.length);
+  return most;
+}
 
-/// Reallocates a list to `size` numbers if it has room for more than twice as many. Without memory for the copy, the
-/// list is left as it is.
-template <class T>
-void give_back(std::vector<T>& list, std::size_t size) noexcept {
-  if (list.capacity() <= 2 * size) return;
+KVKEEP_INLINE void Columns::resize(std::int32_t capacity) {
+  const std::int32_t used = std::min({longest(), capacity_, capacity});
+  const std::array<DeviceMemory*, 4> columns = {&positions_, &credit_, &tally_, &given_};
+  std::array<DeviceMemory, 4> other;  // all allocated before anything is replaced
+  for (std::size_t c = 0; c < columns.size(); ++c)
+    if (*columns[c] != nullptr || columns[c] == &positions_) other[c] = column(capacity);
+  retired_.reserve(retired_.size() + columns.size());
+  for (std::size_t c = 0; c < columns.size(); ++c) {
+    if (other[c] == nullptr) continue;
+    if (*columns[c] != nullptr)
+      memory_->copy_rows(other[c].get(), std::int64_t{capacity} * 4, columns[c]->get(), std::int64_t{capacity_} * 4,
+                         std::int64_t{used} * 4, std::ssize(rows_));
+    std::swap(*columns[c], other[c]);
+    if (memory_->captured() && other[c]) retired_.push_back(std::move(other[c]));
+  }
+  capacity_ = capacity;
+}
+
+KVKEEP_INLINE void Columns::reserve(std::int32_t slots) {
+  constexpr std::int32_t kLeast = 64;
+  const std::size_t newest = newest_.size() + static_cast<std::size_t>(slots);
+  if (newest > newest_.capacity()) newest_.reserve(std::max(newest, 2 * newest_.capacity()));
+  const std::int32_t needed = longest() + slots;
+  if (needed > capacity_) resize(std::max({needed, capacity_ + capacity_ / 2, kLeast}));
+}
+
+KVKEEP_INLINE void Columns::append(std::span<const std::int32_t> positions) {
+  reserve(static_cast<std::int32_t>(positions.size()));
+  newest_.insert(newest_.end(), positions.begin(), positions.end());
+  const bool here = on_host();
+  for (std::int32_t r = 0; r < std::ssize(rows_); ++r) {
+    if (here) std::ranges::copy(positions, in<std::int32_t>(positions_, r) + at(r).length);
+    at(r).length += static_cast<std::int32_t>(positions.size());
+  }
+}
+
+KVKEEP_INLINE void Columns::reserve_given() {
+  if (given_ == nullptr && capacity_ > 0) given_ = column(capacity_);
+}
+
+KVKEEP_INLINE float* Columns::give(std::int32_t row, std::int32_t slots) {
+  float* const to = in<float>(given_, row) + at(row).given;
+  at(row).given += slots;
+  return to;
+}
+
+KVKEEP_INLINE ColumnTarget Columns::reserve_settled(std::int32_t row, bool credit, bool tally) {
+  if (credit && credit_ == nullptr) credit_ = column(capacity_);
+  if (tally && tally_ == nullptr) tally_ = column(capacity_);
+  return {in<std::int32_t>(positions_, row), credit ? in<float>(credit_, row) : nullptr,
+          tally ? in<float>(tally_, row) : nullptr, in<float>(given_, row)};
+}
+
+KVKEEP_INLINE void Columns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, bool credit,
+                                   bool tally) noexcept {
+  RowLengths& lengths = at(row);
+  lengths.length = static_cast<std::int32_t>(keep.count(r));
+  if (credit) lengths.credit = lengths.length;
+  if (tally) lengths.tally = lengths.length;
+  if (lengths.given > 0) lengths.given = lengths.length;  // an event finds a score in every slot
+}
+
+/// The same positions in every row from `first` on. One copy from the host, and log2(rows) within the memory.
+KVKEEP_INLINE void Columns::write_positions(std::int32_t first, std::span<const std::int32_t> positions) {
+  const auto bytes = static_cast<std::int64_t>(positions.size_bytes()), stride = std::int64_t{capacity_} * 4;
+  const auto rows = static_cast<std::int32_t>(rows_.size()) - first;
+  if (bytes == 0 || rows <= 0) return;
+  memory_->write(in<std::int32_t>(positions_, first), positions.data(), bytes);
+  for (std::int32_t done = 1; done < rows; done *= 2)
+    memory_->copy_rows(in<std::int32_t>(positions_, first + done), stride, in<std::int32_t>(positions_, first), stride,
+                       bytes, std::min(done, rows - done));
+}
+
+KVKEEP_INLINE void Columns::bring_newest() {
+  if (!on_host()) write_positions(0, newest_);
+  newest_.clear();
+}
+
+KVKEEP_INLINE void Columns::narrow(std::int32_t first, std::span<const std::int32_t> places,
+                                   std::span<const std::int32_t> positions) {
+  bring_newest();
+  write_positions(first, positions);
+  for (std::int32_t r = first; r < std::ssize(rows_); ++r) {
+    RowLengths& row = at(r);
+    row.length = static_cast<std::int32_t>(positions.size());
+    if (row.given == 0) continue;
+    std::vector<float> before(static_cast<std::size_t>(row.given)), left;
+    float* const there = in<float>(given_, r);
+    memory_->read(before.data(), there, std::int64_t{row.given} * 4);
+    for (const std::int32_t place : places)
+      if (place < row.given) left.push_back(before[static_cast<std::size_t>(place)]);
+    row.given = static_cast<std::int32_t>(left.size());
+    if (row.given > 0) memory_->write(there, left.data(), std::int64_t{row.given} * 4);
+  }
+}
+
+/// Without memory for the copy, rows are left as they are.
+KVKEEP_INLINE void Columns::finish_event(std::int32_t room) noexcept {
+  newest_.clear();
+  const std::int32_t needed = longest() + room;
+  if (!on_host() || capacity_ <= 2 * needed) return;
   try {
-    std::vector<T> smaller;
-    smaller.reserve(size);
-    smaller.assign(list.begin(), list.end());
-    list.swap(smaller);
+    resize(needed);
+    newest_ = std::vector<std::int32_t>();
   } catch (const std::bad_alloc&) {
   }
 }
 
-}  // namespace columns_detail
-
-KVKEEP_INLINE void HostColumns::reserve(std::int32_t slots) {
-  for (RowColumns& row : rows_) make_room(row.positions, row.positions.size() + static_cast<std::size_t>(slots));
-}
-
-KVKEEP_INLINE void HostColumns::append(std::span<const std::int32_t> positions) {
-  for (RowColumns& row : rows_) row.positions.insert(row.positions.end(), positions.begin(), positions.end());
-}
-
-KVKEEP_INLINE void HostColumns::reserve_given(std::int32_t row, std::int32_t slots) {
-  std::vector<float>& given = rows_[static_cast<std::size_t>(row)].given;
-  make_room(given, given.size() + static_cast<std::size_t>(slots));
-}
-
-KVKEEP_INLINE float* HostColumns::give(std::int32_t row, std::int32_t slots) {
-  std::vector<float>& given = rows_[static_cast<std::size_t>(row)].given;
-  const std::size_t before = given.size();
-  given.resize(before + static_cast<std::size_t>(slots));
-  return given.data() + before;
-}
-
-KVKEEP_INLINE ColumnTarget HostColumns::reserve_settled(std::int32_t row, std::int64_t slots, bool credit, bool tally) {
-  RowColumns& columns = rows_[static_cast<std::size_t>(row)];
-  if (credit) make_room(columns.credit, static_cast<std::size_t>(slots));
-  if (tally) make_room(columns.tally, static_cast<std::size_t>(slots));
-  return {};
-}
-
-KVKEEP_INLINE void HostColumns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, const float* credit,
-                                       const float* tally) {
-  RowColumns& columns = rows_[static_cast<std::size_t>(row)];
-  const std::span<const std::int32_t> kept = keep.row(r);
-  if (credit != nullptr) columns.credit.resize(kept.size());
-  if (tally != nullptr) columns.tally.resize(kept.size());
-  std::size_t given = 0;
-  for (std::size_t j = 0; j < kept.size(); ++j) {
-    columns.positions[j] = columns.positions[static_cast<std::size_t>(kept[j])];
-    if (credit != nullptr) columns.credit[j] = credit[kept[j]];
-    if (tally != nullptr) columns.tally[j] = tally[kept[j]];
-    if (const auto from = static_cast<std::size_t>(kept[j]); from < columns.given.size())
-      columns.given[given++] = columns.given[from];
-  }
-  columns.positions.resize(kept.size());
-  columns.given.resize(given);
-}
-
-KVKEEP_INLINE void HostColumns::narrow(std::int32_t first, std::span<const std::int32_t> places,
-                                       std::span<const std::int32_t> positions) {
-  for (auto r = static_cast<std::size_t>(first); r < rows_.size(); ++r) {
-    RowColumns& columns = rows_[r];
-    std::ranges::copy(positions, columns.positions.begin());
-    columns.positions.resize(positions.size());
-    std::size_t given = 0;
-    for (const std::int32_t place : places)
-      if (const auto from = static_cast<std::size_t>(place); from < columns.given.size())
-        columns.given[given++] = columns.given[from];
-    columns.given.resize(given);
+KVKEEP_INLINE void Columns::truncate(std::int32_t slots) {
+  newest_.resize(newest_.size() - static_cast<std::size_t>(slots));
+  for (RowLengths& row : rows_) {
+    row.length -= slots;
+    row.given = std::min(row.given, row.length);
   }
 }
 
-KVKEEP_INLINE void HostColumns::finish_event(std::int32_t room) noexcept {
-  for (RowColumns& row : rows_) {
-    columns_detail::give_back(row.positions, row.positions.size() + static_cast<std::size_t>(room));
-    columns_detail::give_back(row.credit, row.credit.size() + static_cast<std::size_t>(room));
-    columns_detail::give_back(row.tally, row.tally.size() + static_cast<std::size_t>(room));
-    columns_detail::give_back(row.given, row.given.size() + static_cast<std::size_t>(room));
-  }
+KVKEEP_INLINE void Columns::describe(std::int32_t row, Row& out) const {
+  const RowLengths& lengths = at(row);
+  out.positions = in<std::int32_t>(positions_, row);
+  out.credit = in<float>(credit_, row);
+  out.credit_length = lengths.credit;
+  out.tally = in<float>(tally_, row);
+  out.tally_length = lengths.tally;
+  out.given = in<float>(given_, row);
+  out.given_length = lengths.given;
 }
 
-KVKEEP_INLINE std::int64_t HostColumns::bytes() const {
-  std::int64_t numbers = 0;
-  for (const RowColumns& row : rows_)
-    numbers += static_cast<std::int64_t>(row.positions.capacity() + row.credit.capacity() + row.tally.capacity() +
-                                         row.given.capacity());
-  return numbers * 4;
+KVKEEP_INLINE std::span<const std::int32_t> Columns::positions(std::int32_t row) const {
+  const std::int32_t length = this->length(row), known = this->known(at(row));
+  const auto* const there = in<std::int32_t>(positions_, row);
+  if (on_host()) return {there, static_cast<std::size_t>(length)};
+  read_positions_.resize(static_cast<std::size_t>(length));
+  if (known > 0) memory_->read(read_positions_.data(), there, std::int64_t{known} * 4);
+  std::copy(newest_.begin(), newest_.end(), read_positions_.begin() + known);
+  return read_positions_;
 }
 
-KVKEEP_INLINE void HostColumns::truncate(std::int32_t slots) {
-  for (RowColumns& row : rows_) {
-    row.positions.resize(row.positions.size() - static_cast<std::size_t>(slots));
-    row.given.resize(std::min(row.given.size(), row.positions.size()));
-  }
+KVKEEP_INLINE std::span<const float> Columns::credit(std::int32_t row) const {
+  const auto* const there = in<float>(credit_, row);
+  const auto length = static_cast<std::size_t>(at(row).credit);
+  if (on_host()) return {there, length};
+  read_credit_.resize(length);
+  if (length > 0) memory_->read(read_credit_.data(), there, static_cast<std::int64_t>(length) * 4);
+  return read_credit_;
 }
 
-KVKEEP_INLINE void HostColumns::describe(std::int32_t row, Row& out) const {
-  const RowColumns& columns = at(row);
-  out.positions = columns.positions.data();
-  out.credit = columns.credit.data();
-  out.credit_length = static_cast<std::int32_t>(columns.credit.size());
-  out.tally = columns.tally.data();
-  out.tally_length = static_cast<std::int32_t>(columns.tally.size());
-  out.given = columns.given.data();
-  out.given_length = static_cast<std::int32_t>(columns.given.size());
+KVKEEP_INLINE std::int64_t Columns::bytes() const {
+  std::int64_t columns = 0;
+  for (const DeviceMemory* column : {&positions_, &credit_, &tally_, &given_}) columns += *column == nullptr ? 0 : 1;
+  return columns * std::ssize(rows_) * capacity_ * 4;
+}
+
+KVKEEP_INLINE std::vector<RowColumns> Columns::held() const {
+  std::vector<RowColumns> all(rows_.size());
+  const auto read = [&]<class T>(const DeviceMemory& column, std::vector<T> RowColumns::* to, auto&& slots_of) {
+    std::int64_t end = 0;
+    for (std::size_t r = 0; r < rows_.size(); ++r)
+      if (slots_of(rows_[r]) > 0) end = static_cast<std::int64_t>(r) * capacity_ + slots_of(rows_[r]);
+    if (end == 0) return;
+    std::vector<T> image(static_cast<std::size_t>(end));
+    memory_->read(image.data(), column.get(), end * 4);
+    for (std::size_t r = 0; r < rows_.size(); ++r)
+      if (const std::int32_t slots = slots_of(rows_[r]); slots > 0) {
+        const T* const from = image.data() + static_cast<std::int64_t>(r) * capacity_;
+        (all[r].*to).assign(from, from + slots);
+      }
+  };
+  read(positions_, &RowColumns::positions, [this](const RowLengths& row) { return known(row); });
+  read(credit_, &RowColumns::credit, [](const RowLengths& row) { return row.credit; });
+  read(tally_, &RowColumns::tally, [](const RowLengths& row) { return row.tally; });
+  read(given_, &RowColumns::given, [](const RowLengths& row) { return row.given; });
+  if (on_host()) return all;
+  for (RowColumns& row : all) row.positions.insert(row.positions.end(), newest_.begin(), newest_.end());
+  return all;
+}
+
+KVKEEP_INLINE void Columns::take(std::vector<RowColumns> rows, std::int32_t newest) {
+  std::size_t longest = 0;
+  for (const RowColumns& row : rows) longest = std::max(longest, row.positions.size());
+  if (longest == 0) return;
+  resize(std::max(static_cast<std::int32_t>(longest), on_host() ? 0 : 64));
+  const auto write = [&]<class T>(DeviceMemory& column, std::vector<T> RowColumns::* from) {
+    if (std::ranges::all_of(rows, [&](const RowColumns& row) { return (row.*from).empty(); })) return;
+    if (column == nullptr) column = this->column(capacity_);
+    std::vector<T> image(rows.size() * static_cast<std::size_t>(capacity_));
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      std::ranges::copy(rows[r].*from, image.begin() + static_cast<std::int64_t>(r) * capacity_);
+    memory_->write(column.get(), image.data(), static_cast<std::int64_t>(image.size()) * 4);
+  };
+  write(positions_, &RowColumns::positions);
+  write(credit_, &RowColumns::credit);
+  write(tally_, &RowColumns::tally);
+  write(given_, &RowColumns::given);
+  for (std::size_t r = 0; r < rows.size(); ++r)
+    rows_[r] = {.length = static_cast<std::int32_t>(rows[r].positions.size()),
+                .credit = static_cast<std::int32_t>(rows[r].credit.size()),
+                .tally = static_cast<std::int32_t>(rows[r].tally.size()),
+                .given = static_cast<std::int32_t>(rows[r].given.size())};
+  newest_.assign(rows.front().positions.end() - newest, rows.front().positions.end());
+}
+
+KVKEEP_INLINE void move_columns(const Row& row, std::size_t r, const Decision& decision,
+                                const ColumnTarget& to) noexcept {
+  if (to.positions == nullptr) return;
+  const std::span<const std::int32_t> kept = decision.keep->row(r);
+  const auto gather = [kept](auto* there, const auto* from) {
+    for (std::size_t j = 0; j < kept.size(); ++j) there[j] = from[kept[j]];
+  };
+  gather(to.positions, to.positions);
+  if (row.given_length > 0) gather(to.given, to.given);
+  if (to.credit != nullptr) gather(to.credit, decision.credit->data<float>() + row.first);
+  if (to.tally != nullptr) gather(to.tally, decision.tally->data<float>() + row.first);
 }
 
 }  // namespace kvkeep

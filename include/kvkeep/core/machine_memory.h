@@ -33,9 +33,6 @@ class MachineMemory {
   /// True if the host reads and writes this memory directly.
   [[nodiscard]] virtual bool is_host() const = 0;
 
-  /// True if events are shorter with the log-sum-exps that an engine gives.
-  [[nodiscard]] virtual bool reads_normalisers() const = 0;
-
   /// Memory that later calls may use on any stream. Once freed, it is reused only after all of those streams are done
   /// with it.
   [[nodiscard]] virtual DeviceMemory allocate(std::int64_t bytes) = 0;
@@ -78,7 +75,6 @@ class HostMemory final : public MachineMemory {
  public:
   [[nodiscard]] Device device() const override { return {}; }
   [[nodiscard]] bool is_host() const override { return true; }
-  [[nodiscard]] bool reads_normalisers() const override { return false; }
   [[nodiscard]] bool captured() const override { return false; }
   [[nodiscard]] bool capturing() const override { return false; }
 

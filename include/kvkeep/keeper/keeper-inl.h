@@ -95,7 +95,7 @@ KVKEEP_INLINE RowTable Keeper::table_of(const CacheView& view, std::span<const s
   RowTable table = make_rows(spec(), view, sequences_->full_layers(), due);
   for (Row& row : table.rows)
     sequences_->at(view.sequences[static_cast<std::size_t>(row.sequence)])
-        .columns->describe(sequences_->row_of(row.layer, row.head), row);
+        .columns.describe(sequences_->row_of(row.layer, row.head), row);
   for (RowGroup& group : table.groups) {
     const SequenceState& s = sequences_->at(view.sequences[static_cast<std::size_t>(group.sequence)]);
     const std::int32_t index = sequences_->index_of(group.layer);
@@ -108,8 +108,8 @@ KVKEEP_INLINE RowTable Keeper::table_of(const CacheView& view, std::span<const s
     group.settled = s.settled;
     for (const std::unique_ptr<Part>& part : sequences_->parts())
       part->describe(view.sequences[static_cast<std::size_t>(group.sequence)], group);
-    if (s.columns->on_host()) continue;
-    group.newest = s.columns->newest();
+    if (s.columns.on_host()) continue;
+    group.newest = s.columns.newest();
     const std::int32_t prompt_slots = s.prompt_slots[static_cast<std::size_t>(index)];
     group.prompt_slots = prompt_slots >= 0
                              ? prompt_slots
@@ -132,7 +132,7 @@ KVKEEP_INLINE std::int64_t Keeper::workspace_bytes(const CacheView& view) const 
   std::vector<std::int32_t> all(view.sequences.size());
   std::iota(all.begin(), all.end(), 0);
   const RowTable table = table_of(view, all);
-  return provided_.machine().workspace_bytes(*policy_, evidence_of(table));
+  return provided_.machine().workspace(*policy_, evidence_of(table), false);
 }
 
 /// The newest query that the policy reads and that is not finite.
@@ -150,7 +150,7 @@ KVKEEP_INLINE std::int64_t Keeper::check_lengths(const CacheView& view, std::siz
   std::int32_t row = 0;
   for (const std::int32_t l : sequences_->full_layers())
     for (std::int32_t h = 0; h < spec().kv_heads; ++h, ++row) {
-      const std::int32_t held = view.lengths.at(i, l * spec().kv_heads + h), known = s.columns->length(row);
+      const std::int32_t held = view.lengths.at(i, l * spec().kv_heads + h), known = s.columns.length(row);
       KVKEEP_REQUIRE_AS(StateError, held == known, "step: sequence ", view.sequences[i], " holds ", held,
                         " slots in layer ", l, ", head ", h, "; kvkeep has seen ", known,
                         " (observe every new token, and write an event's new lengths back)");
@@ -193,7 +193,9 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
 
   plan.table = table_of(view, due);
   checked_.check_pages(*sequences_, view, plan.table);
-  plan.decision = provided_.machine().decide(*policy_, evidence_of(plan.table));
+  const Evidence evidence = evidence_of(plan.table);
+  provided_.machine().workspace(*policy_, evidence, true);
+  plan.decision = policy_->decide(provided_.machine(), evidence);
 
   if (!plan.decision.keep) return plan;
   const KeepSet& keep = *plan.decision.keep;
@@ -241,14 +243,13 @@ KVKEEP_INLINE void Keeper::check_planned(const char* operation, const Plan& plan
 
 /// Reserves memory for all that settle() writes; says where the machine writes columns.
 KVKEEP_INLINE std::vector<ColumnTarget> Keeper::reserve_settled(const Plan& plan, const CacheView& view) {
-  const KeepSet& keep = *plan.decision.keep;
   std::vector<ColumnTarget> targets;
   targets.reserve(plan.table.rows.size());
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     SequenceState& s = sequences_->at(view.sequences[static_cast<std::size_t>(row.sequence)]);
-    targets.push_back(s.columns->reserve_settled(sequences_->row_of(row.layer, row.head), keep.count(r),
-                                                 plan.decision.credit.has_value(), plan.decision.tally.has_value()));
+    targets.push_back(s.columns.reserve_settled(sequences_->row_of(row.layer, row.head),
+                                                plan.decision.credit.has_value(), plan.decision.tally.has_value()));
   }
   return targets;
 }
@@ -328,14 +329,12 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Repor
   const KeepSet& keep = *plan.decision.keep;
   keeper_detail::write_table(report.pages, view);
   for (const PageMove& move : report.pages) report.pages_freed += static_cast<std::int64_t>(move.freed.size());
-  const float* credit = plan.decision.credit ? plan.decision.credit->data<float>() : nullptr;
-  const float* tally = plan.decision.tally ? plan.decision.tally->data<float>() : nullptr;
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     const auto i = static_cast<std::size_t>(row.sequence);
     SequenceState& s = sequences_->at(view.sequences[i]);
-    s.columns->settle(sequences_->row_of(row.layer, row.head), keep, r,
-                      credit == nullptr ? nullptr : credit + row.first, tally == nullptr ? nullptr : tally + row.first);
+    s.columns.settle(sequences_->row_of(row.layer, row.head), keep, r, plan.decision.credit.has_value(),
+                     plan.decision.tally.has_value());
     view.lengths.at(i, row.layer * spec().kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
     report.slots_dropped += row.length - keep.count(r);
   }
@@ -353,7 +352,7 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Repor
     s.ring.forget_normalisers();
     s.event_position = s.next_position;
     s.prompt_slots[static_cast<std::size_t>(sequences_->index_of(group.layer))] = group.prompt_slots;
-    if (group.layer == plan.table.groups.front().layer) s.columns->finish_event(room);
+    if (group.layer == plan.table.groups.front().layer) s.columns.finish_event(room);
   }
   for (const std::unique_ptr<Part>& part : sequences_->parts()) part->report(report);
   sequences_->changed();
@@ -381,14 +380,14 @@ KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_le
                     " tokens of sequence ", sequence, " are more than the query ring can take back; allowed at most ",
                     QueryRing::kRollback);
   if (taken == 0) return;
-  const auto newest = s.columns->newest();
+  const auto newest = s.columns.newest();
   const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of tokens that came since
   s.next_position = some_left ? newest[newest.size() - static_cast<std::size_t>(taken) - 1] + 1 : s.event_position;
   if (s.logical >= s.prompt && logical_length < s.prompt) {
     s.prompt = logical_length;
     s.prompt_end = s.next_position;
   }
-  s.columns->truncate(static_cast<std::int32_t>(taken));
+  s.columns.truncate(static_cast<std::int32_t>(taken));
   s.ring.forget(taken);
   s.logical = logical_length;
   s.asked = std::min(s.asked, s.logical);
@@ -401,7 +400,7 @@ KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {
   if (s.prompt < 0) return 0;
   std::int64_t slots = 0;
   for (std::int32_t r = 0; r < std::ssize(sequences_->full_layers()) * spec().kv_heads; ++r)
-    slots += s.columns->length(r);
+    slots += s.columns.length(r);
   return policy_->trigger().tokens_until(occasion_of(sequence, s, slots));
 }
 
@@ -417,8 +416,8 @@ KVKEEP_INLINE Occasion Keeper::occasion_of(SequenceId id, const SequenceState& s
                     .step = s.logical - s.asked,
                     .slot_bytes = checked_.slot_bytes() / here * heads};
   if (policy_->trigger().kind == Trigger::Kind::window) {
-    const auto newest = s.columns->newest();
-    occasion.unsettled = newest.end() - std::ranges::lower_bound(newest, s.settled);
+    const auto row = s.columns.positions(0);  // such policies run on the host
+    occasion.unsettled = row.end() - std::ranges::lower_bound(row, s.settled);
   }
   return occasion;
 }

@@ -153,17 +153,17 @@ class Keeper {
   [[nodiscard]] std::int64_t prompt_length(SequenceId sequence) const { return sequences_->at(sequence).prompt; }
   /// Slots held by one row.
   [[nodiscard]] std::int32_t physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
-    return sequences_->ready("physical_length", sequence).columns->length(sequences_->row_of(layer, head));
+    return sequences_->ready("physical_length", sequence).columns.length(sequences_->row_of(layer, head));
   }
   /// Logical position of every slot of one row, ascending. Valid until the next call. On a device: copies to the host,
   /// and waits.
   [[nodiscard]] std::span<const std::int32_t> positions(SequenceId sequence, std::int32_t layer,
                                                         std::int32_t head) const {
-    return sequences_->ready("positions", sequence).columns->positions(sequences_->row_of(layer, head));
+    return sequences_->ready("positions", sequence).columns.positions(sequences_->row_of(layer, head));
   }
   /// EMA credit of the oldest slots of one row (empty before the first event). Otherwise like positions().
   [[nodiscard]] std::span<const float> credit(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
-    return sequences_->ready("credit", sequence).columns->credit(sequences_->row_of(layer, head));
+    return sequences_->ready("credit", sequence).columns.credit(sequences_->row_of(layer, head));
   }
 
   /// Where cache and queries must be.

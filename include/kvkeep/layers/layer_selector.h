@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
@@ -46,6 +47,14 @@ struct LayerSelectorOptions {
   [[nodiscard]] std::vector<std::string> problems() const;
   /// Options of sub-object `layers` for a layer where ranks settle.
   void describe(Fields& f);
+};
+
+/// The state of one prompt, on the device. A prompt begins with LayerSelection{}.
+struct LayerSelection {
+  double first = -1;                                           ///< variance at min_layer; below 0: not known yet
+  double relative = std::numeric_limits<double>::quiet_NaN();  ///< of the newest layer seen, as a share of `first`; NaN
+                                                               ///< if none was computed
+  std::int32_t layer = -1;                                     ///< that selected; -1: none so far
 };
 
 /// Ranks of `scores`: 1 for the highest, a permutation of 1 to scores.size(). Among equal scores the lower index is

@@ -45,7 +45,7 @@ class ShrinkingContext {
   /// Weight of each observer, oldest first.
   [[nodiscard]] std::vector<float> weights() const;
   /// Places, among the tokens present, of those that continue after this layer, ascending. sums: what the weighted
-  /// observers' attention gives each of the others, f32 [present - observers()] (LayerEvent::token_sums). Cost: a sort.
+  /// observers' attention gives each of the others, f32 [present - observers()] (Event::token_sums). Cost: a sort.
   [[nodiscard]] std::vector<std::int32_t> tokens(std::int32_t layer, std::span<const float> sums) const;
 
  private:

@@ -22,7 +22,7 @@ KVKEEP_INLINE QueryRing::QueryRing(std::int32_t layers, std::int32_t wanted, std
 
 KVKEEP_INLINE void QueryRing::allocate(Dtype dtype) {
   dtype_ = dtype;
-  const std::int64_t normalisers = memory_->reads_normalisers() ? std::ssize(layers_) * capacity_ * heads_ : 0;
+  const std::int64_t normalisers = !memory_->is_host() ? std::ssize(layers_) * capacity_ * heads_ : 0;
   held_ = memory_->allocate(data_bytes() + (capacity_ + normalisers) * 4);
 }
 

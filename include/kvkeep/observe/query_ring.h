@@ -139,7 +139,7 @@ class QueryRing {
   [[nodiscard]] std::int64_t token_bytes() const { return element_size(dtype_) * dim_ * heads_; }
   /// [layers, capacity, Hq] if the machine reads them; else null.
   [[nodiscard]] float* normalisers() const {
-    return memory_->reads_normalisers() ? static_cast<float*>(static_cast<void*>(positions() + capacity_)) : nullptr;
+    return !memory_->is_host() ? static_cast<float*>(static_cast<void*>(positions() + capacity_)) : nullptr;
   }
   /// Bytes that hold queries and positions.
   [[nodiscard]] std::int64_t held_bytes() const { return data_bytes() + capacity_ * std::int64_t{4}; }

@@ -115,8 +115,8 @@ KVKEEP_INLINE void Folds::check_attended(const Observation& o, const Attended& a
   KVKEEP_REQUIRE(o.basis == QueryBasis::post_rope, "view: queries of layer ", o.layer,
                  " are taken before RoPE; allowed after RoPE");
   const auto fits = [this](const Tensor& t, Shape shape) {
-    return t.defined() && t.has_memory() && t.dtype() == Dtype::f32 && t.device() == machine().device() && t.is_contiguous() &&
-           t.sizes() == shape;
+    return t.defined() && t.has_memory() && t.dtype() == Dtype::f32 && t.device() == machine().device() &&
+           t.is_contiguous() && t.sizes() == shape;
   };
   KVKEEP_REQUIRE(fits(attended.out, {tokens, spec().query_heads, spec().value_dim}) &&
                      fits(attended.log_sum_exp, {tokens, spec().query_heads}),
@@ -133,7 +133,7 @@ KVKEEP_INLINE ReadCounts Folds::view(const Observation& o, const Attended& atten
   check_attended(o, attended);
   readers_.clear();
   for (std::size_t i = 0; i < met.size(); ++i)
-    readers_.push_back({folded_.find(o.sequences[i])->rows.get(), met[i]->columns.get(), met[i]->logical, o.indptr[i],
+    readers_.push_back({folded_.find(o.sequences[i])->rows.get(), &met[i]->columns, met[i]->logical, o.indptr[i],
                         o.indptr[i + 1] - o.indptr[i]});
   const ReadCounts counts = memory_->view({o.layer, index, readers_, o.queries, attended});
   for (std::size_t i = 0; i < met.size(); ++i)

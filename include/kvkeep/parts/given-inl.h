@@ -14,14 +14,14 @@ namespace kvkeep::parts {
 /// Slots of a layer without a given score: as many in each of its rows.
 KVKEEP_INLINE std::int32_t Given::missing(const SequenceState& s, std::int32_t layer) const {
   const std::int32_t row = sequences().row_of(layer, 0);
-  return s.columns->length(row) - s.columns->given(row);
+  return s.columns.length(row) - s.columns.given(row);
 }
 
 KVKEEP_INLINE void Given::require_all(const char* operation, SequenceId sequence, const SequenceState& s,
                                       std::int32_t layer) const {
   const std::int32_t open = missing(s, layer);
   KVKEEP_REQUIRE_AS(StateError, open == 0, operation, ": ", open, " of the ",
-                    s.columns->length(sequences().row_of(layer, 0)), " slots of sequence ", sequence,
+                    s.columns.length(sequences().row_of(layer, 0)), " slots of sequence ", sequence,
                     " have no given score in layer ", layer, ", but ", policy().name(),
                     " reads all; supply the rest with give()");
 }
@@ -78,9 +78,7 @@ KVKEEP_INLINE void Given::give(const GivenScores& g) {
   const std::int32_t first = sequences().row_of(g.layer, 0);
   arrivals_.clear();
   arrivals_.reserve(met.size() * static_cast<std::size_t>(spec().kv_heads));
-  for (std::size_t i = 0; i < met.size(); ++i)
-    for (std::int32_t h = 0; h < spec().kv_heads; ++h)
-      met[i]->columns->reserve_given(first + h, g.indptr[i + 1] - g.indptr[i]);
+  for (std::size_t i = 0; i < met.size(); ++i) met[i]->columns.reserve_given();
 
   const auto size = static_cast<std::int64_t>(g.scores.element_size());
   const auto* data = static_cast<const std::byte*>(g.scores.bytes());
@@ -89,7 +87,7 @@ KVKEEP_INLINE void Given::give(const GivenScores& g) {
     if (tokens == 0) continue;
     for (std::int32_t h = 0; h < spec().kv_heads; ++h)
       arrivals_.push_back({.from = data + (g.indptr[i] * g.scores.step(0) + h * g.scores.step(1)) * size,
-                           .to = met[i]->columns->give(first + h, tokens),
+                           .to = met[i]->columns.give(first + h, tokens),
                            .tokens = tokens});
   }
   if (!arrivals_.empty())

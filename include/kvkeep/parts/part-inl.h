@@ -35,11 +35,11 @@ KVKEEP_INLINE void Sequences::join(SequenceId id, std::int32_t tokens, std::int3
   KVKEEP_REQUIRE(prompt == -1 || prompt >= tokens, "join: sequence ", id, " has a prompt of ", prompt, " tokens and ",
                  tokens, " of them cached; allowed at least the number cached, or -1 if unknown");
   const auto layers = static_cast<std::int32_t>(full_layers_.size());
-  SequenceState fresh{machine_->columns(rows()),
+  SequenceState fresh{Columns(rows(), machine_->memory()),
                       QueryRing(layers, queries_, spec_.query_heads, spec_.key_dim, machine_->memory())};
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
   std::iota(positions.begin(), positions.end(), 0);
-  fresh.columns->append(positions);
+  fresh.columns.append(positions);
   fresh.prefix = fresh.next_position = fresh.event_position = fresh.prompt_end = tokens;
   fresh.logical = fresh.asked = tokens;
   fresh.prompt = prompt == -1 && tokens > 0 ? tokens : prompt;
@@ -75,7 +75,8 @@ KVKEEP_INLINE void Sequences::require_whole(const char* operation, SequenceId id
                     " is still running through the layers; allowed after its last layer");
 }
 
-KVKEEP_INLINE std::span<SequenceState* const> Sequences::meet(const char* operation, std::span<const SequenceId> ids) const {
+KVKEEP_INLINE std::span<SequenceState* const> Sequences::meet(const char* operation,
+                                                              std::span<const SequenceId> ids) const {
   ++mark_;
   met_.clear();
   for (const SequenceId id : ids) {
@@ -88,7 +89,7 @@ KVKEEP_INLINE std::span<SequenceState* const> Sequences::meet(const char* operat
 }
 
 KVKEEP_INLINE std::span<SequenceState* const> Sequences::meet(const char* operation, std::span<const SequenceId> ids,
-                                                       std::span<const std::int32_t> indptr) const {
+                                                              std::span<const std::int32_t> indptr) const {
   KVKEEP_REQUIRE(indptr.size() == ids.size() + 1 && indptr.front() == 0, operation, ": indptr has ", indptr.size(),
                  " entries for ", ids.size(), " sequences; allowed one entry more than sequences, the first one 0");
   for (std::size_t i = 0; i < ids.size(); ++i)

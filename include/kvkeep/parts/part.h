@@ -38,7 +38,7 @@ struct Passing {
 
 /// One sequence. What a feature keeps of it is in its part.
 struct SequenceState {
-  std::unique_ptr<Columns> columns;
+  Columns columns;
   QueryRing ring;
   std::int32_t prefix = 0;          ///< tokens that were cached before the sequence joined
   std::int64_t logical = 0;         ///< tokens seen, prefix included

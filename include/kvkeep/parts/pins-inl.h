@@ -24,7 +24,7 @@ KVKEEP_INLINE void Pins::require_held(SequenceId sequence, const SequenceState& 
   if (span.begin >= span.end) return;
   for (const std::int32_t layer : sequences().full_layers())
     for (std::int32_t head = 0; head < spec().kv_heads; ++head) {
-      const auto row = s.columns->positions(sequences().row_of(layer, head));
+      const auto row = s.columns.positions(sequences().row_of(layer, head));
       auto next = std::ranges::lower_bound(row, span.begin);
       for (std::int32_t position = span.begin; position < span.end; ++position, ++next)
         KVKEEP_REQUIRE_AS(StateError, next != row.end() && *next == position, "pin: position ", position,

@@ -186,7 +186,7 @@ KVKEEP_INLINE Prompts::LayerPlan Prompts::plan_layer(SequenceId id, SequenceStat
   const std::int32_t wanted = plan.queries = plan.prompt->pass->wants(o.layer, present);
   if (wanted == 0) return plan;
   prompts_detail::require_own_cache(view, place, plan.table);
-  for (Row& row : plan.table.rows) s.columns->describe(sequences().row_of(row.layer, row.head), row);
+  for (Row& row : plan.table.rows) s.columns.describe(sequences().row_of(row.layer, row.head), row);
   RowGroup& group = plan.table.groups.front();
   const auto bytes = static_cast<std::int64_t>(o.queries.element_size());
   group.queries = {
@@ -201,10 +201,10 @@ KVKEEP_INLINE Prompts::LayerPlan Prompts::plan_layer(SequenceId id, SequenceStat
   group.next_position = s.next_position;
   group.prompt_end = s.next_position;
   group.seen = group.prompt = {s.passing->tokens};
-  if (s.columns->on_host())
+  if (s.columns.on_host())
     prompts_detail::check_finite(id, group, model);  // on a device scores are NaN then, which rank last
   else
-    group.newest = s.columns->newest();
+    group.newest = s.columns.newest();
   return plan;
 }
 
@@ -249,11 +249,11 @@ KVKEEP_INLINE LayerReport Prompts::narrow(const Observation& o, const CacheView&
       plan.prompt->pass.reset();
       if (s.last_event == s.logical)  // layers hold different numbers of the prompt's slots
         for (std::int32_t l = 0; l < layers; ++l)
-          s.prompt_slots[static_cast<std::size_t>(l)] = s.columns->length(sequences().row_of(l, 0));
+          s.prompt_slots[static_cast<std::size_t>(l)] = s.columns.length(sequences().row_of(l, 0));
       std::int64_t longest = 0, shortest = of_prompt.tokens;
       for (std::int32_t r = 0; r < layers * heads; ++r) {
-        longest = std::max<std::int64_t>(longest, s.columns->length(r));
-        shortest = std::min<std::int64_t>(shortest, s.columns->length(r));
+        longest = std::max<std::int64_t>(longest, s.columns.length(r));
+        shortest = std::min<std::int64_t>(shortest, s.columns.length(r));
       }
       const std::int32_t page_size = plan.table.page_size;
       // Reported even if no page became free: whoever shares pages must know how short the shortest row is.
@@ -297,9 +297,8 @@ KVKEEP_INLINE void Prompts::decide_layer(std::span<LayerPlan> plans, const Obser
       targets.emplace_back();
       continue;
     }
-    if (row.head == 0) plan.sequence->columns->bring_newest();
-    targets.push_back(plan.sequence->columns->reserve_settled(sequences().row_of(row.layer, row.head), keep.count(r),
-                                                              false, false));
+    if (row.head == 0) plan.sequence->columns.bring_newest();
+    targets.push_back(plan.sequence->columns.reserve_settled(sequences().row_of(row.layer, row.head), false, false));
     plan.bytes_moved += bytes_to_move(table, keep, r);
     plan.slots_dropped += row.length - keep.count(r);
   }
@@ -311,7 +310,7 @@ KVKEEP_INLINE void Prompts::decide_layer(std::span<LayerPlan> plans, const Obser
     if (!plan.decision.cut) continue;
     const Row& row = table.rows[r];
     SequenceState& s = *plan.sequence;
-    s.columns->settle(sequences().row_of(row.layer, row.head), keep, r, nullptr, nullptr);
+    s.columns.settle(sequences().row_of(row.layer, row.head), keep, r, false, false);
     if (row.head == 0)
       for (const std::unique_ptr<Part>& part : sequences().parts()) part->settle(event, r / heads);
     view.lengths.at(plan.place, row.layer * spec().kv_heads + row.head) = static_cast<std::int32_t>(keep.count(r));
@@ -335,7 +334,7 @@ KVKEEP_INLINE void Prompts::let_go_on(const LayerPlan& plan, const CacheView& vi
   s.event_position = s.next_position;
   const std::int32_t next = plan.layer + 1, layers = spec().num_layers(), heads = spec().kv_heads;
   if (narrow.afresh || next == layers) return;
-  s.columns->narrow(sequences().row_of(next, 0), places, s.passing->present);
+  s.columns.narrow(sequences().row_of(next, 0), places, s.passing->present);
   for (std::int32_t r = next * heads; r < layers * heads; ++r)
     view.lengths.at(plan.place, r) = static_cast<std::int32_t>(places.size());
 }

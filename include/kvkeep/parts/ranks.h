@@ -19,8 +19,8 @@ class Ranks final : public Part {
     for (std::int32_t l = 0; l < std::ssize(sequences().full_layers()); ++l)
       for (std::int32_t h = 0; h < heads; ++h)
         if (h < first || h >= first + here)
-          slots += s.columns->length(l * here) +
-                   (beyond == nullptr ? 0 : (*beyond)[static_cast<std::size_t>(l * heads + h)]);
+          slots +=
+              s.columns.length(l * here) + (beyond == nullptr ? 0 : (*beyond)[static_cast<std::size_t>(l * heads + h)]);
     return slots;
   }
   void describe(SequenceId sequence, RowGroup& group) const override {

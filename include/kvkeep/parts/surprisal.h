@@ -22,7 +22,7 @@ class Surprisal final : public Part {
     const std::int64_t open = s.logical - known.tokens;
     KVKEEP_REQUIRE(std::ssize(nats) <= open, "surprise: ", nats.size(), " tokens of sequence ", sequence, "; ", open,
                    " of the ", s.logical, " observed have none yet; allowed at most that many");
-    const auto positions = s.columns->newest().last(static_cast<std::size_t>(open));
+    const auto positions = s.columns.newest().last(static_cast<std::size_t>(open));
     for (std::size_t i = 0; i < nats.size(); ++i) {
       const auto at = static_cast<std::size_t>(positions[i]);
       if (const std::int64_t had = std::ssize(known.nats);

@@ -144,18 +144,16 @@ void take(std::span<const std::byte>& from, T* numbers, std::size_t count) {
   from = from.subspan(count * sizeof(T));
 }
 
-class RanksEvent final : public LayerEvent {
+class RanksEvent final : public Event {
  public:
-  /// `layer`: the same event as `own`, or null. `expected`: what other ranks wait for first. `masses`: layers that are
-  /// ranked by shares of attention.
+  /// `expected`: what other ranks wait for first. `masses`: layers that are ranked by shares of attention.
   RanksEvent(Collective& ranks, const Evidence& evidence, const Limits& limits, std::string_view policy,
-             std::unique_ptr<Event> own, LayerEvent* layer, AcrossHeads expected, bool masses)
+             std::unique_ptr<Event> own, AcrossHeads expected, bool masses)
       : ranks_(ranks),
         evidence_(evidence),
         limits_(limits),
         policy_(policy),
         own_(std::move(own)),
-        layer_(layer),
         expected_(expected),
         masses_(masses) {}
 
@@ -201,7 +199,7 @@ class RanksEvent final : public LayerEvent {
   void fold(const SpanCut& cut, Decision& decision) override { own_->fold(cut, decision); }
 
   [[nodiscard]] PromptScores prompt_scores(const PromptScoreOptions& options) override {
-    PromptScores own = or_tell([&] { return layer_->prompt_scores(options); });
+    PromptScores own = or_tell([&] { return own_->prompt_scores(options); });
     gather({own.heads, own.sums});
     own.tokens = sum_over_heads(everything(), gathered_[0], options.window);
     return own;
@@ -244,8 +242,8 @@ class RanksEvent final : public LayerEvent {
                                    .output_projections = evidence_.output_projections});
     return *everything_;
   }
-  [[nodiscard]] LayerEvent& together() {
-    if (together_ == nullptr) together_ = host().begin_layer(everything(), whole().limits, {.policy = policy_});
+  [[nodiscard]] Event& together() {
+    if (together_ == nullptr) together_ = host().begin(everything(), whole().limits, LayerDemand{.policy = policy_});
     return *together_;
   }
   [[nodiscard]] std::uint64_t event() {
@@ -390,13 +388,12 @@ class RanksEvent final : public LayerEvent {
   const Limits& limits_;
   const std::string_view policy_;
   const std::unique_ptr<Event> own_;
-  LayerEvent* const layer_;
   AcrossHeads expected_;
   const bool masses_;
   bool alike_ = false;  ///< all heads rank their slots alike
   std::unique_ptr<Whole> whole_;
   std::optional<Evidence> everything_;
-  std::unique_ptr<LayerEvent> together_;
+  std::unique_ptr<Event> together_;
   std::vector<Tensor> gathered_;  ///< f32 [slots of all ranks]
 };
 
@@ -412,70 +409,53 @@ class AcrossRanks final : public Machine {
   AcrossRanks(std::shared_ptr<Collective> ranks, std::shared_ptr<Machine> own)
       : ranks_(std::move(ranks)), given_(std::move(own)), own_(given_ == nullptr ? host() : *given_) {}
 
-  void claim() override { own_.claim(); }
   [[nodiscard]] MachineMemory& memory() const override { return own_.memory(); }
   [[nodiscard]] ModelSpec part(ModelSpec spec) const override {
     spec.first_head = ranks_->rank() * spec.kv_heads;
     spec.model_heads = ranks_->size() * spec.kv_heads;
     return spec;
   }
-  [[nodiscard]] std::vector<std::string> problems(const Demand& demand, const ModelSpec& spec) const override {
-    std::vector<std::string> found = own_.problems(demand, spec);
-    if (demand.scorer.across_heads() != AcrossHeads::nothing && spec.whole_heads() != spec.kv_heads)
-      found.push_back(text("ranks: scorer ", demand.scorer.name(),
+  [[nodiscard]] std::vector<std::string> problems(const Ask& ask, const ModelSpec& spec) const override {
+    std::vector<std::string> found = own_.problems(ask, spec);
+    const auto* const demand = std::get_if<Demand>(&ask);
+    if (demand != nullptr && demand->scorer.across_heads() != AcrossHeads::nothing &&
+        spec.whole_heads() != spec.kv_heads)
+      found.push_back(text("ranks: scorer ", demand->scorer.name(),
                            " reads the rows of other heads, of which ranks hold a part; allowed scorers that read one "
                            "row"));
-    if (!is_host() && spoken(demand) != AcrossHeads::nothing)
-      found.push_back(text("ranks: ", demand.policy,
+    if (is_host()) return found;
+    if (demand == nullptr)
+      found.push_back(text("ranks: ", std::get<LayerDemand>(ask).policy,
+                           " narrows by the heads of all ranks, which are gathered on the host; given ", device().str(),
+                           "; allowed on the CPU"));
+    else if (spoken(*demand) != AcrossHeads::nothing)
+      found.push_back(text("ranks: ", demand->policy,
                            " decides with the heads of other ranks, which are gathered on the host; given ",
                            device().str(), "; allowed on the CPU, or policies whose rows decide by themselves"));
     return found;
-  }
-  [[nodiscard]] std::vector<std::string> problems(const LayerDemand& demand, const ModelSpec& spec) const override {
-    std::vector<std::string> found = own_.problems(demand, spec);
-    if (!is_host())
-      found.push_back(text("ranks: ", demand.policy,
-                           " narrows by the heads of all ranks, which are gathered on the host; given ", device().str(),
-                           "; allowed on the CPU"));
-    return found;
-  }
-  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec) const override {
-    return own_.problems(memory, spec);
   }
   [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
                                                             const MemoryOptions& memory) override {
     return own_.folded_memory(spec, memory);
   }
-  [[nodiscard]] std::unique_ptr<Columns> columns(std::int32_t rows) override { return own_.columns(rows); }
-  [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits,
-                                             const Demand& demand) override {
-    std::unique_ptr<Event> own = own_.begin(evidence, limits, demand);
-    const AcrossHeads first = spoken(demand);
-    if (first == AcrossHeads::nothing && !uneven(evidence)) return own;
-    return std::make_unique<RanksEvent>(*ranks_, evidence, limits, demand.policy, std::move(own), nullptr, first,
-                                        false);
+  /// On a device rows decide by themselves.
+  [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits, const Ask& ask) override {
+    std::unique_ptr<Event> own = own_.begin(evidence, limits, ask);
+    const auto* const layer = std::get_if<LayerDemand>(&ask);
+    const AcrossHeads first = layer == nullptr ? spoken(std::get<Demand>(ask)) : AcrossHeads::scores;
+    if (!is_host() || (first == AcrossHeads::nothing && !uneven(evidence))) return own;
+    return std::make_unique<RanksEvent>(*ranks_, evidence, limits,
+                                        layer == nullptr ? std::get<Demand>(ask).policy : layer->policy, std::move(own),
+                                        first, layer != nullptr && layer->masses);
   }
-  [[nodiscard]] std::unique_ptr<PromptRanks> ranks(const LayerSelectorOptions& options, std::int32_t tokens) override {
-    return own_.ranks(options, tokens);
-  }
-  [[nodiscard]] std::unique_ptr<LayerEvent> begin_layer(const Evidence& evidence, const Limits& limits,
-                                                        const LayerDemand& demand) override {
-    std::unique_ptr<LayerEvent> own = own_.begin_layer(evidence, limits, demand);
-    LayerEvent* const layer = own.get();
-    return std::make_unique<RanksEvent>(*ranks_, evidence, limits, demand.policy, std::move(own), layer,
-                                        AcrossHeads::scores, demand.masses);
-  }
-  [[nodiscard]] Decision decide(const KVPolicy& policy, const Evidence& evidence) override {
-    return is_host() ? policy.decide(*this, evidence) : own_.decide(policy, evidence);
+  std::int64_t workspace(const KVPolicy& policy, const Evidence& evidence, bool take) override {
+    return own_.workspace(policy, evidence, take);
   }
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
             std::span<const ColumnTarget> columns) override {
     own_.move(table, decision, pages, columns);
   }
   void read_counts(std::span<std::int32_t> counts) override { own_.read_counts(counts); }
-  [[nodiscard]] std::int64_t workspace_bytes(const KVPolicy& policy, const Evidence& evidence) override {
-    return own_.workspace_bytes(policy, evidence);
-  }
   void use_workspace(Tensor memory) override { own_.use_workspace(std::move(memory)); }
 
  private:

@@ -177,9 +177,9 @@ KVKEEP_INLINE std::vector<PromptCourse> Asl::courses(const ModelSpec& spec, std:
   return courses;
 }
 
-KVKEEP_INLINE std::unique_ptr<PromptPass> Asl::begin_prompt(Machine& machine, const ModelSpec& spec,
+KVKEEP_INLINE std::unique_ptr<PromptPass> Asl::begin_prompt(Machine&, const ModelSpec& spec,
                                                             std::int32_t tokens) const {
-  return std::make_unique<asl_detail::AslPass>(options_, machine.ranks(selector(spec), tokens));
+  return std::make_unique<asl_detail::AslPass>(options_, std::make_unique<PromptRanks>(selector(spec), tokens));
 }
 
 KVKEEP_INLINE LayerDemand Asl::layer_demand() const {
@@ -211,7 +211,7 @@ KVKEEP_INLINE LayerDecision Asl::decide_layer(Machine& machine, const Evidence& 
                 RowLimit{options_.cache, decision.prompts[g].cut, {.sinks = 0, .recents = selector.window}});
   }
 
-  const std::unique_ptr<LayerEvent> event = machine.begin_layer(evidence, limits, layer_demand());
+  const std::unique_ptr<Event> event = machine.begin(evidence, limits, layer_demand());
   const PromptScores scores =
       event->prompt_scores({.window = selector.window, .pool = options_.pool, .kind = options_.pooling});
   event->rank(scores, ranked, options_.two_pass && layer == evidence.spec.num_layers() - 1);

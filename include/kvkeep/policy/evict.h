@@ -108,7 +108,7 @@ class Evict final : public KVPolicy {
   }
   [[nodiscard]] Demand demand(const Needs& needs) const {
     Demand demand{name_, needs, *scorer_, *allocator_, retention_.share};
-    if (retention_.rest != nullptr) demand.rest = retention_.rest->cut();
+    if (retention_.rest != nullptr) demand.rest = retention_.rest->cut(), demand.memory = memory();
     return demand;
   }
   /// Rows that fold hold at least the budget's slots, so whether spans may open within RestOptions' reach is known.

@@ -75,7 +75,7 @@ KVKEEP_INLINE LayerDecision GemFilter::decide_layer(Machine& machine, const Evid
                       " is not due; allowed layer ", options_.layer);
   }
   const Limits limits{Variant::strict, {}, std::vector<RowLimit>(table.rows.size())};
-  const std::unique_ptr<LayerEvent> event = machine.begin_layer(evidence, limits, layer_demand());
+  const std::unique_ptr<Event> event = machine.begin(evidence, limits, layer_demand());
   event->choose(event->last_query_scores(options_.pool), options_.select, std::vector<bool>(passes.size(), true));
   LayerDecision decision;
   for (const auto& tokens : event->chosen()) {

@@ -92,19 +92,6 @@ inline Fold fold_rest(const RowTable& table, const Decision& decision, const Spa
   return fold;
 }
 
-class HostRanks final : public PromptRanks {
- public:
-  HostRanks(const LayerSelectorOptions& options, std::int32_t tokens)
-      : reads_mass(options.reads_mass()), window(options.window), selector(options, tokens) {}
-  [[nodiscard]] bool wants(std::int32_t layer) const override { return selector.wants(layer); }
-  [[nodiscard]] std::int32_t layer() const override { return selector.layer(); }
-  [[nodiscard]] double relative_variance() const override { return selector.relative_variance(); }
-
-  bool reads_mass;
-  std::int32_t window;
-  LayerSelector selector;
-};
-
 /// What an event reads: its rows as they are, or, of keys and values in 8 bits or blocks, copies in f32. Rows move and
 /// fold as they are. The same keys and values then give the same scores, however they are stored.
 class ReadableEvidence {
@@ -162,7 +149,7 @@ class ReadableEvidence {
   std::optional<Evidence> copied_;
 };
 
-class HostEvent final : public LayerEvent {
+class HostEvent final : public Event {
  public:
   HostEvent(const Evidence& evidence, const Limits& limits, const Needs& needs)
       : given_(evidence), needs_(needs), limits_(limits) {}
@@ -207,14 +194,15 @@ class HostEvent final : public LayerEvent {
       // All prompts of a layer have the window of one policy; one that is not ranked has as many scores.
       const std::int64_t tokens = row.length - window_of(ranks);
       if (ranks[g] != nullptr) {
-        auto& own = static_cast<HostRanks&>(*ranks[g]);
-        if (own.reads_mass && !mass.defined()) mass = token_mass(evidence(), scores.sums, own.window);
+        PromptRanks& own = *ranks[g];
+        if (own.options.reads_mass() && !mass.defined()) mass = token_mass(evidence(), scores.sums, own.options.window);
         const auto of_prompt = [&](const Tensor& t) {
           return t.defined() ? std::span(t.data<float>() + first, static_cast<std::size_t>(tokens))
                              : std::span<float>();
         };
         if (own.selector.see(group.layer, of_prompt(scores.tokens), of_prompt(mass)) || list)
           chosen_[g] = own.selector.tokens();
+        own.state.layer = own.selector.layer(), own.state.relative = own.selector.relative_variance();
       }
       first += tokens;
     }
@@ -238,7 +226,7 @@ class HostEvent final : public LayerEvent {
  private:
   [[nodiscard]] static std::int32_t window_of(std::span<PromptRanks* const> ranks) {
     for (const PromptRanks* own : ranks)
-      if (own != nullptr) return static_cast<const HostRanks*>(own)->window;
+      if (own != nullptr) return own->options.window;
     return 0;
   }
 
@@ -257,42 +245,27 @@ class HostEvent final : public LayerEvent {
 
 class Host final : public Machine {
  public:
-  void claim() override {}
   [[nodiscard]] MachineMemory& memory() const override { return host_memory(); }
-  [[nodiscard]] std::vector<std::string> problems(const Demand&, const ModelSpec&) const override { return {}; }
-  [[nodiscard]] std::vector<std::string> problems(const LayerDemand&, const ModelSpec&) const override { return {}; }
-  [[nodiscard]] std::vector<std::string> problems(const MemoryOptions&, const ModelSpec&) const override { return {}; }
+  [[nodiscard]] std::vector<std::string> problems(const Ask&, const ModelSpec&) const override { return {}; }
   [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
                                                             const MemoryOptions& memory) override {
     return host_folded_memory(spec, memory);
   }
-  [[nodiscard]] std::unique_ptr<Columns> columns(std::int32_t rows) override {
-    return std::make_unique<HostColumns>(rows);
+  [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits, const Ask& ask) override {
+    const auto* const demand = std::get_if<Demand>(&ask);
+    require_host(demand == nullptr ? "narrow" : "decide", evidence.table.device);
+    return std::make_unique<HostEvent>(evidence, limits,
+                                       demand == nullptr ? Needs{.keys = true, .values = true} : demand->needs);
   }
-  [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits,
-                                             const Demand& demand) override {
-    require_host("decide", evidence.table.device);
-    return std::make_unique<HostEvent>(evidence, limits, demand.needs);
-  }
-  [[nodiscard]] std::unique_ptr<PromptRanks> ranks(const LayerSelectorOptions& options, std::int32_t tokens) override {
-    return std::make_unique<HostRanks>(options, tokens);
-  }
-  [[nodiscard]] std::unique_ptr<LayerEvent> begin_layer(const Evidence& evidence, const Limits& limits,
-                                                        const LayerDemand&) override {
-    require_host("narrow", evidence.table.device);
-    return std::make_unique<HostEvent>(evidence, limits, Needs{.keys = true, .values = true});
-  }
-  [[nodiscard]] Decision decide(const KVPolicy& policy, const Evidence& evidence) override {
-    return policy.decide(*this, evidence);
-  }
+  std::int64_t workspace(const KVPolicy&, const Evidence&, bool) override { return 0; }
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
-            std::span<const ColumnTarget>) override {
+            std::span<const ColumnTarget> columns) override {
     compact(table, *decision.keep, pages);
+    for (std::size_t r = 0; r < columns.size(); ++r) move_columns(table.rows[r], r, decision, columns[r]);
   }
   void read_counts(std::span<std::int32_t>) override {
     refuse<StateError>("counts: a decision on the host has them; allowed on a device");
   }
-  [[nodiscard]] std::int64_t workspace_bytes(const KVPolicy&, const Evidence&) override { return 0; }
   void use_workspace(Tensor) override { refuse<Unsupported>("workspace: the CPU takes none; allowed on a device"); }
 };
 
@@ -363,13 +336,10 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
   const Needs needs = policy.needs();
   const std::string there = machine.device().str();
   for (std::string& one : policy.problems_on(machine, spec)) found.push_back(std::move(one));
-  if (policy.memory() != nullptr) {
-    for (std::string& one : machine.problems(*policy.memory(), spec)) found.push_back(std::move(one));
-    if (!provided.reads_folded)
-      found.push_back(
-          text("reads_folded: ", policy.name(),
-               " folds spans, but the engine does not say that it calls view() after each layer's attention"));
-  }
+  if (policy.memory() != nullptr && !provided.reads_folded)
+    found.push_back(
+        text("reads_folded: ", policy.name(),
+             " folds spans, but the engine does not say that it calls view() after each layer's attention"));
   if (needs.surprisal && !provided.surprisal)
     found.push_back(text("surprisal: ", policy.name(), " reads that of every token, but the engine supplies none"));
   if (needs.given_scores && !provided.given_scores)

@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "kvkeep/allot/allocator.h"
@@ -15,7 +16,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/machine_memory.h"
 #include "kvkeep/keep/pages.h"
-#include "kvkeep/layers/layer_selector.h"
+#include "kvkeep/layers/prompt_ranks.h"
 #include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/policy/folded_memory.h"
 #include "kvkeep/score/scorer.h"
@@ -56,24 +57,10 @@ class Event {
 
   /// Fills `fold` of the decision: every slot that does not stay is in one span.
   virtual void fold(const SpanCut& cut, Decision& decision) = 0;
-};
 
-/// The ranks of one prompt's tokens from layer to layer, in a machine's memory: a LayerSelector.
-class PromptRanks {
- public:
-  virtual ~PromptRanks() = default;
+  // Of prompts in one layer: each group of the evidence is one, with a slot for every token present. Order: scores;
+  // rank or choose; chosen; allot, if slots are dropped. Only chosen() may wait.
 
-  /// As LayerSelector::wants(), layer() and relative_variance(). After LayerEvent::rank() the latter two say what they
-  /// said before, until LayerEvent::chosen() has returned.
-  [[nodiscard]] virtual bool wants(std::int32_t layer) const = 0;
-  [[nodiscard]] virtual std::int32_t layer() const = 0;
-  [[nodiscard]] virtual double relative_variance() const = 0;
-};
-
-/// Prompts in one layer on a machine, from Machine::begin_layer(): each group of the evidence is one, with a slot for
-/// every token present. Order: scores; rank or choose; chosen; allot, if slots are dropped. Only chosen() may wait.
-class LayerEvent : public Event {
- public:
   /// kvkeep::prompt_scores() of every prompt. `sums` are absent on a device. Throws as that does.
   [[nodiscard]] virtual PromptScores prompt_scores(const PromptScoreOptions& options) = 0;
 
@@ -106,7 +93,8 @@ struct Demand {
   const Scorer& scorer;
   const Allocator& allocator;
   Sharing share;
-  std::optional<SpanCut> rest = {};  ///< if what does not stay folds
+  std::optional<SpanCut> rest = {};       ///< if what does not stay folds
+  const MemoryOptions* memory = nullptr;  ///< then: how spans are kept and read
 };
 
 /// What a policy asks of a machine in the layers of a prompt.
@@ -117,6 +105,8 @@ struct LayerDemand {
   bool asks_again = false;         ///< the layer that selects is asked once more, by its last query
   bool weighs = false;             ///< queries of a share of the prompt observe, each with a weight
 };
+
+using Ask = std::variant<Demand, LayerDemand>;
 
 class Machine {
  public:
@@ -132,49 +122,33 @@ class Machine {
 
   /// A keeper takes it, for good: it holds the workspace of that keeper's events, and constants of its model and
   /// policy. Throws StateError if a keeper has taken it before. The host serves any number of keepers.
-  virtual void claim() {
-    KVKEEP_REQUIRE_AS(StateError, !claimed_, "Keeper: the accelerator on ", device().str(),
+  void claim() {
+    KVKEEP_REQUIRE_AS(StateError, is_host() || !claimed_, "Keeper: the accelerator on ", device().str(),
                       " serves another keeper, or served one before; allowed one accelerator per keeper");
     claimed_ = true;
   }
 
   /// Why it cannot run such events on this model, one sentence each; empty: it can.
-  [[nodiscard]] virtual std::vector<std::string> problems(const Demand& demand, const ModelSpec& spec) const = 0;
-
-  /// The same for the layers of prompts.
-  [[nodiscard]] virtual std::vector<std::string> problems(const LayerDemand& demand, const ModelSpec& spec) const = 0;
-
-  /// Why it cannot keep folded spans like that, one sentence each; empty: it can.
-  [[nodiscard]] virtual std::vector<std::string> problems(const MemoryOptions& memory, const ModelSpec& spec) const = 0;
+  [[nodiscard]] virtual std::vector<std::string> problems(const Ask& ask, const ModelSpec& spec) const = 0;
 
   /// The folded spans of a keeper, which the machine must outlive; `memory` too.
   [[nodiscard]] virtual std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
                                                                     const MemoryOptions& memory) = 0;
 
-  /// Columns of one sequence with `rows` rows, in its memory, which must outlive them.
-  [[nodiscard]] virtual std::unique_ptr<Columns> columns(std::int32_t rows) = 0;
-
-  /// Begins an event of a policy. Rows, columns and queries of the evidence are in its memory, page
-  /// numbers on the host; evidence, limits and the demand's allocator must outlive the event. Throws, before anything
-  /// is launched: Unsupported for what problems() names, and for memory or a dtype that it cannot read; StateError
-  /// while capturing, for an allocator whose scores decide how many slots stay.
+  /// Begins an event of a policy, or a layer of prompts, whose `limits` are of the rows that Event::allot() cuts. Rows,
+  /// columns and queries of the evidence are in its memory, page numbers on the host, and positions of queries, too, in
+  /// a layer of prompts; evidence, limits and the demand's allocator must outlive the event. Throws, before anything is
+  /// launched: Unsupported for what problems() names, and for memory or a dtype that it cannot read; StateError while
+  /// capturing, for an allocator whose scores decide how many slots stay, and for layers of prompts, which may wait.
   [[nodiscard]] virtual std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits,
-                                                     const Demand& demand) = 0;
+                                                     const Ask& ask) = 0;
 
-  /// Ranks of a prompt of `tokens` tokens. Throws as the constructor of LayerSelector does.
-  [[nodiscard]] virtual std::unique_ptr<PromptRanks> ranks(const LayerSelectorOptions& options,
-                                                           std::int32_t tokens) = 0;
+  /// Bytes that policy.decide() needs here for this evidence besides cache, columns, rings and tables; 0 on the host.
+  /// Launches nothing. `take`: memory for them is there afterwards. Throws as decide() does, and StateError if
+  /// use_workspace() gave less.
+  virtual std::int64_t workspace(const KVPolicy& policy, const Evidence& evidence, bool take) = 0;
 
-  /// Begins a layer of prompts. As begin(), but positions of queries are on the host. `limits`: of the rows that
-  /// Event::allot() cuts. Throws also StateError while the stream is being captured, since a layer may wait.
-  [[nodiscard]] virtual std::unique_ptr<LayerEvent> begin_layer(const Evidence& evidence, const Limits& limits,
-                                                                const LayerDemand& demand) = 0;
-
-  /// policy.decide() on this machine. Throws as that does, and StateError for an event that needs more workspace than
-  /// use_workspace() gave, before anything is launched.
-  [[nodiscard]] virtual Decision decide(const KVPolicy& policy, const Evidence& evidence) = 0;
-
-  /// Moves K, V, their scales and, where they are not on the host, the columns of every row as the decision says.
+  /// Moves K, V, their scales and the columns of every row as the decision says.
   /// `columns`: [rows]. Throws InvalidArgument as compact() does; on a device StateError for a decision that is not the
   /// newest, and after use_workspace(); all before the first byte moves.
   virtual void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
@@ -183,10 +157,6 @@ class Machine {
   /// Slots that each row of the decision moved last keeps, where the scores said how many (EventTables::counts). Waits
   /// until the device has chosen them, not until the rows have moved. Throws StateError on the host, which knows.
   virtual void read_counts(std::span<std::int32_t> counts) = 0;
-
-  /// Bytes that decide() needs for this evidence besides cache, columns, rings and tables; 0 on the host. Launches
-  /// nothing.
-  [[nodiscard]] virtual std::int64_t workspace_bytes(const KVPolicy& policy, const Evidence& evidence) = 0;
 
   /// Uses `memory` as that workspace: contiguous u8 [bytes] on the device, at an address that is a multiple of 256. The
   /// machine keeps it alive. Without this call it takes memory of the device's own allocator, and none for events no

@@ -99,8 +99,8 @@ inline LayerDecision PyramidInfer::decide_layer(Machine& machine, const Evidence
                        .moment = evidence.moment,
                        .output_projections = evidence.output_projections};
     const Limits none;
-    const Tensor sums = machine.begin_layer(own, none, layer_demand())
-                            ->token_sums(pass.context().observers(), pass.context().weights());
+    const Tensor sums =
+        machine.begin(own, none, layer_demand())->token_sums(pass.context().observers(), pass.context().weights());
     const std::span of_tokens(sums.data<float>(), static_cast<std::size_t>(sums.numel()));
     decision.prompts.push_back(
         {.reason = Reason::over_budget, .narrow = tokens_of(pass.context().tokens(row.layer, of_tokens))});
