@@ -394,12 +394,13 @@ TEST(Give, RefusesWithASentenceAndWritesNothing) {
       << "layer 1 is not full";
 }
 
-TEST(Give, IsIgnoredByOtherPolicies) {
-  Engine engine("streaming,budget=9");
-  engine.join(1);
-  const SequenceId id = 1;
-  const Ints indptr{0, 3};
-  EXPECT_NO_THROW(engine.keeper.part<parts::Given>().give({.layer = 0, .sequences = {&id, 1}, .indptr = indptr}));
+TEST(Give, IsNoPartOfAKeeperWhosePolicyReadsNoScores) {
+  Keeper keeper(Engine::model(), make_policy("streaming,budget=9"));
+  EXPECT_EQ(keeper.find<parts::Given>(), nullptr);
+  EXPECT_NE(message_of<Unsupported>([&] {
+              static_cast<void>(keeper.part<parts::Given>());
+            }).find("part: streaming asks for no such part"),
+            std::string::npos);
 }
 
 TEST(Give, AnEngineThatCannotIsToldBeforeAnythingRuns) {

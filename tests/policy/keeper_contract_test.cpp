@@ -729,8 +729,8 @@ TEST(KeeperContract, ReadsNoStrideOfWhatTheEngineGivesAlongADimensionOfOne) {
                       .queries = given(indptr[2], {1, 8}),
                       .basis = QueryBasis::post_rope,
                       .log_sum_exp = given(indptr[2], {1})});
-      keeper.part<parts::Given>().give(
-          {.layer = 0, .sequences = ids, .indptr = indptr, .scores = given(indptr[2], {1})});
+      if (auto* of_engine = keeper.find<parts::Given>())
+        of_engine->give({.layer = 0, .sequences = ids, .indptr = indptr, .scores = given(indptr[2], {1})});
       for (std::size_t i = 0; i < 2; ++i) lengths[i] += tokens[i];
       keeper.step({.layers = {rows}, .sequences = ids, .lengths = {lengths}});
     }

@@ -379,7 +379,7 @@ TEST(Narrow, HasNothingToReportUnderAPolicyThatDoesNotNarrow) {
   engine.join(1);
   engine.step({{1, 30}});
   EXPECT_TRUE(engine.narrowed.empty());
-  EXPECT_EQ(engine.keeper.part<parts::Prompts>().report_of(1), nullptr);
+  EXPECT_EQ(engine.keeper.find<parts::Prompts>(), nullptr);
 }
 
 TEST(Narrow, LeavesAWindowOfQueriesThatTokensCanBeTakenBackFrom) {  // speculative decoding behind a narrowed prompt
@@ -551,7 +551,7 @@ TEST_P(Narrow, RefusesWhatDoesNotFitBeforeAnythingChanges) {
                                   }));  // of the second: the first is not cut either
   expect_refused<StateError>(engine, "the prompt of sequence 1 has only reached layer 2",
                              [&] { engine.keeper.step(engine.view()); });
-  expect_refused<StateError>(engine, "still running through the layers", [&] { engine.keeper.truncate(1, 69); });
+  expect_refused<StateError>(engine, "has only reached layer", [&] { engine.keeper.truncate(1, 69); });
   expect_refused<StateError>(engine, "sequence 1", [&] {
     engine.keeper.observe({.layer = 0, .sequences = engine.active, .indptr = engine.indptr, .queries = engine.queries});
   });

@@ -94,10 +94,11 @@ class Engine {
     const std::vector<std::int32_t> indptr{0, static_cast<std::int32_t>(queries.size(0))};
     Observation seen{.layer = layer, .sequences = ids, .indptr = indptr, .queries = queries};
     keeper.observe(seen);
-    if (keeper.policy().memory() == nullptr) return;
+    auto* const folds = keeper.find<parts::Folds>();
+    if (folds == nullptr) return;
     seen.basis = QueryBasis::post_rope;  // the same numbers: what folded spans are read by
     out_ = zeros({queries.size(0), kQueryHeads, kDim}, Dtype::f32);
-    keeper.part<parts::Folds>().view(seen, {out_, zeros({queries.size(0), kQueryHeads}, Dtype::f32)});
+    folds->view(seen, {out_, zeros({queries.size(0), kQueryHeads}, Dtype::f32)});
   }
   /// What folded spans gave the queries observed last.
   [[nodiscard]] std::vector<float> read() const {

@@ -88,9 +88,8 @@ struct FoldingEngine {
     for (std::int32_t l = 0; l < kLayers; ++l) attend(l, work, indptr, view);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       const Living& s = living.at(ids[i]);
-      if (tells_surprisal)
-        keeper.part<parts::Surprisal>().supply(
-            ids[i], std::span(s.surprisal).last(static_cast<std::size_t>(indptr[i + 1] - indptr[i])));
+      if (auto* surprisal = keeper.find<parts::Surprisal>(); surprisal != nullptr && tells_surprisal)
+        surprisal->supply(ids[i], std::span(s.surprisal).last(static_cast<std::size_t>(indptr[i + 1] - indptr[i])));
     }
     hold(true);
     const Report report = keeper.step(view);

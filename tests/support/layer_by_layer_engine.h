@@ -162,7 +162,9 @@ class Engine {
   }
 
   LayerReport narrow(std::int32_t l) {
-    const LayerReport report = keeper.part<parts::Prompts>().narrow(
+    auto* const prompts = keeper.find<parts::Prompts>();
+    if (prompts == nullptr) return {};
+    const LayerReport report = prompts->narrow(
         {.layer = l, .sequences = active, .indptr = indptr, .queries = queries, .basis = basis}, view());
     if (page_size_ > 0) pages.settle(view(), report.pages);
     for (const Narrowing& n : report.prompts) {

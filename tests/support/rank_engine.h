@@ -67,7 +67,7 @@ class RankEngine {
       for (const auto& [id, tokens] : work) {
         std::vector<float> nats;
         for (std::int32_t t = fed[id] - tokens; t < fed[id]; ++t) nats.push_back(1 + noise(id, 9, 0, t, 0, 7));
-        keeper.part<parts::Surprisal>().supply(id, nats);
+        if (auto* surprisal = keeper.find<parts::Surprisal>()) surprisal->supply(id, nats);
       }
   }
 

@@ -71,8 +71,8 @@ KVKEEP_INLINE std::int32_t Sequences::index_of(const char* operation, std::int32
 }
 
 KVKEEP_INLINE void Sequences::require_whole(const char* operation, SequenceId id, const SequenceState& s) const {
-  KVKEEP_REQUIRE_AS(StateError, !s.passing, operation, ": the prompt of sequence ", id,
-                    " is still running through the layers; allowed after its last layer");
+  KVKEEP_REQUIRE_AS(StateError, !s.passing, operation, ": the prompt of sequence ", id, " has only reached layer ",
+                    s.passing->next_layer, "; allowed after its last layer");
 }
 
 KVKEEP_INLINE std::span<SequenceState* const> Sequences::meet(const char* operation,
