@@ -395,7 +395,7 @@ TEST(Give, RefusesWithASentenceAndWritesNothing) {
 }
 
 TEST(Give, IsNoPartOfAKeeperWhosePolicyReadsNoScores) {
-  Keeper keeper(Engine::model(), make_policy("streaming,budget=9"));
+  Keeper keeper(model(), make_policy("streaming,budget=9"));
   EXPECT_EQ(keeper.find<parts::Given>(), nullptr);
   EXPECT_NE(message_of<Unsupported>([&] {
               static_cast<void>(keeper.part<parts::Given>());
