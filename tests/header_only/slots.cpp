@@ -116,7 +116,7 @@ void run(const char* what, kvkeep::Dtype dtype, std::unique_ptr<kvkeep::KVPolicy
       if (!folds) continue;
       const kvkeep::Attended out{kvkeep::zeros({indptr.back(), kQueryHeads, kDim}, kvkeep::Dtype::f32),
                                  kvkeep::zeros({indptr.back(), kQueryHeads}, kvkeep::Dtype::f32)};
-      keeper.part<parts::Folds>().view(seen, out);
+      keeper.part<kvkeep::parts::Folds>().view(seen, out);
       for (std::int64_t n = 0; n < out.out.numel(); ++n)
         folded += std::abs(static_cast<double>(out.out.data<float>()[n]));
     }
