@@ -526,7 +526,8 @@ TEST_F(DeviceLine, TakesAFewLaunchesForAnEventOfAllLayersAndSequences) {
     oracle::Random random(9);
     engine.join(1);
     engine.join(2);
-    static_cast<void>(engine.step(numbers_of(random, {{1, 60}, {2, 70}})));
+    // Above every budget, so that both are cut at once.
+    static_cast<void>(engine.step(numbers_of(random, {{1, 90}, {2, 100}})));
     for (;;) {
       const Numbers numbers = numbers_of(random, {{1, 1}, {2, 1}});
       const std::int64_t before = model::counters().launches;
