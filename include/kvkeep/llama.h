@@ -201,7 +201,7 @@ class Evictor {
                       " would share cells that events rewrite; allowed with kv_unified = false, or "
                       "share=union and Positions::text");
     llama_memory_seq_cp(llama_get_memory(context_), from, to, 0, streams_ == 1 ? tokens : -1);
-    keeper_.join(to, tokens, kMostPositions);
+    keeper_.join(to, tokens, kOpenPrompt);
     Held copied;
     for (std::int32_t t = 0; t < tokens; ++t) {
       const std::int32_t cell = streams_ == 1 ? source.cells[static_cast<std::size_t>(t)]

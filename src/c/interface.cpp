@@ -394,7 +394,9 @@ void kvkeep_keeper_free(kvkeep_keeper* keeper) { delete keeper; }
 const char* kvkeep_policy_json(const kvkeep_keeper* keeper) { return keeper == nullptr ? "" : keeper->json.c_str(); }
 
 kvkeep_status kvkeep_join(kvkeep_keeper* keeper, int64_t sequence, int32_t tokens, int32_t prompt) {
-  return guarded([&] { required(keeper, "keeper").keeper.join(sequence, tokens, prompt); });
+  return guarded([&] {
+    required(keeper, "keeper").keeper.join(sequence, tokens, prompt == -1 ? std::nullopt : std::optional(prompt));
+  });
 }
 kvkeep_status kvkeep_leave(kvkeep_keeper* keeper, int64_t sequence) {
   return guarded([&] { required(keeper, "keeper").keeper.leave(sequence); });

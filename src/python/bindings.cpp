@@ -277,8 +277,9 @@ void bind_keeper(nb::module_& m) {
           "spec"_a, "policy"_a, nb::kw_only(), "queries"_a = true, "layer_by_layer"_a = false, "surprisal"_a = false,
           "given_scores"_a = false, "reads_folded"_a = false, "output_projections"_a = std::vector<Array>(),
           "policy: 'name,key=value,...' or a JSON object. The flags say what the engine supplies.")
-      .def("join", &Keeper::join, "sequence"_a, "tokens"_a = 0, "prompt"_a = -1,
-           "A sequence begins. tokens: already cached; prompt: tokens of its prompt, -1: the first step tells.")
+      .def("join", &Keeper::join, "sequence"_a, "tokens"_a = 0, "prompt"_a = nb::none(),
+           "A sequence begins. tokens: already cached; prompt: tokens of its prompt, None: the first step tells, "
+           "OPEN_PROMPT: end_prompt() does.")
       .def("leave", &Keeper::leave, "sequence"_a, "A sequence ends: the keeper forgets it.")
       .def(
           "reset", [](Keeper& self, SequenceId sequence) { self.leave(sequence), self.join(sequence); }, "sequence"_a)
@@ -401,7 +402,7 @@ NB_MODULE(_kvkeep, m) {
   using namespace kvkeep;
   nb::set_leak_warnings(false);  // a traceback that holds a keeper at exit is no fault
   m.attr("__version__") = kVersion;
-  m.attr("MOST_POSITIONS") = kMostPositions;  // Keeper.join(prompt=): until end_prompt()
+  m.attr("OPEN_PROMPT") = kOpenPrompt;
   nb::exception<InvalidArgument>(m, "InvalidArgument", PyExc_ValueError);
   nb::exception<StateError>(m, "StateError", PyExc_RuntimeError);
   nb::exception<Unsupported>(m, "Unsupported", PyExc_NotImplementedError);

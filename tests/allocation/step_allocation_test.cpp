@@ -130,7 +130,7 @@ class Engine {
     if (table.defined()) add(table.const_data_ptr(), table.nbytes());
     seen.push_back(text(pool.free_pages()));
     for (const SequenceId id : ids) {
-      seen.push_back(text(keeper.logical_length(id), ' ', keeper.prompt_length(id), ' ',
+      seen.push_back(text(keeper.logical_length(id), ' ', keeper.prompt_length(id).value_or(-1), ' ',
                           keeper.part<parts::Folds>().of(id).tokens));
       for (std::int32_t r = 0; r < kLayers * kKvHeads; ++r) {
         const auto positions = keeper.positions(id, r / kKvHeads, r % kKvHeads);

@@ -40,13 +40,13 @@ TEST(KeeperStep, KeepsWhatObservationsKeep) {
             ASSERT_TRUE(std::equal(x.begin(), x.end(), y.begin(), y.end())) << policy;
           }
       };
-      const auto join = [&](SequenceId id, std::int32_t prompt) {
+      const auto join = [&](SequenceId id, std::optional<std::int32_t> prompt) {
         for (Engine* const engine : std::initializer_list<Engine*>{&observed, &stepped}) {
           engine->keeper.join(id, 0, prompt);
           engine->lengths[id] = Ints(kRows, 0);
         }
       };
-      join(1, -1);
+      join(1, {});
       join(2, 70);              // its prompt comes in chunks
       step({{1, 5}, {2, 40}});  // more than a ring holds
       step({{2, 30}, {1, 1}});
@@ -54,7 +54,7 @@ TEST(KeeperStep, KeepsWhatObservationsKeep) {
         step({{1, 1}, {2, i % 3 == 0 ? 2 : 1}});
         if (HasFatalFailure()) return;
       }
-      join(3, -1);
+      join(3, {});
       step({{3, 12}, {1, 1}});
       step({{3, 2}}, {20, 25});  // positions with a gap
       for (Engine* const engine : std::initializer_list<Engine*>{&observed, &stepped}) {

@@ -447,7 +447,7 @@ TEST(Keeper, RefusesAnEventOverQueriesThatNobodyGave) {
 
 TEST(Keeper, APromptMayEndLaterThanItWasKnownTo) {
   Engine engine("tova,budget=8,interval=4,prefill=cut", 1, 64), whole("tova,budget=8,interval=4,prefill=cut", 1, 64);
-  engine.join(1, kMostPositions);
+  engine.join(1, kOpenPrompt);
   EXPECT_THROW(engine.keeper.end_prompt(1), StateError) << "no tokens yet";
   engine.step({{1, 0, 20}});
   EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 20);

@@ -86,7 +86,7 @@ class Engine {
     std::int32_t tokens;
   };
 
-  void join(SequenceId id, std::int32_t prompt = -1) {
+  void join(SequenceId id, std::optional<std::int32_t> prompt = {}) {
     keeper.join(id, 0, prompt);
     lengths[id] = Ints(kRows, 0);
     fed[id] = 0;

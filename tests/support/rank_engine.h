@@ -39,7 +39,7 @@ class RankEngine {
           DenseKv{zeros({4, heads_, kCapacity, kDim}, Dtype::f32), zeros({4, heads_, kCapacity, kDim}, Dtype::f32)});
   }
 
-  void join(SequenceId id, std::int32_t prompt = -1) {
+  void join(SequenceId id, std::optional<std::int32_t> prompt = {}) {
     keeper.join(id, 0, prompt);
     lengths[id].assign(static_cast<std::size_t>(kLayers * heads_), 0);
     fed[id] = 0;

@@ -45,9 +45,10 @@ class Keeper {
   }
 
   /// A sequence begins. `tokens` of it are already in the cache (a prefix that kvkeep did not see), at positions
-  /// 0..tokens-1. `prompt`: tokens of its prompt, including those; -1: the cached tokens, or if there are none, the
-  /// tokens of the first step. No event happens before the prompt has ended, however many chunks it comes in.
-  void join(SequenceId sequence, std::int32_t tokens = 0, std::int32_t prompt = -1) {
+  /// 0..tokens-1. `prompt`: tokens of its prompt, including those; absent: the cached tokens, or if there are none,
+  /// the tokens of the first step; kOpenPrompt: until end_prompt(). No event happens before the prompt has ended,
+  /// however many chunks it comes in.
+  void join(SequenceId sequence, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {}) {
     sequences_->join(sequence, tokens, prompt);
   }
   /// A sequence ends, at any point but in a pending event: the keeper forgets everything about it.
@@ -69,7 +70,7 @@ class Keeper {
   void restore(SequenceId sequence, const std::filesystem::path& file);
 #endif
   /// The prompt of a sequence ends with the tokens observed so far, for engines that cannot tell join() how long it
-  /// will be: they join with a `prompt` of kMostPositions. Throws StateError for an unknown sequence, one without
+  /// will be: they join with kOpenPrompt. Throws StateError for an unknown sequence, one without
   /// tokens, one whose prompt has ended, and while the prompt runs through the layers.
   void end_prompt(SequenceId sequence);
   [[nodiscard]] bool knows(SequenceId sequence) const { return sequences_->contains(sequence); }
@@ -149,8 +150,11 @@ class Keeper {
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
   [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return sequences_->at(sequence).logical; }
-  /// Tokens of its prompt; -1 until known.
-  [[nodiscard]] std::int64_t prompt_length(SequenceId sequence) const { return sequences_->at(sequence).prompt; }
+  /// Tokens of its prompt; absent until known.
+  [[nodiscard]] std::optional<std::int64_t> prompt_length(SequenceId sequence) const {
+    const std::int64_t prompt = sequences_->at(sequence).prompt;
+    return prompt < 0 ? std::nullopt : std::optional(prompt);
+  }
   /// Slots held by one row.
   [[nodiscard]] std::int32_t physical_length(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
     return sequences_->ready("physical_length", sequence).columns.length(sequences_->row_of(layer, head));

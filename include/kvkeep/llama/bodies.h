@@ -151,7 +151,7 @@ inline void Evictor::begin(const llama_batch& batch) {
   for (Member& member : members_) {
     if (held_.contains(member.sequence)) member.begins = next_position(member.sequence);
     if (!held_.contains(member.sequence)) {
-      keeper_.join(member.sequence, 0, kMostPositions);
+      keeper_.join(member.sequence, 0, kOpenPrompt);
       held_.emplace(member.sequence, Held{});
     }
     const std::int64_t read = keeper_.queries_read();

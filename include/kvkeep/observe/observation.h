@@ -12,6 +12,9 @@ namespace kvkeep {
 /// Logical positions are below it, and sequences are no longer than it: whatever comes after them still fits 32 bits.
 inline constexpr std::int32_t kMostPositions = (1 << 30) - 1;
 
+/// The prompt of a sequence that ends when Keeper::end_prompt() says so.
+inline constexpr std::int32_t kOpenPrompt = kMostPositions;
+
 /// New tokens of one layer and step: any subset of the sequences, any number of tokens each.
 /// Offsets and counts are host integers, like every length: an event must not wait for the device.
 struct Observation {

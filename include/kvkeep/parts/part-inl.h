@@ -27,13 +27,13 @@ KVKEEP_INLINE void Sequences::add(std::unique_ptr<Part> part) {
   parts_.push_back(std::move(part));
 }
 
-KVKEEP_INLINE void Sequences::join(SequenceId id, std::int32_t tokens, std::int32_t prompt) {
+KVKEEP_INLINE void Sequences::join(SequenceId id, std::int32_t tokens, std::optional<std::int32_t> prompt) {
   KVKEEP_REQUIRE_AS(StateError, !contains(id), "join: sequence ", id,
                     " is already here; allowed after leave(), or use reset()");
   KVKEEP_REQUIRE(tokens >= 0 && tokens <= kMostPositions, "join: sequence ", id, " begins with ", tokens,
                  " cached tokens; allowed 0 to ", kMostPositions);
-  KVKEEP_REQUIRE(prompt == -1 || prompt >= tokens, "join: sequence ", id, " has a prompt of ", prompt, " tokens and ",
-                 tokens, " of them cached; allowed at least the number cached, or -1 if unknown");
+  KVKEEP_REQUIRE(!prompt || *prompt >= tokens, "join: sequence ", id, " has a prompt of ", prompt.value_or(0),
+                 " tokens and ", tokens, " of them cached; allowed at least the number cached, or none if unknown");
   const auto layers = static_cast<std::int32_t>(full_layers_.size());
   SequenceState fresh{Columns(rows(), machine_->memory()),
                       QueryRing(layers, queries_, spec_.query_heads, spec_.key_dim, machine_->memory())};
@@ -42,7 +42,7 @@ KVKEEP_INLINE void Sequences::join(SequenceId id, std::int32_t tokens, std::int3
   fresh.columns.append(positions);
   fresh.prefix = fresh.next_position = fresh.event_position = fresh.prompt_end = tokens;
   fresh.logical = fresh.asked = tokens;
-  fresh.prompt = prompt == -1 && tokens > 0 ? tokens : prompt;
+  fresh.prompt = prompt.value_or(tokens > 0 ? tokens : -1);
   fresh.prompt_slots.assign(full_layers_.size(), -1);
   all_.emplace(id, std::move(fresh));
   try {

@@ -173,7 +173,7 @@ class Sequences {
   [[nodiscard]] std::int32_t without_rope() const { return without_rope_; }
 
   /// As Keeper::join() and leave().
-  void join(SequenceId id, std::int32_t tokens = 0, std::int32_t prompt = -1);
+  void join(SequenceId id, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {});
   void leave(SequenceId id);
   /// leave() at any time.
   void forget(SequenceId id) noexcept;

@@ -12,7 +12,7 @@ For models of Hugging Face: kvkeep.hf.attach(model, "ams-tova,budget=1024").
 from pathlib import Path as _Path
 
 from ._kvkeep import (
-    MOST_POSITIONS,
+    OPEN_PROMPT,
     Cut,
     DeviceError,
     InvalidArgument,

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from . import MOST_POSITIONS, InvalidArgument, StateError, Unsupported
+from . import OPEN_PROMPT, InvalidArgument, StateError, Unsupported
 from ._model import refuse, tag
 
 _ROLLBACK = 32  # tokens that Keeper.truncate() can always take back
@@ -230,7 +230,7 @@ class Rows:
             elif self.width <= columns:
                 prompts = new[:, : self.width].sum(1).tolist()
             else:
-                prompts, self.open = [MOST_POSITIONS] * batch, True
+                prompts, self.open = [OPEN_PROMPT] * batch, True
         with self.owner.lock:
             self.ids = [self.owner.next_id() for _ in range(batch)]
             for id, prompt in zip(self.ids, prompts):
