@@ -141,7 +141,7 @@ typedef struct kvkeep_accelerator kvkeep_accelerator;  ///< a GPU, for one keepe
 /// What the engine supplies besides keys and values (kvkeep::Provided).
 typedef struct kvkeep_provided {
   size_t size;                                     ///< sizeof(kvkeep_provided)
-  int32_t no_queries;                              ///< 1: kvkeep_observe() passes none
+  int32_t queries;                                 ///< 1: kvkeep_observe() passes them
   int32_t layer_by_layer;                          ///< 1: kvkeep_narrow() is called after each layer of a prompt
   int32_t surprisal;                               ///< 1: kvkeep_surprise() is called before kvkeep_step()
   int32_t given_scores;                            ///< 1: kvkeep_give() is called in every full layer
@@ -353,14 +353,14 @@ KVKEEP_C_API kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t
 /// Tokens before an event may cut the sequence; KVKEEP_NO_EVENT: none will.
 KVKEEP_C_API kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
 /// Newest queries that an event reads; 0: none.
-KVKEEP_C_API int64_t kvkeep_queries_read(const kvkeep_keeper* keeper);
+KVKEEP_C_API kvkeep_status kvkeep_queries_read(const kvkeep_keeper* keeper, int64_t* queries);
 
 /// Counters since the keeper was made (kvkeep::Totals).
 typedef struct kvkeep_totals {
   size_t size;  ///< sizeof(kvkeep_totals); fields beyond it are not written
   int64_t steps, events, sequences_cut, slots_dropped, bytes_moved, pages_freed, slots_folded, slots_kept, slots_chosen;
 } kvkeep_totals;
-KVKEEP_C_API void kvkeep_totals_of(const kvkeep_keeper* keeper, kvkeep_totals* totals);
+KVKEEP_C_API kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals);
 
 #ifdef __cplusplus
 }

@@ -4,6 +4,7 @@
 ///     kvkeep_accelerator* gpu = NULL;
 ///     kvkeep_cuda_accelerator_make(0, &gpu);
 ///     kvkeep_cuda_use_stream(gpu, stream);
+///     provided.queries = 1;
 ///     provided.accelerator = gpu;  // of one keeper, whose cache and queries are on that GPU
 ///
 /// kvkeep_accelerator_free() frees it. docs/inside/cuda.md says what runs there, and when it waits.

@@ -189,7 +189,7 @@ ModelSpec spec_of(const kvkeep_model* model) {
 Provided provided_of(const kvkeep_provided* provided, std::int32_t layers) {
   if (provided == nullptr) return {};
   const kvkeep_provided p = given(provided, "provided");
-  Provided all{.queries = p.no_queries == 0,
+  Provided all{.queries = p.queries != 0,
                .layer_by_layer = p.layer_by_layer != 0,
                .surprisal = p.surprisal != 0,
                .given_scores = p.given_scores != 0,
@@ -597,24 +597,26 @@ kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t sequence, in
 kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
   return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.tokens_to_event(sequence); });
 }
-int64_t kvkeep_queries_read(const kvkeep_keeper* keeper) {
-  return keeper == nullptr ? 0 : keeper->keeper.queries_read();
+kvkeep_status kvkeep_queries_read(const kvkeep_keeper* keeper, int64_t* queries) {
+  return guarded([&] { required(queries, "queries") = required(keeper, "keeper").keeper.queries_read(); });
 }
 
-void kvkeep_totals_of(const kvkeep_keeper* keeper, kvkeep_totals* totals) {
-  if (keeper == nullptr || totals == nullptr) return;
-  const Totals& t = keeper->keeper.totals();
-  give_back({.size = 0,
-             .steps = t.steps,
-             .events = t.events,
-             .sequences_cut = t.sequences_cut,
-             .slots_dropped = t.slots_dropped,
-             .bytes_moved = t.bytes_moved,
-             .pages_freed = t.pages_freed,
-             .slots_folded = t.slots_folded,
-             .slots_kept = t.slots_kept,
-             .slots_chosen = t.slots_chosen},
-            totals);
+kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals) {
+  return guarded([&] {
+    static_cast<void>(required(totals, "totals"));
+    const Totals& t = required(keeper, "keeper").keeper.totals();
+    give_back({.size = 0,
+               .steps = t.steps,
+               .events = t.events,
+               .sequences_cut = t.sequences_cut,
+               .slots_dropped = t.slots_dropped,
+               .bytes_moved = t.bytes_moved,
+               .pages_freed = t.pages_freed,
+               .slots_folded = t.slots_folded,
+               .slots_kept = t.slots_kept,
+               .slots_chosen = t.slots_chosen},
+              totals);
+  });
 }
 
 }  // extern "C"

@@ -67,7 +67,7 @@ TEST(CInterface, KeepsWhatTheKeeperKeepsDenseAndInPages) {
       }
       kvkeep_totals totals{};
       totals.size = sizeof totals;
-      kvkeep_totals_of(c.keeper.get(), &totals);
+      ASSERT_EQ(kvkeep_read_totals(c.keeper.get(), &totals), KVKEEP_OK);
       EXPECT_EQ(totals.sequences_cut, cuts);
       EXPECT_EQ(totals.slots_kept, cpp.keeper.totals().slots_kept);
       EXPECT_EQ(totals.slots_chosen, cpp.keeper.totals().slots_chosen);
@@ -139,7 +139,9 @@ TEST(CInterface, RecordsAStepThatBeganAndTakesTokensBack) {
     EXPECT_EQ(tokens, cpp.keeper.tokens_to_event(1));
   }
   ASSERT_NO_FATAL_FAILURE(expect_same(cpp, c));
-  EXPECT_EQ(kvkeep_queries_read(c.keeper.get()), cpp.keeper.queries_read());
+  std::int64_t queries = 0;
+  ASSERT_EQ(kvkeep_queries_read(c.keeper.get(), &queries), KVKEEP_OK);
+  EXPECT_EQ(queries, cpp.keeper.queries_read());
   EXPECT_GE(cpp.keeper.totals().events, 2);
 }
 
@@ -221,6 +223,7 @@ TEST(CInterface, NarrowsAPromptLayerByLayer) {
   const char* policy = "fastkv,layer=0,budget=24,window=8";
   kvkeep_provided provided{};
   provided.size = sizeof provided;
+  provided.queries = 1;
   provided.layer_by_layer = 1;
   const Kept c = make(policy, &provided);
   Keeper cpp(engines::model(), make_policy(policy), {.layer_by_layer = true});
@@ -315,13 +318,12 @@ TEST(CInterface, SaysWhatIsWrong) {
                 "multiple of kv_heads");
   kvkeep_provided provided{};
   provided.size = sizeof provided;
-  provided.no_queries = 1;
   expect_failed(kvkeep_keeper_make(&model.of_c, "tova,budget=8", &provided, &keeper), KVKEEP_INVALID_ARGUMENT,
                 "queries");
   EXPECT_EQ(keeper, nullptr);
   expect_failed(kvkeep_join(nullptr, 1, 0, -1), KVKEEP_INVALID_ARGUMENT, "keeper is NULL");
   kvkeep_keeper_free(nullptr);
-  kvkeep_totals_of(nullptr, nullptr);
+  expect_failed(kvkeep_read_totals(nullptr, nullptr), KVKEEP_INVALID_ARGUMENT, "totals is NULL");
 
   CEngine c(kPolicy);
   oracle::Random random(3);
@@ -390,7 +392,7 @@ TEST(CInterface, ReadsStructsOfOtherVersions) {
   kvkeep_totals totals{};
   totals.size = offsetof(kvkeep_totals, events);
   totals.events = -5;
-  kvkeep_totals_of(keeper, &totals);
+  ASSERT_EQ(kvkeep_read_totals(keeper, &totals), KVKEEP_OK);
   EXPECT_EQ(totals.events, -5) << "no room for it was stated";
   kvkeep_keeper_free(keeper);
 

@@ -86,6 +86,7 @@ int main(void) {
   check(kvkeep_cuda_accelerator_make(0, &gpu)); /* of GPU 0, for one keeper */
   check(kvkeep_cuda_use_stream(gpu, stream));   /* where its kernels run: the engine's own stream */
   provided.size = sizeof provided;
+  provided.queries = 1;
   provided.accelerator = gpu;
   check(kvkeep_keeper_make(&model, "ams-tova,budget=40,interval=16", &provided, &keeper));
   /* ---- */

@@ -26,6 +26,7 @@ class CAccelerator {
     device = at::Device(at::kCUDA, 0);
 #endif
     provided.size = sizeof provided;
+    provided.queries = 1;
     provided.accelerator = gpu;
   }
   ~CAccelerator() { kvkeep_accelerator_free(gpu); }
