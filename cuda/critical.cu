@@ -1,7 +1,7 @@
 #include "critical.h"
 
 #include "element.cuh"
-#include "kvkeep/allot/share.h"
+#include "kvkeep/allot/divide.h"
 #include "launch.cuh"
 #include "panel.cuh"
 #include "parts.cuh"

@@ -9,7 +9,7 @@
 #include "compact.h"
 #include "critical.h"
 #include "given.h"
-#include "kvkeep/allot/share.h"
+#include "kvkeep/allot/divide.h"
 #include "mass_segmented.h"
 #include "query_ring.h"
 #include "rows.h"

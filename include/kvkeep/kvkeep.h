@@ -19,8 +19,6 @@
 #include "kvkeep/core/window.h"
 
 // observe
-#include "kvkeep/observe/attended.h"
-#include "kvkeep/observe/given_scores.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/observe/query_ring.h"
 #include "kvkeep/observe/trigger.h"

@@ -208,7 +208,7 @@ std::unique_ptr<KVPolicy> policy_of(const char* policy) {
 }
 
 /// The number of tokens that `indptr` names.
-std::int64_t tokens_of(std::span<const std::int32_t> indptr) { return indptr.empty() ? 0 : indptr.back(); }
+std::int64_t tokens_in(std::span<const std::int32_t> indptr) { return indptr.empty() ? 0 : indptr.back(); }
 
 Observation observation_of(const kvkeep_observation* observation) {
   const kvkeep_observation o = given(observation, "observation");
@@ -219,7 +219,7 @@ Observation observation_of(const kvkeep_observation* observation) {
                    .basis = one_of(o.basis, QueryBasis::post_rope, "observation: basis"),
                    .unread = o.unread != 0,
                    .log_sum_exp = view_if(o.log_sum_exp, "observation: log_sum_exp")};
-  made.positions = array_if(o.positions, tokens_of(made.indptr));
+  made.positions = array_if(o.positions, tokens_in(made.indptr));
   return made;
 }
 
@@ -439,7 +439,7 @@ kvkeep_status kvkeep_begin_step(kvkeep_keeper* keeper, const kvkeep_step_tokens*
                     .query_dtype = dtype_of(t.query_code, t.query_bits, 1, "tokens"),
                     .basis = one_of(t.basis, QueryBasis::post_rope, "tokens: basis"),
                     .log_sum_exp = t.log_sum_exp != 0};
-    step.positions = array_if(t.positions, tokens_of(step.indptr));
+    step.positions = array_if(t.positions, tokens_in(step.indptr));
     required(keeper, "keeper").keeper.begin_step(step);
   });
 }

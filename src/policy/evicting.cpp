@@ -5,7 +5,6 @@
 #include "json_fields.h"
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/problems.h"
 #include "kvkeep/policy/evict.h"
 
 namespace kvkeep {

@@ -6,8 +6,8 @@
 
 #include "adaptive_heads.h"
 #include "kvkeep/allot/critical.h"
+#include "kvkeep/allot/divide.h"
 #include "kvkeep/allot/head_marks.h"
-#include "kvkeep/allot/share.h"
 #include "kvkeep/core/rank_key.h"
 #include "kvkeep/torch.h"
 #include "value_case.h"

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "kvkeep/allot/allocator.h"
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/each_row.h"
-#include "kvkeep/core/require_host.h"
 
 namespace kvkeep {
 

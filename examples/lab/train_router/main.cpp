@@ -9,7 +9,6 @@
 #include "comparison.h"
 #include "hf_folder.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/problems.h"
 #include "kvkeep/io/run_files.h"
 #include "kvkeep/memory/routing_file.h"
 #include "llama.h"

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "kvkeep/allot/share.h"
+#include "kvkeep/allot/divide.h"
 #include "kvkeep/core/rank_key.h"
 #include "kvkeep/core/row_limit.h"
 #include "kvkeep/core/strict_math.h"

@@ -7,10 +7,10 @@
 
 #include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/head_marks.h"
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 
 namespace kvkeep {

@@ -5,10 +5,10 @@
 #include <numeric>
 
 #include "kvkeep/allot/allocator.h"
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/each_row.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 
 namespace kvkeep {

@@ -8,9 +8,9 @@
 
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/head_marks.h"
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 #include "kvkeep/simd/attention_lanes.h"
 #include "kvkeep/simd/projection_lanes.h"

@@ -12,6 +12,7 @@
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/pool.h"
 #include "kvkeep/core/protect.h"
+#include "kvkeep/core/strict_math.h"
 #include "kvkeep/core/team.h"
 
 namespace kvkeep {
@@ -151,6 +152,13 @@ KVKEEP_HD inline std::int32_t covered(const MassSegmentedOptions& options, const
   std::int64_t floors = 0;
   for (std::int32_t i = 0; i < count; ++i) floors += detail::floor_of(shares[i], options.min_quota);
   return floors < budget ? static_cast<std::int32_t>(floors) : budget;
+}
+
+/// floor(share * budget), the share rounded to millionths, so that 0.3 of 10 is 3 on every machine.
+KVKEEP_HD inline std::int32_t share_of(double share, std::int32_t budget) {
+  constexpr std::int64_t kParts = 1'000'000;
+  return static_cast<std::int32_t>(static_cast<std::int64_t>(llround(share * static_cast<double>(kParts))) * budget /
+                                   kParts);
 }
 
 }  // namespace kvkeep

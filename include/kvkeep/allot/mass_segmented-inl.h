@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "kvkeep/allot/mass_segmented.h"
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 
 namespace kvkeep {

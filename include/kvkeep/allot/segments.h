@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "kvkeep/allot/mass.h"
-#include "kvkeep/core/partition_point.h"
 #include "kvkeep/core/protect.h"
+#include "kvkeep/core/row_window.h"
 #include "kvkeep/core/strict_math.h"
 #include "kvkeep/core/variant.h"
 

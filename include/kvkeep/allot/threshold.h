@@ -14,9 +14,9 @@
 
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/allot/passing_slots.h"
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/each_row.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/select.h"
 
 namespace kvkeep {

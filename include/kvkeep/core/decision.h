@@ -120,4 +120,11 @@ struct Decision {
   }
 };
 
+inline TokenSet tokens_of(std::span<const std::int32_t> places) {
+  TokenSet set{empty({static_cast<std::int64_t>(places.size())}, Dtype::i32),
+               {0, static_cast<std::int64_t>(places.size())}};
+  std::ranges::copy(places, set.tokens.data<std::int32_t>());
+  return set;
+}
+
 }  // namespace kvkeep

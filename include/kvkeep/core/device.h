@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "kvkeep/core/error.h"
+
 namespace kvkeep {
 
 struct Device {
@@ -18,5 +20,11 @@ struct Device {
   }
   friend bool operator==(const Device&, const Device&) = default;
 };
+
+/// Throws Unsupported unless `device` is the CPU: others are served by a Machine.
+inline void require_host(const char* operation, Device device) {
+  KVKEEP_REQUIRE_AS(Unsupported, device.is_cpu(), operation, ": runs on the CPU; given device ", device.str(),
+                    "; allowed cpu, or a Keeper with kvkeep::cuda::accelerator() on a GPU");
+}
 
 }  // namespace kvkeep

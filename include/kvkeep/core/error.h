@@ -2,6 +2,9 @@
 /// Errors. Every message reads "operation: what is wrong; given X; allowed Y" and is thrown before anything is written.
 
 #include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "kvkeep/core/text.h"
 
@@ -61,3 +64,14 @@ template <class E = InvalidArgument, class... Parts>
 
 /// The same for arguments of the caller: throws InvalidArgument.
 #define KVKEEP_REQUIRE(ok, ...) KVKEEP_REQUIRE_AS(::kvkeep::InvalidArgument, ok, __VA_ARGS__)
+
+namespace kvkeep {
+
+/// Throws InvalidArgument "operation: one; two; three" unless `problems` is empty.
+inline void require_no_problems(std::string_view operation, const std::vector<std::string>& problems) {
+  std::string all;
+  for (const std::string& one : problems) all += (all.empty() ? "" : "; ") + one;
+  KVKEEP_REQUIRE(all.empty(), operation, ": ", all);
+}
+
+}  // namespace kvkeep

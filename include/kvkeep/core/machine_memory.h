@@ -8,7 +8,6 @@
 #include <span>
 
 #include "kvkeep/core/device.h"
-#include "kvkeep/core/given_arrival.h"
 #include "kvkeep/core/query_arrival.h"
 #include "kvkeep/core/tensor.h"
 

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kvkeep/core/dtype.h"
+
 namespace kvkeep {
 
 /// Queries of one layer of one sequence, at consecutive positions.
@@ -42,6 +44,19 @@ struct QueryLayout {
 struct LayerOffset {
   std::int64_t queries = 0;      ///< bytes
   std::int64_t normalisers = 0;  ///< floats
+};
+
+/// Scores of consecutive tokens of one row.
+struct GivenArrival {
+  const std::byte* from = nullptr;  ///< of the first token
+  float* to = nullptr;              ///< f32 [tokens]
+  std::int32_t tokens = 0;
+};
+
+/// Memory layout of the scores that an engine gives.
+struct GivenLayout {
+  Dtype dtype = Dtype::f32;       ///< f32, f16 or bf16
+  std::int64_t token_stride = 0;  ///< bytes
 };
 
 }  // namespace kvkeep

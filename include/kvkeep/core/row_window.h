@@ -4,12 +4,25 @@
 #include <cstdint>
 
 #include "kvkeep/core/hd.h"
-#include "kvkeep/core/partition_point.h"
 #include "kvkeep/core/query_view.h"
 #include "kvkeep/core/row_limit.h"
 #include "kvkeep/core/slot.h"
 
 namespace kvkeep {
+
+/// The first i of [low, high) that is not `before`; `high` if all are. `before` holds for all up to some i, and for
+/// none after that.
+template <class Before>
+KVKEEP_HD std::int32_t partition_point(std::int32_t low, std::int32_t high, const Before& before) {
+  while (low < high) {
+    const std::int32_t middle = low + (high - low) / 2;
+    if (before(middle))
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
 
 /// How many of a row's queries take part, and from which slot on some of them cannot see.
 struct RowWindow {

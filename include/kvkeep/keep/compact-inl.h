@@ -5,9 +5,9 @@
 #include <cstring>
 #include <vector>
 
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/simd/stream_lanes.h"
 

@@ -11,7 +11,6 @@
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
-#include "kvkeep/core/problems.h"
 #include "kvkeep/memory/segmenter.h"
 #include "kvkeep/simd/attention_lanes.h"
 #include "kvkeep/simd/memory_lanes.h"

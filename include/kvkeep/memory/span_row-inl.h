@@ -11,11 +11,9 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
-#include "kvkeep/core/grow.h"
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
-#include "kvkeep/core/problems.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/memory/factorise.h"
 #include "kvkeep/memory/opening.h"
@@ -27,6 +25,12 @@
 
 namespace kvkeep {
 namespace span_row_detail {
+
+/// Makes room for `size` elements in total. Grows by at least half, so growth token by token rarely copies.
+template <class T>
+void make_room(std::vector<T>& list, std::size_t size) {
+  if (size > list.capacity()) list.reserve(std::max(size, list.capacity() + list.capacity() / 2));
+}
 
 inline constexpr std::int64_t kBatchNumbers =
     1 << 19;  ///< fp64 numbers of the matrices that are decomposed together: they stay in a CPU cache
@@ -172,9 +176,9 @@ KVKEEP_INLINE void SpanRow::reserve(const SpanRow& later) {
   span_row_detail::make_room_for(later.factors_, factors_);
   const auto sketched = static_cast<std::size_t>(KeySketch::padded(tokens() + later.tokens()));
   if (later.sketch_.sizes.empty()) return;
-  make_room(sketch_.sizes, sketched);
+  span_row_detail::make_room(sketch_.sizes, sketched);
   const std::size_t words = sketched * static_cast<std::size_t>(KeySketch::words(dim_));
-  make_room(sketch_.signs, words);
+  span_row_detail::make_room(sketch_.signs, words);
 }
 
 KVKEEP_INLINE void SpanRow::append(SpanRow later) {

@@ -6,6 +6,7 @@
 
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/row.h"
+#include "kvkeep/core/tensor.h"
 
 namespace kvkeep {
 
@@ -42,6 +43,21 @@ struct StepTokens {
   QueryBasis basis = QueryBasis::pre_rope;       ///< of the queries
   bool log_sum_exp = false;                      ///< record() brings them
   std::span<const std::int32_t> positions = {};  ///< as in Observation
+};
+
+/// For the tokens of a step in one layer, as any flash attention returns it.
+struct Attended {
+  Tensor out;  ///< f32 [n_tokens, Hq, Dv] contiguous; any value for a query that saw no slot
+  Tensor
+      log_sum_exp;  ///< f32 [n_tokens, Hq] contiguous, natural, of the scaled logits; -inf for a query that saw no slot
+};
+
+/// Scores of tokens of one layer: any subset of the sequences, for each its oldest tokens that have none yet.
+struct GivenScores {
+  std::int32_t layer = 0;
+  std::span<const SequenceId> sequences;  ///< [n]
+  std::span<const std::int32_t> indptr;   ///< host [n + 1]: tokens of sequence i are [indptr[i], indptr[i + 1])
+  Tensor scores = {};  ///< f32, f16 or bf16 [n_tokens, Hkv], any strides; any number or infinity, higher stays
 };
 
 }  // namespace kvkeep

@@ -1,7 +1,7 @@
 #pragma once
 /// Folds: slots that an event drops may fold into spans, which attention still reads.
 
-#include "kvkeep/observe/attended.h"
+#include "kvkeep/observe/observation.h"
 #include "kvkeep/parts/part.h"
 #include "kvkeep/policy/folded_memory.h"
 

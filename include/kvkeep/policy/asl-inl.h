@@ -5,12 +5,12 @@
 #include <utility>
 
 #include "kvkeep/allot/allocator.h"
+#include "kvkeep/core/decision.h"
+#include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/problems.h"
 #include "kvkeep/layers/top_mass.h"
 #include "kvkeep/policy/asl.h"
-#include "kvkeep/policy/tokens_of.h"
 
 namespace kvkeep {
 namespace asl_detail {

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvkeep/core/error.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/pinned_slots.h"
-#include "kvkeep/core/problems.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/score/window_attention.h"
 

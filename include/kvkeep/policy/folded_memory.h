@@ -12,7 +12,7 @@
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/memory/memory_options.h"
-#include "kvkeep/observe/attended.h"
+#include "kvkeep/observe/observation.h"
 
 namespace kvkeep {
 

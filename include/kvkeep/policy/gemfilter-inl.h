@@ -3,10 +3,10 @@
 
 #include <utility>
 
+#include "kvkeep/core/decision.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/policy/gemfilter.h"
-#include "kvkeep/policy/tokens_of.h"
 
 namespace kvkeep {
 namespace gemfilter_detail {

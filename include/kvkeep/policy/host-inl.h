@@ -8,9 +8,9 @@
 #include <optional>
 #include <utility>
 
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/layers/last_query.h"
 #include "kvkeep/memory/pieces.h"

@@ -6,9 +6,9 @@
 #include <memory>
 #include <utility>
 
+#include "kvkeep/core/decision.h"
 #include "kvkeep/layers/shrinking_context.h"
 #include "kvkeep/policy/prefill.h"
-#include "kvkeep/policy/tokens_of.h"
 
 namespace kvkeep {
 

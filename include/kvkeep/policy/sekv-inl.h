@@ -10,7 +10,6 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/problems.h"
 #include "kvkeep/policy/sekv.h"
 
 namespace kvkeep {

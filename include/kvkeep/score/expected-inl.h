@@ -7,10 +7,10 @@
 #include <limits>
 #include <numeric>
 
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/score/expected.h"
 #include "kvkeep/score/window_queries.h"
 #include "kvkeep/simd/aligned.h"

@@ -6,10 +6,10 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/each_row.h"
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/score/panel_scratch.h"
 #include "kvkeep/score/window_attention.h"
 #include "kvkeep/score/window_queries.h"

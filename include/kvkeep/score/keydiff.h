@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/each_row.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/core/strict_math.h"
 #include "kvkeep/score/scorer.h"
 #include "kvkeep/simd/key_lanes.h"

@@ -9,9 +9,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/each_row.h"
 #include "kvkeep/core/rank_key.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/core/team.h"
 #include "kvkeep/score/scorer.h"
 #include "kvkeep/simd/key_lanes.h"

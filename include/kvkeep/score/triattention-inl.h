@@ -7,10 +7,10 @@
 #include <limits>
 #include <map>
 
+#include "kvkeep/core/device.h"
 #include "kvkeep/core/each_row.h"
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/require_host.h"
 #include "kvkeep/score/triattention.h"
 #include "kvkeep/simd/aligned.h"
 #include "kvkeep/simd/triattention_lanes.h"

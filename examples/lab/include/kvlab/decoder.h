@@ -12,7 +12,7 @@
 
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/io/model_config.h"
-#include "kvkeep/observe/attended.h"
+#include "kvkeep/observe/observation.h"
 #include "kvlab/tensor.h"
 #include "kvlab/weights.h"
 

@@ -25,7 +25,6 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/problems.h"
 #include "kvkeep/memory/rank_gates.h"
 
 namespace kvkeep::lm {
