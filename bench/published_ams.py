@@ -8,6 +8,7 @@ loops over segments whose indices are read back one by one. This is that structu
 variant official): same tensors, same operators in the same order, same loops and reads, queries handed over ready. One layer, batch 1, T = 1536 to 1024.
 Prints one line per shape, dtype and preset: the median in ms per layer.
 """
+
 import argparse
 import math
 import statistics

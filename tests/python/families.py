@@ -45,7 +45,13 @@ OTHERWISE = {
     "ctrl": dict(dff=96),
     "falcon": dict(alibi=False, new_decoder_architecture=False),
     "gemma2": dict(attn_logit_softcapping=5.0),
-    "gemma3n_text": dict(layer_types=HALF, num_kv_shared_layers=0, activation_sparsity_pattern=[0.0] * 4, laurel_rank=8, altup_num_inputs=2),
+    "gemma3n_text": dict(
+        layer_types=HALF,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0] * 4,
+        laurel_rank=8,
+        altup_num_inputs=2,
+    ),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]]),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"] * 2),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
@@ -55,12 +61,45 @@ OTHERWISE = {
 }
 #: Families in another form: (model_type, arguments).
 VARIANTS = {
-    "gemma3n_text, shared": ("gemma3n_text", OTHERWISE["gemma3n_text"] | dict(num_hidden_layers=6, layer_types=[*HALF, *HALF[:2]], num_kv_shared_layers=2, activation_sparsity_pattern=[0.0] * 6)),
-    "gemma4_text, shared": ("gemma4_text", dict(num_hidden_layers=6, layer_types=[*HALF, *HALF[:2]], num_kv_shared_layers=2)),
-    "llama, llama3": ("llama", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64))),
-    "llama, yarn": ("llama", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64))),
+    "gemma3n_text, shared": (
+        "gemma3n_text",
+        OTHERWISE["gemma3n_text"]
+        | dict(
+            num_hidden_layers=6,
+            layer_types=[*HALF, *HALF[:2]],
+            num_kv_shared_layers=2,
+            activation_sparsity_pattern=[0.0] * 6,
+        ),
+    ),
+    "gemma4_text, shared": (
+        "gemma4_text",
+        dict(num_hidden_layers=6, layer_types=[*HALF, *HALF[:2]], num_kv_shared_layers=2),
+    ),
+    "llama, llama3": (
+        "llama",
+        dict(
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=1e4,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            )
+        ),
+    ),
+    "llama, yarn": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)),
+    ),
     "llama, dynamic": ("llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0))),
-    "phi3, longrope": ("phi3", dict(original_max_position_embeddings=512, rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[2.0] * 8))),
+    "phi3, longrope": (
+        "phi3",
+        dict(
+            original_max_position_embeddings=512,
+            rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[2.0] * 8),
+        ),
+    ),
     "falcon, alibi": ("falcon", dict(alibi=True)),
 }
 
@@ -76,7 +115,11 @@ def small(config_class, also=None):
     if "qk_rope_head_dim" in wanted:  # latent attention: as many KV heads as query heads
         wanted.pop("head_dim", None)
         wanted["num_key_value_heads"] = 4
-    if "layer_types" in names and "layer_types" not in getattr(config_class, "attribute_map", {}) and getattr(default, "layer_types", None):
+    if (
+        "layer_types" in names
+        and "layer_types" not in getattr(config_class, "attribute_map", {})
+        and getattr(default, "layer_types", None)
+    ):
         kinds = list(dict.fromkeys(default.layer_types))  # the kinds of the family, each at least once
         wanted["layer_types"] = (kinds * LAYERS)[:LAYERS]
     for part in getattr(config_class, "sub_configs", {}):
@@ -93,7 +136,9 @@ def tiny(kind):
     config_class = CONFIG_MAPPING[kind]
     wanted = small(config_class, also)
     with torch.device("meta"):
-        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config_class(**wanted)).parameters())
+        size = sum(
+            p.numel() for p in transformers.AutoModelForCausalLM.from_config(config_class(**wanted)).parameters()
+        )
     if size > 2e7:
         raise ValueError(f"{size:,} parameters")
     torch.manual_seed(0)
@@ -114,7 +159,16 @@ def text(tokens, rows):
 
 
 def generate(model, ids, mask):
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=True, return_dict_in_generate=True, output_logits=True, pad_token_id=0)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=12,
+        do_sample=False,
+        use_cache=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+        pad_token_id=0,
+    )
     return torch.stack(out.logits)
 
 
@@ -165,8 +219,13 @@ def main():
             verdict, why = outcome(kind)
         counts[verdict] = counts.get(verdict, 0) + 1
         bad += verdict in ("DIFFERS", "ERROR")
-        print(f"| {kind} | {verdict} | {why} |" if arguments.markdown else f"{kind:26s} {verdict:10s} {why}", flush=True)
-    print(f"{'' if arguments.markdown else chr(10)}{len(kinds)} families of transformers {transformers.__version__}: " + ", ".join(f"{n} {v}" for v, n in sorted(counts.items())))
+        print(
+            f"| {kind} | {verdict} | {why} |" if arguments.markdown else f"{kind:26s} {verdict:10s} {why}", flush=True
+        )
+    print(
+        f"{'' if arguments.markdown else chr(10)}{len(kinds)} families of transformers {transformers.__version__}: "
+        + ", ".join(f"{n} {v}" for v, n in sorted(counts.items()))
+    )
     return bad > 0
 
 

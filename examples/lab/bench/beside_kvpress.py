@@ -333,7 +333,9 @@ def decode(args, budget):
             progress("decoded", end - args.length, args.decode)
     for one in contestants[2:]:
         events = contestants[1].events()  # attach() cuts at the start of the next step
-        if [n for i, n in enumerate(one.slots) if i not in events] != [n for i, n in enumerate(contestants[1].slots) if i not in events]:
+        if [n for i, n in enumerate(one.slots) if i not in events] != [
+            n for i, n in enumerate(contestants[1].slots) if i not in events
+        ]:
             stop(f"{one.name} held other numbers of slots than {contestants[1].name}: the times cannot be compared")
     print("| method | step ms | event step ms | event ms | first event ms | policy |")
     print("|---|---:|---:|---:|---:|---|")

@@ -26,7 +26,18 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 
 from . import InvalidArgument, Keeper, Unsupported
-from ._model import CACHE_NAMES, cache_name, decoder_of, describe, our_attention, quietly, refuse, run, short_text, shown
+from ._model import (
+    CACHE_NAMES,
+    cache_name,
+    decoder_of,
+    describe,
+    our_attention,
+    quietly,
+    refuse,
+    run,
+    short_text,
+    shown,
+)
 from ._model import plain_cache as _plain_cache
 from ._rows import KeptCache, Rows
 from ._rows import rows_of as _rows_of
@@ -88,7 +99,10 @@ class attach:
         tolerance = 1e-3 if alone.dtype == torch.float32 else 0.1
         differ = float((kept.float() - alone.float()).abs().amax(-1).mean()) / max(float(alone.float().std()), 1e-30)
         if not differ <= tolerance:
-            refuse(Unsupported, f"under the policy `full` the logits of {type(self.model).__name__} are not those of the model alone: they differ by {differ:.2g} of their spread; allowed up to {tolerance:g}")
+            refuse(
+                Unsupported,
+                f"under the policy `full` the logits of {type(self.model).__name__} are not those of the model alone: they differ by {differ:.2g} of their spread; allowed up to {tolerance:g}",
+            )
 
     def _try(self, ids, cache, how):
         try:
@@ -96,7 +110,9 @@ class attach:
         except (Unsupported, InvalidArgument):
             raise
         except Exception as error:
-            raise Unsupported(f"kvkeep.hf: {type(self.model).__name__} does not run a short text {how} ({shown(error)}); allowed decoders of text") from error
+            raise Unsupported(
+                f"kvkeep.hf: {type(self.model).__name__} does not run a short text {how} ({shown(error)}); allowed decoders of text"
+            ) from error
 
     def next_id(self):
         self._next += 1
@@ -127,7 +143,10 @@ class attach:
         if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
             refuse(Unsupported, f"the cache is a {type(cache).__name__}; allowed DynamicCache, which generate() makes")
         if cache.get_seq_length() > 0:
-            refuse(Unsupported, f"the cache holds {cache.get_seq_length()} tokens that kvkeep has not seen; allowed an empty one")
+            refuse(
+                Unsupported,
+                f"the cache holds {cache.get_seq_length()} tokens that kvkeep has not seen; allowed an empty one",
+            )
         rows = Rows(self, _plain_cache(self.model).layers, prompt)
         cache.layers, cache.layer_class_to_replicate = rows.layers, None
         cache.__class__ = KeptCache
@@ -167,7 +186,14 @@ class attach:
         def generate(model, *args, **kwargs):
             if model is not self.model:
                 return type(model).generate(model, *args, **kwargs)
-            ids = next((x for x in (*args[:1], *map(kwargs.get, ("inputs", "input_ids", "inputs_embeds"))) if isinstance(x, torch.Tensor)), None)
+            ids = next(
+                (
+                    x
+                    for x in (*args[:1], *map(kwargs.get, ("inputs", "input_ids", "inputs_embeds")))
+                    if isinstance(x, torch.Tensor)
+                ),
+                None,
+            )
             mask = kwargs.get("attention_mask")
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or ids is None or mask.shape != ids.shape[:2]:
                 mask = None
@@ -196,9 +222,15 @@ class attach:
             return
         if self._nearest is not None:
             seen, away = self._nearest
-            warnings.warn(f"kvkeep.hf: no event came: the longest sequence had {seen} tokens, and {self.policy} may cut one of {seen + away}", stacklevel=2)
+            warnings.warn(
+                f"kvkeep.hf: no event came: the longest sequence had {seen} tokens, and {self.policy} may cut one of {seen + away}",
+                stacklevel=2,
+            )
         elif self._uncached and self._next == 0:
-            warnings.warn("kvkeep.hf: no event came: the model ran without a cache, and a policy cuts nothing else; allowed use_cache=True", stacklevel=2)
+            warnings.warn(
+                "kvkeep.hf: no event came: the model ran without a cache, and a policy cuts nothing else; allowed use_cache=True",
+                stacklevel=2,
+            )
 
 
 class _Ended(StoppingCriteria):
