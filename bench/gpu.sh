@@ -104,7 +104,8 @@ said_enough=0
 say() {
   local text
   text="$(printf '%s\n' "$@")"
-  if [[ $(($(wc -c < "$out/summary.txt") + ${#text})) -lt $most_said ]]; then printf '%s\n' "$text" | tee -a "$out/summary.txt"
+  if [[ $(($(wc -c < "$out/summary.txt") + ${#text})) -lt $most_said ]]; then
+    printf '%s\n' "$text" | tee -a "$out/summary.txt"
   elif [[ $said_enough == 0 ]]; then said_enough=1 && echo "... (the rest is in $out)" | tee -a "$out/summary.txt"; fi
 }
 
@@ -175,7 +176,10 @@ finish() {
   if [[ -n $stage ]]; then end_stage; fi
   {
     if [[ -s "$out/failures.txt" ]]; then printf '\n%s\n' "$(head -c $most_failures "$out/failures.txt")"; fi
-    echo "$asked: $SECONDS s$([[ ${#failed[@]} -eq 0 ]] || printf '; failed: %.200s' "$(IFS=,; echo "${failed[*]}")")"
+    echo "$asked: $SECONDS s$([[ ${#failed[@]} -eq 0 ]] || printf '; failed: %.200s' "$(
+      IFS=,
+      echo "${failed[*]}"
+    )")"
   } | tee -a "$out/summary.txt"
   [[ ${#failed[@]} -eq 0 ]] || exit 1
   exit "$status"
@@ -185,13 +189,17 @@ finish() {
 
 stage_build() {
   local options=(-DCMAKE_BUILD_TYPE=Release -DKVKEEP_BUILD_EXAMPLES=OFF) targets=("$(basename "$tests")" "$(basename "$bench")")
-  if [[ $rehearsal == 1 ]]; then options+=(-DKVKEEP_CUDA=OFF)
+  if [[ $rehearsal == 1 ]]; then
+    options+=(-DKVKEEP_CUDA=OFF)
   else
-    command -v nvcc > /dev/null || { echo "gpu.sh: there is no nvcc on PATH nor in CUDA_HOME" >&2; exit 2; }
+    command -v nvcc > /dev/null || {
+      echo "gpu.sh: there is no nvcc on PATH nor in CUDA_HOME" >&2
+      exit 2
+    }
     local arch="${KVKEEP_GPU_ARCH:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)-real}"
     options+=(-DKVKEEP_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch" -DKVKEEP_BUILD_CUDA_MODEL=OFF)
   fi
-  if [[ -n ${KVKEEP_GPU_MODEL:-} || $rehearsal == 1 ]]; then targets+=(kvkeep_cli); fi  # the stage model needs it
+  if [[ -n ${KVKEEP_GPU_MODEL:-} || $rehearsal == 1 ]]; then targets+=(kvkeep_cli); fi # the stage model needs it
   if [[ -d .deps/usr ]]; then options+=("-DCMAKE_PREFIX_PATH=$PWD/.deps/usr"); fi
   # shellcheck disable=SC2206  # words are intended
   options+=(${KVKEEP_GPU_CMAKE:-})
@@ -228,7 +236,13 @@ end_sharing() {
 
 stage_test() {
   local i limit shared=0
-  if begin_sharing; then shared=1; say "test: the shards share the GPU by MPS"; else shards=2; say "test: there is no MPS, by which processes share a GPU: two shards"; fi
+  if begin_sharing; then
+    shared=1
+    say "test: the shards share the GPU by MPS"
+  else
+    shards=2
+    say "test: there is no MPS, by which processes share a GPU: two shards"
+  fi
   limit=$(($(left) * 8 / 10))
   # Two threads in each: beside each other they would take the cores from one another.
   for ((i = 0; i < shards; ++i)); do
@@ -250,7 +264,10 @@ stage_sanitize() {
   local tool filter only=() unwritten=()
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
   check_filters "$tests" > "$folder/filters.log" || say "$(head -n 5 "$folder/filters.log")"
-  filter="$(IFS=:; echo "${small[*]}")"
+  filter="$(
+    IFS=:
+    echo "${small[*]}"
+  )"
   if [[ $rehearsal == 1 ]] || ! command -v compute-sanitizer > /dev/null; then
     say "sanitize: there is no compute-sanitizer here (or this is a rehearsal): the tests run without it"
     step plain "$(left)" "$tests" --gtest_color=no "--gtest_filter=$filter"
@@ -258,7 +275,10 @@ stage_sanitize() {
   fi
   # Kernels of kvkeep alone; the option's name differs between versions. But initcheck must see what LibTorch writes.
   for option in --kernel-name --kernel-regex; do
-    if compute-sanitizer --help 2> /dev/null | grep -q -e "$option "; then only=("$option" kns=kvkeep); break; fi
+    if compute-sanitizer --help 2> /dev/null | grep -q -e "$option "; then
+      only=("$option" kns=kvkeep)
+      break
+    fi
   done
   # What a column's growth copies was not all written: copies are the host's, and only kernels are to be checked.
   if compute-sanitizer --help 2> /dev/null | grep -q -e '--check-api-memory-access'; then unwritten=(--check-api-memory-access no); fi
@@ -328,9 +348,13 @@ report_profile() {
 
 stage_model() {
   local words=(--kvkeep "$build/bin/kvkeep" --out "$folder/outputs")
-  if [[ $rehearsal == 1 ]]; then words+=(--model examples/model --device cpu)
+  if [[ $rehearsal == 1 ]]; then
+    words+=(--model examples/model --device cpu)
   else
-    [[ -e "${KVKEEP_GPU_MODEL:-}" ]] || { echo "gpu.sh: there is no model; name a GGUF file or a folder with KVKEEP_GPU_MODEL" >&2; exit 2; }
+    [[ -e "${KVKEEP_GPU_MODEL:-}" ]] || {
+      echo "gpu.sh: there is no model; name a GGUF file or a folder with KVKEEP_GPU_MODEL" >&2
+      exit 2
+    }
     words+=(--model "$KVKEEP_GPU_MODEL")
     if [[ -f "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}" ]]; then words+=(--text "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}"); fi
   fi
@@ -354,18 +378,30 @@ check_filters() {
   mapfile -t known < <("$1" --gtest_list_tests | sed 's/ *#.*//' | awk '/^[^ ].*\.$/ { suite = $1 } /^  / { print suite $1 }')
   for source in cuda/*.cu; do
     stem="$(basename "$source" .cu)"
-    if [[ -z "${small[$stem]:-}" ]]; then echo "gpu.sh: no sanitizer test is named for $source"; bad=1; fi
+    if [[ -z "${small[$stem]:-}" ]]; then
+      echo "gpu.sh: no sanitizer test is named for $source"
+      bad=1
+    fi
   done
   for stem in "${!small[@]}"; do
     IFS=: read -ra filter <<< "${small[$stem]}"
     for pattern in "${filter[@]}"; do
-      if ! names_one "$pattern" "${known[@]}"; then echo "gpu.sh: the filter of $stem names no test: $pattern"; bad=1; fi
+      if ! names_one "$pattern" "${known[@]}"; then
+        echo "gpu.sh: the filter of $stem names no test: $pattern"
+        bad=1
+      fi
     done
   done
   for pattern in ${repeated//:/ }; do
-    if ! names_one "$pattern" "${known[@]}"; then echo "gpu.sh: the filter of repeated tests names no test: $pattern"; bad=1; fi
+    if ! names_one "$pattern" "${known[@]}"; then
+      echo "gpu.sh: the filter of repeated tests names no test: $pattern"
+      bad=1
+    fi
   done
-  if [[ $bad == 1 ]]; then failed+=("sanitize filters"); return 1; fi
+  if [[ $bad == 1 ]]; then
+    failed+=("sanitize filters")
+    return 1
+  fi
   echo "filters: ${#small[@]} kernels, each with a test that exists"
 }
 
@@ -391,11 +427,17 @@ use_kit() {
 kit_libraries() {
   local torch
   torch="$(python3 -c 'import importlib.util as u, os; s = u.find_spec("torch"); print(os.path.dirname(s.origin) if s else "")')"
-  [[ -n $torch ]] || { echo "gpu.sh: python3 has no torch, whose libraries the kit needs" >&2; exit 2; }
+  [[ -n $torch ]] || {
+    echo "gpu.sh: python3 has no torch, whose libraries the kit needs" >&2
+    exit 2
+  }
   export LD_LIBRARY_PATH="$(realpath -- "$build")/lib:$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
   local missing
   missing="$(ldd "$tests" "$bench" 2>&1 | grep -E 'not found|error' | sort -u || true)"
-  [[ -z $missing ]] || { say "the kit does not run here:" "$missing"; exit 2; }
+  [[ -z $missing ]] || {
+    say "the kit does not run here:" "$missing"
+    exit 2
+  }
 }
 
 # ---- Start -------------------------------------------------------------------------------------------------------------------------------------
@@ -404,14 +446,23 @@ asked="${1:-}"
 case "$asked" in
   build | smoke | test | sanitize | bench | profile | model | all | first) ;;
   filters)
-    [[ $# -eq 2 ]] || { usage >&2; exit 2; }
+    [[ $# -eq 2 ]] || {
+      usage >&2
+      exit 2
+    }
     program="$(realpath -- "$2")"
     cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
     check_filters "$program"
     exit
     ;;
-  --help | -h) usage; exit 0 ;;
-  *) usage >&2; exit 2 ;;
+  --help | -h)
+    usage
+    exit 0
+    ;;
+  *)
+    usage >&2
+    exit 2
+    ;;
 esac
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 out="${2:-build/gpu-results}"
@@ -424,7 +475,7 @@ case "$asked" in all) seconds=560 ;; first) seconds=420 ;; *) seconds=450 ;; esa
 export PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin" PYTHONUNBUFFERED=1
 rehearsal="${KVKEEP_GPU_REHEARSAL:-}"
 if [[ $rehearsal != 1 ]] && ! command -v nvidia-smi > /dev/null; then rehearsal=1; fi
-if [[ $rehearsal == 1 ]]; then seconds=1200; fi  # the model takes its time, on fewer cores
+if [[ $rehearsal == 1 ]]; then seconds=1200; fi # the model takes its time, on fewer cores
 seconds="${KVKEEP_GPU_SECONDS:-$seconds}"
 kit="${KVKEEP_GPU_KIT:-.gpu}"
 if [[ $rehearsal == 1 ]]; then
@@ -432,7 +483,10 @@ if [[ $rehearsal == 1 ]]; then
   build="${KVKEEP_GPU_BUILD:-build/gpu-rehearsal}"
   tests="$build/bin/kvkeep_cuda_model_tests" bench="$build/bin/kvkeep_cuda_model_bench"
 else
-  say "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader)" || { echo "gpu.sh: nvidia-smi finds no GPU" >&2; exit 2; }
+  say "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader)" || {
+    echo "gpu.sh: nvidia-smi finds no GPU" >&2
+    exit 2
+  }
   build="${KVKEEP_GPU_BUILD:-build/gpu}"
   if [[ $asked != build && $asked != all && -f "$kit/kit.tar.xz" && ! "$build/bin/kvkeep_gpu_tests" -nt "$kit/kit.tar.xz" ]]; then use_kit "$kit"; fi
   tests="$build/bin/kvkeep_gpu_tests" bench="$build/bin/kvkeep_gpu_bench"
@@ -449,7 +503,10 @@ case "$asked" in
   model) needed="$build/bin/kvkeep" ;;
   *) needed="" ;;
 esac
-[[ -z $needed || -x $needed ]] || { echo "gpu.sh: $needed does not exist; run the stage build, or bench/gpu_kit.sh where there is nvcc" >&2; exit 2; }
+[[ -z $needed || -x $needed ]] || {
+  echo "gpu.sh: $needed does not exist; run the stage build, or bench/gpu_kit.sh where there is nvcc" >&2
+  exit 2
+}
 trap finish EXIT
 trap 'failed+=("stopped"); exit 1' TERM INT HUP
 
@@ -464,7 +521,7 @@ case "$asked" in
   all | first)
     if [[ $asked == all ]]; then run_stage build "$(share 40)"; fi
     if [[ ${#failed[@]} -eq 0 ]]; then run_stage smoke "$(share 10)"; fi
-    if [[ ${#failed[@]} -gt 0 ]]; then exit 1; fi  # nothing after it would mean anything
+    if [[ ${#failed[@]} -gt 0 ]]; then exit 1; fi # nothing after it would mean anything
     run_stage test "$(share 45)"
     run_stage bench "$(share 55)"
     run_stage sanitize "$(share 80)"

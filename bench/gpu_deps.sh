@@ -10,7 +10,7 @@ trap 'rm -rf -- "$download"' EXIT
 rm -rf -- .deps
 mkdir .deps
 for package in "${packages[@]}"; do
-  apt-cache show "$package" > /dev/null 2>&1 || continue  # names of libraries differ between releases
+  apt-cache show "$package" > /dev/null 2>&1 || continue # names of libraries differ between releases
   (cd -- "$download" && apt-get download -qq "$package")
 done
 for archive in "$download"/*.deb; do dpkg-deb --extract "$archive" .deps; done

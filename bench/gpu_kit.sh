@@ -20,9 +20,18 @@ sources() {
 
 case "${1:-}" in
   "") ;;
-  --sources) sources; exit ;;
-  --help | -h) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
-  *) echo "gpu_kit.sh: unknown option; given '$1'; allowed --sources --help" >&2; exit 2 ;;
+  --sources)
+    sources
+    exit
+    ;;
+  --help | -h)
+    sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit
+    ;;
+  *)
+    echo "gpu_kit.sh: unknown option; given '$1'; allowed --sources --help" >&2
+    exit 2
+    ;;
 esac
 
 # shellcheck source=cmake/bootstrap.sh
@@ -50,7 +59,10 @@ mkdir -p .gpu
 tar -C "$kit/kit" -cJf .gpu/kit.tar.xz .
 bytes="$(stat -c %s .gpu/kit.tar.xz)"
 echo ".gpu/kit.tar.xz: $bytes bytes, $(du -sb "$kit/kit" | cut -f 1) unpacked, $(head -n 1 "$kit/kit/COMMIT")"
-[[ $bytes -le $most_bytes ]] || { echo "gpu_kit.sh: allowed up to $most_bytes bytes" >&2; exit 1; }
+[[ $bytes -le $most_bytes ]] || {
+  echo "gpu_kit.sh: allowed up to $most_bytes bytes" >&2
+  exit 1
+}
 
 # From another folder, with nothing but the kit and LibTorch.
 torch="$("$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)" -c 'import importlib.util as u, os; print(os.path.dirname(u.find_spec("torch").origin))')"
@@ -59,7 +71,10 @@ tar -C "$kit/foreign" -xJf .gpu/kit.tar.xz
 cd "$kit/foreign"
 export LD_LIBRARY_PATH="$PWD/lib:$torch/lib"
 strays="$(ldd bin/* | awk -v torch="$(dirname -- "$torch")" '/not found/ || ($2 == "=>" && $3 !~ "^/(lib|usr/lib)" && index($3, torch) != 1 && $3 !~ "/foreign/") { print }')"
-[[ -z $strays ]] || { printf 'gpu_kit.sh: from a foreign folder these are not found, or found in the build folder:\n%s\n' "$strays" >&2; exit 1; }
+[[ -z $strays ]] || {
+  printf 'gpu_kit.sh: from a foreign folder these are not found, or found in the build folder:\n%s\n' "$strays" >&2
+  exit 1
+}
 bin/kvkeep_gpu_tests --gtest_list_tests | awk '/^[^ ]/ { suites++ } /^  / { tests++ } END { print "from a foreign folder: " tests " tests in " suites " suites" }'
 echo "from a foreign folder: $(bin/kvkeep_gpu_bench --list | wc -l) cases of benches"
 echo "needs $(objdump -T bin/* lib/* 2> /dev/null | grep -oE '(GLIBC|GLIBCXX)_[0-9.]+' | sort -Vu | awk -F_ '{ newest[$1] = $0 } END { for (k in newest) printf "%s ", newest[k] }')or newer"

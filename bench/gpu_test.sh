@@ -20,7 +20,11 @@ expect() {
     failures=$((failures + 1))
   fi
 }
-says() { grep -qE -- "$1" "$2" || { echo "not said: $1"; cat "$2"; return 1; }; }
+says() { grep -qE -- "$1" "$2" || {
+  echo "not said: $1"
+  cat "$2"
+  return 1
+}; }
 
 # A build folder whose programs do as they are told: stand_in NAME BODY.
 mkdir -p "$work/build/bin"
@@ -156,8 +160,14 @@ expect "the stage model takes the folder of a model as well as a file" a_model_m
 
 what_was_predicted_has_a_case() {
   local form
-  for form in '' /pre-rope /log-sum-exps; do "$bench" --list | grep -qx "Event/ams-tova/toy/batch:2/96->64/dense$form" || { echo "no case of an event$form"; return 1; }; done
-  for form in '' PreRope GivenSums; do "$bench" --list | grep -q "^WindowAttention$form/toy" || { echo "no case of attention $form"; return 1; }; done
+  for form in '' /pre-rope /log-sum-exps; do "$bench" --list | grep -qx "Event/ams-tova/toy/batch:2/96->64/dense$form" || {
+    echo "no case of an event$form"
+    return 1
+  }; done
+  for form in '' PreRope GivenSums; do "$bench" --list | grep -q "^WindowAttention$form/toy" || {
+    echo "no case of attention $form"
+    return 1
+  }; done
 }
 expect "events and attention have cases after RoPE, before it, and with log-sum-exps" what_was_predicted_has_a_case
 

@@ -34,8 +34,8 @@ kvkeep_missing_packages() {
     command -v clang-tidy > /dev/null || echo clang-tidy
     command -v doxygen > /dev/null || echo doxygen
   fi
-  if [[ " $* " == *" clang "* ]] && ! command -v pkg-config > /dev/null; then echo pkg-config; fi  # for the test of kvkeep.pc
-  if [[ " $* " == *" clang "* && ! -e /usr/include/gloo/algorithm.h ]]; then echo libgloo-dev; fi   # for the test of ranks that are processes
+  if [[ " $* " == *" clang "* ]] && ! command -v pkg-config > /dev/null; then echo pkg-config; fi # for the test of kvkeep.pc
+  if [[ " $* " == *" clang "* && ! -e /usr/include/gloo/algorithm.h ]]; then echo libgloo-dev; fi # for the test of ranks that are processes
   installed=" $(dpkg-query -W -f='${Package}/${db:Status-Status} ' "${libraries[@]}" 2> /dev/null || true)"
   for library in "${libraries[@]}"; do
     [[ "$installed" == *" $library/installed "* ]] || echo "$library"

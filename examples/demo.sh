@@ -24,7 +24,10 @@ out="" model="" samples=6 small=""
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --out | --model | --samples)
-      [[ $# -ge 2 ]] || { echo "examples/demo.sh: $1: a value is missing; see --help" >&2; exit 2; }
+      [[ $# -ge 2 ]] || {
+        echo "examples/demo.sh: $1: a value is missing; see --help" >&2
+        exit 2
+      }
       case "$1" in
         --out) out="$(realpath -m -- "$2")" ;;
         --model) model="$(realpath -m -- "$2")" ;;
@@ -33,8 +36,14 @@ while [[ $# -gt 0 ]]; do
       shift
       ;;
     --small) small=1 ;;
-    --help | -h) usage; exit 0 ;;
-    *) echo "examples/demo.sh: unknown option; given '$1'; allowed --out DIR --model FILE --samples N --small --help" >&2; exit 2 ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    *)
+      echo "examples/demo.sh: unknown option; given '$1'; allowed --out DIR --model FILE --samples N --small --help" >&2
+      exit 2
+      ;;
   esac
   shift
 done
@@ -53,7 +62,7 @@ show_pretrained() {
   for question in before after; do
     mkdir -p -- "$out/$name/$question"
     for cache in bf16 q4_0; do
-      policies=(--policy full)  # of 4 bits nothing is dropped here
+      policies=(--policy full) # of 4 bits nothing is dropped here
       [[ "$cache" == q4_0 ]] || for policy in streaming tova ams-expected,preset=question adakv-expected expected,rest=fold; do policies+=(--policy "$policy"); done
       "$kvkeep" eval --model "$model" --weights bf16 --cache-dtype "$cache" --task ruler/niah-single-2,text/needle --haystack "$out/prose.txt" --length 1024 --samples "$samples" --batch 6 \
         --answer-tokens 32 --interval 512 --question "$question" --budgets 256,128 "${policies[@]}" --samples-out "$out/$name/$question/docs@$cache.jsonl" > /dev/null

@@ -24,7 +24,7 @@ fail() {
   exit 1
 }
 
-prefix="$scratch/a prefix"  # with a space: paths must survive one
+prefix="$scratch/a prefix" # with a space: paths must survive one
 cmake --install "$build_dir" --prefix "$prefix" > /dev/null
 
 "${CXX:-c++}" -std=c++20 -fsyntax-only -I "$prefix/include" "$source_dir/tests/consumer/main.cpp" || fail "the installed headers need more than themselves (LibTorch?)"

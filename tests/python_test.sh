@@ -92,7 +92,13 @@ find_package(kvkeep 0.1 REQUIRED COMPONENTS kvkeep)
 add_executable(engine "$source_dir/tests/c/engine.c")
 target_link_libraries(engine PRIVATE kvkeep::kvkeep)
 CMAKE
-cmake -S engine -B engine/build "-DCMAKE_PREFIX_PATH=$("$own" -c 'import kvkeep; print(kvkeep.cmake_dir())')" > log 2>&1 || { cat log; fail "the library inside the package is not found"; }
-cmake --build engine/build > log 2>&1 || { cat log; fail "an engine in C does not build over it"; }
+cmake -S engine -B engine/build "-DCMAKE_PREFIX_PATH=$("$own" -c 'import kvkeep; print(kvkeep.cmake_dir())')" > log 2>&1 || {
+  cat log
+  fail "the library inside the package is not found"
+}
+cmake --build engine/build > log 2>&1 || {
+  cat log
+  fail "an engine in C does not build over it"
+}
 env -u LD_LIBRARY_PATH engine/build/engine || fail "an engine in C does not run over it"
 printf 'python test: the wheel passes its tests over %s\n' "${tried[@]}"

@@ -24,13 +24,26 @@ while [[ $# -gt 0 ]]; do
     --fast) ctest_options+=(--label-exclude '^(slow|install)$') ;;
     --sanitize) preset=sanitize ;;
     --build-dir)
-      [[ $# -ge 2 ]] || { echo "tests/run.sh: --build-dir: a folder is missing; see --help" >&2; exit 2; }
+      [[ $# -ge 2 ]] || {
+        echo "tests/run.sh: --build-dir: a folder is missing; see --help" >&2
+        exit 2
+      }
       folder="$(realpath -m -- "$2")"
       shift
       ;;
-    --help | -h) usage; exit 0 ;;
-    --) shift; ctest_options+=("$@"); break ;;
-    *) echo "tests/run.sh: unknown option; given '$1'; allowed --fast --sanitize --build-dir DIR --help" >&2; exit 2 ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    --)
+      shift
+      ctest_options+=("$@")
+      break
+      ;;
+    *)
+      echo "tests/run.sh: unknown option; given '$1'; allowed --fast --sanitize --build-dir DIR --help" >&2
+      exit 2
+      ;;
   esac
   shift
 done

@@ -11,10 +11,17 @@ sources of the library and its command. Exit status 1 and the places where there
 TEXT
 }
 
-case "${1:-}" in --help | -h) usage; exit 0 ;; esac
+case "${1:-}" in --help | -h)
+  usage
+  exit 0
+  ;;
+esac
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 build="${1:-build/release}"
-[[ -d "$build/generated" ]] || { echo "tests/tidy.sh: $build was not configured; see --help" >&2; exit 2; }
+[[ -d "$build/generated" ]] || {
+  echo "tests/tidy.sh: $build was not configured; see --help" >&2
+  exit 2
+}
 # Each unit reads the headers once. Highway's loops are in headers that these include; what needs LibTorch, CUDA or
 # Python is left to its compilers.
 folder="$(mktemp -d)"

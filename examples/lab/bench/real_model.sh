@@ -41,21 +41,30 @@ model; serving takes an hour. On a GPU more commands may run side by side, as ma
 TEXT
 }
 
-stop() { printf 'examples/lab/bench/real_model.sh: %s\n' "$*" >&2; exit 2; }
+stop() {
+  printf 'examples/lab/bench/real_model.sh: %s\n' "$*" >&2
+  exit 2
+}
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../../.." && pwd)"
 stages=(answers caches peers ams coverage ablate decode distance ea asl sekv serving)
 stage="" models=smollm2,gemma3 texts="" questions="" length=1024 slots=256 samples="" threads=1 jobs=2 device=cpu out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
 while [[ $# -gt 0 ]]; do
   case "$1" in
-    --help | -h) usage; exit 0 ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
     --models | --texts | --questions | --length | --slots | --samples | --threads | --jobs | --device | --out | --kvkeep)
       [[ $# -ge 2 ]] || stop "$1: a value is missing; see --help"
       printf -v "${1#--}" '%s' "$2"
       shift
       ;;
     -*) stop "unknown option '$1'; allowed: see --help" ;;
-    *) [[ " ${stages[*]} " == *" $1 "* ]] || stop "no stage is called '$1'; allowed ${stages[*]}"; stage="$1" ;;
+    *)
+      [[ " ${stages[*]} " == *" $1 "* ]] || stop "no stage is called '$1'; allowed ${stages[*]}"
+      stage="$1"
+      ;;
   esac
   shift
 done
@@ -87,7 +96,7 @@ job() { queue+=("$(printf '%q ' "$@")"); }
 
 run_job() {
   local to="$1" form=csv
-  [[ "$to" != *-zoom/* ]] || form=json  # a number for each head does not fit a row of CSV
+  [[ "$to" != *-zoom/* ]] || form=json # a number for each head does not fit a row of CSV
   [[ "$2" != llama ]] || form=md
   local command=("$kvkeep" "${@:2}" --weights bf16 --device "$device" --threads "$threads" --quiet -o "$form")
   if [[ -s "$to.$form" ]]; then return; fi
@@ -107,11 +116,20 @@ run_jobs() {
 }
 
 # model_file NAME, text_file NAME: answer in $file.
-model_file() { kvkeep_get_real_model "$1" || stop "cannot get the model $1"; file="$kvkeep_real_model"; }
-text_file() { kvkeep_get_text "$1" || stop "cannot get the text $1"; file="$kvkeep_text"; }
+model_file() {
+  kvkeep_get_real_model "$1" || stop "cannot get the model $1"
+  file="$kvkeep_real_model"
+}
+text_file() {
+  kvkeep_get_text "$1" || stop "cannot get the text $1"
+  file="$kvkeep_text"
+}
 
 # policies P...: answers in $given as --policy P ...
-policies() { given=(); for p in "$@"; do given+=(--policy "$p"); done; }
+policies() {
+  given=()
+  for p in "$@"; do given+=(--policy "$p"); done
+}
 
 # grid TAG CACHE BUDGETS POLICIES...: one job for each model, question and text.
 grid() {
@@ -160,7 +178,7 @@ case "$stage" in
     for model in ${models//,/ }; do
       model_file "$model"
       for text in "${texts[@]}"; do
-        samples="$out/answers/$model/before/$text.jsonl"  # nothing here depends on when the question comes
+        samples="$out/answers/$model/before/$text.jsonl" # nothing here depends on when the question comes
         [[ -s "$samples" ]] || stop "$samples does not exist; run the stage answers first"
         for cache in f16 q8_0 q4_0; do job "$out/peers/$model/before/$text@$cache" llama -m "$file" --samples "$samples" --cache-type "$cache" --policy alone; done
         job "$out/peers/$model/before/$text@shift" llama -m "$file" --samples "$samples" --policy shift --budgets "$half,$quarter,$eighth"
@@ -196,7 +214,10 @@ case "$stage" in
     ;;
   decode)
     named=()
-    for text in "${texts[@]}"; do text_file "$text"; named+=("$text=$file"); done
+    for text in "${texts[@]}"; do
+      text_file "$text"
+      named+=("$text=$file")
+    done
     mkdir -p -- "$out/logs"
     python3 "$root/examples/lab/bench/long_decodes.py" "$out/logs/all.jsonl" "${named[@]}" --samples "$samples"
     tasks=(facts asked asked-early list)
