@@ -15,10 +15,17 @@ if(utf8proc_INCLUDE_DIR)
 endif()
 
 include(FindPackageHandleStandardArgs)
-find_package_handle_standard_args(utf8proc REQUIRED_VARS utf8proc_LIBRARY utf8proc_INCLUDE_DIR VERSION_VAR utf8proc_VERSION
-                                  REASON_FAILURE_MESSAGE "On Debian and Ubuntu: apt-get install libutf8proc-dev")
+find_package_handle_standard_args(
+  utf8proc
+  REQUIRED_VARS utf8proc_LIBRARY utf8proc_INCLUDE_DIR
+  VERSION_VAR utf8proc_VERSION
+  REASON_FAILURE_MESSAGE "On Debian and Ubuntu: apt-get install libutf8proc-dev"
+)
 
 if(utf8proc_FOUND AND NOT TARGET utf8proc::utf8proc)
   add_library(utf8proc::utf8proc UNKNOWN IMPORTED)
-  set_target_properties(utf8proc::utf8proc PROPERTIES IMPORTED_LOCATION "${utf8proc_LIBRARY}" INTERFACE_INCLUDE_DIRECTORIES "${utf8proc_INCLUDE_DIR}")
+  set_target_properties(
+    utf8proc::utf8proc
+    PROPERTIES IMPORTED_LOCATION "${utf8proc_LIBRARY}" INTERFACE_INCLUDE_DIRECTORIES "${utf8proc_INCLUDE_DIR}"
+  )
 endif()

@@ -34,12 +34,25 @@ endfunction()
 # Language, rounding, warnings and sanitizers for a target of ours.
 function(kvkeep_own_code target)
   # No multiplication is fused with an addition unless the code says so: core/hd.h. Whoever links us compiles as he likes.
-  target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>:-ffp-contract=off -DKVKEEP_FP_CONTRACT_OFF>)
+  target_compile_options(
+    ${target}
+    PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>:-ffp-contract=off -DKVKEEP_FP_CONTRACT_OFF>
+  )
   target_compile_features(${target} PRIVATE cxx_std_20)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wno-unknown-pragmas
-    # GCC 12 sees strings overlap themselves where operator+ is inlined (PR 105651, a known false alarm).
-    $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>)
+  target_compile_options(
+    ${target}
+    PRIVATE
+      -Wall
+      -Wextra
+      -Wpedantic
+      -Wshadow
+      -Wnon-virtual-dtor
+      -Woverloaded-virtual
+      -Wno-unknown-pragmas
+      # GCC 12 sees strings overlap themselves where operator+ is inlined (PR 105651, a known false alarm).
+      $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>
+  )
   if(KVKEEP_WERROR)
     target_compile_options(${target} PRIVATE -Werror)
   endif()
@@ -47,16 +60,28 @@ function(kvkeep_own_code target)
     # vptr checks need the run-time type information that LibTorch's libraries hide.
     set(flags -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined)
     # GCC 12 sees uninitialized members inside std::regex and std::optional once the sanitizers' checks stand between (a known false alarm).
-    target_compile_options(${target} PRIVATE ${flags} -fno-omit-frame-pointer $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>
-      $<$<CXX_COMPILER_ID:Clang>:-fsanitize-ignorelist=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/sanitizer_ignorelist.txt>)
+    target_compile_options(
+      ${target}
+      PRIVATE
+        ${flags}
+        -fno-omit-frame-pointer
+        $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>
+        $<$<CXX_COMPILER_ID:Clang>:-fsanitize-ignorelist=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/sanitizer_ignorelist.txt>
+    )
     target_link_options(${target} PRIVATE ${flags})
     # Functions with more accesses than these call their checks instead of holding them: unrolled loops compile in half the time.
-    target_compile_options(${target} PRIVATE
-      "$<$<CXX_COMPILER_ID:Clang>:SHELL:-mllvm -asan-instrumentation-with-call-threshold=500>")
+    target_compile_options(
+      ${target}
+      PRIVATE "$<$<CXX_COMPILER_ID:Clang>:SHELL:-mllvm -asan-instrumentation-with-call-threshold=500>"
+    )
     # Instruction sets between the plain one and AVX2 differ little, and each is dear to compile; some loops need vectors
     # whose size the compiler knows.
-    target_compile_definitions(${target} PRIVATE KVKEEP_SANITIZED
-      "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128|HWY_RVV)")
+    target_compile_definitions(
+      ${target}
+      PRIVATE
+        KVKEEP_SANITIZED
+        "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128|HWY_RVV)"
+    )
   endif()
 endfunction()
 
@@ -95,19 +120,25 @@ function(kvkeep_add_library name)
     add_library(${name} ${sources})
     kvkeep_own_code(${name})
     if(arg_TORCH)
-      target_link_libraries(${name} PRIVATE kvkeep_torch::openmp)  # loops of at::parallel_for
+      target_link_libraries(${name} PRIVATE kvkeep_torch::openmp) # loops of at::parallel_for
     endif()
     kvkeep_unite(${name} ${arg_UNITS})
     if(BUILD_SHARED_LIBS AND CMAKE_EXECUTABLE_FORMAT STREQUAL "ELF")
       # The library runs its own copies of inline functions, not those that a program compiled with flags of its own.
       target_link_options(${name} PRIVATE -Wl,-Bsymbolic-functions)
     endif()
-    set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+    set_target_properties(
+      ${name}
+      PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
+    )
     # Highway compiles a file once per instruction set by including it again under its own name.
     list(TRANSFORM arg_STEMS PREPEND "${PROJECT_SOURCE_DIR}/" OUTPUT_VARIABLE folders)
     target_include_directories(${name} PRIVATE ${folders})
-    target_link_libraries(${name} PUBLIC ${arg_LINK} Threads::Threads
-      PRIVATE hwy::hwy $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+    target_link_libraries(
+      ${name}
+      PUBLIC ${arg_LINK} Threads::Threads
+      PRIVATE hwy::hwy $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
+    )
   else()
     add_library(${name} INTERFACE)
     target_link_libraries(${name} INTERFACE ${arg_LINK})

@@ -21,7 +21,10 @@ set(KVKEEP_TORCH_MINIMUM 2.7)
 
 # A root holds include/ATen and lib/libtorch_cpu: of the LibTorch archive, or of the Python package.
 function(_kvkeep_torch_is_root folder result)
-  if(EXISTS "${folder}/include/ATen/core/Tensor.h" AND EXISTS "${folder}/lib/libtorch_cpu${CMAKE_SHARED_LIBRARY_SUFFIX}")
+  if(
+    EXISTS "${folder}/include/ATen/core/Tensor.h"
+    AND EXISTS "${folder}/lib/libtorch_cpu${CMAKE_SHARED_LIBRARY_SUFFIX}"
+  )
     set(${result} TRUE PARENT_SCOPE)
   else()
     set(${result} FALSE PARENT_SCOPE)
@@ -37,8 +40,17 @@ function(_kvkeep_torch_search result)
     endif()
     file(TO_CMAKE_PATH "${start}" start)
     # Torch_DIR and torch.utils.cmake_prefix_path name <root>/share/cmake/Torch and <root>/share/cmake.
-    file(GLOB packages LIST_DIRECTORIES true "${start}/lib/python3*/site-packages/torch" "${start}/lib/python3*/dist-packages/torch")
-    foreach(folder IN ITEMS "${start}" "${start}/../../.." "${start}/../.." "${start}/torch" "${start}/libtorch" ${packages})
+    file(
+      GLOB packages
+      LIST_DIRECTORIES true
+      "${start}/lib/python3*/site-packages/torch"
+      "${start}/lib/python3*/dist-packages/torch"
+    )
+    foreach(
+      folder
+      IN
+      ITEMS "${start}" "${start}/../../.." "${start}/../.." "${start}/torch" "${start}/libtorch" ${packages}
+    )
       _kvkeep_torch_is_root("${folder}" is_root)
       if(is_root)
         file(REAL_PATH "${folder}" folder)
@@ -58,9 +70,13 @@ function(_kvkeep_torch_ask_python result)
   endif()
   # find_spec locates the package without the seconds that importing it takes.
   execute_process(
-    COMMAND "${KVKEEP_PYTHON3}" -c
-            "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s and s.origin else '')"
-    OUTPUT_VARIABLE folder OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    COMMAND
+      "${KVKEEP_PYTHON3}" -c
+      "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s and s.origin else '')"
+    OUTPUT_VARIABLE folder
+    OUTPUT_STRIP_TRAILING_WHITESPACE
+    ERROR_QUIET
+  )
   _kvkeep_torch_search(root "${folder}")
   set(${result} "${root}" PARENT_SCOPE)
 endfunction()
@@ -100,7 +116,10 @@ function(_kvkeep_torch_add_openmp root)
   endif()
   if(NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # Clang's -fopenmp means libomp, a second runtime next to LibTorch's libgomp. Correct but serial is the better half of that choice.
-    message(STATUS "kvkeep: ${CMAKE_CXX_COMPILER_ID} would bring a second OpenMP runtime; CPU rows run on one thread in this build")
+    message(
+      STATUS
+      "kvkeep: ${CMAKE_CXX_COMPILER_ID} would bring a second OpenMP runtime; CPU rows run on one thread in this build"
+    )
     return()
   endif()
   target_compile_options(kvkeep_torch::openmp INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
@@ -118,10 +137,13 @@ function(_kvkeep_torch_add_targets root)
   set(library_dir "${root}/lib")
   foreach(name IN ITEMS c10 torch_cpu)
     add_library(kvkeep_torch::${name} SHARED IMPORTED)
-    set_target_properties(kvkeep_torch::${name} PROPERTIES
-      IMPORTED_LOCATION "${library_dir}/${CMAKE_SHARED_LIBRARY_PREFIX}${name}${CMAKE_SHARED_LIBRARY_SUFFIX}"
-      INTERFACE_INCLUDE_DIRECTORIES "${root}/include"
-      INTERFACE_COMPILE_DEFINITIONS "${abi}")
+    set_target_properties(
+      kvkeep_torch::${name}
+      PROPERTIES
+        IMPORTED_LOCATION "${library_dir}/${CMAKE_SHARED_LIBRARY_PREFIX}${name}${CMAKE_SHARED_LIBRARY_SUFFIX}"
+        INTERFACE_INCLUDE_DIRECTORIES "${root}/include"
+        INTERFACE_COMPILE_DEFINITIONS "${abi}"
+    )
   endforeach()
   target_link_libraries(kvkeep_torch::torch_cpu INTERFACE kvkeep_torch::c10)
   # A CUDA wheel's libtorch_cpu finds its nvidia/* libraries through its own RPATH at run time; the linker need not.
@@ -130,8 +152,14 @@ function(_kvkeep_torch_add_targets root)
   add_library(kvkeep_torch::torch INTERFACE IMPORTED)
   target_include_directories(kvkeep_torch::torch SYSTEM INTERFACE "${root}/include/torch/csrc/api/include")
   # libtorch.so is an empty library that needs all the others; an --as-needed linker drops it and with it CUDA ("is_available() is false").
-  target_link_libraries(kvkeep_torch::torch INTERFACE kvkeep_torch::torch_cpu
-    "-Wl,--push-state,--no-as-needed" "${library_dir}/${CMAKE_SHARED_LIBRARY_PREFIX}torch${CMAKE_SHARED_LIBRARY_SUFFIX}" "-Wl,--pop-state")
+  target_link_libraries(
+    kvkeep_torch::torch
+    INTERFACE
+      kvkeep_torch::torch_cpu
+      "-Wl,--push-state,--no-as-needed"
+      "${library_dir}/${CMAKE_SHARED_LIBRARY_PREFIX}torch${CMAKE_SHARED_LIBRARY_SUFFIX}"
+      "-Wl,--pop-state"
+  )
   _kvkeep_torch_add_openmp("${root}")
 endfunction()
 
@@ -148,13 +176,22 @@ macro(kvkeep_find_torch)
     set(KVKEEP_TORCH_WHY_NOT "Torch_DIR is '${_kvkeep_asked}', and no include/ATen with lib/libtorch_cpu is there")
   else()
     if(NOT KVKEEP_TORCH_ROOT)
-      _kvkeep_torch_search(KVKEEP_TORCH_ROOT ${CMAKE_PREFIX_PATH} ${_kvkeep_prefixes} "${CMAKE_CURRENT_SOURCE_DIR}/.venv" "${KVKEEP_TORCH_HINT}")
+      _kvkeep_torch_search(
+        KVKEEP_TORCH_ROOT
+        ${CMAKE_PREFIX_PATH}
+        ${_kvkeep_prefixes}
+        "${CMAKE_CURRENT_SOURCE_DIR}/.venv"
+        "${KVKEEP_TORCH_HINT}"
+      )
     endif()
     if(NOT KVKEEP_TORCH_ROOT)
       _kvkeep_torch_ask_python(KVKEEP_TORCH_ROOT)
     endif()
     if(NOT KVKEEP_TORCH_ROOT)
-      set(KVKEEP_TORCH_WHY_NOT "none in Torch_DIR, CMAKE_PREFIX_PATH, ${CMAKE_CURRENT_SOURCE_DIR}/.venv, nor importable by python3")
+      set(
+        KVKEEP_TORCH_WHY_NOT
+        "none in Torch_DIR, CMAKE_PREFIX_PATH, ${CMAKE_CURRENT_SOURCE_DIR}/.venv, nor importable by python3"
+      )
     endif()
   endif()
 
@@ -162,8 +199,10 @@ macro(kvkeep_find_torch)
     set(KVKEEP_TORCH_LIBRARY_DIR "${KVKEEP_TORCH_ROOT}/lib")
     _kvkeep_torch_read_version("${KVKEEP_TORCH_ROOT}" KVKEEP_TORCH_VERSION)
     if(NOT KVKEEP_TORCH_VERSION OR KVKEEP_TORCH_VERSION VERSION_LESS KVKEEP_TORCH_MINIMUM)
-      set(KVKEEP_TORCH_WHY_NOT
-          "${KVKEEP_TORCH_ROOT} is LibTorch '${KVKEEP_TORCH_VERSION}'; allowed are ${KVKEEP_TORCH_MINIMUM} and newer (older ones differ in the C++ ABI)")
+      set(
+        KVKEEP_TORCH_WHY_NOT
+        "${KVKEEP_TORCH_ROOT} is LibTorch '${KVKEEP_TORCH_VERSION}'; allowed are ${KVKEEP_TORCH_MINIMUM} and newer (older ones differ in the C++ ABI)"
+      )
     else()
       set(KVKEEP_TORCH_FOUND TRUE)
       if(NOT TARGET kvkeep_torch::torch_cpu)

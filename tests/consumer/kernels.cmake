@@ -22,7 +22,14 @@ if(NOT CMAKE_SCRIPT_MODE_FILE)
       list(APPEND names ${name})
     endforeach()
     list(JOIN objects "," objects)
-    set(command "${CMAKE_COMMAND}" "-DOBJDUMP=${CMAKE_OBJDUMP}" "-DOBJECTS=${objects}" -P "${CMAKE_CURRENT_FUNCTION_LIST_FILE}")
+    set(
+      command
+      "${CMAKE_COMMAND}"
+      "-DOBJDUMP=${CMAKE_OBJDUMP}"
+      "-DOBJECTS=${objects}"
+      -P
+      "${CMAKE_CURRENT_FUNCTION_LIST_FILE}"
+    )
     set(same_kernels ${command} PARENT_SCOPE)
     add_custom_target(same_kernels COMMAND ${command} VERBATIM)
     add_dependencies(same_kernels ${names})
