@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""What bench/gpu.sh prints of its results: whatever is there of them, also of a run that was stopped. Failures last.
+"""What bench/gpu.sh prints of its results: whatever is there of them, also of a run that was stopped.
 
-bench/gpu_report.py tests LOG...             logs of GoogleTest
-bench/gpu_report.py bench LINES [FOLDER]     lines of JSON from kvkeep_gpu_bench; FOLDER: gpu.txt and clock.csv
-bench/gpu_report.py profile FOLDER           ncu's pages as CSV
+    bench/gpu_report.py tests LOG...             logs of GoogleTest
+    bench/gpu_report.py bench LINES [FOLDER]     lines of JSON from kvkeep_gpu_bench; FOLDER: gpu.txt and clock.csv
+    bench/gpu_report.py profile FOLDER           ncu's pages as CSV
+
+Failures come last.
 """
 
 import csv
@@ -52,7 +54,9 @@ def clocks(folder):
     if not sampled:
         return None
     mhz = sorted(row[0] for row in sampled)
-    return f"SM clock {mhz[0]:.0f} to {mhz[-1]:.0f} MHz, median {mhz[len(mhz) // 2]:.0f}; up to {max(row[1] for row in sampled):.0f} C, {max(row[2] for row in sampled):.0f} W"
+    hottest, most = max(row[1] for row in sampled), max(row[2] for row in sampled)
+    clock = f"SM clock {mhz[0]:.0f} to {mhz[-1]:.0f} MHz, median {mhz[len(mhz) // 2]:.0f}"
+    return f"{clock}; up to {hottest:.0f} C, {most:.0f} W"
 
 
 def bench(path, folder):
@@ -86,12 +90,14 @@ def bench(path, folder):
         if name.startswith("Event/"):
             gbps, share = rate({**row, "us": row.get("graph_us")}, ceiling)
             table.append(
-                f"{name[6:]:44} {number(row, 'eager_us'):>8} {number(row, 'graph_us'):>8} {number(row, 'host_us'):>8} {number(row, 'launches', '{:.0f}'):>8} {gbps:>5} {share:>5} {number(row, 'torch_us'):>10}"
+                f"{name[6:]:44} {number(row, 'eager_us'):>8} {number(row, 'graph_us'):>8} {number(row, 'host_us'):>8} "
+                f"{number(row, 'launches', '{:.0f}'):>8} {gbps:>5} {share:>5} {number(row, 'torch_us'):>10}"
             )
     for row in rows:
         if row["case"].startswith("StepWithoutEvent/"):
             table.append(
-                f"{row['case']}: observe {number(row, 'eager_us')} us, of the host {number(row, 'host_us')}; the step {number(row, 'idle_us')} us of the host"
+                f"{row['case']}: observe {number(row, 'eager_us')} us, of the host {number(row, 'host_us')}; the step "
+                f"{number(row, 'idle_us')} us of the host"
             )
 
     kernels, models = {}, []
@@ -110,7 +116,8 @@ def bench(path, folder):
         line = f"{name:31}"
         for model in models:
             row = by_model.get(model, {})
-            line += f" {number(row, 'us'):>10} {number(row, 'bytes', '{:.1f}', 1e-6):>8} {rate(row, ceiling)[0]:>5} {rate(row, ceiling)[1]:>5}"
+            gbps, share = rate(row, ceiling)
+            line += f" {number(row, 'us'):>10} {number(row, 'bytes', '{:.1f}', 1e-6):>8} {gbps:>5} {share:>5}"
         table.append(line.rstrip())
 
     end = [f"{len(rows)} cases, {sum('error' in row for row in rows)} failed"]

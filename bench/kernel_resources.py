@@ -194,9 +194,8 @@ def shortest_round(code, wanted):
             text = code[i][1]
             counts = tuple(min(times, c + (kind in text)) for c, (kind, times) in zip(counts, wanted.items()))
             after = [i + 1] if i not in jumps else [jumps[i]] + ([i + 1] if text.startswith("@") else [])
-            if re.search(r"\b(EXIT|RET|CALL)\b", text) and not text.startswith(
-                "@"
-            ):  # what is called are slow ways of divisions
+            # What is called are slow ways of divisions.
+            if re.search(r"\b(EXIT|RET|CALL)\b", text) and not text.startswith("@"):
                 after = []
             for to in after:
                 # Whole stretches without a branch, as a chain of pairs.

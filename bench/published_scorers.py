@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
-"""The published way of scoring and cutting one layer, timed: what `kvkeep_bench --benchmark_filter=Score` is compared with.
+"""The published way of scoring and cutting one layer, timed, for comparison with `kvkeep_bench
+--benchmark_filter=Score`.
 
-    python3 bench/published_scorers.py [--threads 2] [--runs 15] [--slots 1536] [--keep 1024] [--only expected,keydiff] [--shape qwen7b] [--dtype float32]
+    python3 bench/published_scorers.py [--threads 2] [--runs 15] [--slots 1536] [--keep 1024]
+                                       [--only expected,keydiff] [--shape qwen7b] [--dtype float32]
 
-Each scorer is Python on torch: its arithmetic through torch operators, keys repeated to the query heads where the release repeats them, numbers of the model's
-dtype where the release keeps them so, then topk over the row and a gather of K and V. This is that arithmetic in our words, from the descriptions of the methods;
-queries are handed over ready (the releases project them again). One layer, batch 1. Prints one line per shape, dtype and scorer: the median in ms per layer.
+Each scorer is Python on torch: its arithmetic through torch operators, keys repeated to the query heads where the
+release repeats them, numbers of the model's dtype where the release keeps them so, then topk over the row and a gather
+of K and V. This is that arithmetic in our words, from the descriptions of the methods; queries are handed over ready
+(the releases project them again). One layer, batch 1. Prints one line per shape, dtype and scorer: the median in ms per
+layer.
 """
 
 import argparse
@@ -137,7 +141,8 @@ def main():
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     print(
-        f"torch {torch.__version__}, {args.threads} threads, {args.slots} slots to {args.keep}, median of {args.runs} runs, ms per layer"
+        f"torch {torch.__version__}, {args.threads} threads, {args.slots} slots to {args.keep}, median of {args.runs} "
+        "runs, ms per layer"
     )
     with torch.inference_mode():
         for shape in args.shape.split(","):

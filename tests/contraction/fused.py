@@ -3,8 +3,8 @@
 
   fused.py COMPILER FLAG...     GCC for x86-64; the flags say where headers lie
 
-Compiles all bodies of the headers alone for a machine with fused multiply-adds, which GCC then uses wherever it may, and
-reads from which line each of them comes. Allowed are those that a line asks for: Highway's MulAdd and hand-written
+Compiles all bodies of the headers alone for a machine with fused multiply-adds, which GCC then uses wherever it may,
+and reads from which line each of them comes. Allowed are those that a line asks for: Highway's MulAdd and hand-written
 intrinsics, and fma(). Eigen's and the standard library's lines are theirs.
 """
 

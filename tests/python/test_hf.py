@@ -1,5 +1,5 @@
-"""transformers' own generate() under a policy: the same tokens under a budget that holds the text, and each sequence of a
-padded batch as if it were alone."""
+"""transformers' own generate() under a policy: the same tokens under a budget that holds the text, and each sequence of
+a padded batch as if it were alone."""
 
 import copy
 import inspect
@@ -393,7 +393,7 @@ def test_turns_of_a_padded_batch(policy):
 @pytest.mark.parametrize("pad", [0, "the end token"])
 @pytest.mark.parametrize("policy", ["full", CUT, "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2"])
 def test_a_sequence_that_ends_before_the_others_is_given_no_padding(policy, pad):
-    """generate() writes padding behind its end token, and its mask counts that as text; two turns are those of each alone."""
+    """generate() writes padding behind its end token, and its mask counts that as text; turns are each's own."""
     model, prompts, more = (
         model_of(),
         [tokens_of(44, seed=2), tokens_of(50, seed=3)],
@@ -537,7 +537,7 @@ def without_drafts(monkeypatch, model, policy, ids, points, **more):
 
 
 def predicts_further(monkeypatch):
-    """A model with layers that draft the next two tokens (MTP), random as its own are; transformers reads them from a file."""
+    """A model whose last layers draft the next two tokens (MTP), random as its own are; transformers reads a file."""
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
         pytest.skip("this release of transformers has no MTP")
@@ -560,9 +560,16 @@ def predicts_further(monkeypatch):
     return randomised(transformers.AutoModelForCausalLM.from_config(config))
 
 
-DRAFTED = ["full", CUT, "ams-tova,budget=40,interval=8,prefill=cut,min_segment=8,recent=4", "snapkv,budget=40,interval=8,window=8,prefill=cut",
-           "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2",
-           "adakv-snapkv,budget=40,interval=8,window=8,prefill=cut", "h2o,budget=40,interval=8,prefill=cut,recent=4", "streaming,budget=40,interval=1,prefill=cut"]  # fmt: skip
+DRAFTED = [
+    "full",
+    CUT,
+    "ams-tova,budget=40,interval=8,prefill=cut,min_segment=8,recent=4",
+    "snapkv,budget=40,interval=8,window=8,prefill=cut",
+    "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2",
+    "adakv-snapkv,budget=40,interval=8,window=8,prefill=cut",
+    "h2o,budget=40,interval=8,prefill=cut,recent=4",
+    "streaming,budget=40,interval=1,prefill=cut",
+]
 
 
 @pytest.mark.parametrize("policy", DRAFTED)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Tables of what models write, over several texts: from samples of examples/lab/bench/real_model.sh, or from what --csv wrote.
+"""Tables of what models write, over several texts: of samples of examples/lab/bench/real_model.sh, or a file of --csv.
 
-    answers.py RESULTS [RESULTS ...]                             one table for each model: policies by question and budget
+    answers.py RESULTS [RESULTS ...]                             a table for each model: policies by question and budget
     answers.py RESULTS ... --long                                a row for each policy, cache, question and budget
     answers.py RESULTS ... --pairs "ams-tova=tova;..."           differences, paired by sample
     answers.py RESULTS ... --beside first_token_ms,opened        with --long or --csv: also means of these columns of
@@ -12,8 +12,9 @@
                                                                  <!-- answers.py ARGUMENTS --> and <!-- end -->
     answers.py --check PAGE.md ...                               fails unless the pages' tables are those
 
-RESULTS is a CSV, a folder, or MODEL/QUESTION/TEXT*.jsonl. A cell is the share of whole answers in percent, the mean over texts; after ± half of its 95 % interval, over samples
-within texts and tasks; in parentheses the worst text. Bytes: what is held near after the cut, in percent of the full cache in 16 bits, of the layers that are cut.
+RESULTS is a CSV, a folder, or MODEL/QUESTION/TEXT*.jsonl. A cell is the share of whole answers in percent, the mean
+over texts; after ± half of its 95 % interval, over samples within texts and tasks; in parentheses the worst text.
+Bytes: what is held near after the cut, in percent of the full cache in 16 bits, of the layers that are cut.
 """
 
 import argparse
@@ -266,7 +267,8 @@ def long(cells, all_cells, whole, beside):
 
 
 def difference_text(a, b):
-    """Of two cells, paired by sample: points and their interval; empty where no samples are the same. Samples are numbered alike in every stage, so where one has more, the first are the same."""
+    """Of two cells, paired by sample: points and their interval; empty where no samples are the same. Samples are
+    numbered alike in every stage, so where one has more, the first are the same."""
     paired = {
         t: [[m - n for m, n in zip(x, y)] for x, y in zip(a[t], b[t])] for t in a if t in b and len(a[t]) == len(b[t])
     }

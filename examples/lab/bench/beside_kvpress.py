@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """kvpress and kvkeep on one model file and the same prompts: accuracy by method and budget, time of compression.
 
-    python3 examples/lab/bench/beside_kvpress.py --model SmolLM2.gguf --task ruler/niah-single-1 --length 1024 --budgets 512,256
-    python3 examples/lab/bench/beside_kvpress.py --model SmolLM2.gguf --task text/needle --haystack prose.txt --samples 50
-    python3 examples/lab/bench/beside_kvpress.py --model SmolLM2.gguf --haystack prose.txt --length 512 --decode 256 --budgets 256
+    cd examples/lab/bench
+    python3 beside_kvpress.py --model SmolLM2.gguf --task ruler/niah-single-1 --length 1024 --budgets 512,256
+    python3 beside_kvpress.py --model SmolLM2.gguf --task text/needle --haystack prose.txt --samples 50
+    python3 beside_kvpress.py --model SmolLM2.gguf --haystack prose.txt --length 512 --decode 256 --budgets 256
 
 `kvkeep eval --samples-out` makes the prompts and our answers. kvpress gets the same token ids: the context is
 compressed while it is prefilled, the question follows, and the answer is decoded greedily. Both programs compute in
@@ -342,9 +343,9 @@ def decode(args, budget):
     for one in contestants:
         print(one.row())
     print(
-        f"\nkvpress {PACKAGES['kvpress']}, transformers {PACKAGES['transformers']}, torch {torch.__version__}; float32, "
-        f"{args.threads} thread{'s' if args.threads > 1 else ''}; a prompt of {args.length} tokens, {args.decode} steps; "
-        f"{budget} slots, {len(contestants[1].events())} events, one every {args.interval} steps."
+        f"\nkvpress {PACKAGES['kvpress']}, transformers {PACKAGES['transformers']}, torch {torch.__version__}; "
+        f"float32, {args.threads} thread{'s' if args.threads > 1 else ''}; a prompt of {args.length} tokens, "
+        f"{args.decode} steps; {budget} slots, {len(contestants[1].events())} events, one every {args.interval} steps."
     )
 
 

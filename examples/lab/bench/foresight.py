@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """What each scorer foresees: its scores at a cut beside the attention that the question, which comes later, pays.
 
-    foresight.py OUT.csv --kvkeep FILE MODEL=FILE:SAMPLES.jsonl [MODEL=FILE:SAMPLES.jsonl ...] [--samples 2] [--png OUT.png]
+    foresight.py OUT.csv --kvkeep FILE MODEL=FILE:SAMPLES.jsonl [MODEL=FILE:SAMPLES.jsonl ...]
+                 [--samples 2] [--png OUT.png]
 
-SAMPLES are lines of `kvkeep eval --question after --samples-out`. For each, two events are recorded: at the end of the text, where every scorer scores it (`kvkeep replay`), and at the end of
-question and answer, whose queries show what was read. By layer, the mean over KV heads of Spearman's rank correlation between the two over the slots that a scorer may choose (not the 4 sinks,
-nor the 32 newest), and the share of rows in which all slots of
-the number are among the better half of them. Needs numpy; --png also matplotlib.
+SAMPLES are lines of `kvkeep eval --question after --samples-out`. For each, two events are recorded: at the end of the
+text, where every scorer scores it (`kvkeep replay`), and at the end of question and answer, whose queries show what was
+read. By layer, the mean over KV heads of Spearman's rank correlation between the two over the slots that a scorer may
+choose (not the 4 sinks, nor the 32 newest), and the share of rows in which all slots of the number are among the better
+half of them. Needs numpy; --png also matplotlib.
 """
 
 import argparse
@@ -58,7 +60,8 @@ def slots_of(pieces, wanted):
 
 
 def attention(event, layer, first):
-    """[Hkv, first] The share that queries from position `first` on pay to the slots before it, largest over queries, mean over the query heads of each KV head."""
+    """[Hkv, first] The share that queries from position `first` on pay to the slots before it, largest over queries,
+    mean over the query heads of each KV head."""
     queries, keys, positions = (
         event["layer.%d.queries" % layer][0],
         event["layer.%d.keys" % layer][0],

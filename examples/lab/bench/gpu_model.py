@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """A pretrained model on a GPU beside the CPU, through the command: tokens/s at several batch sizes, needles that the
-model still answers, slots that policies keep. Prints each table as it comes, and writes the command's output to a folder.
+model still answers, slots that policies keep. Prints each table as it comes, and writes the command's output to OUT.
 
     examples/lab/bench/gpu_model.py --kvkeep build/gpu/bin/kvkeep --model SmolLM2.gguf --text prose.txt --out OUT
-    examples/lab/bench/gpu_model.py --kvkeep build/release/bin/kvkeep --model examples/model --device cpu --out OUT   (a rehearsal)
+
+and a rehearsal without a GPU:
+
+    examples/lab/bench/gpu_model.py --kvkeep build/release/bin/kvkeep --model examples/model --device cpu --out OUT
 
 Both run the same weights. They add up in their own order, so scores that are nearly equal may change places: a policy's
 slots are compared at its first event, before which both caches hold the same, and at its last. Exits with 1 if a

@@ -3,14 +3,15 @@
 
     long_decodes.py OUT.jsonl TEXT=FILE [TEXT=FILE ...] [--samples 6] [--characters 1800] [--seed 1]
 
-A sample is a log: prose of the text, with short entries between its paragraphs. `kvkeep eval --samples-in OUT.jsonl --stream-after 32` feeds it token by token, with events
-on the way, and lets the model write how it goes on. Four tasks, each with --samples samples of every text:
+A sample is a log: prose of the text, with short entries between its paragraphs. `kvkeep eval --samples-in OUT.jsonl
+--stream-after 32` feeds it token by token, with events on the way, and lets the model write how it goes on. Four tasks,
+each with --samples samples of every text:
 
   facts        eight access codes are told along the way; one of the first four is asked for at the end, for the first
                time
   asked        the same, but that code was asked for and written behind the fifth and the seventh of nine pieces as well
   asked-early  the same, but it is one of the first two, asked for behind the third and the fourth piece
-  list         a running list: the log writes down a new item after every piece of text, and all items so far; six in all
+  list         a running list: behind every piece of text the log adds an item and repeats all items so far; six in all
 """
 
 import argparse
@@ -18,8 +19,14 @@ import json
 import random
 import sys
 
-PLACES = "harbour library observatory bakery greenhouse foundry chapel stable lighthouse theatre quarry brewery orchard museum station tannery".split()
-ITEMS = "lantern kettle anchor violin ladder compass blanket hammer mirror barrel candle whistle saddle bucket needle trumpet".split()
+PLACES = (
+    "harbour library observatory bakery greenhouse foundry chapel stable "
+    "lighthouse theatre quarry brewery orchard museum station tannery"
+).split()
+ITEMS = (
+    "lantern kettle anchor violin ladder compass blanket hammer "
+    "mirror barrel candle whistle saddle bucket needle trumpet"
+).split()
 COLOURS = "red blue green yellow white black brown silver".split()
 
 

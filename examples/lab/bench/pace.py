@@ -83,7 +83,8 @@ def main():
             cells += [form.format(statistics.median(one[i] for one in got)), f"{ratio:.2f}"]
         print(f"| {cache} | {'all' if share is None else f'1/{share}'} | `{policy}` | {' | '.join(cells)} |")
     print(
-        f"\n{args.model.name}, a prompt of about {args.tokens} tokens, {args.new_tokens} more; {args.threads} threads, {args.turns} turns."
+        f"\n{args.model.name}, a prompt of about {args.tokens} tokens, {args.new_tokens} more; {args.threads} "
+        f"threads, {args.turns} turns."
     )
 
 

@@ -4,7 +4,8 @@
     apt-get download debian-handbook && dpkg-deb -x debian-handbook_*.deb handbook
     prose.py PROSE.txt handbook/usr/share/doc/debian-handbook/html/en-US/*.html
 
-Paragraphs of at least 200 characters, ASCII alone (quotation marks and dashes are turned into it), files by name, a blank line between two.
+Paragraphs of at least 200 characters, ASCII alone (quotation marks and dashes are turned into it), files by name,
+a blank line between two.
 """
 
 import html

@@ -3,8 +3,10 @@
 
     plot_answers.py OUT.png ANSWERS.csv [ANSWERS.csv ...] [--policies "P;P over CACHE;..."]
 
-One panel for each model and way to ask. A line for each policy, one mark for each budget, shaded by its 95 % interval. Solid: what is not kept is dropped; dashed: it is folded, and factors
-that lie far are not counted; "P over q4_0" is the same policy over a cache of four bits, in the same colour with open marks. Stars: nothing is dropped, in 16, 8 and 4 bits. Needs matplotlib.
+One panel for each model and way to ask. A line for each policy, one mark for each budget, shaded by its 95 % interval.
+Solid: what is not kept is dropped; dashed: it is folded, and factors that lie far are not counted; "P over q4_0" is the
+same policy over a cache of four bits, in the same colour with open marks. Stars: nothing is dropped, in 16, 8 and 4
+bits. Needs matplotlib.
 """
 
 import argparse
@@ -18,7 +20,9 @@ import answers as table
 COLOURS = ["#999999", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#000000"]
 MARKS = ["o", "s", "^", "D", "v", "P", "X", "h"]
 DEFAULT = (
-    "streaming;tova;keydiff;adakv-expected;adakv-expected over q4_0;ams-expected,preset=question;ams-expected,preset=question over q4_0;expected,rest=fold;expected,rest=fold over q4_0;"
+    "streaming;tova;keydiff;adakv-expected;adakv-expected over q4_0;"
+    "ams-expected,preset=question;ams-expected,preset=question over q4_0;"
+    "expected,rest=fold;expected,rest=fold over q4_0;"
     "ams-tova,preset=question,rest=fold;ams-tova,preset=question,rest=fold over q4_0"
 )
 TITLES = {"before": "question in sight at the cut", "after": "question comes later", "stream": "long decode"}

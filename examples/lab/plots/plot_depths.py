@@ -3,8 +3,10 @@
 
     plot_depths.py OUT.png SAMPLES.jsonl [SAMPLES.jsonl ...] [--policies P;P;...] [--step PERCENT] [--shares]
 
-One panel for each policy and budget, with --shares for each policy and share of the prompt's length: lengths on x, depths on y (0 %: the text's start), the colour is the share of right answers, which is printed in each field.
-Lines that ask for no needle or for several are left out, and said so. All files must be of the same way to ask; several tasks count alike. Needs matplotlib.
+One panel for each policy and budget, with --shares for each policy and share of the prompt's length: lengths on x,
+depths on y (0 %: the text's start), the colour is the share of right answers, which is printed in each field. Lines
+that ask for no needle or for several are left out, and said so. All files must be of the same way to ask; several tasks
+count alike. Needs matplotlib.
 """
 
 import argparse
@@ -36,7 +38,8 @@ def read(paths, step, shares):
                     fields[name][sample["length"], depth].append(answer["score"])
     if not fields:
         sys.exit(
-            "plot_depths.py: no line asks for one needle; allowed the lines of kvkeep eval --samples-out on text/needle, ruler/niah-single-* and ruler/niah-multikey-*"
+            "plot_depths.py: no line asks for one needle; allowed the lines of kvkeep eval --samples-out on "
+            "text/needle, ruler/niah-single-* and ruler/niah-multikey-*"
         )
     return fields, left_out
 
@@ -92,9 +95,8 @@ def main():
             [sum(s) / len(s) if (s := scores.get((length, depth))) else float("nan") for length in lengths]
             for depth in depths
         ]
-        image = axis.imshow(
-            shares, cmap="cividis", vmin=0, vmax=1, aspect="auto"
-        )  # told apart by people with any colour vision
+        # Colours that people with any colour vision tell apart.
+        image = axis.imshow(shares, cmap="cividis", vmin=0, vmax=1, aspect="auto")
         for y, row in enumerate(shares):
             for x, share in enumerate(row):
                 if share == share:

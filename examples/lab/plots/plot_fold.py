@@ -3,9 +3,10 @@
 
     plot_fold.py OUT.png TABLE.csv [TABLE.csv ...]
 
-Bytes near are those behind the last event, as a share of the full cache: one row of the tables must be of policy `full`. Left: look-ups that are right, all tasks together, each once; a bar is the
-bootstrap's 95 % interval where tables give it by task, averaged in quadrature. Middle: error of the attention output. Right: bytes of factors that a decoded token brings near, as a share of the
-full cache; policies that do not fold bring none. Needs matplotlib.
+Bytes near are those behind the last event, as a share of the full cache: one row of the tables must be of policy
+`full`. Left: look-ups that are right, all tasks together, each once; a bar is the bootstrap's 95 % interval where
+tables give it by task, averaged in quadrature. Middle: error of the attention output. Right: bytes of factors that a
+decoded token brings near, as a share of the full cache; policies that do not fold bring none. Needs matplotlib.
 """
 
 import argparse
@@ -42,7 +43,8 @@ def family(policy):
 
 
 def read(paths):
-    """[(family, kept bytes, share right, half of the interval, output error, moved bytes)], a row a policy; and the full cache's bytes."""
+    """[(family, kept bytes, share right, half of the interval, output error, moved bytes)], a row a policy; and the
+    full cache's bytes."""
     rows = OrderedDict()
     for path in paths:
         with open(path, newline="") as f:

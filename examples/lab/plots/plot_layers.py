@@ -4,9 +4,11 @@
     plot_layers.py OUT.png SAMPLES.jsonl [SAMPLES.jsonl ...] [--policies P;P;...] [--base POLICY]
     plot_layers.py OUT.png EVAL.json [EVAL.json ...] [--policies P;P;...]
 
-Lines of `--samples-out` under policies that narrow prompts (asl, fastkv, ...): left how far ranks have settled behind each layer, a thin line for each prompt and a thick
-one, the median, for each task; right, if any selected, which layers did under each policy, with the share of answers that are right there, of those that --base [full] gives.
-Output of `-o json` under policies that fold (sekv, rest=fold): spans opened per query, a row a layer and a column a KV head, a panel a policy. Needs matplotlib.
+Lines of `--samples-out` under policies that narrow prompts (asl, fastkv, ...): left how far ranks have settled behind
+each layer, a thin line for each prompt and a thick one, the median, for each task; right, if any selected, which layers
+did under each policy, with the share of answers that are right there, of those that --base [full] gives. Output of `-o
+json` under policies that fold (sekv, rest=fold): spans opened per query, a row a layer and a column a KV head, a panel
+a policy. Needs matplotlib.
 """
 
 import argparse
@@ -38,7 +40,8 @@ def narrowed(paths, policies, base):
                         chosen[answer["policy"]][answer["selection_layer"]].append(answer["score"] > 1 - 1e-6)
     if not layers:
         sys.exit(
-            "plot_layers.py: no answer of a policy that narrows prompts; allowed lines of kvkeep eval --samples-out under asl, fastkv, gemfilter, pyramidinfer"
+            "plot_layers.py: no answer of a policy that narrows prompts; allowed lines of kvkeep eval --samples-out "
+            "under asl, fastkv, gemfilter, pyramidinfer"
         )
     return {t: list(c.values()) for t, c in variance.items()}, chosen, layers
 
@@ -119,7 +122,8 @@ def draw_opened(a, plt):
                     )
     if not maps:
         sys.exit(
-            "plot_layers.py: no row has opened_by_head; allowed the output of kvkeep eval -o json under sekv or rest=fold"
+            "plot_layers.py: no row has opened_by_head; allowed the output of kvkeep eval -o json under sekv or "
+            "rest=fold"
         )
     mean = {
         name: [[fmean(of[l][h] for of in all_of) for h in range(len(all_of[0][l]))] for l in range(len(all_of[0]))]

@@ -3,9 +3,10 @@
 
     plot_quality.py OUT.png TABLE.csv [TABLE.csv ...]
 
-One panel for each scorer: the scorer alone, and under AMS in every form that the tables hold. `full`, `random`, `streaming` and `oracle` stand in every panel for
-comparison. All tasks of a table count together, each look-up once. With several tables (models trained from several seeds) a line is their mean and a bar their
-range; with one table a bar is Wilson's 95 % interval. Needs matplotlib.
+One panel for each scorer: the scorer alone, and under AMS in every form that the tables hold. `full`, `random`,
+`streaming` and `oracle` stand in every panel for comparison. All tasks of a table count together, each look-up once.
+With several tables (models trained from several seeds) a line is their mean and a bar their range; with one table a bar
+is Wilson's 95 % interval. Needs matplotlib.
 """
 
 import argparse

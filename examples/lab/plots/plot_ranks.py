@@ -5,8 +5,9 @@
     kvkeep replay prompt.safetensors --policy asl,budget=256,window=16 --out kept.safetensors --ranks ranks.json
     plot_ranks.py OUT.png ranks.json
 
-Left: a column a token (the best of several where they do not fit), a row a layer; dark ranks high. The layer that selected is framed, and ticks below it stand at
-the tokens that go on. Right: the variance of the ranks around each layer as a share of the first that was taken, and the threshold. Needs matplotlib and numpy.
+Left: a column a token (the best of several where they do not fit), a row a layer; dark ranks high. The layer that
+selected is framed, and ticks below it stand at the tokens that go on. Right: the variance of the ranks around each
+layer as a share of the first that was taken, and the threshold. Needs matplotlib and numpy.
 """
 
 import argparse

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Draws what stayed in the cache: which positions of the text every layer and KV head still holds, step by step.
 
-    kvkeep generate --model examples/model --task ask --forced --policy tova,budget=96,interval=32 --retention tova.json
-    kvkeep generate --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --retention ams.json
+    ask="kvkeep generate --model examples/model --task ask --forced"
+    $ask --policy tova,budget=96,interval=32 --retention tova.json
+    $ask --policy ams-tova,budget=96,interval=32 --retention ams.json
     plot_retention.py tova.json ams.json --out retention.png
 
-One column a policy. The panel on top is the whole model: the darker a cell, the more rows (layer, KV head) hold that position at that
-step. Below, one panel for every layer and head. A fact that the trace will still ask for is orange while it is held, and a thin black line once it is lost.
-The numbers of the picture go to a CSV file beside it. Needs numpy and matplotlib.
+One column a policy. The panel on top is the whole model: the darker a cell, the more rows (layer, KV head) hold that
+position at that step. Below, one panel for every layer and head. A fact that the trace will still ask for is orange
+while it is held, and a thin black line once it is lost. The numbers of the picture go to a CSV file beside it. Needs
+numpy and matplotlib.
 """
 
 import argparse
@@ -98,7 +100,7 @@ def spans(flags):
 
 
 def draw_needed(axes, run, held, width):
-    """Every needed position from its birth to the last step that reads it: orange while a row holds it, black once none does."""
+    """Every needed position from its birth to the last step that reads it: orange while a row holds it, else black."""
     for position, last in run.needed:
         wanted = np.arange(run.steps) < last
         wanted[: max(0, position - run.prompt + 1)] = False
@@ -240,7 +242,8 @@ def draw(runs, out, shown_rows):
     figure.text(
         0.012,
         1 - 0.47 / height,
-        "Each column is one eviction policy; time runs to the right, the text upwards. What a policy drops never comes back.",
+        "Each column is one eviction policy; time runs to the right, the text upwards. What a policy drops never "
+        "comes back.",
         fontsize=10,
         va="top",
         color="#444444",
@@ -263,7 +266,8 @@ def draw(runs, out, shown_rows):
         handlelength=1.6,
     )
     caption = (
-        "One sample of task %s (seed %s): prompt %d tokens, %d decode steps%s. Model %s. Numbers in the .csv beside this picture."
+        "One sample of task %s (seed %s): prompt %d tokens, %d decode steps%s. Model %s. Numbers in the .csv beside "
+        "this picture."
         % (
             first.task or "-",
             first.seed,

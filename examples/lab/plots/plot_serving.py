@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Draws what `example_serving` measured.
 
-    plot_serving.py POOLS.csv OUT.png      of --csv: pace, requests in flight, preemptions and answers by size of the pool
-    plot_serving.py STEPS.csv OUT.png      of --steps: pages in use and requests running over time
+    plot_serving.py POOLS.csv OUT.png    of --csv: pace, requests in flight, preemptions and answers by size of the pool
+    plot_serving.py STEPS.csv OUT.png    of --steps: pages in use and requests running over time
 
 Needs matplotlib.
 """

@@ -84,7 +84,8 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         meaning = f", {_MEANING[name]}" if name in _MEANING else ""
         refuse(
             Unsupported,
-            f"attention of {type(module).__name__} has the argument {name}{meaning}; allowed the softmax of scaled products under a mask",
+            f"attention of {type(module).__name__} has the argument {name}{meaning}; allowed the softmax of scaled "
+            "products under a mask",
         )
     if layer is not None:
         return layer.attend(module, query, key, value, attention_mask, dropout, scaling, kwargs)
@@ -158,7 +159,8 @@ class _Probe(DynamicLayer):
         if value is not self.values_seen:
             refuse(
                 Unsupported,
-                f"layer {self.index} attends to other values than those in its cache; allowed models that attend to what the cache returned",
+                f"layer {self.index} attends to other values than those in its cache; allowed models that attend to "
+                "what the cache returned",
             )
         self.readers.append((module, query.shape[1], scaling))
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
@@ -180,7 +182,8 @@ def _kinds(model):
         else:
             refuse(
                 Unsupported,
-                f"layer {index} of the model has a cache of type {type(layer).__name__}; allowed full and sliding attention, and states beside them",
+                f"layer {index} of the model has a cache of type {type(layer).__name__}; allowed full and sliding "
+                "attention, and states beside them",
             )
     if all(kind != "full" for kind, _ in kinds):
         refuse(Unsupported, "the model has no layer with full attention; allowed one or more")
@@ -188,7 +191,7 @@ def _kinds(model):
 
 
 def _probed(model, kinds, ids, shift=0):
-    """What comes by in the full layers; with a shift, what does where positions begin there. None: the model takes none."""
+    """What comes by in the full layers; with a shift, what does where positions begin there. None: none is taken."""
     cache, more = plain_cache(model), {}
     cache.layers = [
         _Probe(i) if kind == "full" else layer for i, ((kind, _), layer) in enumerate(zip(kinds, cache.layers))
@@ -202,7 +205,7 @@ def _probed(model, kinds, ids, shift=0):
 
 
 def _frequencies(decoder):
-    """(radians per position, factor on cosines and sines) of every table in the decoder that is the same for all lengths."""
+    """(radians per position, factor on cosines and sines) of each table in the decoder that holds for all lengths."""
     tables = []
     for module in decoder.modules():
         for name, table in module.named_buffers(recurse=False):
@@ -232,8 +235,8 @@ def _turned(keys, style, frequencies, shift):
 
 
 def _rope(here, there, shift, tables):
-    """How a layer rotates: its keys at some positions, and the same ones `shift` further on. An open Rope: nothing explains
-    them."""
+    """How a layer rotates: its keys at some positions, and the same ones `shift` further on. An open Rope: nothing
+    explains them."""
     tolerance = 1e-3 if here.dtype == torch.float32 else 3e-2
     a, b = here.double().cpu(), there.double().cpu()
     error = lambda turned: float((turned - b).norm() / b.norm())
@@ -262,7 +265,8 @@ def _one(what, by_layer):
         other = next(l for l in by_layer if by_layer[l] != by_layer[first])
         refuse(
             Unsupported,
-            f"layer {first} has {what} {by_layer[first]} and layer {other} {by_layer[other]}; allowed full layers that are alike",
+            f"layer {first} has {what} {by_layer[first]} and layer {other} {by_layer[other]}; allowed full layers "
+            "that are alike",
         )
     return values.pop()
 
@@ -279,7 +283,8 @@ def describe(model):
         raise
     except Exception as error:
         raise Unsupported(
-            f"kvkeep.hf: {type(model).__name__} does not run a text of {_TOKENS} tokens over a cache ({shown(error)}); allowed decoders of text"
+            f"kvkeep.hf: {type(model).__name__} does not run a text of {_TOKENS} tokens over a cache "
+            f"({shown(error)}); allowed decoders of text"
         ) from error
     for index, layer in here.items():
         if layer.new is None:
@@ -287,7 +292,8 @@ def describe(model):
         if not layer.readers:
             refuse(
                 Unsupported,
-                f"attention of layer {index} does not come through transformers' attention interface, or not to the keys that the cache returned; allowed models where it does",
+                f"attention of layer {index} does not come through transformers' attention interface, or not to the "
+                "keys that the cache returned; allowed models where it does",
             )
         if layer.new.device.type != "cpu":
             refuse(Unsupported, f"the cache is on {layer.new.device}; allowed the CPU in this build of the package")

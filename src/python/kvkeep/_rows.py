@@ -73,8 +73,8 @@ class KeptCache(DynamicCache):
     """A DynamicCache some of whose layers are under a policy."""
 
     def crop(self, length):
-        """length: below 0, tokens to remove; above it, those to keep, as releases up to 5.2 call it. Throws StateError, and
-        nothing has changed, for tokens before the last event."""
+        """length: below 0, tokens to remove; above it, those to keep, as releases up to 5.2 call it. Throws StateError,
+        and nothing has changed, for tokens before the last event."""
         rows = rows_of(self)
         rows.crop(-length if length <= 0 else max(0, rows.columns - length))
         for layer in self.layers:
@@ -166,7 +166,8 @@ class Rows:
             if layer.new is None or key is not layer.new[0] or value is not layer.new[1]:
                 refuse(
                     Unsupported,
-                    f"layer {layer.index} attends to other keys or values than those in its cache; allowed models that attend to what the cache returned",
+                    f"layer {layer.index} attends to other keys or values than those in its cache; allowed models "
+                    "that attend to what the cache returned",
                 )
             if self.tokens is None:
                 self.begin(key.shape[0], columns, mask)
@@ -194,7 +195,8 @@ class Rows:
         if torch.is_grad_enabled() and self.owner.model.training:
             refuse(
                 Unsupported,
-                "the model trains, and no gradient goes through a cache under a policy; allowed model.eval() or torch.no_grad()",
+                "the model trains, and no gradient goes through a cache under a policy; allowed model.eval() or "
+                "torch.no_grad()",
             )
         if self.ids and batch != len(self.ids):
             refuse(
@@ -221,9 +223,8 @@ class Rows:
         self.tokens = new.sum(1).astype(np.int32)
         held = self.lengths[:, self.cut_rows]
         first = int(held[0, 0])
-        self.flat = (
-            first if bool((held == first).all()) and bool(new.all()) else None
-        )  # slots of every row, if they are alike
+        # Slots of every row, if they are alike.
+        self.flat = first if bool((held == first).all()) and bool(new.all()) else None
         with self.owner.lock:
             self.plan_queries(columns)
 
@@ -246,7 +247,8 @@ class Rows:
         if bool(((mask != 0) & (mask > least)).any()):
             refuse(
                 Unsupported,
-                "the model's mask of a full layer holds other numbers than 0 and the least; allowed masks that hide or show",
+                "the model's mask of a full layer holds other numbers than 0 and the least; allowed masks that hide "
+                "or show",
             )
         return mask == 0
 
@@ -294,7 +296,9 @@ class Rows:
                     wrong = int(np.flatnonzero(at != want)[0])
                     refuse(
                         Unsupported,
-                        f"token {int(want[wrong])} of sequence {self.ids[b]} is at position {int(at[wrong])}, and the policy turns queries or keys from where they are in the text; allowed position_ids that count the tokens of each sequence",
+                        f"token {int(want[wrong])} of sequence {self.ids[b]} is at position {int(at[wrong])}, and the "
+                        "policy turns queries or keys from where they are in the text; allowed position_ids that "
+                        "count the tokens of each sequence",
                     )
 
     def plan_queries(self, columns):
@@ -354,8 +358,8 @@ class Rows:
         self.held[index] = newest.clone() if 2 * self.keep < columns else newest
 
     def mask_of(self, index, mask, columns, slots):
-        """What each query sees: "all", "causal", or bool [batch, Hq or 1, columns, slots]. A layer that reads another one's
-        cache may ask for the newest columns alone."""
+        """What each query sees: "all", "causal", or bool [batch, Hq or 1, columns, slots]. A layer that reads another
+        one's cache may ask for the newest columns alone."""
         given = None if self.given is None else self.given[:, :, -columns:]
         alike = mask is self.given or (mask is None and given is None)
         if not alike and (mask is None or given is None or not torch.equal(mask, given)):
@@ -397,7 +401,8 @@ class Rows:
         if missing is not None:
             refuse(
                 Unsupported,
-                f"attention of layer {missing} did not come through transformers' attention interface in this step; allowed models where it does in every step",
+                f"attention of layer {missing} did not come through transformers' attention interface in this step; "
+                "allowed models where it does in every step",
             )
         self.lengths[:, self.cut_rows] += self.tokens[:, None]
         step = self.new, self.held, self.keep

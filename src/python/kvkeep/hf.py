@@ -5,10 +5,10 @@
     print(kept.events)
 
 Decoder models whose attention goes through transformers' attention interface, on the CPU, in f32, f16 or bf16: what a
-model does is learned from two short forwards, and a third is compared with the model alone. Layers with a sliding window
-or a state keep their own cache. Batches may be padded; prompts may come in pieces; drafts may be taken back. Refused by
-name: beam search, caches other than DynamicCache or with tokens already, and attention that is more than the softmax of
-scaled products under a mask.
+model does is learned from two short forwards, and a third is compared with the model alone. Layers with a sliding
+window or a state keep their own cache. Batches may be padded; prompts may come in pieces; drafts may be taken back.
+Refused by name: beam search, caches other than DynamicCache or with tokens already, and attention that is more than the
+softmax of scaled products under a mask.
 
 An event happens at the start of the forward that follows the tokens it counts, so that it sees confirmed tokens alone.
 """
@@ -62,8 +62,8 @@ class attach:
 
     policy: "name,key=value,..." or a JSON object (kvkeep.policies()). output_projections: True gives the policy each
     layer's W_o, which CriticalKV reads. check: False leaves out the comparison with the model alone, which costs six
-    short forwards. Raises InvalidArgument for a wrong policy, Unsupported for a model or a policy that cannot be served:
-    policies that narrow prompts or fold need an engine that runs layer by layer. Threads may share it.
+    short forwards. Raises InvalidArgument for a wrong policy, Unsupported for a model or a policy that cannot be
+    served: policies that narrow prompts or fold need an engine that runs layer by layer. Threads may share it.
     """
 
     def __init__(self, model, policy, output_projections=False, check=True):
@@ -101,7 +101,8 @@ class attach:
         if not differ <= tolerance:
             refuse(
                 Unsupported,
-                f"under the policy `full` the logits of {type(self.model).__name__} are not those of the model alone: they differ by {differ:.2g} of their spread; allowed up to {tolerance:g}",
+                f"under the policy `full` the logits of {type(self.model).__name__} are not those of the model alone: "
+                f"they differ by {differ:.2g} of their spread; allowed up to {tolerance:g}",
             )
 
     def _try(self, ids, cache, how):
@@ -111,7 +112,8 @@ class attach:
             raise
         except Exception as error:
             raise Unsupported(
-                f"kvkeep.hf: {type(self.model).__name__} does not run a short text {how} ({shown(error)}); allowed decoders of text"
+                f"kvkeep.hf: {type(self.model).__name__} does not run a short text {how} ({shown(error)}); allowed "
+                "decoders of text"
             ) from error
 
     def next_id(self):
@@ -180,7 +182,7 @@ class attach:
             rows.commit()
 
     def _generate(self, inner):
-        """generate() as it is, but how long its prompt is gets known: of a prompt in pieces, or with drafts behind it."""
+        """generate() as it is, but the length of its prompt gets known: of one in pieces, or with drafts behind it."""
 
         @wraps(inner)
         def generate(model, *args, **kwargs):
@@ -223,19 +225,21 @@ class attach:
         if self._nearest is not None:
             seen, away = self._nearest
             warnings.warn(
-                f"kvkeep.hf: no event came: the longest sequence had {seen} tokens, and {self.policy} may cut one of {seen + away}",
+                f"kvkeep.hf: no event came: the longest sequence had {seen} tokens, and {self.policy} may cut one of "
+                f"{seen + away}",
                 stacklevel=2,
             )
         elif self._uncached and self._next == 0:
             warnings.warn(
-                "kvkeep.hf: no event came: the model ran without a cache, and a policy cuts nothing else; allowed use_cache=True",
+                "kvkeep.hf: no event came: the model ran without a cache, and a policy cuts nothing else; allowed "
+                "use_cache=True",
                 stacklevel=2,
             )
 
 
 class _Ended(StoppingCriteria):
-    """Stops nothing. Learns which sequences of a batch have ended: after its end token, a sequence is given padding until
-    all have ended, and generate() counts that as text."""
+    """Stops nothing. Learns which sequences of a batch have ended: after its end token, a sequence is given padding
+    until all have ended, and generate() counts that as text."""
 
     def __init__(self, ends, pad):
         self.ends, self.pad, self.at_end, self.now = torch.tensor(ends), pad, None, None

@@ -1,6 +1,8 @@
-"""Makes blocks.gguf, a tensor of random blocks of each type, and widened.safetensors, what the Python package gguf makes of them, also as f16 and bf16.
+"""Makes blocks.gguf, a tensor of random blocks of each type, and widened.safetensors.
 
-pip install gguf==0.19.0 ml_dtypes && python make.py
+    pip install gguf==0.19.0 ml_dtypes && python make.py
+
+The latter is what the Python package gguf makes of them, also as f16 and bf16.
 """
 
 import json

@@ -3,14 +3,17 @@
 
     python3 -m venv v && v/bin/pip install tokenizers==0.22.1 && v/bin/python tests/golden/tokenizer/make.py
 
-texts.json          what is encoded: a text, or the bytes of one that is not UTF-8 in hexadecimal
-<name>/tokenizer.json   a small tokenizer, trained here on the words of this script
-<name>/ids.json     for each text its ids as the package gives them with control tokens found ("parsed") and, where these differ, as text ("plain");
-                    bytes that are not UTF-8 were decoded with errors="replace"
-sentencepiece/tokenizer.json   one of the kind of Llama 2: pieces with blanks as U+2581, and bytes for what has none
-sentencepiece/kinds.json       what other files have in place of its parts, and for each the ids of "more" and what they decode to, for two the ids of texts.json
+texts.json                      what is encoded: a text, or the bytes of one that is not UTF-8 in hexadecimal
+<name>/tokenizer.json           a small tokenizer, trained here on the words of this script
+<name>/ids.json                 for each text its ids as the package gives them with control tokens found ("parsed")
+                                and, where these differ, as text ("plain"); bytes that are not UTF-8 were decoded with
+                                errors="replace"
+sentencepiece/tokenizer.json    one of the kind of Llama 2: pieces with blanks as U+2581, and bytes for what has none
+sentencepiece/kinds.json        what other files have in place of its parts, and for each the ids of "more" and what
+                                they decode to, for two the ids of texts.json
 
-Nothing here was written by a person but this script. Characters are of Unicode 13 or older, so that all versions agree about them.
+Nothing here was written by a person but this script. All versions agree about its characters: they are of Unicode 13 or
+older.
 """
 
 import json
@@ -69,11 +72,12 @@ def corpus(seed):
 
 def alphabet(name):
     letters = pre_tokenizers.ByteLevel.alphabet()
-    if (
-        name == "smollm"
-    ):  # SmolLM2 lacks bytes, too: U+0104, U+0106 and U+0113 stand for 0x04, 0x06, 0x13, U+00FF and others for what no UTF-8 holds
+    # SmolLM2 lacks bytes, too: U+0104, U+0106 and U+0113 stand for 0x04, 0x06, 0x13; U+00FF and others for bytes that
+    # no UTF-8 holds.
+    if name == "smollm":
         letters = set(letters) - set(
-            "\u0104\u0106\u0113\u00c0\u00c1\u00f1\u00f2\u00f5\u00f6\u00f7\u00f8\u00f9\u00fa\u00fb\u00fc\u00fd\u00fe\u00ff"
+            "\u0104\u0106\u0113\u00c0\u00c1\u00f1\u00f2\u00f5\u00f6"
+            "\u00f7\u00f8\u00f9\u00fa\u00fb\u00fc\u00fd\u00fe\u00ff"
         )
     return sorted(letters)
 

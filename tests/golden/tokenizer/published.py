@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Cuts llama.cpp's published vocabularies down to what their published vectors need.
 
-    python3 -m venv v && v/bin/pip install gguf==0.19.0 && v/bin/python tests/golden/tokenizer/published.py llama.cpp/models
+    python3 -m venv v && v/bin/pip install gguf==0.19.0
+    v/bin/python tests/golden/tokenizer/published.py llama.cpp/models
 
 published/texts.json     the texts of .inp, the same for all vocabularies but qwen35
-published/<name>.json    of ggml-vocab-<name>.gguf: the pre-tokenizer ("pre"); tokens that could come up in the texts, with their ids; how they merge, "left right id"
-                         in the order of merging, or for SentencePiece their scores, and the id of <0x00>, which the other bytes follow; the ids of .out
+published/<name>.json    of ggml-vocab-<name>.gguf: the pre-tokenizer ("pre"); tokens that could come up in the texts,
+                         with their ids; how they merge, "left right id" in the order of merging, or for SentencePiece
+                         their scores, and the id of <0x00>, which the other bytes follow; the ids of .out
 
-A token is kept if its text stands anywhere in a text, across words too, so that a wrong cut and a wrong order of merges give other ids.
+A token is kept if its text stands anywhere in a text, across words too, so that a wrong cut and a wrong order of merges
+give other ids.
 """
 
 import json
