@@ -1,4 +1,4 @@
-# Finds utf8proc (Debian: libutf8proc-dev), which brings no CMake package of its own there: the target utf8proc::utf8proc.
+# Makes the target utf8proc::utf8proc. Debian's libutf8proc-dev brings no CMake package.
 
 find_path(utf8proc_INCLUDE_DIR utf8proc.h)
 find_library(utf8proc_LIBRARY utf8proc)

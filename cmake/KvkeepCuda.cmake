@@ -1,4 +1,4 @@
-# The kernels in cuda/: compiled by nvcc where there is one, and by the host compiler for the tests that run without a GPU.
+# The kernels in cuda/: compiled by nvcc where there is one, and by the host compiler for tests without a GPU.
 #
 #   kvkeep_kernels   static library of all cuda/*.cu; only where nvcc was found
 #   kvkeep::cuda     what a program links: the kernels and what lies between them and a Keeper (src/cuda)
@@ -62,13 +62,15 @@ function(kvkeep_model_sources result)
   set(${result} "${sources}" PARENT_SCOPE)
 endfunction()
 
-# kvkeep_cuda_model: the kernels over the execution model of tests/cuda_model, with what lies between them and a Keeper. For tests and benches of a machine without a GPU.
+# kvkeep_cuda_model: the kernels over the execution model of tests/cuda_model, with what lies between them and a Keeper.
+# For tests and benches of a machine without a GPU.
 function(kvkeep_add_cuda_model headers)
   kvkeep_model_sources(model_sources)
   kvkeep_glob(sources src/cuda tests/cuda_model)
   list(FILTER sources EXCLUDE REGEX "/src/cuda/torch_memory.cpp$") # the model's own stands for it
   if(KVKEEP_SANITIZE)
-    # The check of accesses against sizes that the compiler can work out takes Clang 14 90 s for its unrolled loops; the address sanitizer checks the same accesses when they are made.
+    # The check of accesses against sizes that the compiler can work out takes Clang 14 90 s for its unrolled loops; the
+    # address sanitizer checks the same accesses when they are made.
     set_source_files_properties(
       "${PROJECT_BINARY_DIR}/generated/cuda_model/expected.cpp"
       PROPERTIES COMPILE_OPTIONS -fno-sanitize=object-size

@@ -1,4 +1,4 @@
-# How kvkeep's own targets are made: sources by folder, warnings, sanitizers, where things land and where they look for LibTorch.
+# How kvkeep's own targets are made: sources by folder, warnings, sanitizers, where things land and find LibTorch.
 
 if(PROJECT_IS_TOP_LEVEL)
   # Faster where they are installed, never required.
@@ -17,7 +17,8 @@ set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/bin")
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/lib")
 set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/lib")
 
-# The build tree needs no help: CMake puts the folder of each linked library into RPATH. Installed files find their siblings, then LibTorch.
+# The build tree needs no help: CMake puts the folder of each linked library into RPATH. Installed files find their
+# siblings, then LibTorch.
 set(CMAKE_INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}" "$ORIGIN" ${KVKEEP_TORCH_LIBRARY_DIR})
 
 # The sources in the given folders, each an absolute path or one below the top of the project.
@@ -33,7 +34,7 @@ endfunction()
 
 # Language, rounding, warnings and sanitizers for a target of ours.
 function(kvkeep_own_code target)
-  # No multiplication is fused with an addition unless the code says so: core/hd.h. Whoever links us compiles as he likes.
+  # No multiplication is fused with an addition unless the code says so: core/hd.h. Who links us compiles as he likes.
   target_compile_options(
     ${target}
     PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>:-ffp-contract=off -DKVKEEP_FP_CONTRACT_OFF>
@@ -59,7 +60,8 @@ function(kvkeep_own_code target)
   if(KVKEEP_SANITIZE)
     # vptr checks need the run-time type information that LibTorch's libraries hide.
     set(flags -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined)
-    # GCC 12 sees uninitialized members inside std::regex and std::optional once the sanitizers' checks stand between (a known false alarm).
+    # GCC 12 sees uninitialized members inside std::regex and std::optional once the sanitizers' checks stand between (a
+    # known false alarm).
     target_compile_options(
       ${target}
       PRIVATE
@@ -69,13 +71,14 @@ function(kvkeep_own_code target)
         $<$<CXX_COMPILER_ID:Clang>:-fsanitize-ignorelist=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/sanitizer_ignorelist.txt>
     )
     target_link_options(${target} PRIVATE ${flags})
-    # Functions with more accesses than these call their checks instead of holding them: unrolled loops compile in half the time.
+    # Functions with more accesses than these call their checks instead of holding them: unrolled loops compile twice
+    # as fast.
     target_compile_options(
       ${target}
       PRIVATE "$<$<CXX_COMPILER_ID:Clang>:SHELL:-mllvm -asan-instrumentation-with-call-threshold=500>"
     )
-    # Instruction sets between the plain one and AVX2 differ little, and each is dear to compile; some loops need vectors
-    # whose size the compiler knows.
+    # Instruction sets between the plain one and AVX2 differ little, and each is dear to compile; some loops need
+    # vectors whose size the compiler knows.
     target_compile_definitions(
       ${target}
       PRIVATE
@@ -85,15 +88,17 @@ function(kvkeep_own_code target)
   endif()
 endfunction()
 
-# For what spends its time in the library, as the command and the tests do: under the sanitizers compiled quickly, without the checks of each reference, which are dear to compile and stand in the library.
+# For what spends its time in the library, as the command and the tests do: under the sanitizers compiled quickly,
+# without the checks of each reference, which are dear to compile and stand in the library.
 function(kvkeep_sanitize_lightly target)
   if(KVKEEP_SANITIZE)
     target_compile_options(${target} PRIVATE -O0 -fno-sanitize=null,alignment,object-size)
   endif()
 endfunction()
 
-# Compiles the sources of a target in PARTS units instead of one by one: headers are read and templates instantiated once per unit. GCC's precompiled headers cost more
-# than they gave: 3 s per file to load 370 MB. Names in anonymous namespaces must then be unique within a target.
+# Compiles the sources of a target in PARTS units instead of one by one: headers are read and templates instantiated
+# once per unit. GCC's precompiled headers cost more than they gave: 3 s per file to load 370 MB. Names in anonymous
+# namespaces must then be unique within a target.
 function(kvkeep_unite target parts)
   if(NOT KVKEEP_UNITY)
     return()
@@ -111,7 +116,8 @@ function(kvkeep_unite target parts)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${batch})
 endfunction()
 
-# A library NAME from the .cpp files of some folders, compiled in UNITS units, with TORCH one that knows LibTorch; while there are none yet, an empty name that links what it would.
+# A library NAME from the .cpp files of some folders, compiled in UNITS units, with TORCH one that knows LibTorch; while
+# there are none yet, an empty name that links what it would.
 function(kvkeep_add_library name)
   cmake_parse_arguments(arg "TORCH" "UNITS" "STEMS;LINK" ${ARGN})
   kvkeep_glob(sources ${arg_STEMS})

@@ -2,7 +2,7 @@
 
 find_package(GTest REQUIRED)
 
-# A program as PARTS tests of ctest, each with a share of its tests; GTEST_FILTER among further arguments leaves some out.
+# A program as PARTS tests of ctest, each with a share of its tests; a GTEST_FILTER that follows leaves some out.
 function(kvkeep_add_test_parts target parts)
   math(EXPR last "${parts} - 1")
   foreach(part RANGE ${last})

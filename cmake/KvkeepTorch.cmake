@@ -2,10 +2,12 @@
 #
 #   kvkeep_torch::c10        headers, libc10
 #   kvkeep_torch::torch_cpu  the above and libtorch_cpu: all that kvkeep itself links
-#   kvkeep_torch::torch      the above, the C++ frontend (torch/torch.h, autograd, optimizers) and CUDA where the wheel has it: the trainer
+#   kvkeep_torch::torch      the above, the C++ frontend (torch/torch.h, autograd, optimizers) and CUDA where the wheel
+#                            has it: the trainer
 #
-# Why not find_package(Torch): the wheel most machines have is a CUDA build, and its TorchConfig.cmake looks for a CUDA toolkit even where only
-# the CPU part is wanted; it fails without one and with one that is too new. Headers and two libraries are all that is needed here.
+# Why not find_package(Torch): the wheel most machines have is a CUDA build, and its TorchConfig.cmake looks for a CUDA
+# toolkit even where only the CPU part is wanted; it fails without one and with one that is too new. Headers and two
+# libraries are all that is needed here.
 #
 # Where it looks, first hit wins:
 #   1. Torch_DIR (variable or environment): the folder of TorchConfig.cmake, or any root of a LibTorch
@@ -72,7 +74,7 @@ function(_kvkeep_torch_ask_python result)
   execute_process(
     COMMAND
       "${KVKEEP_PYTHON3}" -c
-      "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s and s.origin else '')"
+      "import importlib.util as u, os; print(os.path.dirname(getattr(u.find_spec('torch'), 'origin', None) or ''))"
     OUTPUT_VARIABLE folder
     OUTPUT_STRIP_TRAILING_WHITESPACE
     ERROR_QUIET
@@ -95,7 +97,8 @@ function(_kvkeep_torch_read_version root result)
   endforeach()
 endfunction()
 
-# The C++ ABI flag that this LibTorch says it was built with; wheels that no longer mention it (the old ABI is gone since 2.7) need none.
+# The C++ ABI flag that this LibTorch says it was built with; wheels that no longer mention it (the old ABI is gone
+# since 2.7) need none.
 function(_kvkeep_torch_read_abi root result)
   set(${result} "" PARENT_SCOPE)
   if(EXISTS "${root}/share/cmake/Torch/TorchConfig.cmake")
@@ -106,8 +109,9 @@ function(_kvkeep_torch_read_abi root result)
   endif()
 endfunction()
 
-# LibTorch brings its own OpenMP runtime. at::parallel_for is a template: it runs serially unless *our* code is compiled with -fopenmp, and then
-# it must use that same runtime, not a second one with its own thread pool. So: compile with the flag, link the runtime beside libtorch_cpu.
+# LibTorch brings its own OpenMP runtime. at::parallel_for is a template: it runs serially unless *our* code is compiled
+# with -fopenmp, and then it must use that same runtime, not a second one with its own thread pool. So: compile with the
+# flag, link the runtime beside libtorch_cpu.
 function(_kvkeep_torch_add_openmp root)
   add_library(kvkeep_torch::openmp INTERFACE IMPORTED)
   file(STRINGS "${root}/include/ATen/Config.h" parallel REGEX "define AT_PARALLEL_OPENMP 1")
@@ -115,7 +119,8 @@ function(_kvkeep_torch_add_openmp root)
     return()
   endif()
   if(NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    # Clang's -fopenmp means libomp, a second runtime next to LibTorch's libgomp. Correct but serial is the better half of that choice.
+    # Clang's -fopenmp means libomp, a second runtime next to LibTorch's libgomp. Correct but serial is the better half
+    # of that choice.
     message(
       STATUS
       "kvkeep: ${CMAKE_CXX_COMPILER_ID} would bring a second OpenMP runtime; CPU rows run on one thread in this build"
@@ -151,7 +156,8 @@ function(_kvkeep_torch_add_targets root)
 
   add_library(kvkeep_torch::torch INTERFACE IMPORTED)
   target_include_directories(kvkeep_torch::torch SYSTEM INTERFACE "${root}/include/torch/csrc/api/include")
-  # libtorch.so is an empty library that needs all the others; an --as-needed linker drops it and with it CUDA ("is_available() is false").
+  # libtorch.so is an empty library that needs all the others; an --as-needed linker drops it and with it CUDA
+  # ("is_available() is false").
   target_link_libraries(
     kvkeep_torch::torch
     INTERFACE
@@ -199,9 +205,10 @@ macro(kvkeep_find_torch)
     set(KVKEEP_TORCH_LIBRARY_DIR "${KVKEEP_TORCH_ROOT}/lib")
     _kvkeep_torch_read_version("${KVKEEP_TORCH_ROOT}" KVKEEP_TORCH_VERSION)
     if(NOT KVKEEP_TORCH_VERSION OR KVKEEP_TORCH_VERSION VERSION_LESS KVKEEP_TORCH_MINIMUM)
-      set(
-        KVKEEP_TORCH_WHY_NOT
-        "${KVKEEP_TORCH_ROOT} is LibTorch '${KVKEEP_TORCH_VERSION}'; allowed are ${KVKEEP_TORCH_MINIMUM} and newer (older ones differ in the C++ ABI)"
+      string(
+        CONCAT KVKEEP_TORCH_WHY_NOT
+        "${KVKEEP_TORCH_ROOT} is LibTorch '${KVKEEP_TORCH_VERSION}'; allowed are ${KVKEEP_TORCH_MINIMUM} and newer "
+        "(older ones differ in the C++ ABI)"
       )
     else()
       set(KVKEEP_TORCH_FOUND TRUE)

@@ -1,5 +1,5 @@
-# Fails unless LIBRARY exports exactly the functions of the C interface that RECORD names. A function that is gone breaks
-# programs that were built before; a new one is written down.
+# Fails unless LIBRARY exports exactly the functions of the C interface that RECORD names. A function that is gone
+# breaks programs that were built before; a new one is written down.
 
 execute_process(
   COMMAND "${NM}" -D --defined-only --format=posix "${LIBRARY}"

@@ -1,6 +1,6 @@
 # kvkeep_same_kernels(TARGET...): compiles kernel.cpp without kvkeep, and linked to each of the targets that are there.
-# `same_kernels`, a target and a variable with its command, checks that all are the same instructions, fused multiply-adds
-# among them, with this file:
+# `same_kernels`, a target and a variable with its command, checks that all are the same instructions, fused
+# multiply-adds among them, with this file:
 #
 #   cmake -DOBJDUMP=PROGRAM -DOBJECTS=FILE,FILE... -P kernels.cmake
 
