@@ -32,7 +32,8 @@
 #   KVKEEP_GPU_REHEARSAL  1: the execution model replaces the GPU, at small sizes; also used if there is no nvidia-smi
 set -euo pipefail
 
-# One small case of every kernel, by the stem in cuda/. Matrix units are in those of window_attention_matrix, expected, critical and rkv.
+# One small case of every kernel, by the stem in cuda/. Matrix units are in those of window_attention_matrix, expected,
+# critical and rkv.
 declare -A small=(
   [adaptive_heads]='AdaptiveHeadsKernel.TakesHeads*'
   [chunks]='ChunksKernel.TakesRowsThatNeedTheLargestBlock'
@@ -90,7 +91,7 @@ readonly profiled=(
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
-# ---- What every stage does ---------------------------------------------------------------------------------------------------------------------
+# ---- What every stage does -------------------------------------------------------------------------------------------
 
 failed=()
 children=()
@@ -127,7 +128,11 @@ gather() {
   for i in "${!children[@]}"; do
     status=0 verdict=passed
     wait "${children[$i]}" || status=$?
-    if [[ $status -eq 124 || $status -eq 137 ]]; then verdict="STOPPED for want of time"; elif [[ $status -ne 0 ]]; then verdict="FAILED ($status)"; fi
+    if [[ $status -eq 124 || $status -eq 137 ]]; then
+      verdict="STOPPED for want of time"
+    elif [[ $status -ne 0 ]]; then
+      verdict="FAILED ($status)"
+    fi
     printf -v line '%s%-22s %4d s  %s\n' "$line" "$stage: ${names[$i]}" $((SECONDS - from)) "$verdict"
     [[ $status -eq 0 ]] || failed+=("$stage ${names[$i]}")
   done
@@ -185,10 +190,11 @@ finish() {
   exit "$status"
 }
 
-# ---- Stages ------------------------------------------------------------------------------------------------------------------------------------
+# ---- Stages ----------------------------------------------------------------------------------------------------------
 
 stage_build() {
-  local options=(-DCMAKE_BUILD_TYPE=Release -DKVKEEP_BUILD_EXAMPLES=OFF) targets=("$(basename "$tests")" "$(basename "$bench")")
+  local options=(-DCMAKE_BUILD_TYPE=Release -DKVKEEP_BUILD_EXAMPLES=OFF) targets=("$(basename "$tests")"
+  "$(basename "$bench")")
   if [[ $rehearsal == 1 ]]; then
     options+=(-DKVKEEP_CUDA=OFF)
   else
@@ -204,27 +210,39 @@ stage_build() {
   # shellcheck disable=SC2206  # words are intended
   options+=(${KVKEEP_GPU_CMAKE:-})
   step configure 60 cmake -S . -B "$build" -G Ninja "${options[@]}"
-  if [[ ${#failed[@]} -eq 0 ]]; then step compile "$(left)" cmake --build "$build" --parallel "${KVKEEP_GPU_JOBS:-$(nproc)}" --target "${targets[@]}"; fi
+  if [[ ${#failed[@]} -eq 0 ]]; then
+    step compile "$(left)" cmake --build "$build" --parallel "${KVKEEP_GPU_JOBS:-$(nproc)}" --target "${targets[@]}"
+  fi
 }
 
 report_build() {
   local log
   for log in configure compile; do
-    if [[ " ${failed[*]} " == *" $log "* ]]; then grep -E -A 4 'error|Error|FAILED' "$folder/$log.log" | cut -c 1-300 | head -n 40 || tail -n 20 "$folder/$log.log"; fi
+    if [[ " ${failed[*]} " == *" $log "* ]]; then
+      grep -E -A 4 'error|Error|FAILED' "$folder/$log.log" | cut -c 1-300 | head -n 40 || tail -n 20 "$folder/$log.log"
+    fi
   done
-  if [[ ${#failed[@]} -eq 0 ]]; then du -m "$tests" "$bench" | awk '{ print $2 ": " $1 " MB" }'; else tail -n 1 "$folder"/*.log | cut -c 1-200; fi
+  if [[ ${#failed[@]} -eq 0 ]]; then
+    du -m "$tests" "$bench" | awk '{ print $2 ": " $1 " MB" }'
+  else
+    tail -n 1 "$folder"/*.log | cut -c 1-200
+  fi
 }
 
 stage_smoke() { step smoke "$(left)" "$tests" --gtest_color=no "--gtest_filter=$smoke"; }
 
 report_smoke() { say_tests smoke; }
 
-# Processes beside each other take turns at a GPU, which costs more than they gain, unless NVIDIA's MPS joins their work.
+# Processes beside each other take turns at a GPU, which costs more than they gain, unless NVIDIA's MPS joins their
+# work.
 begin_sharing() {
   if [[ $rehearsal == 1 ]] || ! command -v nvidia-cuda-mps-control > /dev/null; then return 1; fi
   sockets="$(mktemp -d)"
   export CUDA_MPS_PIPE_DIRECTORY="$sockets" CUDA_MPS_LOG_DIRECTORY="$folder"
-  if nvidia-cuda-mps-control -d > /dev/null 2>&1 && timeout 20 "$tests" --gtest_filter='Select.TakesARow*' > /dev/null 2>&1; then return 0; fi
+  if nvidia-cuda-mps-control -d > /dev/null 2>&1 &&
+    timeout 20 "$tests" --gtest_filter='Select.TakesARow*' > /dev/null 2>&1; then
+    return 0
+  fi
   end_sharing
   return 1
 }
@@ -246,11 +264,13 @@ stage_test() {
   limit=$(($(left) * 8 / 10))
   # Two threads in each: beside each other they would take the cores from one another.
   for ((i = 0; i < shards; ++i)); do
-    start "tests.$i" "$limit" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i OMP_NUM_THREADS=2 "$tests" --gtest_color=no
+    start "tests.$i" "$limit" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i OMP_NUM_THREADS=2 "$tests" \
+      --gtest_color=no
   done
   gather
   if [[ $shared == 1 ]]; then end_sharing; fi
-  step repeated "$(left)" "$tests" --gtest_color=no --gtest_repeat="$([[ $rehearsal == 1 ]] && echo 2 || echo 20)" "--gtest_filter=$repeated"
+  step repeated "$(left)" "$tests" --gtest_color=no --gtest_repeat="$([[ $rehearsal == 1 ]] && echo 2 || echo 20)" \
+    "--gtest_filter=$repeated"
 }
 
 report_test() {
@@ -281,12 +301,15 @@ stage_sanitize() {
     fi
   done
   # What a column's growth copies was not all written: copies are the host's, and only kernels are to be checked.
-  if compute-sanitizer --help 2> /dev/null | grep -q -e '--check-api-memory-access'; then unwritten=(--check-api-memory-access no); fi
+  if compute-sanitizer --help 2> /dev/null | grep -q -e '--check-api-memory-access'; then
+    unwritten=(--check-api-memory-access no)
+  fi
   # All at once: most of their time goes to the host's part. Each tool in two halves of the tests.
   for tool in "${sanitizers[@]}"; do
     for half in 0 1; do
       start "$tool.$half" "$(left)" env GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX=$half OMP_NUM_THREADS=2 \
-        compute-sanitizer --tool "$tool" $([[ $tool == initcheck ]] && echo "${unwritten[*]}" || echo "${only[*]}") --error-exitcode 97 "$tests" --gtest_color=no "--gtest_filter=$filter"
+        compute-sanitizer --tool "$tool" $([[ $tool == initcheck ]] && echo "${unwritten[*]}" || echo "${only[*]}") \
+        --error-exitcode 97 "$tests" --gtest_color=no "--gtest_filter=$filter"
     done
   done
   gather
@@ -300,7 +323,8 @@ report_sanitize() {
       local log="$folder/$tool.$half.log"
       if [[ ! -s "$log" ]]; then continue; fi
       echo "$tool.$half: $(grep -c '^\[       OK' "$log") tests passed; $(grep -h 'SUMMARY' "$log" | tail -n 1)"
-      grep -h -A 4 '^========= \(Invalid\|Error\|Race\|Barrier\|Uninit\|Program hit\|Warning\)' "$log" | cut -c 1-160 | head -n 8
+      grep -h -A 4 '^========= \(Invalid\|Error\|Race\|Barrier\|Uninit\|Program hit\|Warning\)' "$log" | cut -c 1-160 |
+        head -n 8
     done
   done
 }
@@ -308,16 +332,22 @@ report_sanitize() {
 stage_bench() {
   rm -f -- "$out/bench.jsonl"
   local watch="" filters=("${measured[@]}") i
-  if [[ -n ${KVKEEP_GPU_FILTER:-} ]]; then filters=("$KVKEEP_GPU_FILTER"); elif [[ $asked == bench ]]; then filters=(''); fi
+  if [[ -n ${KVKEEP_GPU_FILTER:-} ]]; then
+    filters=("$KVKEEP_GPU_FILTER")
+  elif [[ $asked == bench ]]; then
+    filters=('')
+  fi
   if [[ $rehearsal != 1 ]]; then
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader > "$folder/gpu.txt"
-    timeout "$(left)" nvidia-smi --query-gpu=clocks.sm,temperature.gpu,power.draw --format=csv,noheader,nounits --loop=2 > "$folder/clock.csv" 2>&1 &
+    timeout "$(left)" nvidia-smi --query-gpu=clocks.sm,temperature.gpu,power.draw --format=csv,noheader,nounits \
+      --loop=2 > "$folder/clock.csv" 2>&1 &
     watch=$!
   fi
   # No case begins in the last tenth of the time, which is for those that are still running.
   for i in "${!filters[@]}"; do
     if [[ $i -gt 0 && $(left) -lt 15 ]]; then break; fi
-    step "cases.$i" "$(left)" "$bench" --seconds $(($(left) * 9 / 10 - 3)) --filter "${filters[$i]}" --out "$out/bench.jsonl"
+    step "cases.$i" "$(left)" "$bench" --seconds $(($(left) * 9 / 10 - 3)) --filter "${filters[$i]}" \
+      --out "$out/bench.jsonl"
   done
   if [[ -n $watch ]]; then kill "$watch" 2> /dev/null || true; fi
 }
@@ -332,18 +362,24 @@ stage_profile() {
     step event "$(left)" "$bench" --once --filter "$timed_event"
     return
   fi
-  step event "$(left)" "$ncu" --clock-control none --metrics gpu__time_duration.sum --kernel-name-base demangled -k regex:kvkeep \
+  step event "$(left)" "$ncu" --clock-control none --metrics gpu__time_duration.sum --kernel-name-base demangled \
+    -k regex:kvkeep \
     --csv --page raw "$bench" --once --filter "$timed_event"
   for entry in "${profiled[@]}"; do
     if [[ $(left) -lt 15 ]]; then break; fi
     read -r kernel filter <<< "$entry"
-    step "$((++number))-$kernel" $(($(left) / 2)) "$ncu" --clock-control none --section SpeedOfLight --section MemoryWorkloadAnalysis \
+    step "$((++number))-$kernel" $(($(left) / 2)) "$ncu" --clock-control none --section SpeedOfLight \
+      --section MemoryWorkloadAnalysis \
       --section Occupancy --csv --page details -k "regex:$kernel" -c 2 "$bench" --once --filter "^$filter"
   done
 }
 
 report_profile() {
-  if grep -qs '^"ID"\|==PROF==\|==ERROR==' "$folder"/*.log; then python3 bench/gpu_report.py profile "$folder"; else cat "$folder"/*.log | grep '=' | cut -c 1-150 | head -n 12; fi
+  if grep -qs '^"ID"\|==PROF==\|==ERROR==' "$folder"/*.log; then
+    python3 bench/gpu_report.py profile "$folder"
+  else
+    cat "$folder"/*.log | grep '=' | cut -c 1-150 | head -n 12
+  fi
 }
 
 stage_model() {
@@ -356,7 +392,9 @@ stage_model() {
       exit 2
     }
     words+=(--model "$KVKEEP_GPU_MODEL")
-    if [[ -f "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}" ]]; then words+=(--text "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}"); fi
+    if [[ -f "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}" ]]; then
+      words+=(--text "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}")
+    fi
   fi
   step tables "$(left)" python3 examples/lab/bench/gpu_model.py "${words[@]}"
 }
@@ -375,7 +413,8 @@ names_one() {
 # check_filters TESTS: every kernel has a small test, and every filter names one that exists.
 check_filters() {
   local known source stem filter pattern bad=0
-  mapfile -t known < <("$1" --gtest_list_tests | sed 's/ *#.*//' | awk '/^[^ ].*\.$/ { suite = $1 } /^  / { print suite $1 }')
+  mapfile -t known \
+    < <("$1" --gtest_list_tests | sed 's/ *#.*//' | awk '/^[^ ].*\.$/ { suite = $1 } /^  / { print suite $1 }')
   for source in cuda/*.cu; do
     stem="$(basename "$source" .cu)"
     if [[ -z "${small[$stem]:-}" ]]; then
@@ -405,7 +444,7 @@ check_filters() {
   echo "filters: ${#small[@]} kernels, each with a test that exists"
 }
 
-# ---- Programs ----------------------------------------------------------------------------------------------------------------------------------
+# ---- Programs --------------------------------------------------------------------------------------------------------
 
 # use_kit FOLDER: unpacks it once, says if it was made of other sources, and sets `build`.
 use_kit() {
@@ -440,7 +479,7 @@ kit_libraries() {
   }
 }
 
-# ---- Start -------------------------------------------------------------------------------------------------------------------------------------
+# ---- Start -----------------------------------------------------------------------------------------------------------
 
 asked="${1:-}"
 case "$asked" in
@@ -488,10 +527,15 @@ else
     exit 2
   }
   build="${KVKEEP_GPU_BUILD:-build/gpu}"
-  if [[ $asked != build && $asked != all && -f "$kit/kit.tar.xz" && ! "$build/bin/kvkeep_gpu_tests" -nt "$kit/kit.tar.xz" ]]; then use_kit "$kit"; fi
+  if [[ $asked != build && $asked != all && -f "$kit/kit.tar.xz" &&
+    ! "$build/bin/kvkeep_gpu_tests" -nt "$kit/kit.tar.xz" ]]; then
+    use_kit "$kit"
+  fi
   tests="$build/bin/kvkeep_gpu_tests" bench="$build/bin/kvkeep_gpu_bench"
 fi
-if [[ -d .deps/usr ]]; then export LD_LIBRARY_PATH="$PWD/.deps/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"; fi
+if [[ -d .deps/usr ]]; then
+  export LD_LIBRARY_PATH="$PWD/.deps/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+fi
 if [[ -f "$build/COMMIT" ]]; then
   kit_libraries
   say "kit: $(head -n 1 "$build/COMMIT")"
@@ -515,7 +559,9 @@ share() { echo $(((seconds - SECONDS) * $1 / 100)); }
 
 # Characters that a stage's report may take where all of them are printed.
 declare -A room=()
-if [[ $asked == all || $asked == first ]]; then room=([build]=300 [smoke]=200 [test]=300 [bench]=2900 [sanitize]=700 [profile]=1700); fi
+if [[ $asked == all || $asked == first ]]; then
+  room=([build]=300 [smoke]=200 [test]=300 [bench]=2900 [sanitize]=700 [profile]=1700)
+fi
 
 case "$asked" in
   all | first)

@@ -14,7 +14,8 @@ readonly most_bytes=15000000
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 sources() {
-  find cuda src include tests bench cmake CMakeLists.txt -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name '*.cmake' \) \
+  find cuda src include tests bench cmake CMakeLists.txt -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o \
+    -name '*.h' -o -name 'CMakeLists.txt' -o -name '*.cmake' \) \
     -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c 1-16
 }
 
@@ -40,7 +41,8 @@ kvkeep_bootstrap
 export PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
 command -v nvcc > /dev/null || kvkeep_stop "gpu_kit.sh: there is no nvcc on PATH nor in CUDA_HOME"
 # shellcheck disable=SC2034  # kvkeep_build reads it
-kvkeep_configure_options=(-DKVKEEP_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=${KVKEEP_GPU_ARCH:-90-real}" -DKVKEEP_BUILD_EXAMPLES=OFF -DKVKEEP_BUILD_CUDA_MODEL=OFF)
+kvkeep_configure_options=(-DKVKEEP_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=${KVKEEP_GPU_ARCH:-90-real}"
+  -DKVKEEP_BUILD_EXAMPLES=OFF -DKVKEEP_BUILD_CUDA_MODEL=OFF)
 programs=(kvkeep_gpu_tests kvkeep_gpu_bench kvkeep)
 kvkeep_build release "$kvkeep_root/build/gpu-kit" kvkeep_gpu_tests kvkeep_gpu_bench kvkeep_cli
 
@@ -52,7 +54,8 @@ for program in "${programs[@]}"; do strip -o "$kit/kit/bin/$program" "build/gpu-
 ldd "${programs[@]/#/build/gpu-kit/bin/}" |
   awk '$2 == "=>" && $1 ~ /^lib(kvkeep|hwy|utf8proc)/ { print $1, $3 }' | sort -u |
   while read -r name path; do strip -o "$kit/kit/lib/$name" "$path"; done
-printf '%s%s, sm_%s, %s\n%s\n' "$(git rev-parse --short HEAD)" "$([[ -z "$(git status --porcelain)" ]] || echo ' and changes')" \
+printf '%s%s, sm_%s, %s\n%s\n' "$(git rev-parse --short HEAD)" \
+  "$([[ -z "$(git status --porcelain)" ]] || echo ' and changes')" \
   "${KVKEEP_GPU_ARCH:-90-real}" "$(date -u +%Y-%m-%dT%H:%MZ)" "$(sources)" > "$kit/kit/COMMIT"
 
 mkdir -p .gpu
@@ -75,6 +78,7 @@ strays="$(ldd bin/* | awk -v torch="$(dirname -- "$torch")" '/not found/ || ($2 
   printf 'gpu_kit.sh: from a foreign folder these are not found, or found in the build folder:\n%s\n' "$strays" >&2
   exit 1
 }
-bin/kvkeep_gpu_tests --gtest_list_tests | awk '/^[^ ]/ { suites++ } /^  / { tests++ } END { print "from a foreign folder: " tests " tests in " suites " suites" }'
+bin/kvkeep_gpu_tests --gtest_list_tests |
+  awk '/^[^ ]/ { suites++ } /^  / { tests++ } END { print "from a foreign folder: " tests " tests in " suites " suites" }'
 echo "from a foreign folder: $(bin/kvkeep_gpu_bench --list | wc -l) cases of benches"
 echo "needs $(objdump -T bin/* lib/* 2> /dev/null | grep -oE '(GLIBC|GLIBCXX)_[0-9.]+' | sort -Vu | awk -F_ '{ newest[$1] = $0 } END { for (k in newest) printf "%s ", newest[k] }')or newer"

@@ -30,5 +30,6 @@ for rooms in 'core observe score allot keep layers memory policy state' 'io trac
   for room in $rooms; do git ls-files "src/$room/*.cpp"; done | sed 's/.*/#include "&"/' > "$folder/${rooms%% *}.cpp"
 done
 printf '%s\0' "$folder"/*.cpp | xargs -0 -n 1 -P 2 bash -c '
-  clang-tidy --quiet --config-file=.clang-tidy --warnings-as-errors="*" "$1" -- -std=c++20 -I. -Iinclude -Isrc/io -Isrc/policy -Isrc/c -Isrc/cli \
+  clang-tidy --quiet --config-file=.clang-tidy --warnings-as-errors="*" "$1" -- -std=c++20 -I. -Iinclude -Isrc/io \
+    -Isrc/policy -Isrc/c -Isrc/cli \
     "-I$0/generated" -isystem /usr/include/eigen3 2> /dev/null' "$build"
