@@ -32,8 +32,8 @@
 #   KVKEEP_GPU_REHEARSAL  1: the execution model replaces the GPU, at small sizes; also used if there is no nvidia-smi
 set -euo pipefail
 
-# One small case of every kernel, by the stem in cuda/. Matrix units are in those of window_attention_matrix, expected,
-# critical and rkv.
+# One small case of every kernel, by the stem in cuda/. Those of window_attention_matrix, expected, critical and rkv use
+# matrix units.
 declare -A small=(
   [adaptive_heads]='AdaptiveHeadsKernel.TakesHeads*'
   [chunks]='ChunksKernel.TakesRowsThatNeedTheLargestBlock'
@@ -88,6 +88,11 @@ readonly profiled=(
   'compact_kernel Compact/llama8b/batch:32'
   'keydiff_cosine_kernel KeyDiff/llama8b/batch:32'
 )
+
+stop() {
+  echo "gpu.sh: $*" >&2
+  exit 2
+}
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
@@ -193,16 +198,16 @@ finish() {
 # ---- Stages ----------------------------------------------------------------------------------------------------------
 
 stage_build() {
-  local options=(-DCMAKE_BUILD_TYPE=Release -DKVKEEP_BUILD_EXAMPLES=OFF) targets=("$(basename "$tests")"
-  "$(basename "$bench")")
+  local options=(-DCMAKE_BUILD_TYPE=Release -DKVKEEP_BUILD_EXAMPLES=OFF) arch
+  local targets=("$(basename "$tests")" "$(basename "$bench")")
   if [[ $rehearsal == 1 ]]; then
     options+=(-DKVKEEP_CUDA=OFF)
   else
-    command -v nvcc > /dev/null || {
-      echo "gpu.sh: there is no nvcc on PATH nor in CUDA_HOME" >&2
-      exit 2
-    }
-    local arch="${KVKEEP_GPU_ARCH:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)-real}"
+    command -v nvcc > /dev/null || stop "there is no nvcc on PATH nor in CUDA_HOME"
+    arch="${KVKEEP_GPU_ARCH:-}"
+    if [[ -z $arch ]]; then
+      arch="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)-real"
+    fi
     options+=(-DKVKEEP_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch" -DKVKEEP_BUILD_CUDA_MODEL=OFF)
   fi
   if [[ -n ${KVKEEP_GPU_MODEL:-} || $rehearsal == 1 ]]; then targets+=(kvkeep_cli); fi # the stage model needs it
@@ -233,8 +238,7 @@ stage_smoke() { step smoke "$(left)" "$tests" --gtest_color=no "--gtest_filter=$
 
 report_smoke() { say_tests smoke; }
 
-# Processes beside each other take turns at a GPU, which costs more than they gain, unless NVIDIA's MPS joins their
-# work.
+# Processes beside each other take turns at a GPU, which costs more than they gain unless NVIDIA's MPS joins them.
 begin_sharing() {
   if [[ $rehearsal == 1 ]] || ! command -v nvidia-cuda-mps-control > /dev/null; then return 1; fi
   sockets="$(mktemp -d)"
@@ -264,8 +268,8 @@ stage_test() {
   limit=$(($(left) * 8 / 10))
   # Two threads in each: beside each other they would take the cores from one another.
   for ((i = 0; i < shards; ++i)); do
-    start "tests.$i" "$limit" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i OMP_NUM_THREADS=2 "$tests" \
-      --gtest_color=no
+    start "tests.$i" "$limit" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i OMP_NUM_THREADS=2 \
+      "$tests" --gtest_color=no
   done
   gather
   if [[ $shared == 1 ]]; then end_sharing; fi
@@ -339,8 +343,8 @@ stage_bench() {
   fi
   if [[ $rehearsal != 1 ]]; then
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader > "$folder/gpu.txt"
-    timeout "$(left)" nvidia-smi --query-gpu=clocks.sm,temperature.gpu,power.draw --format=csv,noheader,nounits \
-      --loop=2 > "$folder/clock.csv" 2>&1 &
+    timeout "$(left)" nvidia-smi --query-gpu=clocks.sm,temperature.gpu,power.draw \
+      --format=csv,noheader,nounits --loop=2 > "$folder/clock.csv" 2>&1 &
     watch=$!
   fi
   # No case begins in the last tenth of the time, which is for those that are still running.
@@ -363,14 +367,13 @@ stage_profile() {
     return
   fi
   step event "$(left)" "$ncu" --clock-control none --metrics gpu__time_duration.sum --kernel-name-base demangled \
-    -k regex:kvkeep \
-    --csv --page raw "$bench" --once --filter "$timed_event"
+    -k regex:kvkeep --csv --page raw "$bench" --once --filter "$timed_event"
   for entry in "${profiled[@]}"; do
     if [[ $(left) -lt 15 ]]; then break; fi
     read -r kernel filter <<< "$entry"
-    step "$((++number))-$kernel" $(($(left) / 2)) "$ncu" --clock-control none --section SpeedOfLight \
-      --section MemoryWorkloadAnalysis \
-      --section Occupancy --csv --page details -k "regex:$kernel" -c 2 "$bench" --once --filter "^$filter"
+    step "$((++number))-$kernel" $(($(left) / 2)) "$ncu" --clock-control none \
+      --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy \
+      --csv --page details -k "regex:$kernel" -c 2 "$bench" --once --filter "^$filter"
   done
 }
 
@@ -387,14 +390,10 @@ stage_model() {
   if [[ $rehearsal == 1 ]]; then
     words+=(--model examples/model --device cpu)
   else
-    [[ -e "${KVKEEP_GPU_MODEL:-}" ]] || {
-      echo "gpu.sh: there is no model; name a GGUF file or a folder with KVKEEP_GPU_MODEL" >&2
-      exit 2
-    }
+    [[ -e "${KVKEEP_GPU_MODEL:-}" ]] || stop "there is no model; name a GGUF file or a folder with KVKEEP_GPU_MODEL"
     words+=(--model "$KVKEEP_GPU_MODEL")
-    if [[ -f "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}" ]]; then
-      words+=(--text "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}")
-    fi
+    local text="${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}"
+    if [[ -f $text ]]; then words+=(--text "$text"); fi
   fi
   step tables "$(left)" python3 examples/lab/bench/gpu_model.py "${words[@]}"
 }
@@ -465,11 +464,10 @@ use_kit() {
 # What the programs of a kit load: the kit's libraries, and LibTorch beside Python.
 kit_libraries() {
   local torch
-  torch="$(python3 -c 'import importlib.util as u, os; s = u.find_spec("torch"); print(os.path.dirname(s.origin) if s else "")')"
-  [[ -n $torch ]] || {
-    echo "gpu.sh: python3 has no torch, whose libraries the kit needs" >&2
-    exit 2
-  }
+  torch="$(python3 -c 'import importlib.util as u, os
+s = u.find_spec("torch")
+print(os.path.dirname(s.origin) if s else "")')"
+  [[ -n $torch ]] || stop "python3 has no torch, whose libraries the kit needs"
   export LD_LIBRARY_PATH="$(realpath -- "$build")/lib:$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
   local missing
   missing="$(ldd "$tests" "$bench" 2>&1 | grep -E 'not found|error' | sort -u || true)"
@@ -522,10 +520,8 @@ if [[ $rehearsal == 1 ]]; then
   build="${KVKEEP_GPU_BUILD:-build/gpu-rehearsal}"
   tests="$build/bin/kvkeep_cuda_model_tests" bench="$build/bin/kvkeep_cuda_model_bench"
 else
-  say "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader)" || {
-    echo "gpu.sh: nvidia-smi finds no GPU" >&2
-    exit 2
-  }
+  say "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader)" ||
+    stop "nvidia-smi finds no GPU"
   build="${KVKEEP_GPU_BUILD:-build/gpu}"
   if [[ $asked != build && $asked != all && -f "$kit/kit.tar.xz" &&
     ! "$build/bin/kvkeep_gpu_tests" -nt "$kit/kit.tar.xz" ]]; then
@@ -547,10 +543,8 @@ case "$asked" in
   model) needed="$build/bin/kvkeep" ;;
   *) needed="" ;;
 esac
-[[ -z $needed || -x $needed ]] || {
-  echo "gpu.sh: $needed does not exist; run the stage build, or bench/gpu_kit.sh where there is nvcc" >&2
-  exit 2
-}
+[[ -z $needed || -x $needed ]] ||
+  stop "$needed does not exist; run the stage build, or bench/gpu_kit.sh where there is nvcc"
 trap finish EXIT
 trap 'failed+=("stopped"); exit 1' TERM INT HUP
 

@@ -62,22 +62,23 @@ show_pretrained() {
   for question in before after; do
     mkdir -p -- "$out/$name/$question"
     for cache in bf16 q4_0; do
-      policies=(--policy full) # of 4 bits nothing is dropped here
-      [[ "$cache" == q4_0 ]] ||
+      policies=(--policy full)
+      if [[ "$cache" == bf16 ]]; then # of 4 bits nothing is dropped here
         for policy in streaming tova ams-expected,preset=question adakv-expected expected,rest=fold; do
           policies+=(--policy "$policy")
         done
+      fi
       "$kvkeep" eval --model "$model" --weights bf16 --cache-dtype "$cache" --task ruler/niah-single-2,text/needle \
-        --haystack "$out/prose.txt" --length 1024 --samples "$samples" --batch 6 \
-        --answer-tokens 32 --interval 512 --question "$question" --budgets 256,128 "${policies[@]}" \
+        --haystack "$out/prose.txt" --length 1024 --samples "$samples" --batch 6 --answer-tokens 32 --interval 512 \
+        --question "$question" --budgets 256,128 "${policies[@]}" \
         --samples-out "$out/$name/$question/docs@$cache.jsonl" > /dev/null
     done
   done
   "$kvkeep_python" "$kvkeep_root/examples/lab/bench/answers.py" "$out/$name" | tee -- "$out/table.md"
   "$kvkeep_python" "$kvkeep_root/examples/lab/plots/plot_answers.py" "$out/answers.png" "$out/$name"
-  "$kvkeep" generate --model "$model" --chat --prompt-file "$kvkeep_root/examples/lighthouse.txt" --max-new-tokens 40 \
-    --stop --quiet \
-    --policy tova,budget=192,interval=32,recent=16,prefill=cut --html "$out/kept.html" > "$out/lighthouse.txt"
+  "$kvkeep" generate --model "$model" --chat --prompt-file "$kvkeep_root/examples/lighthouse.txt" \
+    --max-new-tokens 40 --stop --quiet --policy tova,budget=192,interval=32,recent=16,prefill=cut \
+    --html "$out/kept.html" > "$out/lighthouse.txt"
   kvkeep_say "" \
     "Whole answers in percent, +- half of the 95 % interval; \"later\": the cache was cut before its question came." \
     "Answers against bytes:                         $out/answers.png" \
@@ -100,7 +101,8 @@ show_small() {
   "$kvkeep_python" "$kvkeep_root/examples/lab/plots/plot_retention.py" "${pictured[@]}" \
     --out "$out/retention.png" > /dev/null
   cat -- "$out/table.md"
-  kvkeep_say "" "What stayed, position against time:  $out/retention.png" \
+  kvkeep_say "" \
+    "What stayed, position against time:  $out/retention.png" \
     "Its numbers and the table:            $out/retention.csv, $out/table.md"
 }
 

@@ -3,8 +3,8 @@
 #
 #   tests/install_test.sh BUILD_DIR [--hide-build-tree]
 #
-# --hide-build-tree renames BUILD_DIR while the consumer is built and run, so nothing can reach into it; it is put back
-# whatever happens.
+# --hide-build-tree renames BUILD_DIR while the consumer is built and run, so that nothing can reach into it. It is put
+# back whatever happens.
 set -euo pipefail
 
 build_dir="$(realpath -- "$1")"
@@ -37,11 +37,13 @@ config="$(find "$prefix" -name kvkeepConfig.cmake)"
 torch_root="$(sed -n 's/^ *set(KVKEEP_TORCH_HINT "\(.*\)")$/\1/p' "$config")"
 [[ -n "$torch_root" ]] || fail "$config does not record the LibTorch it was built with"
 
-leaks="$(find "$prefix" \( -name '*.cmake' -o -name '*.h' \) -print0 | xargs -0 sed "s|$torch_root||g" | grep -nF -e "$build_dir" -e "$source_dir" || true)"
+leaks="$(find "$prefix" \( -name '*.cmake' -o -name '*.h' \) -print0 | xargs -0 sed "s|$torch_root||g" |
+  grep -nF -e "$build_dir" -e "$source_dir" || true)"
 [[ -z "$leaks" ]] || fail "installed files name the build or source tree: $leaks"
 
 while IFS= read -r -d '' binary; do
-  runpath="$(readelf -d "$binary" 2> /dev/null | sed -n 's/.*\(RUNPATH\|RPATH\).*\[\(.*\)\]/\2/p' | sed "s|$torch_root||g")"
+  runpath="$(readelf -d "$binary" 2> /dev/null | sed -n 's/.*\(RUNPATH\|RPATH\).*\[\(.*\)\]/\2/p' |
+    sed "s|$torch_root||g")"
   if grep -qF -e "$build_dir" -e "$source_dir" <<< "$runpath"; then
     fail "$binary looks for libraries in the build or source tree: $runpath"
   fi
@@ -75,8 +77,8 @@ fi
 # The laboratory links nothing but the installed targets.
 if [[ "$hide" == --hide-build-tree && -n "$(find "$prefix" -name kvkeepCommandTargets.cmake)" ]]; then
   env -u LD_LIBRARY_PATH cmake -G Ninja -S "$source_dir/examples/lab" -B "$scratch/lab" \
-    -DCMAKE_BUILD_TYPE=Release "-DCMAKE_PREFIX_PATH=$prefix" \
-    -DKVKEEP_BUILD_TESTS=OFF || fail "the laboratory does not configure against the installed package"
+    -DCMAKE_BUILD_TYPE=Release "-DCMAKE_PREFIX_PATH=$prefix" -DKVKEEP_BUILD_TESTS=OFF ||
+    fail "the laboratory does not configure against the installed package"
   cmake --build "$scratch/lab" --target kvkeep_cli || fail "the laboratory does not build against the installed package"
   env -u LD_LIBRARY_PATH "$scratch/lab/bin/kvkeep" generate --help > /dev/null ||
     fail "the laboratory's command does not run"

@@ -21,14 +21,18 @@ fail() {
 
 python=python3
 if [[ -x "$source_dir/.venv/bin/python" ]]; then python="$source_dir/.venv/bin/python"; fi
-torch="${1:-$("$python" -c 'import importlib.util, pathlib; found = importlib.util.find_spec("torch"); print(pathlib.Path(found.origin).parents[1] if found else "")')}"
+torch="${1:-$("$python" -c 'import importlib.util as u, pathlib
+found = u.find_spec("torch")
+print(pathlib.Path(found.origin).parents[1] if found else "")')}"
 if [[ -z "$torch" ]]; then
   echo "python test: skipped, since $python has no torch"
   exit 77
 fi
 "$python" -m venv "$scratch/venv"
 own="$scratch/venv/bin/python"
-echo "$torch" > "$("$own" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch_here.pth"
+# The folder of a Python's packages.
+packages_of() { "$1" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'; }
+echo "$torch" > "$(packages_of "$own")/torch_here.pth"
 if ! "$own" -m pip install --quiet scikit-build-core nanobind ninja cmake numpy pytest 'transformers>=5' \
   > "$scratch/log" 2>&1; then
   tail -n 5 "$scratch/log"
@@ -48,7 +52,8 @@ cd -- "$scratch"
 # Nothing of the wheel links anything but itself and what every system with a C++ runtime has.
 installed="$("$own" -c 'import kvkeep, pathlib; print(pathlib.Path(kvkeep.__file__).parent)')"
 [[ "$installed" == "$scratch"/venv/* ]] || fail "another kvkeep is imported: $installed"
-system=' libc.so.6 libm.so.6 libgcc_s.so.1 libstdc++.so.6 libpthread.so.0 libdl.so.2 librt.so.1 ld-linux-x86-64.so.2 ld-linux-aarch64.so.1 '
+system=' libc.so.6 libm.so.6 libgcc_s.so.1 libstdc++.so.6 libpthread.so.0 libdl.so.2 librt.so.1 '
+system+='ld-linux-x86-64.so.2 ld-linux-aarch64.so.1 '
 while IFS= read -r -d '' binary; do
   dynamic="$(readelf -d "$binary")"
   for needed in $(sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' <<< "$dynamic"); do
@@ -77,15 +82,15 @@ tried=()
 over() {
   env -u LD_LIBRARY_PATH OMP_NUM_THREADS=1 "$1" -m pytest -q -p no:cacheprovider "$source_dir/tests/python" ||
     fail "its tests fail over $1"
-  tried+=("$("$1" -c 'import torch, transformers; print("torch", torch.__version__, "with transformers", transformers.__version__)')")
+  tried+=("$("$1" -c 'import torch, transformers
+print("torch", torch.__version__, "with transformers", transformers.__version__)')")
 }
 
 over "$own"
 for further in ${KVKEEP_TEST_PYTHONS:-}; do
   venv="$scratch/venv-${#tried[@]}"
   "$further" -m venv "$venv"
-  "$further" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
-    > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch_here.pth"
+  packages_of "$further" > "$(packages_of "$venv/bin/python")/torch_here.pth"
   "$venv/bin/python" -m pip install --quiet --no-deps "$scratch"/dist/*.whl ||
     fail "the wheel does not install over $further"
   over "$venv/bin/python"
@@ -99,8 +104,8 @@ find_package(kvkeep 0.1 REQUIRED COMPONENTS kvkeep)
 add_executable(engine "$source_dir/tests/c/engine.c")
 target_link_libraries(engine PRIVATE kvkeep::kvkeep)
 CMAKE
-cmake -S engine -B engine/build "-DCMAKE_PREFIX_PATH=$("$own" -c 'import kvkeep; print(kvkeep.cmake_dir())')" > log \
-  2>&1 || {
+found="$("$own" -c 'import kvkeep; print(kvkeep.cmake_dir())')"
+cmake -S engine -B engine/build "-DCMAKE_PREFIX_PATH=$found" > log 2>&1 || {
   cat log
   fail "the library inside the package is not found"
 }

@@ -12,7 +12,8 @@ Builds kvkeep and runs every test; ends with ctest's summary, exit status 0 when
   bash tests/run.sh --build-dir DIR    builds in DIR
   bash tests/run.sh -- -R Quotas       what follows -- goes to ctest: here, the suites whose name contains Quotas
 
-What is missing on a Debian or Ubuntu machine is installed first, and named before it is. Torch_DIR chooses a LibTorch (2.7 or newer).
+What is missing on a Debian or Ubuntu machine is installed first, and named before it is. Torch_DIR chooses a LibTorch
+(2.7 or newer).
 TEXT
 }
 

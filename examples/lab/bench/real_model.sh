@@ -5,14 +5,14 @@ set -euo pipefail
 usage() {
   cat << 'TEXT'
 Measures policies on SmolLM2-135M-Instruct and Gemma 3 270M, over three texts, by what the models write, and keeps
-every answer. examples/lab/bench/answers.py makes the tables of examples/lab/docs/results.md and examples/lab/docs/papers.md of them.
+every answer. examples/lab/bench/answers.py makes the tables of examples/lab/docs/results.md and papers.md of them.
 
   bash examples/lab/bench/real_model.sh STAGE [options]
 
   STAGE     answers   needles in prose, cut with their question in sight and before it comes: the headline
             caches    the same over caches of 8 and 4 bits (q8_0, q4_0)
-            peers     the samples of `answers`, asked of llama.cpp: its own caches of 16, 8 and 4 bits, its context shift
-                      (needs kvkeep-llama, docs/reference/llama.md, and the stage answers)
+            peers     the samples of `answers`, asked of llama.cpp: its own caches of 16, 8 and 4 bits, its context
+                      shift (needs kvkeep-llama, docs/reference/llama.md, and the stage answers)
             ams       every scorer alone, under AMS as published, as ours by default, and with all of the budget in
                       segments
             coverage  less of the budget through AMS's segments, and more: a quarter, half, three quarters, all
@@ -48,8 +48,8 @@ stop() {
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../../.." && pwd)"
 stages=(answers caches peers ams coverage ablate decode distance ea asl sekv serving)
-stage="" models=smollm2,gemma3 texts="" questions="" length=1024 slots=256 samples="" threads=1 jobs=2 device=cpu \
-  out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
+stage="" models=smollm2,gemma3 texts="" questions="" length=1024 slots=256 samples="" threads=1 jobs=2 device=cpu
+out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --help | -h)
@@ -146,8 +146,8 @@ grid() {
       for text in "${texts[@]}"; do
         text_file "$text"
         job "$out/$stage/$model/$question/$text$tag" eval --model "$from" --cache-dtype "$cache" --task "$needles" \
-          --haystack "$file" --length "$length" --samples "$samples" --batch 18 \
-          --answer-tokens 32 --question "$question" --interval 512 ${slots:+--budgets "$slots"} "${given[@]}"
+          --haystack "$file" --length "$length" --samples "$samples" --batch 18 --answer-tokens 32 \
+          --question "$question" --interval 512 ${slots:+--budgets "$slots"} "${given[@]}"
       done
     done
   done
@@ -300,12 +300,12 @@ case "$stage" in
         policies full expected adakv-expected expected,rest=fold
         job "$out/ea-depth/$model/after/manual@$length" eval --model "$from" --cache-dtype bf16 \
           --task ruler/niah-single-2,text/needle --haystack "$file" --length "$length" --samples 3 \
-          --depth 0,25,50,75,100 --batch 5 \
-          --answer-tokens 32 --question after --interval 512 --budgets "$((length / 4))" "${given[@]}"
+          --depth 0,25,50,75,100 --batch 5 --answer-tokens 32 --question after --interval 512 \
+          --budgets "$((length / 4))" "${given[@]}"
       done
     done
     ;;
-  # Gemma's sliding layers are not narrowed, so SmolLM2 alone; each prompt by itself, for the time of its first token
+  # Gemma's sliding layers are not narrowed, so SmolLM2 alone; each prompt by itself, for the time of its first token.
   asl)
     model_file smollm2
     from="$file"

@@ -25,8 +25,8 @@ train halves.safetensors --resume --threads 1
 cmp "$folder/whole.safetensors" "$folder/halves.safetensors"
 
 # Ctrl-C: the step in progress ends, the checkpoint is whole, and nothing else is left behind.
-"$program" --model "$model" --out "$folder/long.safetensors" --schedule 256:2:100000 --check-every 0 \
-  --log-every 1 2> "$folder/long.log" &
+"$program" --model "$model" --out "$folder/long.safetensors" --schedule 256:2:100000 \
+  --check-every 0 --log-every 1 2> "$folder/long.log" &
 job=$!
 tries=0
 until grep -q "step 2/" "$folder/long.log" 2> /dev/null || [ "$tries" -ge 600 ]; do
