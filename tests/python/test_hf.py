@@ -261,8 +261,8 @@ def test_expected_turns_each_layer_as_the_model_does(monkeypatch, kind):
     assert wrong[0] != learned[0], "the trial tells one RoPE from another"
 
 
-def test_gemma3_turns_full_layers_by_their_own_frequencies(monkeypatch):
-    model, ids = model_of("gemma3"), tokens_of(120)
+def test_gemma3_turns_full_layers_by_their_own_frequencies():
+    model = model_of("gemma3")
     names = dict(model.get_decoder().rotary_emb.named_buffers())
     full = next(n for n in ("full_attention_inv_freq", "inv_freq") if n in names)
     spec = hf._spec(model)

@@ -197,7 +197,7 @@ def draw(runs, out, shown_rows):
                 fontsize=8,
                 zorder=6,
             )
-        for r, (i, layer, head) in enumerate(rows):
+        for r, (_, layer, head) in enumerate(rows):
             panel = figure.add_subplot(grid[1 + r, c])
             mine = held[(layer, head)]
             panel.imshow(
