@@ -47,7 +47,7 @@ inline std::int64_t live_bytes(const Sequences& sequences, const CacheView& view
 
 /// The pages that the i-th sequence of the view holds, by its longest row.
 inline std::span<const std::int32_t> pages_of(const Sequences& sequences, const CacheView& view, std::size_t i,
-                                             std::int64_t page_size) {
+                                              std::int64_t page_size) {
   const std::int32_t heads = sequences.spec().kv_heads;
   std::int64_t longest = 0;
   for (const std::int32_t l : sequences.full_layers())
@@ -77,7 +77,7 @@ class CheckedView {
   void check_places(const Sequences& sequences, const CacheView& view);
 
   std::int64_t slot_bytes_ = 0;
-  std::vector<bool> places_;           ///< [places of the cache] named by the view
+  std::vector<bool> places_;  ///< [places of the cache] named by the view
   std::vector<std::int32_t> holders_;
   CacheLayout layout_;
 };
@@ -112,7 +112,7 @@ inline void CheckedView::check_places(const Sequences& sequences, const CacheVie
 }
 
 inline std::span<std::int32_t> CheckedView::count_holders(const Sequences& sequences, const CacheView& view,
-                                                        std::int64_t page_size) {
+                                                          std::int64_t page_size) {
   std::int64_t pages = std::numeric_limits<std::int64_t>::max();
   for (const std::int32_t l : sequences.full_layers())
     pages = std::min(pages, std::get<PagedKv>(view.layers[static_cast<std::size_t>(l)]).keys.size(0));
@@ -128,7 +128,8 @@ inline void CheckedView::check_pages(const Sequences& sequences, const CacheView
   count_holders(sequences, view, table.page_size);
   for (const RowGroup& group : table.groups) {
     if (group.layer != table.groups.front().layer) break;  // the same in every layer
-    for (const std::int32_t page : keeper_detail::pages_of(sequences, view, static_cast<std::size_t>(group.sequence), table.page_size)) {
+    for (const std::int32_t page :
+         keeper_detail::pages_of(sequences, view, static_cast<std::size_t>(group.sequence), table.page_size)) {
       const std::int32_t named =
           page >= 0 && page < std::ssize(holders_) ? holders_[static_cast<std::size_t>(page)] : 0;
       if (named == 0 || (named == 1 && view.pages == nullptr)) continue;

@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/parts/check_observation.h"
 #include "kvkeep/keeper/observer.h"
+#include "kvkeep/parts/check_observation.h"
 #include "kvkeep/policy/policy.h"
 
 namespace kvkeep {
@@ -99,7 +99,7 @@ KVKEEP_INLINE bool Observer::leads(const SequenceState& s, std::int32_t layer, s
 
 /// Positions that an earlier layer gave to the tokens that this layer shows now.
 KVKEEP_INLINE std::span<const std::int32_t> Observer::already_shown(const SequenceState& s, std::int32_t layer,
-                                                                  std::int32_t tokens) const {
+                                                                    std::int32_t tokens) const {
   if (s.passing) return s.passing->present;
   const std::int64_t behind = s.logical - s.prefix - s.ring.seen(sequences_->index_of(layer));
   const auto newest = s.columns->newest();
@@ -288,16 +288,15 @@ KVKEEP_INLINE void Observer::record(std::int32_t layer, const Tensor& queries, c
 }
 
 KVKEEP_INLINE void Observer::require_shown(const char* operation, SequenceId id, const SequenceState& s,
-                                         std::int32_t layer, std::int64_t shown) const {
-  KVKEEP_REQUIRE_AS(StateError, queries_ == 0 || shown == s.logical, operation, ": layer ", layer, " has shown ",
-                    shown, " of the ", s.logical, " tokens of sequence ", id,
+                                           std::int32_t layer, std::int64_t shown) const {
+  KVKEEP_REQUIRE_AS(StateError, queries_ == 0 || shown == s.logical, operation, ": layer ", layer, " has shown ", shown,
+                    " of the ", s.logical, " tokens of sequence ", id,
                     "; observe() or record() every full layer in each step");
 }
 
 KVKEEP_INLINE void Observer::require_shown(const char* operation, SequenceId id, const SequenceState& s) const {
   for (std::size_t l = 0; l < sequences_->full_layers().size(); ++l)
-    require_shown(operation, id, s, sequences_->full_layers()[l],
-                  s.prefix + s.ring.seen(static_cast<std::int32_t>(l)));
+    require_shown(operation, id, s, sequences_->full_layers()[l], s.prefix + s.ring.seen(static_cast<std::int32_t>(l)));
 }
 
 KVKEEP_INLINE void Observer::require_recorded(const char* operation, SequenceId id, const SequenceState& s) const {

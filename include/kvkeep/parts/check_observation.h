@@ -14,7 +14,8 @@ inline void check_queries(const char* operation, const Observation& o, const Mod
   const Tensor& q = o.queries;
   const std::int32_t tokens = o.indptr.back();
   KVKEEP_REQUIRE(q.defined(), operation, ": layer ", o.layer, " has no queries; policy ", policy.name(), " needs ",
-                 policy.needs().queries > 0 ? text("the last ", policy.needs().queries, " of every full layer") : "those of prompts");
+                 policy.needs().queries > 0 ? text("the last ", policy.needs().queries, " of every full layer")
+                                            : "those of prompts");
   KVKEEP_REQUIRE(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec.query_heads && q.size(2) == spec.key_dim,
                  operation, ": queries of layer ", o.layer, " have ", q.dim(), " dimensions",
                  q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [",
@@ -45,8 +46,7 @@ inline void check_normalisers(const char* operation, const Observation& o, const
 /// Throws InvalidArgument for queries before RoPE if the model spec leaves open the RoPE of a layer (-1: of none).
 inline void check_basis(const char* operation, QueryBasis basis, std::int32_t without_rope) {
   KVKEEP_REQUIRE(basis != QueryBasis::pre_rope || without_rope < 0, operation,
-                 ": queries are taken before RoPE, but the model spec does not state the RoPE of layer ",
-                 without_rope,
+                 ": queries are taken before RoPE, but the model spec does not state the RoPE of layer ", without_rope,
                  " that turns them; allowed with rope.inv_freq, RopeStyle::none for a layer without RoPE, or "
                  "QueryBasis::post_rope");
 }

@@ -115,8 +115,8 @@ KVKEEP_INLINE void Folds::check_attended(const Observation& o, const Attended& a
   KVKEEP_REQUIRE(o.basis == QueryBasis::post_rope, "view: queries of layer ", o.layer,
                  " are taken before RoPE; allowed after RoPE");
   const auto fits = [this](const Tensor& t, Shape shape) {
-    return t.defined() && t.has_memory() && t.dtype() == Dtype::f32 && t.device() == machine().device() && t.is_contiguous() &&
-           t.sizes() == shape;
+    return t.defined() && t.has_memory() && t.dtype() == Dtype::f32 && t.device() == machine().device() &&
+           t.is_contiguous() && t.sizes() == shape;
   };
   KVKEEP_REQUIRE(fits(attended.out, {tokens, spec().query_heads, spec().value_dim}) &&
                      fits(attended.log_sum_exp, {tokens, spec().query_heads}),

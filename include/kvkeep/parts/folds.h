@@ -54,8 +54,8 @@ class Folds final : public Part {
 
   std::unique_ptr<FoldedMemory> memory_;  ///< outlives the rows
   PerSequence<Folded> folded_;
-  std::unique_ptr<Folding> folding_;     ///< between reserve() and report()
-  std::vector<FoldedReader> readers_;    ///< scratch of view()
+  std::unique_ptr<Folding> folding_;   ///< between reserve() and report()
+  std::vector<FoldedReader> readers_;  ///< scratch of view()
 };
 
 }  // namespace kvkeep::parts

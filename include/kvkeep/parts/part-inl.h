@@ -75,7 +75,8 @@ KVKEEP_INLINE void Sequences::require_whole(const char* operation, SequenceId id
                     " is still running through the layers; allowed after its last layer");
 }
 
-KVKEEP_INLINE std::span<SequenceState* const> Sequences::meet(const char* operation, std::span<const SequenceId> ids) const {
+KVKEEP_INLINE std::span<SequenceState* const> Sequences::meet(const char* operation,
+                                                              std::span<const SequenceId> ids) const {
   ++mark_;
   met_.clear();
   for (const SequenceId id : ids) {
@@ -88,7 +89,7 @@ KVKEEP_INLINE std::span<SequenceState* const> Sequences::meet(const char* operat
 }
 
 KVKEEP_INLINE std::span<SequenceState* const> Sequences::meet(const char* operation, std::span<const SequenceId> ids,
-                                                       std::span<const std::int32_t> indptr) const {
+                                                              std::span<const std::int32_t> indptr) const {
   KVKEEP_REQUIRE(indptr.size() == ids.size() + 1 && indptr.front() == 0, operation, ": indptr has ", indptr.size(),
                  " entries for ", ids.size(), " sequences; allowed one entry more than sequences, the first one 0");
   for (std::size_t i = 0; i < ids.size(); ++i)

@@ -298,8 +298,8 @@ KVKEEP_INLINE void Prompts::decide_layer(std::span<LayerPlan> plans, const Obser
       continue;
     }
     if (row.head == 0) plan.sequence->columns->bring_newest();
-    targets.push_back(plan.sequence->columns->reserve_settled(sequences().row_of(row.layer, row.head), keep.count(r),
-                                                              false, false));
+    targets.push_back(
+        plan.sequence->columns->reserve_settled(sequences().row_of(row.layer, row.head), keep.count(r), false, false));
     plan.bytes_moved += bytes_to_move(table, keep, r);
     plan.slots_dropped += row.length - keep.count(r);
   }
