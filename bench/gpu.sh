@@ -32,7 +32,8 @@
 #   KVKEEP_GPU_REHEARSAL  1: the execution model replaces the GPU, at small sizes; also used if there is no nvidia-smi
 set -euo pipefail
 
-# One small case of every kernel, by the stem in cuda/. Matrix units are in those of window_attention_matrix, expected, critical and rkv.
+# One small case of every kernel, by the stem in cuda/. Those of window_attention_matrix, expected, critical and rkv use
+# matrix units.
 declare -A small=(
   [adaptive_heads]='AdaptiveHeadsKernel.TakesHeads*'
   [chunks]='ChunksKernel.TakesRowsThatNeedTheLargestBlock'
@@ -88,9 +89,14 @@ readonly profiled=(
   'keydiff_cosine_kernel KeyDiff/llama8b/batch:32'
 )
 
+stop() {
+  echo "gpu.sh: $*" >&2
+  exit 2
+}
+
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
-# ---- What every stage does ---------------------------------------------------------------------------------------------------------------------
+# ---- What every stage does -------------------------------------------------------------------------------------------
 
 failed=()
 children=()
@@ -104,7 +110,8 @@ said_enough=0
 say() {
   local text
   text="$(printf '%s\n' "$@")"
-  if [[ $(($(wc -c < "$out/summary.txt") + ${#text})) -lt $most_said ]]; then printf '%s\n' "$text" | tee -a "$out/summary.txt"
+  if [[ $(($(wc -c < "$out/summary.txt") + ${#text})) -lt $most_said ]]; then
+    printf '%s\n' "$text" | tee -a "$out/summary.txt"
   elif [[ $said_enough == 0 ]]; then said_enough=1 && echo "... (the rest is in $out)" | tee -a "$out/summary.txt"; fi
 }
 
@@ -126,7 +133,11 @@ gather() {
   for i in "${!children[@]}"; do
     status=0 verdict=passed
     wait "${children[$i]}" || status=$?
-    if [[ $status -eq 124 || $status -eq 137 ]]; then verdict="STOPPED for want of time"; elif [[ $status -ne 0 ]]; then verdict="FAILED ($status)"; fi
+    if [[ $status -eq 124 || $status -eq 137 ]]; then
+      verdict="STOPPED for want of time"
+    elif [[ $status -ne 0 ]]; then
+      verdict="FAILED ($status)"
+    fi
     printf -v line '%s%-22s %4d s  %s\n' "$line" "$stage: ${names[$i]}" $((SECONDS - from)) "$verdict"
     [[ $status -eq 0 ]] || failed+=("$stage ${names[$i]}")
   done
@@ -175,48 +186,67 @@ finish() {
   if [[ -n $stage ]]; then end_stage; fi
   {
     if [[ -s "$out/failures.txt" ]]; then printf '\n%s\n' "$(head -c $most_failures "$out/failures.txt")"; fi
-    echo "$asked: $SECONDS s$([[ ${#failed[@]} -eq 0 ]] || printf '; failed: %.200s' "$(IFS=,; echo "${failed[*]}")")"
+    echo "$asked: $SECONDS s$([[ ${#failed[@]} -eq 0 ]] || printf '; failed: %.200s' "$(
+      IFS=,
+      echo "${failed[*]}"
+    )")"
   } | tee -a "$out/summary.txt"
   [[ ${#failed[@]} -eq 0 ]] || exit 1
   exit "$status"
 }
 
-# ---- Stages ------------------------------------------------------------------------------------------------------------------------------------
+# ---- Stages ----------------------------------------------------------------------------------------------------------
 
 stage_build() {
-  local options=(-DCMAKE_BUILD_TYPE=Release -DKVKEEP_BUILD_EXAMPLES=OFF) targets=("$(basename "$tests")" "$(basename "$bench")")
-  if [[ $rehearsal == 1 ]]; then options+=(-DKVKEEP_CUDA=OFF)
+  local options=(-DCMAKE_BUILD_TYPE=Release -DKVKEEP_BUILD_EXAMPLES=OFF) arch
+  local targets=("$(basename "$tests")" "$(basename "$bench")")
+  if [[ $rehearsal == 1 ]]; then
+    options+=(-DKVKEEP_CUDA=OFF)
   else
-    command -v nvcc > /dev/null || { echo "gpu.sh: there is no nvcc on PATH nor in CUDA_HOME" >&2; exit 2; }
-    local arch="${KVKEEP_GPU_ARCH:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)-real}"
+    command -v nvcc > /dev/null || stop "there is no nvcc on PATH nor in CUDA_HOME"
+    arch="${KVKEEP_GPU_ARCH:-}"
+    if [[ -z $arch ]]; then
+      arch="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)-real"
+    fi
     options+=(-DKVKEEP_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch" -DKVKEEP_BUILD_CUDA_MODEL=OFF)
   fi
-  if [[ -n ${KVKEEP_GPU_MODEL:-} || $rehearsal == 1 ]]; then targets+=(kvkeep_cli); fi  # the stage model needs it
+  if [[ -n ${KVKEEP_GPU_MODEL:-} || $rehearsal == 1 ]]; then targets+=(kvkeep_cli); fi # the stage model needs it
   if [[ -d .deps/usr ]]; then options+=("-DCMAKE_PREFIX_PATH=$PWD/.deps/usr"); fi
   # shellcheck disable=SC2206  # words are intended
   options+=(${KVKEEP_GPU_CMAKE:-})
   step configure 60 cmake -S . -B "$build" -G Ninja "${options[@]}"
-  if [[ ${#failed[@]} -eq 0 ]]; then step compile "$(left)" cmake --build "$build" --parallel "${KVKEEP_GPU_JOBS:-$(nproc)}" --target "${targets[@]}"; fi
+  if [[ ${#failed[@]} -eq 0 ]]; then
+    step compile "$(left)" cmake --build "$build" --parallel "${KVKEEP_GPU_JOBS:-$(nproc)}" --target "${targets[@]}"
+  fi
 }
 
 report_build() {
   local log
   for log in configure compile; do
-    if [[ " ${failed[*]} " == *" $log "* ]]; then grep -E -A 4 'error|Error|FAILED' "$folder/$log.log" | cut -c 1-300 | head -n 40 || tail -n 20 "$folder/$log.log"; fi
+    if [[ " ${failed[*]} " == *" $log "* ]]; then
+      grep -E -A 4 'error|Error|FAILED' "$folder/$log.log" | cut -c 1-300 | head -n 40 || tail -n 20 "$folder/$log.log"
+    fi
   done
-  if [[ ${#failed[@]} -eq 0 ]]; then du -m "$tests" "$bench" | awk '{ print $2 ": " $1 " MB" }'; else tail -n 1 "$folder"/*.log | cut -c 1-200; fi
+  if [[ ${#failed[@]} -eq 0 ]]; then
+    du -m "$tests" "$bench" | awk '{ print $2 ": " $1 " MB" }'
+  else
+    tail -n 1 "$folder"/*.log | cut -c 1-200
+  fi
 }
 
 stage_smoke() { step smoke "$(left)" "$tests" --gtest_color=no "--gtest_filter=$smoke"; }
 
 report_smoke() { say_tests smoke; }
 
-# Processes beside each other take turns at a GPU, which costs more than they gain, unless NVIDIA's MPS joins their work.
+# Processes beside each other take turns at a GPU, which costs more than they gain unless NVIDIA's MPS joins them.
 begin_sharing() {
   if [[ $rehearsal == 1 ]] || ! command -v nvidia-cuda-mps-control > /dev/null; then return 1; fi
   sockets="$(mktemp -d)"
   export CUDA_MPS_PIPE_DIRECTORY="$sockets" CUDA_MPS_LOG_DIRECTORY="$folder"
-  if nvidia-cuda-mps-control -d > /dev/null 2>&1 && timeout 20 "$tests" --gtest_filter='Select.TakesARow*' > /dev/null 2>&1; then return 0; fi
+  if nvidia-cuda-mps-control -d > /dev/null 2>&1 &&
+    timeout 20 "$tests" --gtest_filter='Select.TakesARow*' > /dev/null 2>&1; then
+    return 0
+  fi
   end_sharing
   return 1
 }
@@ -228,15 +258,23 @@ end_sharing() {
 
 stage_test() {
   local i limit shared=0
-  if begin_sharing; then shared=1; say "test: the shards share the GPU by MPS"; else shards=2; say "test: there is no MPS, by which processes share a GPU: two shards"; fi
+  if begin_sharing; then
+    shared=1
+    say "test: the shards share the GPU by MPS"
+  else
+    shards=2
+    say "test: there is no MPS, by which processes share a GPU: two shards"
+  fi
   limit=$(($(left) * 8 / 10))
   # Two threads in each: beside each other they would take the cores from one another.
   for ((i = 0; i < shards; ++i)); do
-    start "tests.$i" "$limit" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i OMP_NUM_THREADS=2 "$tests" --gtest_color=no
+    start "tests.$i" "$limit" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i OMP_NUM_THREADS=2 \
+      "$tests" --gtest_color=no
   done
   gather
   if [[ $shared == 1 ]]; then end_sharing; fi
-  step repeated "$(left)" "$tests" --gtest_color=no --gtest_repeat="$([[ $rehearsal == 1 ]] && echo 2 || echo 20)" "--gtest_filter=$repeated"
+  step repeated "$(left)" "$tests" --gtest_color=no --gtest_repeat="$([[ $rehearsal == 1 ]] && echo 2 || echo 20)" \
+    "--gtest_filter=$repeated"
 }
 
 report_test() {
@@ -250,7 +288,10 @@ stage_sanitize() {
   local tool filter only=() unwritten=()
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
   check_filters "$tests" > "$folder/filters.log" || say "$(head -n 5 "$folder/filters.log")"
-  filter="$(IFS=:; echo "${small[*]}")"
+  filter="$(
+    IFS=:
+    echo "${small[*]}"
+  )"
   if [[ $rehearsal == 1 ]] || ! command -v compute-sanitizer > /dev/null; then
     say "sanitize: there is no compute-sanitizer here (or this is a rehearsal): the tests run without it"
     step plain "$(left)" "$tests" --gtest_color=no "--gtest_filter=$filter"
@@ -258,15 +299,21 @@ stage_sanitize() {
   fi
   # Kernels of kvkeep alone; the option's name differs between versions. But initcheck must see what LibTorch writes.
   for option in --kernel-name --kernel-regex; do
-    if compute-sanitizer --help 2> /dev/null | grep -q -e "$option "; then only=("$option" kns=kvkeep); break; fi
+    if compute-sanitizer --help 2> /dev/null | grep -q -e "$option "; then
+      only=("$option" kns=kvkeep)
+      break
+    fi
   done
   # What a column's growth copies was not all written: copies are the host's, and only kernels are to be checked.
-  if compute-sanitizer --help 2> /dev/null | grep -q -e '--check-api-memory-access'; then unwritten=(--check-api-memory-access no); fi
+  if compute-sanitizer --help 2> /dev/null | grep -q -e '--check-api-memory-access'; then
+    unwritten=(--check-api-memory-access no)
+  fi
   # All at once: most of their time goes to the host's part. Each tool in two halves of the tests.
   for tool in "${sanitizers[@]}"; do
     for half in 0 1; do
       start "$tool.$half" "$(left)" env GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX=$half OMP_NUM_THREADS=2 \
-        compute-sanitizer --tool "$tool" $([[ $tool == initcheck ]] && echo "${unwritten[*]}" || echo "${only[*]}") --error-exitcode 97 "$tests" --gtest_color=no "--gtest_filter=$filter"
+        compute-sanitizer --tool "$tool" $([[ $tool == initcheck ]] && echo "${unwritten[*]}" || echo "${only[*]}") \
+        --error-exitcode 97 "$tests" --gtest_color=no "--gtest_filter=$filter"
     done
   done
   gather
@@ -280,7 +327,8 @@ report_sanitize() {
       local log="$folder/$tool.$half.log"
       if [[ ! -s "$log" ]]; then continue; fi
       echo "$tool.$half: $(grep -c '^\[       OK' "$log") tests passed; $(grep -h 'SUMMARY' "$log" | tail -n 1)"
-      grep -h -A 4 '^========= \(Invalid\|Error\|Race\|Barrier\|Uninit\|Program hit\|Warning\)' "$log" | cut -c 1-160 | head -n 8
+      grep -h -A 4 '^========= \(Invalid\|Error\|Race\|Barrier\|Uninit\|Program hit\|Warning\)' "$log" | cut -c 1-160 |
+        head -n 8
     done
   done
 }
@@ -288,16 +336,22 @@ report_sanitize() {
 stage_bench() {
   rm -f -- "$out/bench.jsonl"
   local watch="" filters=("${measured[@]}") i
-  if [[ -n ${KVKEEP_GPU_FILTER:-} ]]; then filters=("$KVKEEP_GPU_FILTER"); elif [[ $asked == bench ]]; then filters=(''); fi
+  if [[ -n ${KVKEEP_GPU_FILTER:-} ]]; then
+    filters=("$KVKEEP_GPU_FILTER")
+  elif [[ $asked == bench ]]; then
+    filters=('')
+  fi
   if [[ $rehearsal != 1 ]]; then
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader > "$folder/gpu.txt"
-    timeout "$(left)" nvidia-smi --query-gpu=clocks.sm,temperature.gpu,power.draw --format=csv,noheader,nounits --loop=2 > "$folder/clock.csv" 2>&1 &
+    timeout "$(left)" nvidia-smi --query-gpu=clocks.sm,temperature.gpu,power.draw \
+      --format=csv,noheader,nounits --loop=2 > "$folder/clock.csv" 2>&1 &
     watch=$!
   fi
   # No case begins in the last tenth of the time, which is for those that are still running.
   for i in "${!filters[@]}"; do
     if [[ $i -gt 0 && $(left) -lt 15 ]]; then break; fi
-    step "cases.$i" "$(left)" "$bench" --seconds $(($(left) * 9 / 10 - 3)) --filter "${filters[$i]}" --out "$out/bench.jsonl"
+    step "cases.$i" "$(left)" "$bench" --seconds $(($(left) * 9 / 10 - 3)) --filter "${filters[$i]}" \
+      --out "$out/bench.jsonl"
   done
   if [[ -n $watch ]]; then kill "$watch" 2> /dev/null || true; fi
 }
@@ -312,27 +366,34 @@ stage_profile() {
     step event "$(left)" "$bench" --once --filter "$timed_event"
     return
   fi
-  step event "$(left)" "$ncu" --clock-control none --metrics gpu__time_duration.sum --kernel-name-base demangled -k regex:kvkeep \
-    --csv --page raw "$bench" --once --filter "$timed_event"
+  step event "$(left)" "$ncu" --clock-control none --metrics gpu__time_duration.sum --kernel-name-base demangled \
+    -k regex:kvkeep --csv --page raw "$bench" --once --filter "$timed_event"
   for entry in "${profiled[@]}"; do
     if [[ $(left) -lt 15 ]]; then break; fi
     read -r kernel filter <<< "$entry"
-    step "$((++number))-$kernel" $(($(left) / 2)) "$ncu" --clock-control none --section SpeedOfLight --section MemoryWorkloadAnalysis \
-      --section Occupancy --csv --page details -k "regex:$kernel" -c 2 "$bench" --once --filter "^$filter"
+    step "$((++number))-$kernel" $(($(left) / 2)) "$ncu" --clock-control none \
+      --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy \
+      --csv --page details -k "regex:$kernel" -c 2 "$bench" --once --filter "^$filter"
   done
 }
 
 report_profile() {
-  if grep -qs '^"ID"\|==PROF==\|==ERROR==' "$folder"/*.log; then python3 bench/gpu_report.py profile "$folder"; else cat "$folder"/*.log | grep '=' | cut -c 1-150 | head -n 12; fi
+  if grep -qs '^"ID"\|==PROF==\|==ERROR==' "$folder"/*.log; then
+    python3 bench/gpu_report.py profile "$folder"
+  else
+    cat "$folder"/*.log | grep '=' | cut -c 1-150 | head -n 12
+  fi
 }
 
 stage_model() {
   local words=(--kvkeep "$build/bin/kvkeep" --out "$folder/outputs")
-  if [[ $rehearsal == 1 ]]; then words+=(--model examples/model --device cpu)
+  if [[ $rehearsal == 1 ]]; then
+    words+=(--model examples/model --device cpu)
   else
-    [[ -e "${KVKEEP_GPU_MODEL:-}" ]] || { echo "gpu.sh: there is no model; name a GGUF file or a folder with KVKEEP_GPU_MODEL" >&2; exit 2; }
+    [[ -e "${KVKEEP_GPU_MODEL:-}" ]] || stop "there is no model; name a GGUF file or a folder with KVKEEP_GPU_MODEL"
     words+=(--model "$KVKEEP_GPU_MODEL")
-    if [[ -f "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}" ]]; then words+=(--text "${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}"); fi
+    local text="${KVKEEP_GPU_TEXT:-.cache/prose/handbook.txt}"
+    if [[ -f $text ]]; then words+=(--text "$text"); fi
   fi
   step tables "$(left)" python3 examples/lab/bench/gpu_model.py "${words[@]}"
 }
@@ -351,25 +412,38 @@ names_one() {
 # check_filters TESTS: every kernel has a small test, and every filter names one that exists.
 check_filters() {
   local known source stem filter pattern bad=0
-  mapfile -t known < <("$1" --gtest_list_tests | sed 's/ *#.*//' | awk '/^[^ ].*\.$/ { suite = $1 } /^  / { print suite $1 }')
+  mapfile -t known \
+    < <("$1" --gtest_list_tests | sed 's/ *#.*//' | awk '/^[^ ].*\.$/ { suite = $1 } /^  / { print suite $1 }')
   for source in cuda/*.cu; do
     stem="$(basename "$source" .cu)"
-    if [[ -z "${small[$stem]:-}" ]]; then echo "gpu.sh: no sanitizer test is named for $source"; bad=1; fi
+    if [[ -z "${small[$stem]:-}" ]]; then
+      echo "gpu.sh: no sanitizer test is named for $source"
+      bad=1
+    fi
   done
   for stem in "${!small[@]}"; do
     IFS=: read -ra filter <<< "${small[$stem]}"
     for pattern in "${filter[@]}"; do
-      if ! names_one "$pattern" "${known[@]}"; then echo "gpu.sh: the filter of $stem names no test: $pattern"; bad=1; fi
+      if ! names_one "$pattern" "${known[@]}"; then
+        echo "gpu.sh: the filter of $stem names no test: $pattern"
+        bad=1
+      fi
     done
   done
   for pattern in ${repeated//:/ }; do
-    if ! names_one "$pattern" "${known[@]}"; then echo "gpu.sh: the filter of repeated tests names no test: $pattern"; bad=1; fi
+    if ! names_one "$pattern" "${known[@]}"; then
+      echo "gpu.sh: the filter of repeated tests names no test: $pattern"
+      bad=1
+    fi
   done
-  if [[ $bad == 1 ]]; then failed+=("sanitize filters"); return 1; fi
+  if [[ $bad == 1 ]]; then
+    failed+=("sanitize filters")
+    return 1
+  fi
   echo "filters: ${#small[@]} kernels, each with a test that exists"
 }
 
-# ---- Programs ----------------------------------------------------------------------------------------------------------------------------------
+# ---- Programs --------------------------------------------------------------------------------------------------------
 
 # use_kit FOLDER: unpacks it once, says if it was made of other sources, and sets `build`.
 use_kit() {
@@ -390,28 +464,42 @@ use_kit() {
 # What the programs of a kit load: the kit's libraries, and LibTorch beside Python.
 kit_libraries() {
   local torch
-  torch="$(python3 -c 'import importlib.util as u, os; s = u.find_spec("torch"); print(os.path.dirname(s.origin) if s else "")')"
-  [[ -n $torch ]] || { echo "gpu.sh: python3 has no torch, whose libraries the kit needs" >&2; exit 2; }
+  torch="$(python3 -c 'import importlib.util as u, os
+s = u.find_spec("torch")
+print(os.path.dirname(s.origin) if s else "")')"
+  [[ -n $torch ]] || stop "python3 has no torch, whose libraries the kit needs"
   export LD_LIBRARY_PATH="$(realpath -- "$build")/lib:$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
   local missing
   missing="$(ldd "$tests" "$bench" 2>&1 | grep -E 'not found|error' | sort -u || true)"
-  [[ -z $missing ]] || { say "the kit does not run here:" "$missing"; exit 2; }
+  [[ -z $missing ]] || {
+    say "the kit does not run here:" "$missing"
+    exit 2
+  }
 }
 
-# ---- Start -------------------------------------------------------------------------------------------------------------------------------------
+# ---- Start -----------------------------------------------------------------------------------------------------------
 
 asked="${1:-}"
 case "$asked" in
   build | smoke | test | sanitize | bench | profile | model | all | first) ;;
   filters)
-    [[ $# -eq 2 ]] || { usage >&2; exit 2; }
+    [[ $# -eq 2 ]] || {
+      usage >&2
+      exit 2
+    }
     program="$(realpath -- "$2")"
     cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
     check_filters "$program"
     exit
     ;;
-  --help | -h) usage; exit 0 ;;
-  *) usage >&2; exit 2 ;;
+  --help | -h)
+    usage
+    exit 0
+    ;;
+  *)
+    usage >&2
+    exit 2
+    ;;
 esac
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 out="${2:-build/gpu-results}"
@@ -424,7 +512,7 @@ case "$asked" in all) seconds=560 ;; first) seconds=420 ;; *) seconds=450 ;; esa
 export PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin" PYTHONUNBUFFERED=1
 rehearsal="${KVKEEP_GPU_REHEARSAL:-}"
 if [[ $rehearsal != 1 ]] && ! command -v nvidia-smi > /dev/null; then rehearsal=1; fi
-if [[ $rehearsal == 1 ]]; then seconds=1200; fi  # the model takes its time, on fewer cores
+if [[ $rehearsal == 1 ]]; then seconds=1200; fi # the model takes its time, on fewer cores
 seconds="${KVKEEP_GPU_SECONDS:-$seconds}"
 kit="${KVKEEP_GPU_KIT:-.gpu}"
 if [[ $rehearsal == 1 ]]; then
@@ -432,12 +520,18 @@ if [[ $rehearsal == 1 ]]; then
   build="${KVKEEP_GPU_BUILD:-build/gpu-rehearsal}"
   tests="$build/bin/kvkeep_cuda_model_tests" bench="$build/bin/kvkeep_cuda_model_bench"
 else
-  say "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader)" || { echo "gpu.sh: nvidia-smi finds no GPU" >&2; exit 2; }
+  say "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader)" ||
+    stop "nvidia-smi finds no GPU"
   build="${KVKEEP_GPU_BUILD:-build/gpu}"
-  if [[ $asked != build && $asked != all && -f "$kit/kit.tar.xz" && ! "$build/bin/kvkeep_gpu_tests" -nt "$kit/kit.tar.xz" ]]; then use_kit "$kit"; fi
+  if [[ $asked != build && $asked != all && -f "$kit/kit.tar.xz" &&
+    ! "$build/bin/kvkeep_gpu_tests" -nt "$kit/kit.tar.xz" ]]; then
+    use_kit "$kit"
+  fi
   tests="$build/bin/kvkeep_gpu_tests" bench="$build/bin/kvkeep_gpu_bench"
 fi
-if [[ -d .deps/usr ]]; then export LD_LIBRARY_PATH="$PWD/.deps/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"; fi
+if [[ -d .deps/usr ]]; then
+  export LD_LIBRARY_PATH="$PWD/.deps/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+fi
 if [[ -f "$build/COMMIT" ]]; then
   kit_libraries
   say "kit: $(head -n 1 "$build/COMMIT")"
@@ -449,7 +543,8 @@ case "$asked" in
   model) needed="$build/bin/kvkeep" ;;
   *) needed="" ;;
 esac
-[[ -z $needed || -x $needed ]] || { echo "gpu.sh: $needed does not exist; run the stage build, or bench/gpu_kit.sh where there is nvcc" >&2; exit 2; }
+[[ -z $needed || -x $needed ]] ||
+  stop "$needed does not exist; run the stage build, or bench/gpu_kit.sh where there is nvcc"
 trap finish EXIT
 trap 'failed+=("stopped"); exit 1' TERM INT HUP
 
@@ -458,13 +553,15 @@ share() { echo $(((seconds - SECONDS) * $1 / 100)); }
 
 # Characters that a stage's report may take where all of them are printed.
 declare -A room=()
-if [[ $asked == all || $asked == first ]]; then room=([build]=300 [smoke]=200 [test]=300 [bench]=2900 [sanitize]=700 [profile]=1700); fi
+if [[ $asked == all || $asked == first ]]; then
+  room=([build]=300 [smoke]=200 [test]=300 [bench]=2900 [sanitize]=700 [profile]=1700)
+fi
 
 case "$asked" in
   all | first)
     if [[ $asked == all ]]; then run_stage build "$(share 40)"; fi
     if [[ ${#failed[@]} -eq 0 ]]; then run_stage smoke "$(share 10)"; fi
-    if [[ ${#failed[@]} -gt 0 ]]; then exit 1; fi  # nothing after it would mean anything
+    if [[ ${#failed[@]} -gt 0 ]]; then exit 1; fi # nothing after it would mean anything
     run_stage test "$(share 45)"
     run_stage bench "$(share 55)"
     run_stage sanitize "$(share 80)"

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""What bench/gpu.sh prints of its results: whatever is there of them, also of a run that was stopped. Failures last.
+"""What bench/gpu.sh prints of its results: whatever is there of them, also of a run that was stopped.
 
     bench/gpu_report.py tests LOG...             logs of GoogleTest
     bench/gpu_report.py bench LINES [FOLDER]     lines of JSON from kvkeep_gpu_bench; FOLDER: gpu.txt and clock.csv
     bench/gpu_report.py profile FOLDER           ncu's pages as CSV
+
+Failures come last.
 """
 
 import csv
@@ -42,7 +44,9 @@ def rate(row, ceiling):
 
 def clocks(folder):
     sampled = []
-    for line in (folder / "clock.csv").read_text(errors="replace").splitlines() if (folder / "clock.csv").exists() else []:
+    for line in (
+        (folder / "clock.csv").read_text(errors="replace").splitlines() if (folder / "clock.csv").exists() else []
+    ):
         try:
             sampled.append([float(x) for x in line.split(",")])
         except ValueError:
@@ -50,7 +54,9 @@ def clocks(folder):
     if not sampled:
         return None
     mhz = sorted(row[0] for row in sampled)
-    return f"SM clock {mhz[0]:.0f} to {mhz[-1]:.0f} MHz, median {mhz[len(mhz) // 2]:.0f}; up to {max(row[1] for row in sampled):.0f} C, {max(row[2] for row in sampled):.0f} W"
+    hottest, most = max(row[1] for row in sampled), max(row[2] for row in sampled)
+    clock = f"SM clock {mhz[0]:.0f} to {mhz[-1]:.0f} MHz, median {mhz[len(mhz) // 2]:.0f}"
+    return f"{clock}; up to {hottest:.0f} C, {most:.0f} W"
 
 
 def bench(path, folder):
@@ -64,19 +70,35 @@ def bench(path, folder):
     head = [machine] + [said for said in [clocks(folder)] if said]
 
     ceilings = {row["case"].split("/")[1]: row for row in rows if row["case"].startswith("Ceiling/")}
-    head.append("ceilings: copy " + number(ceilings.get("copy", {}), "GBps", "{:.0f}") + " GB/s read and written, read " + number(ceilings.get("read", {}), "GBps", "{:.0f}") +
-                " GB/s, cuBLAS bf16 " + number(ceilings.get("products", {}), "TFLOPS", "{:.0f}") + " TFLOP/s")
+    head.append(
+        "ceilings: copy "
+        + number(ceilings.get("copy", {}), "GBps", "{:.0f}")
+        + " GB/s read and written, read "
+        + number(ceilings.get("read", {}), "GBps", "{:.0f}")
+        + " GB/s, cuBLAS bf16 "
+        + number(ceilings.get("products", {}), "TFLOPS", "{:.0f}")
+        + " TFLOP/s"
+    )
     ceiling = ceilings.get("read", {}).get("GBps")
 
-    table = ["", "event, us:                                     eager    graph     host launches  GB/s share LibTorch's"]
+    table = [
+        "",
+        "event, us:                                     eager    graph     host launches  GB/s share LibTorch's",
+    ]
     for row in rows:
         name = row["case"]
         if name.startswith("Event/"):
             gbps, share = rate({**row, "us": row.get("graph_us")}, ceiling)
-            table.append(f"{name[6:]:44} {number(row, 'eager_us'):>8} {number(row, 'graph_us'):>8} {number(row, 'host_us'):>8} {number(row, 'launches', '{:.0f}'):>8} {gbps:>5} {share:>5} {number(row, 'torch_us'):>10}")
+            table.append(
+                f"{name[6:]:44} {number(row, 'eager_us'):>8} {number(row, 'graph_us'):>8} {number(row, 'host_us'):>8} "
+                f"{number(row, 'launches', '{:.0f}'):>8} {gbps:>5} {share:>5} {number(row, 'torch_us'):>10}"
+            )
     for row in rows:
         if row["case"].startswith("StepWithoutEvent/"):
-            table.append(f"{row['case']}: observe {number(row, 'eager_us')} us, of the host {number(row, 'host_us')}; the step {number(row, 'idle_us')} us of the host")
+            table.append(
+                f"{row['case']}: observe {number(row, 'eager_us')} us, of the host {number(row, 'host_us')}; the step "
+                f"{number(row, 'idle_us')} us of the host"
+            )
 
     kernels, models = {}, []
     for row in rows:
@@ -86,12 +108,16 @@ def bench(path, folder):
         models += [model] if model not in models else []
         kernels.setdefault(kernel + " " + " ".join(size).replace("batch:", "B="), {})[model] = row
     if kernels:
-        table += ["", f"{'kernel':31}" + "".join(f" {model + ': us':>10} {'MB':>8} {'GB/s':>5} share" for model in models)]
+        table += [
+            "",
+            f"{'kernel':31}" + "".join(f" {model + ': us':>10} {'MB':>8} {'GB/s':>5} share" for model in models),
+        ]
     for name, by_model in kernels.items():
         line = f"{name:31}"
         for model in models:
             row = by_model.get(model, {})
-            line += f" {number(row, 'us'):>10} {number(row, 'bytes', '{:.1f}', 1e-6):>8} {rate(row, ceiling)[0]:>5} {rate(row, ceiling)[1]:>5}"
+            gbps, share = rate(row, ceiling)
+            line += f" {number(row, 'us'):>10} {number(row, 'bytes', '{:.1f}', 1e-6):>8} {gbps:>5} {share:>5}"
         table.append(line.rstrip())
 
     end = [f"{len(rows)} cases, {sum('error' in row for row in rows)} failed"]
@@ -100,7 +126,10 @@ def bench(path, folder):
         end.append(f"left out for want of time: {len(left)}, from {left[0]} on")
     done = {row["case"] for row in rows}
     say(head + table, end)
-    tell([f"STOPPED in {name}: it began and did not end" for name in begun if name not in done] + [f"FAILED {row['case']}: {row['error']}"[:300] for row in rows if "error" in row])
+    tell(
+        [f"STOPPED in {name}: it began and did not end" for name in begun if name not in done]
+        + [f"FAILED {row['case']}: {row['error']}"[:300] for row in rows if "error" in row]
+    )
     return 1 if not rows else 0
 
 
@@ -116,12 +145,25 @@ def tests(paths):
         runs = max(runs, len(re.findall(r"^Repeating all tests", text, re.M)))
         names = sorted({name.rstrip(",") for name in re.findall(r"^\[  FAILED  \] (\w[\w./]*\.\w[\w/]*)", text, re.M)})
         failed += names
-        if began_here and not re.search(r"^\[ .{8} \] " + re.escape(began_here[-1]) + r"\b", text[text.rfind("[ RUN      ] " + began_here[-1]) + 12 :], re.M):
+        if began_here and not re.search(
+            r"^\[ .{8} \] " + re.escape(began_here[-1]) + r"\b",
+            text[text.rfind("[ RUN      ] " + began_here[-1]) + 12 :],
+            re.M,
+        ):
             end.append(f"STOPPED in {began_here[-1]}: it began and did not end")
         for name in names:
             body = re.search(r"^\[ RUN      \] " + re.escape(name) + r"$(.*?)^\[  FAILED  \] ", text, re.M | re.S)
-            end.append(f"FAILED {name}" + ("".join("\n    " + line[:160] for line in body[1].strip().splitlines()[:6]) if body else ""))
-    say([f"{paths[0].name.split('.')[0]}: {passed} passed, {len(failed)} failed, {skipped} skipped" + (f", {len(set(began))} tests in {runs} runs" if runs > 1 else "")], [])
+            end.append(
+                f"FAILED {name}"
+                + ("".join("\n    " + line[:160] for line in body[1].strip().splitlines()[:6]) if body else "")
+            )
+    say(
+        [
+            f"{paths[0].name.split('.')[0]}: {passed} passed, {len(failed)} failed, {skipped} skipped"
+            + (f", {len(set(began))} tests in {runs} runs" if runs > 1 else "")
+        ],
+        [],
+    )
     tell(end)
     return 0
 
@@ -135,7 +177,11 @@ def pages_of(path):
 
 def short(kernel):
     """The name of a kernel without its namespace and arguments."""
-    return re.sub(r"\(.*", "", kernel.replace("(anonymous namespace)", "").replace("<unnamed>", "")).split("::")[-1] if "<" not in kernel else re.sub(r"^.*?(\w+)<.*", r"\1", re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", kernel))
+    return (
+        re.sub(r"\(.*", "", kernel.replace("(anonymous namespace)", "").replace("<unnamed>", "")).split("::")[-1]
+        if "<" not in kernel
+        else re.sub(r"^.*?(\w+)<.*", r"\1", re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", kernel))
+    )
 
 
 def profile(folder):
@@ -144,7 +190,12 @@ def profile(folder):
         rows = pages_of(path)
         if rows is None:
             text = path.read_text(errors="replace").splitlines()
-            say([], [f"{path.name[:-4]}: ncu gave no page"] + ["  " + line[:200] for line in text if "ERR" in line or "==ERROR==" in line][:3], 1200)
+            say(
+                [],
+                [f"{path.name[:-4]}: ncu gave no page"]
+                + ["  " + line[:200] for line in text if "ERR" in line or "==ERROR==" in line][:3],
+                1200,
+            )
             continue
         if path.name == "event.log":
             say(["us of each kernel of an event, in the order of their launches, caches cold:"] + times(rows), [])
@@ -152,8 +203,15 @@ def profile(folder):
         launches = {}
         for row in rows:
             if row.get("Metric Name") in wanted:
-                launches.setdefault((row["ID"], short(row["Kernel Name"])), []).append(f"{row['Metric Name']} {row['Metric Value']} {row['Metric Unit']}")
-        say([f"{path.name[:-4]}"] + [f"  {kernel}: " + ", ".join(dict.fromkeys(said)) for (_, kernel), said in launches.items()], [], 600)
+                launches.setdefault((row["ID"], short(row["Kernel Name"])), []).append(
+                    f"{row['Metric Name']} {row['Metric Value']} {row['Metric Unit']}"
+                )
+        say(
+            [f"{path.name[:-4]}"]
+            + [f"  {kernel}: " + ", ".join(dict.fromkeys(said)) for (_, kernel), said in launches.items()],
+            [],
+            600,
+        )
     return 0
 
 
@@ -161,8 +219,21 @@ def times(rows):
     """Durations by grid: the kernels that observe are launched for every layer, and shown once."""
     found = {}
     for row in rows[1:]:  # the first has the units
-        found.setdefault((short(row["Kernel Name"]), row["Grid Size"], row["launch__shared_mem_per_block"], row["launch__registers_per_thread"]), []).append(float(row["gpu__time_duration.sum"].replace(",", "")) / 1e3)
-    return [f"  {kernel:34} {grid:>18} blocks, {shared:>8} bytes shared, {registers:>3} registers: " + " ".join(f"{us:.1f}" for us in of[:2]) + (f" ... ({len(of)})" if len(of) > 2 else "") for (kernel, grid, shared, registers), of in found.items()]
+        found.setdefault(
+            (
+                short(row["Kernel Name"]),
+                row["Grid Size"],
+                row["launch__shared_mem_per_block"],
+                row["launch__registers_per_thread"],
+            ),
+            [],
+        ).append(float(row["gpu__time_duration.sum"].replace(",", "")) / 1e3)
+    return [
+        f"  {kernel:34} {grid:>18} blocks, {shared:>8} bytes shared, {registers:>3} registers: "
+        + " ".join(f"{us:.1f}" for us in of[:2])
+        + (f" ... ({len(of)})" if len(of) > 2 else "")
+        for (kernel, grid, shared, registers), of in found.items()
+    ]
 
 
 def tell(failures):
@@ -179,7 +250,7 @@ def tell(failures):
 
 def say(body, end, limit=LIMIT):
     """Prints both; where that is too much, the body gives way."""
-    end_text = "\n".join(end)[:limit // 2]
+    end_text = "\n".join(end)[: limit // 2]
     text = "\n".join(body)
     room = limit - len(end_text)
     if len(text) > room:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What bench/gpu.sh must cope with: filters that name nothing, a half-written result, a stage that is stopped or killed, a row that fails.
+# What bench/gpu.sh must cope with: filters that name nothing, a half-written result, a stage that is stopped or killed,
+# a row that fails.
 #
 #   bench/gpu_test.sh TESTS BENCH    kvkeep_cuda_model_tests and kvkeep_cuda_model_bench
 set -euo pipefail
@@ -14,13 +15,21 @@ failures=0
 expect() {
   local what="$1"
   shift
-  if "$@" > "$work/said" 2>&1; then echo "passed: $what"; else
+  if "$@" > "$work/said" 2>&1; then
+    echo "passed: $what"
+  else
     echo "FAILED: $what"
     tail -n 12 "$work/said"
     failures=$((failures + 1))
   fi
 }
-says() { grep -qE -- "$1" "$2" || { echo "not said: $1"; cat "$2"; return 1; }; }
+says() {
+  grep -qE -- "$1" "$2" || {
+    echo "not said: $1"
+    cat "$2"
+    return 1
+  }
+}
 
 # A build folder whose programs do as they are told: stand_in NAME BODY.
 mkdir -p "$work/build/bin"
@@ -36,23 +45,31 @@ expect "every kernel has a sanitizer test, and every filter names one" every_fil
 
 a_filter_without_a_test_fails() {
   stand_in fewer "\"$tests\" --gtest_list_tests | sed 's/TakesARowThatNeeds/TakesNone/'"
-  ! bash "$here/gpu.sh" filters "$work/build/bin/fewer" > "$work/filters" && says 'filter of select names no test: Select.TakesARow' "$work/filters"
+  ! bash "$here/gpu.sh" filters "$work/build/bin/fewer" > "$work/filters" &&
+    says 'filter of select names no test: Select.TakesARow' "$work/filters"
 }
 expect "a filter that names no test fails by its name" a_filter_without_a_test_fails
 
 # ---- Results
 
 a_half_written_result_is_told() {
-  printf '%s\n' '{"machine": "one", "model": true}' '{"case": "Ceiling/read", "us": 10, "GBps": 2000}' '{"begins": "Select/toy/batch:1/96->64"}' \
-    '{"case": "Select/toy/batch:1/96->64", "us": 12.5, "bytes": 12500000}' '{"case": "Knorm/toy/batch:1/96->64", "error": "the score is off"}' '{"begins": "Rkv/toy/batch:1/96->64"}' > "$work/half.jsonl"
+  cat > "$work/half.jsonl" << 'LINES'
+{"machine": "one", "model": true}
+{"case": "Ceiling/read", "us": 10, "GBps": 2000}
+{"begins": "Select/toy/batch:1/96->64"}
+{"case": "Select/toy/batch:1/96->64", "us": 12.5, "bytes": 12500000}
+{"case": "Knorm/toy/batch:1/96->64", "error": "the score is off"}
+{"begins": "Rkv/toy/batch:1/96->64"}
+LINES
   printf '{"case": "Rk' >> "$work/half.jsonl"
   python3 "$here/gpu_report.py" bench "$work/half.jsonl" > "$work/half"
-  says 'Select B=1 96->64 .* 12.5 .* 1000 +0.50' "$work/half" && says 'STOPPED in Rkv' "$work/half" && tail -n 1 "$work/half" > "$work/last" && says 'FAILED Knorm.*the score is off' "$work/last"
+  says 'Select B=1 96->64 .* 12.5 .* 1000 +0.50' "$work/half" && says 'STOPPED in Rkv' "$work/half" &&
+    tail -n 1 "$work/half" > "$work/last" && says 'FAILED Knorm.*the score is off' "$work/last"
 }
 expect "the table reads what is there of a half-written result, failures last" a_half_written_result_is_told
 
 a_long_result_is_cut() {
-  for i in $(seq 400); do echo "{\"case\": \"Kernel$i/toy/batch:1/96->64\", \"us\": 1, \"bytes\": 1}"; done > "$work/long.jsonl"
+  seq 400 | sed 's|.*|{"case": "Kernel&/toy/batch:1/96->64", "us": 1, "bytes": 1}|' > "$work/long.jsonl"
   echo '{"case": "Last/toy", "error": "off"}' >> "$work/long.jsonl"
   python3 "$here/gpu_report.py" bench "$work/long.jsonl" > "$work/long"
   [[ $(wc -c < "$work/long") -lt 10000 ]] && says 'FAILED Last/toy: off' "$work/long"
@@ -62,19 +79,25 @@ expect "what is printed stays below 10,000 characters and keeps the failures" a_
 # ---- Stages
 
 # shellcheck disable=SC2016
-half_a_bench="$out_of"'; echo "{\"case\": \"Select/toy/batch:1/96->64\", \"us\": 12.5, \"bytes\": 1000}" >> $out; echo "{\"begins\": \"Rkv/toy\"}" >> $out; sleep 60'
+a_case="$out_of"'; echo "{\"case\": \"Select/toy/batch:1/96->64\", \"us\": 12.5, \"bytes\": 1000}" >> $out'
+# shellcheck disable=SC2016
+half_a_bench="$a_case"'; echo "{\"begins\": \"Rkv/toy\"}" >> $out; sleep 60'
 a_stopped_stage_prints_what_it_has() {
   stand_in kvkeep_cuda_model_tests 'sleep 60'
   stand_in kvkeep_cuda_model_bench "$half_a_bench"
   local start=$SECONDS
-  KVKEEP_GPU_REHEARSAL=1 KVKEEP_GPU_BUILD="$work/build" timeout 3 bash "$here/gpu.sh" bench "$work/out" > "$work/stopped" || true
-  [[ $((SECONDS - start)) -lt 30 && -s "$work/out/bench.jsonl" && -s "$work/out/bench.tar.gz" ]] && says 'Select B=1 96->64 +12.5' "$work/stopped" && says 'STOPPED in Rkv' "$work/stopped" && says 'failed: .*stopped' "$work/stopped"
+  KVKEEP_GPU_REHEARSAL=1 KVKEEP_GPU_BUILD="$work/build" \
+    timeout 3 bash "$here/gpu.sh" bench "$work/out" > "$work/stopped" || true
+  [[ $((SECONDS - start)) -lt 30 && -s "$work/out/bench.jsonl" && -s "$work/out/bench.tar.gz" ]] &&
+    says 'Select B=1 96->64 +12.5' "$work/stopped" && says 'STOPPED in Rkv' "$work/stopped" &&
+    says 'failed: .*stopped' "$work/stopped"
 }
 expect "a stage that is stopped prints what it has" a_stopped_stage_prints_what_it_has
 
 a_killed_stage_has_written() {
   rm -rf "$work/out"
-  KVKEEP_GPU_REHEARSAL=1 KVKEEP_GPU_BUILD="$work/build" timeout --signal=KILL 3 bash "$here/gpu.sh" bench "$work/out" > "$work/killed" || true
+  KVKEEP_GPU_REHEARSAL=1 KVKEEP_GPU_BUILD="$work/build" \
+    timeout --signal=KILL 3 bash "$here/gpu.sh" bench "$work/out" > "$work/killed" || true
   says 'Select/toy' "$work/out/bench.jsonl"
 }
 expect "a stage that is killed has written what it had" a_killed_stage_has_written
@@ -87,32 +110,53 @@ a_stage_ends_its_steps_in_time() {
 expect "a stage ends what takes too long and reports the rest" a_stage_ends_its_steps_in_time
 
 a_failing_test_fails_the_stage() {
-  stand_in kvkeep_cuda_model_tests 'printf "[ RUN      ] Select.One\nwanted 1, found 2\n[  FAILED  ] Select.One (1 ms)\n[ RUN      ] Select.Two\n[       OK ] Select.Two (1 ms)\n"; exit 1'
+  stand_in kvkeep_cuda_model_tests 'cat << LOG
+[ RUN      ] Select.One
+wanted 1, found 2
+[  FAILED  ] Select.One (1 ms)
+[ RUN      ] Select.Two
+[       OK ] Select.Two (1 ms)
+LOG
+exit 1'
   local status=0
   stage test "$work/out" > "$work/failing" || status=$?
-  [[ $status -eq 1 && -s "$work/out/test.tar.gz" ]] && says 'tests: [0-9]+ passed, [0-9]+ failed' "$work/failing" && says 'FAILED Select.One' "$work/failing" && says 'wanted 1, found 2' "$work/failing"
+  [[ $status -eq 1 && -s "$work/out/test.tar.gz" ]] && says 'tests: [0-9]+ passed, [0-9]+ failed' "$work/failing" &&
+    says 'FAILED Select.One' "$work/failing" && says 'wanted 1, found 2' "$work/failing"
 }
 expect "a failing test fails its stage and says why" a_failing_test_fails_the_stage
 
 # ---- All in one command
 
+first() { KVKEEP_GPU_REHEARSAL=1 KVKEEP_GPU_BUILD="$work/build" bash "$here/gpu_first.sh" "$work/out"; }
+
 a_whole_run_prints_failures_last() {
   rm -rf "$work/out"
-  stand_in kvkeep_cuda_model_bench "$out_of"'; echo "{\"case\": \"Select/toy/batch:1/96->64\", \"us\": 12.5, \"bytes\": 1000}" >> $out'
+  stand_in kvkeep_cuda_model_bench "$a_case"
   # One test of the second shard fails, with much to say; all names of the filters exist.
-  printf '#!/usr/bin/env bash\nif [[ $* == *list_tests* ]]; then exec "%s" --gtest_list_tests; fi\necho "[ RUN      ] Select.One"\nif [[ ${GTEST_SHARD_INDEX:-} == 1 ]]; then yes "wanted 1, found 2" | head -n 900; echo "[  FAILED  ] Select.One (1 ms)"; exit 1; fi\necho "[       OK ] Select.One (1 ms)"\n' "$tests" > "$work/build/bin/kvkeep_cuda_model_tests"
+  # shellcheck disable=SC2016
+  stand_in kvkeep_cuda_model_tests "tests='$tests'"'
+if [[ $* == *list_tests* ]]; then exec "$tests" --gtest_list_tests; fi
+echo "[ RUN      ] Select.One"
+if [[ ${GTEST_SHARD_INDEX:-} == 1 ]]; then
+  yes "wanted 1, found 2" | head -n 900
+  echo "[  FAILED  ] Select.One (1 ms)"
+  exit 1
+fi
+echo "[       OK ] Select.One (1 ms)"'
   local status=0
-  KVKEEP_GPU_REHEARSAL=1 KVKEEP_GPU_BUILD="$work/build" bash "$here/gpu_first.sh" "$work/out" > "$work/first" || status=$?
+  first > "$work/first" || status=$?
   [[ $status -eq 1 && $(wc -c < "$work/first") -lt 10000 ]] || return 1
-  says 'tests: 1 passed, 1 failed' "$work/first" && says 'Select B=1 96->64 +12.5' "$work/first" && says 'first: [0-9]+ s; failed: test tests.1' "$work/first" || return 1
-  tail -n 12 "$work/first" > "$work/last" && says 'FAILED Select.One' "$work/last" && says 'wanted 1, found 2' "$work/last" && cmp -s "$work/first" "$work/out/summary.txt"
+  says 'tests: 1 passed, 1 failed' "$work/first" && says 'Select B=1 96->64 +12.5' "$work/first" &&
+    says 'first: [0-9]+ s; failed: test tests.1' "$work/first" || return 1
+  tail -n 12 "$work/first" > "$work/last" && says 'FAILED Select.One' "$work/last" &&
+    says 'wanted 1, found 2' "$work/last" && cmp -s "$work/first" "$work/out/summary.txt"
 }
 expect "the whole run in one command prints every stage, and failures last" a_whole_run_prints_failures_last
 
 a_smoke_that_fails_ends_the_run() {
   stand_in kvkeep_cuda_model_tests 'echo "[ RUN      ] Select.One"; echo "[  FAILED  ] Select.One (1 ms)"; exit 1'
   local status=0
-  KVKEEP_GPU_REHEARSAL=1 KVKEEP_GPU_BUILD="$work/build" bash "$here/gpu_first.sh" "$work/out" > "$work/smoked" || status=$?
+  first > "$work/smoked" || status=$?
   [[ $status -eq 1 ]] && says 'failed: smoke smoke' "$work/smoked" && ! grep -q '^bench:' "$work/smoked"
 }
 expect "a smoke test that fails ends the run: nothing after it would mean anything" a_smoke_that_fails_ends_the_run
@@ -121,7 +165,9 @@ expect "a smoke test that fails ends the run: nothing after it would mean anythi
 
 # with_gpu COMMAND...: nvidia-smi is a stand-in, and so is what the kit holds.
 mkdir -p "$work/smi"
-printf '#!/usr/bin/env bash\n[[ $* == *clocks* ]] && exec sleep 60\necho "A card, 1.0, 80 MiB"\n' > "$work/smi/nvidia-smi" && chmod +x "$work/smi/nvidia-smi"
+# shellcheck disable=SC2016
+stand_in ../../smi/nvidia-smi '[[ $* == *clocks* ]] && exec sleep 60
+echo "A card, 1.0, 80 MiB"'
 path_of_gpu="$work/smi:$here/../.venv/bin:$PATH"
 with_gpu() {
   PATH="$path_of_gpu" KVKEEP_GPU_KIT="$work/kit" KVKEEP_GPU_BUILD="$work/unpacked" "$@"
@@ -130,34 +176,43 @@ with_gpu() {
 a_kit_is_unpacked_and_one_of_other_sources_is_told() {
   mkdir -p "$work/kit" "$work/packing/bin" "$work/packing/lib"
   cp "$work/build/bin/kvkeep_cuda_model_bench" "$work/packing/bin/kvkeep_gpu_bench"
-  printf '#!/usr/bin/env bash\necho "[ RUN      ] Select.One"; echo "[       OK ] Select.One (1 ms)"\n' > "$work/packing/bin/kvkeep_gpu_tests"
-  chmod +x "$work"/packing/bin/*
+  stand_in ../../packing/bin/kvkeep_gpu_tests 'echo "[ RUN      ] Select.One"; echo "[       OK ] Select.One (1 ms)"'
   printf 'abc1234, sm_90-real\nother sources\n' > "$work/packing/COMMIT"
   tar -cJf "$work/kit/kit.tar.xz" -C "$work/packing" .
-  with_gpu bash "$here/gpu.sh" smoke "$work/out" > "$work/kitted" && says 'WARNING: the kit is of other sources' "$work/kitted" && says 'kit: abc1234' "$work/kitted" && says 'smoke: 1 passed' "$work/kitted" || return 1
+  with_gpu bash "$here/gpu.sh" smoke "$work/out" > "$work/kitted" &&
+    says 'WARNING: the kit is of other sources' "$work/kitted" && says 'kit: abc1234' "$work/kitted" &&
+    says 'smoke: 1 passed' "$work/kitted" || return 1
   printf 'abc1234, sm_90-real\n%s\n' "$(bash "$here/gpu_kit.sh" --sources)" > "$work/packing/COMMIT"
   sleep 1
   tar -cJf "$work/kit/kit.tar.xz" -C "$work/packing" .
   with_gpu bash "$here/gpu.sh" smoke "$work/out" > "$work/kitted" && ! grep -q WARNING "$work/kitted"
 }
 if PATH="$path_of_gpu" python3 -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
-  expect "a kit is unpacked, and one that was made of other sources is told" a_kit_is_unpacked_and_one_of_other_sources_is_told
+  expect "a kit is unpacked, and one that was made of other sources is told" \
+    a_kit_is_unpacked_and_one_of_other_sources_is_told
 fi
 
+model_stage() {
+  KVKEEP_GPU_MODEL="$1" PATH="$work/smi:$PATH" KVKEEP_GPU_KIT="$work/none" KVKEEP_GPU_BUILD="$work/build" \
+    bash "$here/gpu.sh" model "$work/out"
+}
 a_model_may_be_a_folder() {
-  printf '#!/usr/bin/env bash\nexit 3\n' > "$work/build/bin/kvkeep" && chmod +x "$work/build/bin/kvkeep"
+  stand_in kvkeep 'exit 3'
   local status=0
-  KVKEEP_GPU_MODEL="$here/../examples/model" PATH="$work/smi:$PATH" KVKEEP_GPU_KIT="$work/none" KVKEEP_GPU_BUILD="$work/build" bash "$here/gpu.sh" model "$work/out" > "$work/modelled" 2>&1 || status=$?
+  model_stage "$here/../examples/model" > "$work/modelled" 2>&1 || status=$?
   [[ $status -eq 1 ]] && says 'model: tables .*FAILED' "$work/modelled" || return 1
-  KVKEEP_GPU_MODEL="$work/nothing" PATH="$work/smi:$PATH" KVKEEP_GPU_KIT="$work/none" KVKEEP_GPU_BUILD="$work/build" bash "$here/gpu.sh" model "$work/out" > "$work/modelled" 2>&1 || status=$?
+  model_stage "$work/nothing" > "$work/modelled" 2>&1 || status=$?
   [[ $status -eq 2 ]] && says 'there is no model; name a GGUF file or a folder' "$work/modelled"
 }
 expect "the stage model takes the folder of a model as well as a file" a_model_may_be_a_folder
 
 what_was_predicted_has_a_case() {
   local form
-  for form in '' /pre-rope /log-sum-exps; do "$bench" --list | grep -qx "Event/ams-tova/toy/batch:2/96->64/dense$form" || { echo "no case of an event$form"; return 1; }; done
-  for form in '' PreRope GivenSums; do "$bench" --list | grep -q "^WindowAttention$form/toy" || { echo "no case of attention $form"; return 1; }; done
+  "$bench" --list > "$work/cases"
+  for form in '' /pre-rope /log-sum-exps; do
+    says "^Event/ams-tova/toy/batch:2/96->64/dense$form\$" "$work/cases" || return 1
+  done
+  for form in '' PreRope GivenSums; do says "^WindowAttention$form/toy" "$work/cases" || return 1; done
 }
 expect "events and attention have cases after RoPE, before it, and with log-sum-exps" what_was_predicted_has_a_case
 

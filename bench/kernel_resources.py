@@ -36,7 +36,11 @@ def find_nvcc():
 
 def resources(nvcc, source, chip):
     """[(kernel, registers, spilled bytes, static shared bytes)] of one file on one chip."""
-    done = subprocess.run([nvcc, *FLAGS, f"-arch={chip}", "-cubin", "-Xptxas", "-v", "-o", os.devnull, str(source)], capture_output=True, text=True)
+    done = subprocess.run(
+        [nvcc, *FLAGS, f"-arch={chip}", "-cubin", "-Xptxas", "-v", "-o", os.devnull, str(source)],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode != 0:
         sys.exit(f"kernel_resources: nvcc failed on {source.name} for {chip}:\n{done.stderr}")
     found, name, spilled = [], None, 0
@@ -54,7 +58,9 @@ def resources(nvcc, source, chip):
 
 def readable(names):
     """Names as the source has them, without namespaces and parameters."""
-    plain = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout.splitlines()
+    plain = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     out = []
     for name in plain:
         name = re.sub(r"\(anonymous namespace\)::|kvkeep::cuda::|kvkeep::|void ", "", name)
@@ -64,18 +70,72 @@ def readable(names):
 
 # Loops of a kernel, by what one time round must issue at least so often: (source, kernel, what it is, instructions).
 LOOPS = [
-    ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, false>", "16 queries by 32 slots, D = 128, statistics", {"HMMA": 32, "MUFU.EX2": 16}),
-    ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, true>", "16 queries by 32 slots, D = 128, columns", {"HMMA": 32, "MUFU.EX2": 16}),
-    ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, false>", "statistics with low numbers", {"HMMA": 64, "MUFU.EX2": 16}),
-    ("window_attention_matrix.cu", "attention_matrix_kernel<__nv_bfloat16, 4, true>", "columns with low numbers", {"HMMA": 64, "MUFU.EX2": 16}),
-    ("window_attention_matrix.cu", "attention_split_queries_kernel<__nv_bfloat16, 4>", "eight components of a query split, bf16", {"STG": 6, "BAR": 2, "SHFL": 4}),
+    (
+        "window_attention_matrix.cu",
+        "attention_matrix_kernel<__nv_bfloat16, 4, false>",
+        "16 queries by 32 slots, D = 128, statistics",
+        {"HMMA": 32, "MUFU.EX2": 16},
+    ),
+    (
+        "window_attention_matrix.cu",
+        "attention_matrix_kernel<__nv_bfloat16, 4, true>",
+        "16 queries by 32 slots, D = 128, columns",
+        {"HMMA": 32, "MUFU.EX2": 16},
+    ),
+    (
+        "window_attention_matrix.cu",
+        "attention_matrix_kernel<__nv_bfloat16, 4, false>",
+        "statistics with low numbers",
+        {"HMMA": 64, "MUFU.EX2": 16},
+    ),
+    (
+        "window_attention_matrix.cu",
+        "attention_matrix_kernel<__nv_bfloat16, 4, true>",
+        "columns with low numbers",
+        {"HMMA": 64, "MUFU.EX2": 16},
+    ),
+    (
+        "window_attention_matrix.cu",
+        "attention_split_queries_kernel<__nv_bfloat16, 4>",
+        "eight components of a query split, bf16",
+        {"STG": 6, "BAR": 2, "SHFL": 4},
+    ),
     ("mass_segmented.cu", "mass_segmented_kernel", "a slot's mass as an integer", {"DMUL": 2, "F2I.U64": 1, "LDG": 1}),
     ("mass_segmented.cu", "mass_segmented_kernel", "a slot's prefix sum", {"SHFL": 24, "BAR": 1, "F2I": 1, "LDG": 1}),
     ("mass_segmented.cu", "mass_segmented_kernel", "one cut", {"DMUL": 6, "DSETP": 3, "ST.E": 1}),
-    ("mass_segmented.cu", "mass_segmented_kernel", "one digit of a key in a warp", {"ATOMS": 1, "SHFL": 8, "LDS": 8, "STS": 4}),
-    ("compact.cu", "compact_kernel", "four words of 16 bytes moved", {"LDG.E.128": 4, "ST.E.128": 4, "BAR": 1, "MUFU": 4}),
+    (
+        "mass_segmented.cu",
+        "mass_segmented_kernel",
+        "one digit of a key in a warp",
+        {"ATOMS": 1, "SHFL": 8, "LDS": 8, "STS": 4},
+    ),
+    (
+        "compact.cu",
+        "compact_kernel",
+        "four words of 16 bytes moved",
+        {"LDG.E.128": 4, "ST.E.128": 4, "BAR": 1, "MUFU": 4},
+    ),
 ]
-SHOWN = ("HMMA", "MUFU.EX2", "FFMA", "FADD", "DADD", "DMUL", "DFMA", "DSETP", "F2F", "F2I", "I2F", "LDSM", "LDS", "STS", "LDG", "LD", "SHFL", "BAR")
+SHOWN = (
+    "HMMA",
+    "MUFU.EX2",
+    "FFMA",
+    "FADD",
+    "DADD",
+    "DMUL",
+    "DFMA",
+    "DSETP",
+    "F2F",
+    "F2I",
+    "I2F",
+    "LDSM",
+    "LDS",
+    "STS",
+    "LDG",
+    "LD",
+    "SHFL",
+    "BAR",
+)
 
 
 def find_disassembler(nvcc):
@@ -89,8 +149,13 @@ def find_disassembler(nvcc):
 
 def machine_code(cuobjdump, cubin):
     """{kernel: [(address, instruction)]}"""
-    text = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True,
-                          env={**os.environ, "PATH": f"{cuobjdump.parent}:{os.environ['PATH']}"}).stdout
+    text = subprocess.run(
+        [cuobjdump, "-sass", cubin],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PATH": f"{cuobjdump.parent}:{os.environ['PATH']}"},
+    ).stdout
     code, current = {}, None
     for line in text.splitlines():
         if function := re.search(r"Function : (\S+)", line):
@@ -107,15 +172,18 @@ def operation(instruction):
 def shortest_round(code, wanted):
     """The fewest instructions of one time round a loop with at least the wanted ones: {operation: times}, or None."""
     place = {address: i for i, (address, _) in enumerate(code)}
-    jumps = {i: place[int(to[1], 16)] for i, (_, text) in enumerate(code)
-             if (to := re.search(r"\bBRA(?!\.DIV)\S* .*?(0x[0-9a-f]+)", text)) and int(to[1], 16) in place}
+    jumps = {
+        i: place[int(to[1], 16)]
+        for i, (_, text) in enumerate(code)
+        if (to := re.search(r"\bBRA(?!\.DIV)\S* .*?(0x[0-9a-f]+)", text)) and int(to[1], 16) in place
+    }
     last = {}
     for i, to in jumps.items():
         if to <= i:
             last[to] = max(last.get(to, 0), i)
     best = None
     for head, end in last.items():
-        if any(sum(kind in text for _, text in code[head:end + 1]) < times for kind, times in wanted.items()):
+        if any(sum(kind in text for _, text in code[head : end + 1]) < times for kind, times in wanted.items()):
             continue
         queue, seen, count = [(0, 0, head, (0,) * len(wanted), ())], set(), 0
         while queue:
@@ -126,7 +194,8 @@ def shortest_round(code, wanted):
             text = code[i][1]
             counts = tuple(min(times, c + (kind in text)) for c, (kind, times) in zip(counts, wanted.items()))
             after = [i + 1] if i not in jumps else [jumps[i]] + ([i + 1] if text.startswith("@") else [])
-            if re.search(r"\b(EXIT|RET|CALL)\b", text) and not text.startswith("@"):  # what is called are slow ways of divisions
+            # What is called are slow ways of divisions.
+            if re.search(r"\b(EXIT|RET|CALL)\b", text) and not text.startswith("@"):
                 after = []
             for to in after:
                 # Whole stretches without a branch, as a chain of pairs.
@@ -152,21 +221,35 @@ def print_instructions(nvcc, chips):
             if source not in compiled:
                 with tempfile.TemporaryDirectory() as folder:
                     cubin = pathlib.Path(folder) / "kernels.cubin"
-                    subprocess.run([nvcc, *FLAGS, f"-arch={chip}", "-cubin", "-o", cubin, ROOT / "cuda" / source], check=True)
+                    subprocess.run(
+                        [nvcc, *FLAGS, f"-arch={chip}", "-cubin", "-o", cubin, ROOT / "cuda" / source], check=True
+                    )
                     compiled[source] = machine_code(cuobjdump, cubin)
             code = next(c for name, c in compiled[source].items() if name.endswith(kernel))
             found = shortest_round(code, wanted)
             if found is None:
                 sys.exit(f"kernel_resources: no loop of {kernel} has {wanted} on {chip}")
-            shown = {kind: sum(n for o, n in found.items() if o.split(".")[0] == kind or o.startswith(kind + ".") or o == kind) for kind in SHOWN}
-            print(f"{chip} {kernel}, {what}: {sum(found.values())} instructions,", ", ".join(f"{n} {kind}" for kind, n in shown.items() if n))
+            shown = {
+                kind: sum(
+                    n for o, n in found.items() if o.split(".")[0] == kind or o.startswith(kind + ".") or o == kind
+                )
+                for kind in SHOWN
+            }
+            print(
+                f"{chip} {kernel}, {what}: {sum(found.values())} instructions,",
+                ", ".join(f"{n} {kind}" for kind, n in shown.items() if n),
+            )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Needs nvcc and c++filt, no GPU.")
     parser.add_argument("--chips", nargs="+", default=["sm_80", "sm_90"], help="default: sm_80 sm_90")
-    parser.add_argument("--write", metavar="FILE", type=pathlib.Path, help="replace the table between the marks in FILE")
-    parser.add_argument("--instructions", action="store_true", help="print the instructions of the loops that are counted instead")
+    parser.add_argument(
+        "--write", metavar="FILE", type=pathlib.Path, help="replace the table between the marks in FILE"
+    )
+    parser.add_argument(
+        "--instructions", action="store_true", help="print the instructions of the loops that are counted instead"
+    )
     options = parser.parse_args()
 
     nvcc = find_nvcc()
@@ -175,14 +258,18 @@ def main():
     sources = sorted((ROOT / "cuda").glob("*.cu"))
     rows = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = {(source, chip): pool.submit(resources, nvcc, source, chip) for source in sources for chip in options.chips}
+        jobs = {
+            (source, chip): pool.submit(resources, nvcc, source, chip) for source in sources for chip in options.chips
+        }
         for (source, chip), job in jobs.items():
             found = job.result()
             for (_, registers, spilled, shared), name in zip(found, readable([f[0] for f in found])):
                 rows.setdefault((source.name, name), {})[chip] = (registers, spilled, shared)
 
-    lines = ["| file | kernel | " + " | ".join(f"{c}: registers | spilled | shared, bytes" for c in options.chips) + " |",
-             "|---|---|" + "---:|---:|---:|" * len(options.chips)]
+    lines = [
+        "| file | kernel | " + " | ".join(f"{c}: registers | spilled | shared, bytes" for c in options.chips) + " |",
+        "|---|---|" + "---:|---:|---:|" * len(options.chips),
+    ]
     for (source, name), by_chip in sorted(rows.items()):
         numbers = " | ".join("{} | {} | {}".format(*by_chip[c]) if c in by_chip else "- | - | -" for c in options.chips)
         lines.append(f"| `{source}` | `{name}` | {numbers} |")

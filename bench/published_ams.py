@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""The published way of running an AMS + TOVA event, timed: what `kvkeep_bench --benchmark_filter=Event` is compared with.
+"""The published way of running an AMS + TOVA event, timed, for comparison with `kvkeep_bench --benchmark_filter=Event`.
 
     python3 bench/published_ams.py [--threads 2] [--runs 15]
 
-The release is Python on torch: attention of the window through torch operators with keys repeated to the query heads, then per KV head Python
-loops over segments whose indices are read back one by one. This is that structure in our words, from the description of the method (docs/method/ams.md,
-variant official): same tensors, same operators in the same order, same loops and reads, queries handed over ready. One layer, batch 1, T = 1536 to 1024.
-Prints one line per shape, dtype and preset: the median in ms per layer.
+The release is Python on torch: attention of the window through torch operators with keys repeated to the query heads,
+then per KV head Python loops over segments whose indices are read back one by one. This is that structure in our words,
+from the description of the method (docs/method/ams.md, variant official): same tensors, same operators in the same
+order, same loops and reads, queries handed over ready. One layer, batch 1, T = 1536 to 1024. Prints one line per shape,
+dtype and preset: the median in ms per layer.
 """
+
 import argparse
 import math
 import statistics

@@ -1,12 +1,17 @@
 #!/usr/bin/env python3
-"""The published way of scoring and cutting one layer, timed: what `kvkeep_bench --benchmark_filter=Score` is compared with.
+"""The published way of scoring and cutting one layer, timed, for comparison with `kvkeep_bench
+--benchmark_filter=Score`.
 
-    python3 bench/published_scorers.py [--threads 2] [--runs 15] [--slots 1536] [--keep 1024] [--only expected,keydiff] [--shape qwen7b] [--dtype float32]
+    python3 bench/published_scorers.py [--threads 2] [--runs 15] [--slots 1536] [--keep 1024]
+                                       [--only expected,keydiff] [--shape qwen7b] [--dtype float32]
 
-Each scorer is Python on torch: its arithmetic through torch operators, keys repeated to the query heads where the release repeats them, numbers of the model's
-dtype where the release keeps them so, then topk over the row and a gather of K and V. This is that arithmetic in our words, from the descriptions of the methods;
-queries are handed over ready (the releases project them again). One layer, batch 1. Prints one line per shape, dtype and scorer: the median in ms per layer.
+Each scorer is Python on torch: its arithmetic through torch operators, keys repeated to the query heads where the
+release repeats them, numbers of the model's dtype where the release keeps them so, then topk over the row and a gather
+of K and V. This is that arithmetic in our words, from the descriptions of the methods; queries are handed over ready
+(the releases project them again). One layer, batch 1. Prints one line per shape, dtype and scorer: the median in ms per
+layer.
 """
+
 import argparse
 import math
 import statistics
@@ -92,7 +97,12 @@ def rkv(queries, keys, values, window=8, kernel=7, mix=0.07, retain=0.1, thresho
     t, groups = keys.shape[2], queries.shape[1] // keys.shape[1]
     cos, sin = angles(torch.arange(t - window, t), keys.shape[3])
     q = half_turn(queries[:, :, -window:], cos.to(keys.dtype), sin.to(keys.dtype))
-    logits = (q @ repeat_kv(keys, groups).transpose(2, 3) / math.sqrt(keys.shape[3])).view(1, keys.shape[1], groups, window, t).max(2).values
+    logits = (
+        (q @ repeat_kv(keys, groups).transpose(2, 3) / math.sqrt(keys.shape[3]))
+        .view(1, keys.shape[1], groups, window, t)
+        .max(2)
+        .values
+    )
     a = torch.softmax(logits[..., :-window].float(), -1).to(keys.dtype).mean(2)
     importance = torch.nn.functional.max_pool1d(a, kernel, stride=1, padding=kernel // 2)
     unit = keys[0] / (keys[0].norm(dim=-1, keepdim=True) + 1e-8)
@@ -100,7 +110,9 @@ def rkv(queries, keys, values, window=8, kernel=7, mix=0.07, retain=0.1, thresho
     for h in range(similar.shape[0]):
         similar[h].fill_diagonal_(0)
     above = similar > threshold
-    newest = torch.where(above, torch.arange(t).view(1, t, 1).expand_as(above), torch.zeros_like(above, dtype=torch.long))
+    newest = torch.where(
+        above, torch.arange(t).view(1, t, 1).expand_as(above), torch.zeros_like(above, dtype=torch.long)
+    )
     first = newest.topk(max(1, int(t * retain / t)), dim=-2).indices
     similar.scatter_(-2, first, torch.zeros_like(first, dtype=similar.dtype))
     redundancy = torch.softmax(similar.mean(1).float(), -1).to(keys.dtype)[None, :, :-window]
@@ -128,7 +140,10 @@ def main():
     args = a.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, {args.threads} threads, {args.slots} slots to {args.keep}, median of {args.runs} runs, ms per layer")
+    print(
+        f"torch {torch.__version__}, {args.threads} threads, {args.slots} slots to {args.keep}, median of {args.runs} "
+        "runs, ms per layer"
+    )
     with torch.inference_mode():
         for shape in args.shape.split(","):
             hq, hkv, d = SHAPES[shape]
@@ -144,7 +159,10 @@ def main():
                         assert kept.shape[2] == args.keep
                         if run >= 2:
                             times.append((clock() - start) * 1e3)
-                    print(f"{shape:8} {name:9} {scorer:9} {statistics.median(times):9.2f}   least {min(times):9.2f}", flush=True)
+                    print(
+                        f"{shape:8} {name:9} {scorer:9} {statistics.median(times):9.2f}   least {min(times):9.2f}",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-# Finds utf8proc (Debian: libutf8proc-dev), which brings no CMake package of its own there: the target utf8proc::utf8proc.
+# Makes the target utf8proc::utf8proc. Debian's libutf8proc-dev brings no CMake package.
 
 find_path(utf8proc_INCLUDE_DIR utf8proc.h)
 find_library(utf8proc_LIBRARY utf8proc)
@@ -15,10 +15,17 @@ if(utf8proc_INCLUDE_DIR)
 endif()
 
 include(FindPackageHandleStandardArgs)
-find_package_handle_standard_args(utf8proc REQUIRED_VARS utf8proc_LIBRARY utf8proc_INCLUDE_DIR VERSION_VAR utf8proc_VERSION
-                                  REASON_FAILURE_MESSAGE "On Debian and Ubuntu: apt-get install libutf8proc-dev")
+find_package_handle_standard_args(
+  utf8proc
+  REQUIRED_VARS utf8proc_LIBRARY utf8proc_INCLUDE_DIR
+  VERSION_VAR utf8proc_VERSION
+  REASON_FAILURE_MESSAGE "On Debian and Ubuntu: apt-get install libutf8proc-dev"
+)
 
 if(utf8proc_FOUND AND NOT TARGET utf8proc::utf8proc)
   add_library(utf8proc::utf8proc UNKNOWN IMPORTED)
-  set_target_properties(utf8proc::utf8proc PROPERTIES IMPORTED_LOCATION "${utf8proc_LIBRARY}" INTERFACE_INCLUDE_DIRECTORIES "${utf8proc_INCLUDE_DIR}")
+  set_target_properties(
+    utf8proc::utf8proc
+    PROPERTIES IMPORTED_LOCATION "${utf8proc_LIBRARY}" INTERFACE_INCLUDE_DIRECTORIES "${utf8proc_INCLUDE_DIR}"
+  )
 endif()

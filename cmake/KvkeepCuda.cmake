@@ -1,4 +1,4 @@
-# The kernels in cuda/: compiled by nvcc where there is one, and by the host compiler for the tests that run without a GPU.
+# The kernels in cuda/: compiled by nvcc where there is one, and by the host compiler for tests without a GPU.
 #
 #   kvkeep_kernels   static library of all cuda/*.cu; only where nvcc was found
 #   kvkeep::cuda     what a program links: the kernels and what lies between them and a Keeper (src/cuda)
@@ -23,7 +23,10 @@ if(KVKEEP_CUDA)
     find_package(CUDAToolkit REQUIRED)
     set(KVKEEP_CUDA_FOUND TRUE)
   elseif(NOT KVKEEP_CUDA STREQUAL "AUTO")
-    message(FATAL_ERROR "KVKEEP_CUDA is ON and no nvcc was found; set CMAKE_CUDA_COMPILER or CUDA_HOME, or KVKEEP_CUDA=OFF")
+    message(
+      FATAL_ERROR
+      "KVKEEP_CUDA is ON and no nvcc was found; set CMAKE_CUDA_COMPILER or CUDA_HOME, or KVKEEP_CUDA=OFF"
+    )
   endif()
 endif()
 
@@ -35,12 +38,15 @@ if(KVKEEP_CUDA_FOUND)
   target_include_directories(kvkeep_kernels PUBLIC "${PROJECT_SOURCE_DIR}/cuda" "${PROJECT_SOURCE_DIR}/include")
   # No fused multiply-adds but where a kernel asks for them: what CPU and CUDA share must round alike.
   # The dialect by its flag: this CMake does not know those of the newest nvcc.
-  target_compile_options(kvkeep_kernels PRIVATE -std=c++20 --fmad=false -Xcompiler=-Wall,-Wextra $<$<BOOL:${KVKEEP_WERROR}>:--Werror=all-warnings>)
+  target_compile_options(
+    kvkeep_kernels
+    PRIVATE -std=c++20 --fmad=false -Xcompiler=-Wall,-Wextra $<$<BOOL:${KVKEEP_WERROR}>:--Werror=all-warnings>
+  )
   # Static: whatever version of the runtime LibTorch brings along, the kernels have theirs.
   target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart_static)
 
   kvkeep_add_library(kvkeep_cuda TORCH UNITS 1 STEMS src/cuda LINK kvkeep_torch)
-  target_include_directories(kvkeep_cuda PRIVATE src/c)  # the C interface's half that needs CUDA
+  target_include_directories(kvkeep_cuda PRIVATE src/c) # the C interface's half that needs CUDA
   target_link_libraries(kvkeep_cuda PRIVATE kvkeep_kernels ${CMAKE_DL_LIBS})
 endif()
 
@@ -56,18 +62,30 @@ function(kvkeep_model_sources result)
   set(${result} "${sources}" PARENT_SCOPE)
 endfunction()
 
-# kvkeep_cuda_model: the kernels over the execution model of tests/cuda_model, with what lies between them and a Keeper. For tests and benches of a machine without a GPU.
+# kvkeep_cuda_model: the kernels over the execution model of tests/cuda_model, with what lies between them and a Keeper.
+# For tests and benches of a machine without a GPU.
 function(kvkeep_add_cuda_model headers)
   kvkeep_model_sources(model_sources)
   kvkeep_glob(sources src/cuda tests/cuda_model)
-  list(FILTER sources EXCLUDE REGEX "/src/cuda/torch_memory.cpp$")  # the model's own stands for it
+  list(FILTER sources EXCLUDE REGEX "/src/cuda/torch_memory.cpp$") # the model's own stands for it
   if(KVKEEP_SANITIZE)
-    # The check of accesses against sizes that the compiler can work out takes Clang 14 90 s for its unrolled loops; the address sanitizer checks the same accesses when they are made.
-    set_source_files_properties("${PROJECT_BINARY_DIR}/generated/cuda_model/expected.cpp" PROPERTIES COMPILE_OPTIONS -fno-sanitize=object-size)
+    # The check of accesses against sizes that the compiler can work out takes Clang 14 90 s for its unrolled loops; the
+    # address sanitizer checks the same accesses when they are made.
+    set_source_files_properties(
+      "${PROJECT_BINARY_DIR}/generated/cuda_model/expected.cpp"
+      PROPERTIES COMPILE_OPTIONS -fno-sanitize=object-size
+    )
   endif()
   add_library(kvkeep_cuda_model OBJECT ${model_sources} ${sources})
   kvkeep_own_code(kvkeep_cuda_model)
-  target_include_directories(kvkeep_cuda_model PUBLIC "${PROJECT_SOURCE_DIR}/tests/cuda_model" "${PROJECT_SOURCE_DIR}/cuda" "${PROJECT_SOURCE_DIR}/src/cuda" "${PROJECT_SOURCE_DIR}/src/c")
+  target_include_directories(
+    kvkeep_cuda_model
+    PUBLIC
+      "${PROJECT_SOURCE_DIR}/tests/cuda_model"
+      "${PROJECT_SOURCE_DIR}/cuda"
+      "${PROJECT_SOURCE_DIR}/src/cuda"
+      "${PROJECT_SOURCE_DIR}/src/c"
+  )
   target_include_directories(kvkeep_cuda_model SYSTEM PUBLIC ${headers})
   target_compile_definitions(kvkeep_cuda_model PUBLIC KVKEEP_CUDA_MODEL)
   target_compile_options(kvkeep_cuda_model PRIVATE $<$<CONFIG:Release>:-O2>)

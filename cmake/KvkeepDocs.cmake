@@ -2,9 +2,12 @@
 
 find_package(Doxygen 1.9 QUIET)
 if(NOT DOXYGEN_FOUND)
-  add_custom_target(docs
-    COMMAND "${CMAKE_COMMAND}" -E echo "kvkeep: the reference is made by Doxygen, which is not here (apt-get install doxygen)"
-    COMMAND "${CMAKE_COMMAND}" -E false)
+  add_custom_target(
+    docs
+    COMMAND
+      "${CMAKE_COMMAND}" -E echo "kvkeep: the reference is made by Doxygen, which is not here (apt-get install doxygen)"
+    COMMAND "${CMAKE_COMMAND}" -E false
+  )
   return()
 endif()
 set(DOXYGEN_PROJECT_BRIEF "${PROJECT_DESCRIPTION}")
@@ -13,7 +16,7 @@ set(DOXYGEN_USE_MDFILE_AS_MAINPAGE "${CMAKE_CURRENT_SOURCE_DIR}/docs/reference/a
 set(DOXYGEN_STRIP_FROM_PATH "${CMAKE_CURRENT_SOURCE_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}/include")
 set(DOXYGEN_STRIP_FROM_INC_PATH "${CMAKE_CURRENT_SOURCE_DIR}/include")
 set(DOXYGEN_FILE_PATTERNS *.h *.md)
-set(DOXYGEN_EXCLUDE_PATTERNS */simd/* *-inl.h */llama/bodies.h)  # not the interface
+set(DOXYGEN_EXCLUDE_PATTERNS */simd/* *-inl.h */llama/bodies.h) # not the interface
 set(DOXYGEN_EXCLUDE_SYMBOLS *detail*)
 set(DOXYGEN_EXTRACT_ALL YES)
 set(DOXYGEN_JAVADOC_AUTOBRIEF YES)
@@ -24,5 +27,9 @@ set(DOXYGEN_EXPAND_ONLY_PREDEF YES)
 set(DOXYGEN_PREDEFINED KVKEEP_INLINE=inline KVKEEP_HD=)
 set(DOXYGEN_WARN_AS_ERROR FAIL_ON_WARNINGS)
 set(DOXYGEN_QUIET YES)
-doxygen_add_docs(docs include/kvkeep docs/reference/api.md
-  COMMENT "Reference of the API, in ${CMAKE_CURRENT_BINARY_DIR}/docs/html")
+doxygen_add_docs(
+  docs
+  include/kvkeep
+  docs/reference/api.md
+  COMMENT "Reference of the API, in ${CMAKE_CURRENT_BINARY_DIR}/docs/html"
+)

@@ -3,7 +3,12 @@
 
 set(config_dir "${CMAKE_INSTALL_LIBDIR}/cmake/kvkeep")
 
-install(DIRECTORY include/kvkeep "${CMAKE_CURRENT_BINARY_DIR}/generated/kvkeep" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" FILES_MATCHING PATTERN "*.h")
+install(
+  DIRECTORY include/kvkeep "${CMAKE_CURRENT_BINARY_DIR}/generated/kvkeep"
+  DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
+  FILES_MATCHING
+  PATTERN "*.h"
+)
 install(TARGETS kvkeep_core kvkeep_header_only kvkeep EXPORT kvkeepTargets)
 install(EXPORT kvkeepTargets NAMESPACE kvkeep:: DESTINATION "${config_dir}")
 if(KVKEEP_TORCH)
@@ -11,14 +16,20 @@ if(KVKEEP_TORCH)
   install(FILES cmake/KvkeepTorch.cmake DESTINATION "${config_dir}")
   if(TARGET kvkeep_cuda)
     install(TARGETS kvkeep_cuda EXPORT kvkeepTorchTargets)
-    install(DIRECTORY cuda/ DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/kvkeep/cuda" FILES_MATCHING PATTERN "*.h" PATTERN "*.cuh")
+    install(
+      DIRECTORY cuda/
+      DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/kvkeep/cuda"
+      FILES_MATCHING
+      PATTERN "*.h"
+      PATTERN "*.cuh"
+    )
     if(NOT BUILD_SHARED_LIBS)
       install(TARGETS kvkeep_kernels EXPORT kvkeepTorchTargets)
     endif()
   endif()
   install(EXPORT kvkeepTorchTargets NAMESPACE kvkeep:: DESTINATION "${config_dir}")
 endif()
-if(TARGET kvkeep_command AND NOT SKBUILD)  # the wheel has the program alone
+if(TARGET kvkeep_command AND NOT SKBUILD) # the wheel has the program alone
   install(TARGETS kvkeep_command EXPORT kvkeepCommandTargets)
   install(EXPORT kvkeepCommandTargets NAMESPACE kvkeep:: DESTINATION "${config_dir}")
 endif()
@@ -32,7 +43,7 @@ set(KVKEEP_PC_REQUIRES_PRIVATE libhwy)
 configure_file(cmake/kvkeep.pc.in kvkeep.pc @ONLY)
 install(FILES "${CMAKE_CURRENT_BINARY_DIR}/kvkeep.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
 
-set(KVKEEP_CONFIG_STATIC_DEPENDENCIES "")  # of kvkeepTargets
+set(KVKEEP_CONFIG_STATIC_DEPENDENCIES "") # of kvkeepTargets
 set(KVKEEP_CONFIG_STATIC_TORCH_DEPENDENCIES "")
 if(NOT BUILD_SHARED_LIBS)
   set(KVKEEP_CONFIG_STATIC_DEPENDENCIES "find_dependency(hwy 1.0)")
@@ -42,4 +53,7 @@ if(NOT BUILD_SHARED_LIBS)
 endif()
 configure_package_config_file(cmake/kvkeepConfig.cmake.in kvkeepConfig.cmake INSTALL_DESTINATION "${config_dir}")
 write_basic_package_version_file(kvkeepConfigVersion.cmake COMPATIBILITY SameMinorVersion)
-install(FILES "${CMAKE_CURRENT_BINARY_DIR}/kvkeepConfig.cmake" "${CMAKE_CURRENT_BINARY_DIR}/kvkeepConfigVersion.cmake" DESTINATION "${config_dir}")
+install(
+  FILES "${CMAKE_CURRENT_BINARY_DIR}/kvkeepConfig.cmake" "${CMAKE_CURRENT_BINARY_DIR}/kvkeepConfigVersion.cmake"
+  DESTINATION "${config_dir}"
+)

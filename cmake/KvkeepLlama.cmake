@@ -1,6 +1,6 @@
 # Target `llama`: an installed llama.cpp, or, with KVKEEP_LLAMA, one that is built from a source package for the CPU.
 
-set(KVKEEP_LLAMA_VERSION 0.3.36)  # of llama-cpp-python, which carries llama.cpp's source
+set(KVKEEP_LLAMA_VERSION 0.3.36) # of llama-cpp-python, which carries llama.cpp's source
 
 if(NOT KVKEEP_LLAMA)
   find_package(llama CONFIG QUIET)
@@ -13,15 +13,24 @@ if(NOT EXISTS "${source}/CMakeLists.txt")
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
   message(STATUS "kvkeep: loading llama.cpp (llama-cpp-python ${KVKEEP_LLAMA_VERSION}, 80 MB) into ${package}")
   execute_process(
-    COMMAND "${Python3_EXECUTABLE}" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python
-            "llama-cpp-python==${KVKEEP_LLAMA_VERSION}" -d "${package}"
-    RESULT_VARIABLE failed)
+    COMMAND
+      "${Python3_EXECUTABLE}" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python
+      "llama-cpp-python==${KVKEEP_LLAMA_VERSION}" -d "${package}"
+    RESULT_VARIABLE failed
+  )
   if(failed)
-    message(FATAL_ERROR "kvkeep: KVKEEP_LLAMA is on, and the source package of llama.cpp cannot be loaded (the reason stands above). "
-                        "Allowed: a connection, or an installed llama.cpp and -DKVKEEP_LLAMA=OFF.")
+    message(
+      FATAL_ERROR
+      "kvkeep: KVKEEP_LLAMA is on, and the source package of llama.cpp cannot be loaded (the reason stands above). "
+      "Allowed: a connection, or an installed llama.cpp and -DKVKEEP_LLAMA=OFF."
+    )
   endif()
-  file(ARCHIVE_EXTRACT INPUT "${package}/llama_cpp_python-${KVKEEP_LLAMA_VERSION}.tar.gz" DESTINATION "${package}"
-       PATTERNS "llama_cpp_python-${KVKEEP_LLAMA_VERSION}/vendor/llama.cpp")
+  file(
+    ARCHIVE_EXTRACT
+    INPUT "${package}/llama_cpp_python-${KVKEEP_LLAMA_VERSION}.tar.gz"
+    DESTINATION "${package}"
+    PATTERNS "llama_cpp_python-${KVKEEP_LLAMA_VERSION}/vendor/llama.cpp"
+  )
   file(REMOVE "${package}/llama_cpp_python-${KVKEEP_LLAMA_VERSION}.tar.gz")
 endif()
 

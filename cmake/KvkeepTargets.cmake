@@ -1,4 +1,4 @@
-# How kvkeep's own targets are made: sources by folder, warnings, sanitizers, where things land and where they look for LibTorch.
+# How kvkeep's own targets are made: sources by folder, warnings, sanitizers, where things land and find LibTorch.
 
 if(PROJECT_IS_TOP_LEVEL)
   # Faster where they are installed, never required.
@@ -17,7 +17,8 @@ set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/bin")
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/lib")
 set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/lib")
 
-# The build tree needs no help: CMake puts the folder of each linked library into RPATH. Installed files find their siblings, then LibTorch.
+# The build tree needs no help: CMake puts the folder of each linked library into RPATH. Installed files find their
+# siblings, then LibTorch.
 set(CMAKE_INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}" "$ORIGIN" ${KVKEEP_TORCH_LIBRARY_DIR})
 
 # The sources in the given folders, each an absolute path or one below the top of the project.
@@ -33,42 +34,71 @@ endfunction()
 
 # Language, rounding, warnings and sanitizers for a target of ours.
 function(kvkeep_own_code target)
-  # No multiplication is fused with an addition unless the code says so: core/hd.h. Whoever links us compiles as he likes.
-  target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>:-ffp-contract=off -DKVKEEP_FP_CONTRACT_OFF>)
+  # No multiplication is fused with an addition unless the code says so: core/hd.h. Who links us compiles as he likes.
+  target_compile_options(
+    ${target}
+    PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU,Clang,AppleClang>:-ffp-contract=off -DKVKEEP_FP_CONTRACT_OFF>
+  )
   target_compile_features(${target} PRIVATE cxx_std_20)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual -Wno-unknown-pragmas
-    # GCC 12 sees strings overlap themselves where operator+ is inlined (PR 105651, a known false alarm).
-    $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>)
+  target_compile_options(
+    ${target}
+    PRIVATE
+      -Wall
+      -Wextra
+      -Wpedantic
+      -Wshadow
+      -Wnon-virtual-dtor
+      -Woverloaded-virtual
+      -Wno-unknown-pragmas
+      # GCC 12 sees strings overlap themselves where operator+ is inlined (PR 105651, a known false alarm).
+      $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>
+  )
   if(KVKEEP_WERROR)
     target_compile_options(${target} PRIVATE -Werror)
   endif()
   if(KVKEEP_SANITIZE)
     # vptr checks need the run-time type information that LibTorch's libraries hide.
     set(flags -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined)
-    # GCC 12 sees uninitialized members inside std::regex and std::optional once the sanitizers' checks stand between (a known false alarm).
-    target_compile_options(${target} PRIVATE ${flags} -fno-omit-frame-pointer $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>
-      $<$<CXX_COMPILER_ID:Clang>:-fsanitize-ignorelist=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/sanitizer_ignorelist.txt>)
+    # GCC 12 sees uninitialized members inside std::regex and std::optional once the sanitizers' checks stand between (a
+    # known false alarm).
+    target_compile_options(
+      ${target}
+      PRIVATE
+        ${flags}
+        -fno-omit-frame-pointer
+        $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>
+        $<$<CXX_COMPILER_ID:Clang>:-fsanitize-ignorelist=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/sanitizer_ignorelist.txt>
+    )
     target_link_options(${target} PRIVATE ${flags})
-    # Functions with more accesses than these call their checks instead of holding them: unrolled loops compile in half the time.
-    target_compile_options(${target} PRIVATE
-      "$<$<CXX_COMPILER_ID:Clang>:SHELL:-mllvm -asan-instrumentation-with-call-threshold=500>")
-    # Instruction sets between the plain one and AVX2 differ little, and each is dear to compile; some loops need vectors
-    # whose size the compiler knows.
-    target_compile_definitions(${target} PRIVATE KVKEEP_SANITIZED
-      "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128|HWY_RVV)")
+    # Functions with more accesses than these call their checks instead of holding them: unrolled loops compile twice
+    # as fast.
+    target_compile_options(
+      ${target}
+      PRIVATE "$<$<CXX_COMPILER_ID:Clang>:SHELL:-mllvm -asan-instrumentation-with-call-threshold=500>"
+    )
+    # Instruction sets between the plain one and AVX2 differ little, and each is dear to compile; some loops need
+    # vectors whose size the compiler knows.
+    target_compile_definitions(
+      ${target}
+      PRIVATE
+        KVKEEP_SANITIZED
+        "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128|HWY_RVV)"
+    )
   endif()
 endfunction()
 
-# For what spends its time in the library, as the command and the tests do: under the sanitizers compiled quickly, without the checks of each reference, which are dear to compile and stand in the library.
+# For what spends its time in the library, as the command and the tests do: under the sanitizers compiled quickly,
+# without the checks of each reference, which are dear to compile and stand in the library.
 function(kvkeep_sanitize_lightly target)
   if(KVKEEP_SANITIZE)
     target_compile_options(${target} PRIVATE -O0 -fno-sanitize=null,alignment,object-size)
   endif()
 endfunction()
 
-# Compiles the sources of a target in PARTS units instead of one by one: headers are read and templates instantiated once per unit. GCC's precompiled headers cost more
-# than they gave: 3 s per file to load 370 MB. Names in anonymous namespaces must then be unique within a target.
+# Compiles the sources of a target in PARTS units instead of one by one: headers are read and templates instantiated
+# once per unit. GCC's precompiled headers cost more than they gave: 3 s per file to load 370 MB. Names in anonymous
+# namespaces must then be unique within a target.
 function(kvkeep_unite target parts)
   if(NOT KVKEEP_UNITY)
     return()
@@ -86,7 +116,8 @@ function(kvkeep_unite target parts)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${batch})
 endfunction()
 
-# A library NAME from the .cpp files of some folders, compiled in UNITS units, with TORCH one that knows LibTorch; while there are none yet, an empty name that links what it would.
+# A library NAME from the .cpp files of some folders, compiled in UNITS units, with TORCH one that knows LibTorch; while
+# there are none yet, an empty name that links what it would.
 function(kvkeep_add_library name)
   cmake_parse_arguments(arg "TORCH" "UNITS" "STEMS;LINK" ${ARGN})
   kvkeep_glob(sources ${arg_STEMS})
@@ -95,19 +126,25 @@ function(kvkeep_add_library name)
     add_library(${name} ${sources})
     kvkeep_own_code(${name})
     if(arg_TORCH)
-      target_link_libraries(${name} PRIVATE kvkeep_torch::openmp)  # loops of at::parallel_for
+      target_link_libraries(${name} PRIVATE kvkeep_torch::openmp) # loops of at::parallel_for
     endif()
     kvkeep_unite(${name} ${arg_UNITS})
     if(BUILD_SHARED_LIBS AND CMAKE_EXECUTABLE_FORMAT STREQUAL "ELF")
       # The library runs its own copies of inline functions, not those that a program compiled with flags of its own.
       target_link_options(${name} PRIVATE -Wl,-Bsymbolic-functions)
     endif()
-    set_target_properties(${name} PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+    set_target_properties(
+      ${name}
+      PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
+    )
     # Highway compiles a file once per instruction set by including it again under its own name.
     list(TRANSFORM arg_STEMS PREPEND "${PROJECT_SOURCE_DIR}/" OUTPUT_VARIABLE folders)
     target_include_directories(${name} PRIVATE ${folders})
-    target_link_libraries(${name} PUBLIC ${arg_LINK} Threads::Threads
-      PRIVATE hwy::hwy $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+    target_link_libraries(
+      ${name}
+      PUBLIC ${arg_LINK} Threads::Threads
+      PRIVATE hwy::hwy $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
+    )
   else()
     add_library(${name} INTERFACE)
     target_link_libraries(${name} INTERFACE ${arg_LINK})

@@ -2,12 +2,15 @@
 
 find_package(GTest REQUIRED)
 
-# A program as PARTS tests of ctest, each with a share of its tests; GTEST_FILTER among further arguments leaves some out.
+# A program as PARTS tests of ctest, each with a share of its tests; a GTEST_FILTER that follows leaves some out.
 function(kvkeep_add_test_parts target parts)
   math(EXPR last "${parts} - 1")
   foreach(part RANGE ${last})
     add_test(NAME ${target}.${part} COMMAND ${target})
-    set_tests_properties(${target}.${part} PROPERTIES ENVIRONMENT "GTEST_TOTAL_SHARDS=${parts};GTEST_SHARD_INDEX=${part};${ARGN}" TIMEOUT 3600)
+    set_tests_properties(
+      ${target}.${part}
+      PROPERTIES ENVIRONMENT "GTEST_TOTAL_SHARDS=${parts};GTEST_SHARD_INDEX=${part};${ARGN}" TIMEOUT 3600
+    )
   endforeach()
 endfunction()
 
@@ -23,10 +26,14 @@ function(kvkeep_discover_tests target)
     return()
   endif()
   set(script "${CMAKE_CURRENT_BINARY_DIR}/${target}_suites.cmake")
-  file(GENERATE OUTPUT "${script}" CONTENT "set(PROGRAM \"$<TARGET_FILE:${target}>\")
+  file(
+    GENERATE OUTPUT "${script}"
+    CONTENT
+      "set(PROGRAM \"$<TARGET_FILE:${target}>\")
 set(PREFIX \"${arg_PREFIX}\")
 set(SLOW \"${arg_SLOW}\")
 include(\"${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../tests/suites.cmake\")
-")
+"
+  )
   set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES "${script}")
 endfunction()

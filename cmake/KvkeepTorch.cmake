@@ -2,10 +2,12 @@
 #
 #   kvkeep_torch::c10        headers, libc10
 #   kvkeep_torch::torch_cpu  the above and libtorch_cpu: all that kvkeep itself links
-#   kvkeep_torch::torch      the above, the C++ frontend (torch/torch.h, autograd, optimizers) and CUDA where the wheel has it: the trainer
+#   kvkeep_torch::torch      the above, the C++ frontend (torch/torch.h, autograd, optimizers) and CUDA where the wheel
+#                            has it: the trainer
 #
-# Why not find_package(Torch): the wheel most machines have is a CUDA build, and its TorchConfig.cmake looks for a CUDA toolkit even where only
-# the CPU part is wanted; it fails without one and with one that is too new. Headers and two libraries are all that is needed here.
+# Why not find_package(Torch): the wheel most machines have is a CUDA build, and its TorchConfig.cmake looks for a CUDA
+# toolkit even where only the CPU part is wanted; it fails without one and with one that is too new. Headers and two
+# libraries are all that is needed here.
 #
 # Where it looks, first hit wins:
 #   1. Torch_DIR (variable or environment): the folder of TorchConfig.cmake, or any root of a LibTorch
@@ -21,7 +23,10 @@ set(KVKEEP_TORCH_MINIMUM 2.7)
 
 # A root holds include/ATen and lib/libtorch_cpu: of the LibTorch archive, or of the Python package.
 function(_kvkeep_torch_is_root folder result)
-  if(EXISTS "${folder}/include/ATen/core/Tensor.h" AND EXISTS "${folder}/lib/libtorch_cpu${CMAKE_SHARED_LIBRARY_SUFFIX}")
+  if(
+    EXISTS "${folder}/include/ATen/core/Tensor.h"
+    AND EXISTS "${folder}/lib/libtorch_cpu${CMAKE_SHARED_LIBRARY_SUFFIX}"
+  )
     set(${result} TRUE PARENT_SCOPE)
   else()
     set(${result} FALSE PARENT_SCOPE)
@@ -37,8 +42,17 @@ function(_kvkeep_torch_search result)
     endif()
     file(TO_CMAKE_PATH "${start}" start)
     # Torch_DIR and torch.utils.cmake_prefix_path name <root>/share/cmake/Torch and <root>/share/cmake.
-    file(GLOB packages LIST_DIRECTORIES true "${start}/lib/python3*/site-packages/torch" "${start}/lib/python3*/dist-packages/torch")
-    foreach(folder IN ITEMS "${start}" "${start}/../../.." "${start}/../.." "${start}/torch" "${start}/libtorch" ${packages})
+    file(
+      GLOB packages
+      LIST_DIRECTORIES true
+      "${start}/lib/python3*/site-packages/torch"
+      "${start}/lib/python3*/dist-packages/torch"
+    )
+    foreach(
+      folder
+      IN
+      ITEMS "${start}" "${start}/../../.." "${start}/../.." "${start}/torch" "${start}/libtorch" ${packages}
+    )
       _kvkeep_torch_is_root("${folder}" is_root)
       if(is_root)
         file(REAL_PATH "${folder}" folder)
@@ -58,9 +72,13 @@ function(_kvkeep_torch_ask_python result)
   endif()
   # find_spec locates the package without the seconds that importing it takes.
   execute_process(
-    COMMAND "${KVKEEP_PYTHON3}" -c
-            "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s and s.origin else '')"
-    OUTPUT_VARIABLE folder OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    COMMAND
+      "${KVKEEP_PYTHON3}" -c
+      "import importlib.util as u, os; print(os.path.dirname(getattr(u.find_spec('torch'), 'origin', None) or ''))"
+    OUTPUT_VARIABLE folder
+    OUTPUT_STRIP_TRAILING_WHITESPACE
+    ERROR_QUIET
+  )
   _kvkeep_torch_search(root "${folder}")
   set(${result} "${root}" PARENT_SCOPE)
 endfunction()
@@ -79,7 +97,8 @@ function(_kvkeep_torch_read_version root result)
   endforeach()
 endfunction()
 
-# The C++ ABI flag that this LibTorch says it was built with; wheels that no longer mention it (the old ABI is gone since 2.7) need none.
+# The C++ ABI flag that this LibTorch says it was built with; wheels that no longer mention it (the old ABI is gone
+# since 2.7) need none.
 function(_kvkeep_torch_read_abi root result)
   set(${result} "" PARENT_SCOPE)
   if(EXISTS "${root}/share/cmake/Torch/TorchConfig.cmake")
@@ -90,8 +109,9 @@ function(_kvkeep_torch_read_abi root result)
   endif()
 endfunction()
 
-# LibTorch brings its own OpenMP runtime. at::parallel_for is a template: it runs serially unless *our* code is compiled with -fopenmp, and then
-# it must use that same runtime, not a second one with its own thread pool. So: compile with the flag, link the runtime beside libtorch_cpu.
+# LibTorch brings its own OpenMP runtime. at::parallel_for is a template: it runs serially unless *our* code is compiled
+# with -fopenmp, and then it must use that same runtime, not a second one with its own thread pool. So: compile with the
+# flag, link the runtime beside libtorch_cpu.
 function(_kvkeep_torch_add_openmp root)
   add_library(kvkeep_torch::openmp INTERFACE IMPORTED)
   file(STRINGS "${root}/include/ATen/Config.h" parallel REGEX "define AT_PARALLEL_OPENMP 1")
@@ -99,8 +119,12 @@ function(_kvkeep_torch_add_openmp root)
     return()
   endif()
   if(NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    # Clang's -fopenmp means libomp, a second runtime next to LibTorch's libgomp. Correct but serial is the better half of that choice.
-    message(STATUS "kvkeep: ${CMAKE_CXX_COMPILER_ID} would bring a second OpenMP runtime; CPU rows run on one thread in this build")
+    # Clang's -fopenmp means libomp, a second runtime next to LibTorch's libgomp. Correct but serial is the better half
+    # of that choice.
+    message(
+      STATUS
+      "kvkeep: ${CMAKE_CXX_COMPILER_ID} would bring a second OpenMP runtime; CPU rows run on one thread in this build"
+    )
     return()
   endif()
   target_compile_options(kvkeep_torch::openmp INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
@@ -118,10 +142,13 @@ function(_kvkeep_torch_add_targets root)
   set(library_dir "${root}/lib")
   foreach(name IN ITEMS c10 torch_cpu)
     add_library(kvkeep_torch::${name} SHARED IMPORTED)
-    set_target_properties(kvkeep_torch::${name} PROPERTIES
-      IMPORTED_LOCATION "${library_dir}/${CMAKE_SHARED_LIBRARY_PREFIX}${name}${CMAKE_SHARED_LIBRARY_SUFFIX}"
-      INTERFACE_INCLUDE_DIRECTORIES "${root}/include"
-      INTERFACE_COMPILE_DEFINITIONS "${abi}")
+    set_target_properties(
+      kvkeep_torch::${name}
+      PROPERTIES
+        IMPORTED_LOCATION "${library_dir}/${CMAKE_SHARED_LIBRARY_PREFIX}${name}${CMAKE_SHARED_LIBRARY_SUFFIX}"
+        INTERFACE_INCLUDE_DIRECTORIES "${root}/include"
+        INTERFACE_COMPILE_DEFINITIONS "${abi}"
+    )
   endforeach()
   target_link_libraries(kvkeep_torch::torch_cpu INTERFACE kvkeep_torch::c10)
   # A CUDA wheel's libtorch_cpu finds its nvidia/* libraries through its own RPATH at run time; the linker need not.
@@ -129,9 +156,16 @@ function(_kvkeep_torch_add_targets root)
 
   add_library(kvkeep_torch::torch INTERFACE IMPORTED)
   target_include_directories(kvkeep_torch::torch SYSTEM INTERFACE "${root}/include/torch/csrc/api/include")
-  # libtorch.so is an empty library that needs all the others; an --as-needed linker drops it and with it CUDA ("is_available() is false").
-  target_link_libraries(kvkeep_torch::torch INTERFACE kvkeep_torch::torch_cpu
-    "-Wl,--push-state,--no-as-needed" "${library_dir}/${CMAKE_SHARED_LIBRARY_PREFIX}torch${CMAKE_SHARED_LIBRARY_SUFFIX}" "-Wl,--pop-state")
+  # libtorch.so is an empty library that needs all the others; an --as-needed linker drops it and with it CUDA
+  # ("is_available() is false").
+  target_link_libraries(
+    kvkeep_torch::torch
+    INTERFACE
+      kvkeep_torch::torch_cpu
+      "-Wl,--push-state,--no-as-needed"
+      "${library_dir}/${CMAKE_SHARED_LIBRARY_PREFIX}torch${CMAKE_SHARED_LIBRARY_SUFFIX}"
+      "-Wl,--pop-state"
+  )
   _kvkeep_torch_add_openmp("${root}")
 endfunction()
 
@@ -148,13 +182,22 @@ macro(kvkeep_find_torch)
     set(KVKEEP_TORCH_WHY_NOT "Torch_DIR is '${_kvkeep_asked}', and no include/ATen with lib/libtorch_cpu is there")
   else()
     if(NOT KVKEEP_TORCH_ROOT)
-      _kvkeep_torch_search(KVKEEP_TORCH_ROOT ${CMAKE_PREFIX_PATH} ${_kvkeep_prefixes} "${CMAKE_CURRENT_SOURCE_DIR}/.venv" "${KVKEEP_TORCH_HINT}")
+      _kvkeep_torch_search(
+        KVKEEP_TORCH_ROOT
+        ${CMAKE_PREFIX_PATH}
+        ${_kvkeep_prefixes}
+        "${CMAKE_CURRENT_SOURCE_DIR}/.venv"
+        "${KVKEEP_TORCH_HINT}"
+      )
     endif()
     if(NOT KVKEEP_TORCH_ROOT)
       _kvkeep_torch_ask_python(KVKEEP_TORCH_ROOT)
     endif()
     if(NOT KVKEEP_TORCH_ROOT)
-      set(KVKEEP_TORCH_WHY_NOT "none in Torch_DIR, CMAKE_PREFIX_PATH, ${CMAKE_CURRENT_SOURCE_DIR}/.venv, nor importable by python3")
+      set(
+        KVKEEP_TORCH_WHY_NOT
+        "none in Torch_DIR, CMAKE_PREFIX_PATH, ${CMAKE_CURRENT_SOURCE_DIR}/.venv, nor importable by python3"
+      )
     endif()
   endif()
 
@@ -162,8 +205,11 @@ macro(kvkeep_find_torch)
     set(KVKEEP_TORCH_LIBRARY_DIR "${KVKEEP_TORCH_ROOT}/lib")
     _kvkeep_torch_read_version("${KVKEEP_TORCH_ROOT}" KVKEEP_TORCH_VERSION)
     if(NOT KVKEEP_TORCH_VERSION OR KVKEEP_TORCH_VERSION VERSION_LESS KVKEEP_TORCH_MINIMUM)
-      set(KVKEEP_TORCH_WHY_NOT
-          "${KVKEEP_TORCH_ROOT} is LibTorch '${KVKEEP_TORCH_VERSION}'; allowed are ${KVKEEP_TORCH_MINIMUM} and newer (older ones differ in the C++ ABI)")
+      string(
+        CONCAT KVKEEP_TORCH_WHY_NOT
+        "${KVKEEP_TORCH_ROOT} is LibTorch '${KVKEEP_TORCH_VERSION}'; allowed are ${KVKEEP_TORCH_MINIMUM} and newer "
+        "(older ones differ in the C++ ABI)"
+      )
     else()
       set(KVKEEP_TORCH_FOUND TRUE)
       if(NOT TARGET kvkeep_torch::torch_cpu)

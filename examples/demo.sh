@@ -24,7 +24,10 @@ out="" model="" samples=6 small=""
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --out | --model | --samples)
-      [[ $# -ge 2 ]] || { echo "examples/demo.sh: $1: a value is missing; see --help" >&2; exit 2; }
+      [[ $# -ge 2 ]] || {
+        echo "examples/demo.sh: $1: a value is missing; see --help" >&2
+        exit 2
+      }
       case "$1" in
         --out) out="$(realpath -m -- "$2")" ;;
         --model) model="$(realpath -m -- "$2")" ;;
@@ -33,8 +36,14 @@ while [[ $# -gt 0 ]]; do
       shift
       ;;
     --small) small=1 ;;
-    --help | -h) usage; exit 0 ;;
-    *) echo "examples/demo.sh: unknown option; given '$1'; allowed --out DIR --model FILE --samples N --small --help" >&2; exit 2 ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    *)
+      echo "examples/demo.sh: unknown option; given '$1'; allowed --out DIR --model FILE --samples N --small --help" >&2
+      exit 2
+      ;;
   esac
   shift
 done
@@ -53,33 +62,48 @@ show_pretrained() {
   for question in before after; do
     mkdir -p -- "$out/$name/$question"
     for cache in bf16 q4_0; do
-      policies=(--policy full)  # of 4 bits nothing is dropped here
-      [[ "$cache" == q4_0 ]] || for policy in streaming tova ams-expected,preset=question adakv-expected expected,rest=fold; do policies+=(--policy "$policy"); done
-      "$kvkeep" eval --model "$model" --weights bf16 --cache-dtype "$cache" --task ruler/niah-single-2,text/needle --haystack "$out/prose.txt" --length 1024 --samples "$samples" --batch 6 \
-        --answer-tokens 32 --interval 512 --question "$question" --budgets 256,128 "${policies[@]}" --samples-out "$out/$name/$question/docs@$cache.jsonl" > /dev/null
+      policies=(--policy full)
+      if [[ "$cache" == bf16 ]]; then # of 4 bits nothing is dropped here
+        for policy in streaming tova ams-expected,preset=question adakv-expected expected,rest=fold; do
+          policies+=(--policy "$policy")
+        done
+      fi
+      "$kvkeep" eval --model "$model" --weights bf16 --cache-dtype "$cache" --task ruler/niah-single-2,text/needle \
+        --haystack "$out/prose.txt" --length 1024 --samples "$samples" --batch 6 --answer-tokens 32 --interval 512 \
+        --question "$question" --budgets 256,128 "${policies[@]}" \
+        --samples-out "$out/$name/$question/docs@$cache.jsonl" > /dev/null
     done
   done
   "$kvkeep_python" "$kvkeep_root/examples/lab/bench/answers.py" "$out/$name" | tee -- "$out/table.md"
   "$kvkeep_python" "$kvkeep_root/examples/lab/plots/plot_answers.py" "$out/answers.png" "$out/$name"
-  "$kvkeep" generate --model "$model" --chat --prompt-file "$kvkeep_root/examples/lighthouse.txt" --max-new-tokens 40 --stop --quiet \
-    --policy tova,budget=192,interval=32,recent=16,prefill=cut --html "$out/kept.html" > "$out/lighthouse.txt"
-  kvkeep_say "" "Whole answers in percent, +- half of the 95 % interval; \"later\": the cache was cut before its question came." \
-    "Answers against bytes:                         $out/answers.png" "Which tokens of a story stayed, for a browser: $out/kept.html" "Every answer:                                  $out/$name"
+  "$kvkeep" generate --model "$model" --chat --prompt-file "$kvkeep_root/examples/lighthouse.txt" \
+    --max-new-tokens 40 --stop --quiet --policy tova,budget=192,interval=32,recent=16,prefill=cut \
+    --html "$out/kept.html" > "$out/lighthouse.txt"
+  kvkeep_say "" \
+    "Whole answers in percent, +- half of the 95 % interval; \"later\": the cache was cut before its question came." \
+    "Answers against bytes:                         $out/answers.png" \
+    "Which tokens of a story stayed, for a browser: $out/kept.html" \
+    "Every answer:                                  $out/$name"
 }
 
 show_small() {
   local policy options pictured=()
-  "$kvkeep" eval --model "$kvkeep_root/examples/model" --task ask,chain,needle,updates --samples 10 --budgets 256,128,64 --interval 32 --recent 16 \
+  "$kvkeep" eval --model "$kvkeep_root/examples/model" --task ask,chain,needle,updates --samples 10 \
+    --budgets 256,128,64 --interval 32 --recent 16 \
     --policy full --policy streaming --policy tova --policy ams-tova,preset=question --policy oracle > "$out/table.md"
   for policy in streaming tova ams-tova oracle; do
     options="budget=128,interval=32"
     [[ "$policy" == oracle ]] || options+=",recent=16"
-    "$kvkeep" generate --model "$kvkeep_root/examples/model" --task ask --seed 1000001 --forced --policy "$policy,$options" --retention "$out/$policy.json" --quiet > /dev/null
+    "$kvkeep" generate --model "$kvkeep_root/examples/model" --task ask --seed 1000001 --forced \
+      --policy "$policy,$options" --retention "$out/$policy.json" --quiet > /dev/null
     pictured+=("$out/$policy.json")
   done
-  "$kvkeep_python" "$kvkeep_root/examples/lab/plots/plot_retention.py" "${pictured[@]}" --out "$out/retention.png" > /dev/null
+  "$kvkeep_python" "$kvkeep_root/examples/lab/plots/plot_retention.py" "${pictured[@]}" \
+    --out "$out/retention.png" > /dev/null
   cat -- "$out/table.md"
-  kvkeep_say "" "What stayed, position against time:  $out/retention.png" "Its numbers and the table:            $out/retention.csv, $out/table.md"
+  kvkeep_say "" \
+    "What stayed, position against time:  $out/retention.png" \
+    "Its numbers and the table:            $out/retention.csv, $out/table.md"
 }
 
 kvkeep_bootstrap picture

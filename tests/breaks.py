@@ -36,8 +36,11 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PROGRAMS = {"cuda": "kvkeep_cuda_model_tests", "llama": "kvkeep_llama_tests",
-            **dict.fromkeys(("cli", "lm", "report"), "kvkeep_lab_tests")}  # other rooms: kvkeep_tests
+PROGRAMS = {
+    "cuda": "kvkeep_cuda_model_tests",
+    "llama": "kvkeep_llama_tests",
+    **dict.fromkeys(("cli", "lm", "report"), "kvkeep_lab_tests"),
+}  # other rooms: kvkeep_tests
 ALL_PROGRAMS = ["kvkeep_tests", "kvkeep_lab_tests", "kvkeep_llama_tests", "kvkeep_cuda_model_tests"]
 WAYS = {"kvkeep_cuda_model_tests": ["", "seed=1", "guard"]}  # to run the execution model (docs/inside/cuda.md)
 OF_THE_SOURCES = "House.*:Docs.*"  # they read the sources, which are not themselves in the copy
@@ -62,7 +65,8 @@ class Break:
             raise ValueError(f"tests/breaks/{room}.txt: '{self.name}' is not a name, a file with its tests, and code")
         self.file, self.tests = where
         self.after, self.code, self.broken = (
-            "\n".join(line[1:].strip() for line in block[2:] if line[0] == sign) for sign in "@-+")
+            "\n".join(line[1:].strip() for line in block[2:] if line[0] == sign) for sign in "@-+"
+        )
         for code in (self.code, self.broken):
             whole = all(code.count(a) == code.count(b) for a, b in ("()", "[]", "{}"))
             if not whole or re.search(r"^(&&|[|][|])|(&&|[|][|])$|^(const )?[\w:]+[&*]? \w+ = ", code):
@@ -135,8 +139,13 @@ def write(path, text):
 
 def build(folder, texts, jobs):
     """Copies the sources, breaks them, builds the tests. Returns where the programs are."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
-                            check=True, capture_output=True, text=True).stdout.split("\0")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
     copy = folder / "source"
     kept = {name for name in listed if name and (ROOT / name).is_file()}
     for name in kept:
@@ -151,15 +160,26 @@ def build(folder, texts, jobs):
     header = folder / "kvkeep_breaks.h"
     write(header, HEADER.encode())
     tree = folder / "tree"
-    options = [f"-DCMAKE_CXX_FLAGS=-include {header}", "-DCMAKE_CXX_FLAGS_RELEASE=-O2 -DNDEBUG", "-DKVKEEP_CUDA=OFF",
-               "-DKVKEEP_BUILD_BENCH=OFF", "-DKVKEEP_BUILD_EXAMPLES=OFF", "-DCMAKE_BUILD_TYPE=Release"]
+    options = [
+        f"-DCMAKE_CXX_FLAGS=-include {header}",
+        "-DCMAKE_CXX_FLAGS_RELEASE=-O2 -DNDEBUG",
+        "-DKVKEEP_CUDA=OFF",
+        "-DKVKEEP_BUILD_BENCH=OFF",
+        "-DKVKEEP_BUILD_EXAMPLES=OFF",
+        "-DCMAKE_BUILD_TYPE=Release",
+    ]
     if "Torch_DIR" in os.environ:
         options.append(f"-DTorch_DIR={os.environ['Torch_DIR']}")
-    targets = subprocess.run(["cmake", "-G", "Ninja", "-S", copy, "-B", tree, *options], check=False,
-                             stdout=subprocess.DEVNULL).returncode
-    made = 1 if targets else subprocess.run(
-        ["cmake", "--build", tree, "--parallel", str(jobs), "--target", *ALL_PROGRAMS, "--", "-k", "0"],
-        check=False).returncode
+    targets = subprocess.run(
+        ["cmake", "-G", "Ninja", "-S", copy, "-B", tree, *options], check=False, stdout=subprocess.DEVNULL
+    ).returncode
+    made = (
+        1
+        if targets
+        else subprocess.run(
+            ["cmake", "--build", tree, "--parallel", str(jobs), "--target", *ALL_PROGRAMS, "--", "-k", "0"], check=False
+        ).returncode
+    )
     if made:
         sys.exit(2)
     return tree / "bin"
@@ -168,14 +188,27 @@ def build(folder, texts, jobs):
 def noticed(program, tests, number, way=""):
     """The first test of `tests` that fails with break `number`; None: all pass."""
     with tempfile.TemporaryDirectory(prefix="kvkeep_breaks_") as scratch:
-        environment = os.environ | {"KVKEEP_BREAK": str(number), "KVKEEP_CUDA_MODEL": way, "GTEST_FAIL_FAST": "1",
-                                    "TMPDIR": scratch, "TEST_TMPDIR": scratch,
-                                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
-                                    "GTEST_FILTER": tests + ("" if "-" in tests else "-") + ":" + OF_THE_SOURCES}
+        environment = os.environ | {
+            "KVKEEP_BREAK": str(number),
+            "KVKEEP_CUDA_MODEL": way,
+            "GTEST_FAIL_FAST": "1",
+            "TMPDIR": scratch,
+            "TEST_TMPDIR": scratch,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+            "GTEST_FILTER": tests + ("" if "-" in tests else "-") + ":" + OF_THE_SOURCES,
+        }
         with open(os.path.join(scratch, "log"), "w+b") as log:
             try:
-                status = subprocess.run([program], cwd=scratch, env=environment, stdout=log, stderr=log,
-                                        stdin=subprocess.DEVNULL, timeout=SECONDS, check=False).returncode
+                status = subprocess.run(
+                    [program],
+                    cwd=scratch,
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    timeout=SECONDS,
+                    check=False,
+                ).returncode
             except subprocess.TimeoutExpired:
                 status = "does not end"
             log.seek(0)
@@ -219,8 +252,12 @@ def main():
         return 0
     texts, lost = by_file(breaks)
     if lost:
-        print("breaks: not found once in the sources, as their code has changed (tests/breaks.py --help):",
-              *lost, sep="\n  ", file=sys.stderr)
+        print(
+            "breaks: not found once in the sources, as their code has changed (tests/breaks.py --help):",
+            *lost,
+            sep="\n  ",
+            file=sys.stderr,
+        )
         return 2
     if asked.check:
         print(f"{len(breaks)} breaks, each found once")

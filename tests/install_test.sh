@@ -3,7 +3,8 @@
 #
 #   tests/install_test.sh BUILD_DIR [--hide-build-tree]
 #
-# --hide-build-tree renames BUILD_DIR while the consumer is built and run, so nothing can reach into it; it is put back whatever happens.
+# --hide-build-tree renames BUILD_DIR while the consumer is built and run, so that nothing can reach into it. It is put
+# back whatever happens.
 set -euo pipefail
 
 build_dir="$(realpath -- "$1")"
@@ -24,33 +25,42 @@ fail() {
   exit 1
 }
 
-prefix="$scratch/a prefix"  # with a space: paths must survive one
+prefix="$scratch/a prefix" # with a space: paths must survive one
 cmake --install "$build_dir" --prefix "$prefix" > /dev/null
 
-"${CXX:-c++}" -std=c++20 -fsyntax-only -I "$prefix/include" "$source_dir/tests/consumer/main.cpp" || fail "the installed headers need more than themselves (LibTorch?)"
+"${CXX:-c++}" -std=c++20 -fsyntax-only -I "$prefix/include" "$source_dir/tests/consumer/main.cpp" ||
+  fail "the installed headers need more than themselves (LibTorch?)"
 
-# The LibTorch that kvkeep was built with may live in the source tree (.venv); it is the one path of this machine that may be recorded.
+# The LibTorch that kvkeep was built with may live in the source tree (.venv); it is the one path of this machine that
+# may be recorded.
 config="$(find "$prefix" -name kvkeepConfig.cmake)"
 torch_root="$(sed -n 's/^ *set(KVKEEP_TORCH_HINT "\(.*\)")$/\1/p' "$config")"
 [[ -n "$torch_root" ]] || fail "$config does not record the LibTorch it was built with"
 
-leaks="$(find "$prefix" \( -name '*.cmake' -o -name '*.h' \) -print0 | xargs -0 sed "s|$torch_root||g" | grep -nF -e "$build_dir" -e "$source_dir" || true)"
+leaks="$(find "$prefix" \( -name '*.cmake' -o -name '*.h' \) -print0 | xargs -0 sed "s|$torch_root||g" |
+  grep -nF -e "$build_dir" -e "$source_dir" || true)"
 [[ -z "$leaks" ]] || fail "installed files name the build or source tree: $leaks"
 
 while IFS= read -r -d '' binary; do
-  runpath="$(readelf -d "$binary" 2> /dev/null | sed -n 's/.*\(RUNPATH\|RPATH\).*\[\(.*\)\]/\2/p' | sed "s|$torch_root||g")"
-  if grep -qF -e "$build_dir" -e "$source_dir" <<< "$runpath"; then fail "$binary looks for libraries in the build or source tree: $runpath"; fi
+  runpath="$(readelf -d "$binary" 2> /dev/null | sed -n 's/.*\(RUNPATH\|RPATH\).*\[\(.*\)\]/\2/p' |
+    sed "s|$torch_root||g")"
+  if grep -qF -e "$build_dir" -e "$source_dir" <<< "$runpath"; then
+    fail "$binary looks for libraries in the build or source tree: $runpath"
+  fi
 done < <(find "$prefix/bin" "$prefix/lib" -type f \( -perm -u+x -o -name '*.so*' \) -print0)
 
 if [[ "$hide" == --hide-build-tree ]]; then mv -- "$build_dir" "$hidden"; fi
 
 cp -r -- "$source_dir/tests/consumer" "$scratch/consumer"
-env -u LD_LIBRARY_PATH cmake -G Ninja -S "$scratch/consumer" -B "$scratch/consumer/build" -DCMAKE_BUILD_TYPE=Release "-DCMAKE_PREFIX_PATH=$prefix" ||
+env -u LD_LIBRARY_PATH cmake -G Ninja -S "$scratch/consumer" -B "$scratch/consumer/build" \
+  -DCMAKE_BUILD_TYPE=Release "-DCMAKE_PREFIX_PATH=$prefix" ||
   fail "the consumer does not configure"
-cmake --build "$scratch/consumer/build" --target all same_kernels || fail "the consumer does not build, or its own code is not what it is without kvkeep"
+cmake --build "$scratch/consumer/build" --target all same_kernels ||
+  fail "the consumer does not build, or its own code is not what it is without kvkeep"
 env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer" || fail "the consumer does not run"
 env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer_fast" || fail "the consumer under -Ofast does not run"
-env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer_header_only" || fail "the consumer of kvkeep::header_only does not run"
+env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer_header_only" ||
+  fail "the consumer of kvkeep::header_only does not run"
 if [[ -x "$scratch/consumer/build/consumer_cuda" ]]; then
   env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer_cuda" || fail "the consumer of kvkeep::cuda does not run"
 fi
@@ -58,17 +68,22 @@ if command -v pkg-config > /dev/null; then
   pc="$(find "$prefix" -name kvkeep.pc -printf '%h')"
   flags="$(PKG_CONFIG_PATH="$pc" pkg-config --cflags --libs kvkeep)" || fail "pkg-config does not find kvkeep"
   # pkg-config escapes the space of the prefix for a shell.
-  eval "${CC:-cc} -std=c99 '$source_dir/tests/c/engine.c' -o '$scratch/engine' $flags '-Wl,-rpath,${pc%/*}'" || fail "an engine in C does not build with pkg-config"
+  eval "${CC:-cc} -std=c99 '$source_dir/tests/c/engine.c' -o '$scratch/engine' $flags '-Wl,-rpath,${pc%/*}'" ||
+    fail "an engine in C does not build with pkg-config"
   env -u LD_LIBRARY_PATH "$scratch/engine" || fail "an engine in C does not run"
 else
   echo "install test: there is no pkg-config here, so kvkeep.pc was not tried"
 fi
 # The laboratory links nothing but the installed targets.
 if [[ "$hide" == --hide-build-tree && -n "$(find "$prefix" -name kvkeepCommandTargets.cmake)" ]]; then
-  env -u LD_LIBRARY_PATH cmake -G Ninja -S "$source_dir/examples/lab" -B "$scratch/lab" -DCMAKE_BUILD_TYPE=Release "-DCMAKE_PREFIX_PATH=$prefix" \
-    -DKVKEEP_BUILD_TESTS=OFF || fail "the laboratory does not configure against the installed package"
+  env -u LD_LIBRARY_PATH cmake -G Ninja -S "$source_dir/examples/lab" -B "$scratch/lab" \
+    -DCMAKE_BUILD_TYPE=Release "-DCMAKE_PREFIX_PATH=$prefix" -DKVKEEP_BUILD_TESTS=OFF ||
+    fail "the laboratory does not configure against the installed package"
   cmake --build "$scratch/lab" --target kvkeep_cli || fail "the laboratory does not build against the installed package"
-  env -u LD_LIBRARY_PATH "$scratch/lab/bin/kvkeep" generate --help > /dev/null || fail "the laboratory's command does not run"
+  env -u LD_LIBRARY_PATH "$scratch/lab/bin/kvkeep" generate --help > /dev/null ||
+    fail "the laboratory's command does not run"
 fi
-if [[ -x "$prefix/bin/kvkeep" ]]; then env -u LD_LIBRARY_PATH "$prefix/bin/kvkeep" --help > /dev/null || fail "the installed command does not run"; fi
+if [[ -x "$prefix/bin/kvkeep" ]]; then
+  env -u LD_LIBRARY_PATH "$prefix/bin/kvkeep" --help > /dev/null || fail "the installed command does not run"
+fi
 echo "install test: consumer built and ran against the installed kvkeep alone"

@@ -21,15 +21,20 @@ fail() {
 
 python=python3
 if [[ -x "$source_dir/.venv/bin/python" ]]; then python="$source_dir/.venv/bin/python"; fi
-torch="${1:-$("$python" -c 'import importlib.util, pathlib; found = importlib.util.find_spec("torch"); print(pathlib.Path(found.origin).parents[1] if found else "")')}"
+torch="${1:-$("$python" -c 'import importlib.util as u, pathlib
+found = u.find_spec("torch")
+print(pathlib.Path(found.origin).parents[1] if found else "")')}"
 if [[ -z "$torch" ]]; then
   echo "python test: skipped, since $python has no torch"
   exit 77
 fi
 "$python" -m venv "$scratch/venv"
 own="$scratch/venv/bin/python"
-echo "$torch" > "$("$own" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch_here.pth"
-if ! "$own" -m pip install --quiet scikit-build-core nanobind ninja cmake numpy pytest 'transformers>=5' > "$scratch/log" 2>&1; then
+# The folder of a Python's packages.
+packages_of() { "$1" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'; }
+echo "$torch" > "$(packages_of "$own")/torch_here.pth"
+if ! "$own" -m pip install --quiet scikit-build-core nanobind ninja cmake numpy pytest 'transformers>=5' \
+  > "$scratch/log" 2>&1; then
   tail -n 5 "$scratch/log"
   echo "python test: skipped, since pip cannot load what it needs"
   exit 77
@@ -37,7 +42,8 @@ fi
 
 launcher=()
 if command -v ccache > /dev/null; then launcher=(-C cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache); fi
-PATH="$scratch/venv/bin:$PATH" "$own" -m pip wheel --quiet --no-deps --no-build-isolation "${launcher[@]}" -w "$scratch/dist" "$source_dir/src/python" || fail "the wheel does not build"
+PATH="$scratch/venv/bin:$PATH" "$own" -m pip wheel --quiet --no-deps --no-build-isolation "${launcher[@]}" \
+  -w "$scratch/dist" "$source_dir/src/python" || fail "the wheel does not build"
 "$own" -m pip install --quiet --no-deps "$scratch"/dist/*.whl || fail "the wheel does not install"
 ls -l "$scratch"/dist
 
@@ -46,11 +52,13 @@ cd -- "$scratch"
 # Nothing of the wheel links anything but itself and what every system with a C++ runtime has.
 installed="$("$own" -c 'import kvkeep, pathlib; print(pathlib.Path(kvkeep.__file__).parent)')"
 [[ "$installed" == "$scratch"/venv/* ]] || fail "another kvkeep is imported: $installed"
-system=' libc.so.6 libm.so.6 libgcc_s.so.1 libstdc++.so.6 libpthread.so.0 libdl.so.2 librt.so.1 ld-linux-x86-64.so.2 ld-linux-aarch64.so.1 '
+system=' libc.so.6 libm.so.6 libgcc_s.so.1 libstdc++.so.6 libpthread.so.0 libdl.so.2 librt.so.1 '
+system+='ld-linux-x86-64.so.2 ld-linux-aarch64.so.1 '
 while IFS= read -r -d '' binary; do
   dynamic="$(readelf -d "$binary")"
   for needed in $(sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' <<< "$dynamic"); do
-    [[ "$system" == *" $needed "* || -f "$installed/lib/$needed" ]] || fail "${binary#"$installed/"} links $needed, which the wheel does not hold"
+    [[ "$system" == *" $needed "* || -f "$installed/lib/$needed" ]] ||
+      fail "${binary#"$installed/"} links $needed, which the wheel does not hold"
   done
   runpath="$(sed -n 's/.*(\(RUNPATH\|RPATH\)).*\[\(.*\)\]/\2/p' <<< "$dynamic")"
   for folder in ${runpath//:/ }; do
@@ -65,22 +73,26 @@ done < <(find "$installed" \( -name '*.so*' -o -path '*/bin/*' \) -type f -print
 "$own" -m venv "$scratch/plain"
 plain() { env -u LD_LIBRARY_PATH PATH="$scratch/plain/bin" CC=/nonexistent CXX=/nonexistent "$@"; }
 plain python -m pip install --quiet "$scratch"/dist/*.whl || fail "the wheel does not install without a compiler"
-plain python -c 'import kvkeep; assert kvkeep.policies(); assert "torch" not in __import__("sys").modules' || fail "it does not run without torch"
+plain python -c 'import kvkeep; assert kvkeep.policies(); assert "torch" not in __import__("sys").modules' ||
+  fail "it does not run without torch"
 plain kvkeep --version || fail "its command does not run without torch"
 
 # over PYTHON: the tests, with the torch and the transformers that it imports.
 tried=()
 over() {
-  env -u LD_LIBRARY_PATH OMP_NUM_THREADS=1 "$1" -m pytest -q -p no:cacheprovider "$source_dir/tests/python" || fail "its tests fail over $1"
-  tried+=("$("$1" -c 'import torch, transformers; print("torch", torch.__version__, "with transformers", transformers.__version__)')")
+  env -u LD_LIBRARY_PATH OMP_NUM_THREADS=1 "$1" -m pytest -q -p no:cacheprovider "$source_dir/tests/python" ||
+    fail "its tests fail over $1"
+  tried+=("$("$1" -c 'import torch, transformers
+print("torch", torch.__version__, "with transformers", transformers.__version__)')")
 }
 
 over "$own"
 for further in ${KVKEEP_TEST_PYTHONS:-}; do
   venv="$scratch/venv-${#tried[@]}"
   "$further" -m venv "$venv"
-  "$further" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch_here.pth"
-  "$venv/bin/python" -m pip install --quiet --no-deps "$scratch"/dist/*.whl || fail "the wheel does not install over $further"
+  packages_of "$further" > "$(packages_of "$venv/bin/python")/torch_here.pth"
+  "$venv/bin/python" -m pip install --quiet --no-deps "$scratch"/dist/*.whl ||
+    fail "the wheel does not install over $further"
   over "$venv/bin/python"
 done
 
@@ -92,7 +104,14 @@ find_package(kvkeep 0.1 REQUIRED COMPONENTS kvkeep)
 add_executable(engine "$source_dir/tests/c/engine.c")
 target_link_libraries(engine PRIVATE kvkeep::kvkeep)
 CMAKE
-cmake -S engine -B engine/build "-DCMAKE_PREFIX_PATH=$("$own" -c 'import kvkeep; print(kvkeep.cmake_dir())')" > log 2>&1 || { cat log; fail "the library inside the package is not found"; }
-cmake --build engine/build > log 2>&1 || { cat log; fail "an engine in C does not build over it"; }
+found="$("$own" -c 'import kvkeep; print(kvkeep.cmake_dir())')"
+cmake -S engine -B engine/build "-DCMAKE_PREFIX_PATH=$found" > log 2>&1 || {
+  cat log
+  fail "the library inside the package is not found"
+}
+cmake --build engine/build > log 2>&1 || {
+  cat log
+  fail "an engine in C does not build over it"
+}
 env -u LD_LIBRARY_PATH engine/build/engine || fail "an engine in C does not run over it"
 printf 'python test: the wheel passes its tests over %s\n' "${tried[@]}"

@@ -12,7 +12,8 @@ Builds kvkeep and runs every test; ends with ctest's summary, exit status 0 when
   bash tests/run.sh --build-dir DIR    builds in DIR
   bash tests/run.sh -- -R Quotas       what follows -- goes to ctest: here, the suites whose name contains Quotas
 
-What is missing on a Debian or Ubuntu machine is installed first, and named before it is. Torch_DIR chooses a LibTorch (2.7 or newer).
+What is missing on a Debian or Ubuntu machine is installed first, and named before it is. Torch_DIR chooses a LibTorch
+(2.7 or newer).
 TEXT
 }
 
@@ -24,13 +25,26 @@ while [[ $# -gt 0 ]]; do
     --fast) ctest_options+=(--label-exclude '^(slow|install)$') ;;
     --sanitize) preset=sanitize ;;
     --build-dir)
-      [[ $# -ge 2 ]] || { echo "tests/run.sh: --build-dir: a folder is missing; see --help" >&2; exit 2; }
+      [[ $# -ge 2 ]] || {
+        echo "tests/run.sh: --build-dir: a folder is missing; see --help" >&2
+        exit 2
+      }
       folder="$(realpath -m -- "$2")"
       shift
       ;;
-    --help | -h) usage; exit 0 ;;
-    --) shift; ctest_options+=("$@"); break ;;
-    *) echo "tests/run.sh: unknown option; given '$1'; allowed --fast --sanitize --build-dir DIR --help" >&2; exit 2 ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    --)
+      shift
+      ctest_options+=("$@")
+      break
+      ;;
+    *)
+      echo "tests/run.sh: unknown option; given '$1'; allowed --fast --sanitize --build-dir DIR --help" >&2
+      exit 2
+      ;;
   esac
   shift
 done

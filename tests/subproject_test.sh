@@ -20,8 +20,11 @@ programs=(inside_header_only)
 launcher=()
 if command -v ccache > /dev/null; then launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache); fi
 cp -r -- "$source_dir/tests/subproject" "$scratch/project"
-cmake -G Ninja -S "$scratch/project" -B "$scratch/build" "-DKVKEEP=$source_dir" "-DHOW=$1" -DKVKEEP_UNITY=ON "${launcher[@]}" > "$scratch/log" 2>&1 ||
-  { cat -- "$scratch/log"; fail "it does not configure"; }
+cmake -G Ninja -S "$scratch/project" -B "$scratch/build" "-DKVKEEP=$source_dir" "-DHOW=$1" -DKVKEEP_UNITY=ON \
+  "${launcher[@]}" > "$scratch/log" 2>&1 || {
+  cat -- "$scratch/log"
+  fail "it does not configure"
+}
 cmake --build "$scratch/build" --target same_kernels "${programs[@]}" || fail "it does not build"
 for program in "${programs[@]}"; do "$scratch/build/$program" || fail "$program does not run"; done
 cmake --install "$scratch/build" --prefix "$scratch/prefix" > /dev/null || fail "it does not install"

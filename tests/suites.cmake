@@ -16,7 +16,7 @@ if(NOT suites)
   message(FATAL_ERROR "tests: ${PROGRAM} --gtest_list_tests names no suite")
 endif()
 foreach(suite IN LISTS suites)
-  string(STRIP "${suite}" suite)  # "Quotas."
+  string(STRIP "${suite}" suite) # "Quotas."
   if("${suite}*" IN_LIST SLOW)
     continue()
   endif()
@@ -26,5 +26,8 @@ foreach(suite IN LISTS suites)
 endforeach()
 foreach(pattern IN LISTS SLOW)
   add_test("${PREFIX}${pattern}" "${PROGRAM}" "--gtest_brief=1" "--gtest_filter=${pattern}")
-  set_tests_properties("${PREFIX}${pattern}" PROPERTIES TIMEOUT 900 COST 1000 LABELS slow SKIP_REGULAR_EXPRESSION "${all_skipped}")
+  set_tests_properties(
+    "${PREFIX}${pattern}"
+    PROPERTIES TIMEOUT 900 COST 1000 LABELS slow SKIP_REGULAR_EXPRESSION "${all_skipped}"
+  )
 endforeach()

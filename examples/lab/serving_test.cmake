@@ -3,8 +3,14 @@
 
 cmake_policy(VERSION 3.25)
 set(csv "${OUT}/serving_test.csv")
-execute_process(COMMAND "${PROGRAM}" --requests 12 --rate 1 --pages 300,64 --answer 60:200 --policy tova,budget=32,interval=16
-  --policy tova,budget=4000 --rounds 2 --csv "${csv}" --steps "${OUT}/serving_test_steps.csv" RESULT_VARIABLE failed OUTPUT_VARIABLE table ERROR_VARIABLE said)
+execute_process(
+  COMMAND
+    "${PROGRAM}" --requests 12 --rate 1 --pages 300,64 --answer 60:200 --policy tova,budget=32,interval=16 --policy
+    tova,budget=4000 --rounds 2 --csv "${csv}" --steps "${OUT}/serving_test_steps.csv"
+  RESULT_VARIABLE failed
+  OUTPUT_VARIABLE table
+  ERROR_VARIABLE said
+)
 if(failed)
   message(FATAL_ERROR "example_serving ended with ${failed}: ${said}")
 endif()
@@ -50,7 +56,20 @@ foreach(pool large small)
   foreach(run engine restricted cuts never)
     list(GET lines ${n} line)
     math(EXPR n "${n} + 1")
-    foreach(name finished aborted same preempted computed_again pages_freed tokens seconds to_engine to_engine_lowest to_engine_highest)
+    foreach(
+      name
+      finished
+      aborted
+      same
+      preempted
+      computed_again
+      pages_freed
+      tokens
+      seconds
+      to_engine
+      to_engine_lowest
+      to_engine_highest
+    )
       field("${line}" ${name} ${pool}_${run}_${name})
     endforeach()
     math(EXPR served "${${pool}_${run}_finished} + ${${pool}_${run}_aborted}")
@@ -59,8 +78,18 @@ foreach(pool large small)
   endforeach()
   foreach(run engine restricted cuts never)
     expect("a round takes time, ${pool} ${run}" ${${pool}_${run}_seconds} GREATER 0)
-    expect("the lowest of two rounds, ${pool} ${run}" ${${pool}_${run}_to_engine_lowest} LESS_EQUAL ${${pool}_${run}_to_engine})
-    expect("the highest of two rounds, ${pool} ${run}" ${${pool}_${run}_to_engine_highest} GREATER_EQUAL ${${pool}_${run}_to_engine})
+    expect(
+      "the lowest of two rounds, ${pool} ${run}"
+      ${${pool}_${run}_to_engine_lowest}
+      LESS_EQUAL
+      ${${pool}_${run}_to_engine}
+    )
+    expect(
+      "the highest of two rounds, ${pool} ${run}"
+      ${${pool}_${run}_to_engine_highest}
+      GREATER_EQUAL
+      ${${pool}_${run}_to_engine}
+    )
   endforeach()
   expect("the engine beside itself, ${pool}" ${${pool}_engine_to_engine} EQUAL 1)
   foreach(run engine restricted never)
@@ -68,17 +97,33 @@ foreach(pool large small)
     expect("pages freed by events, ${pool} ${run}" ${${pool}_${run}_pages_freed} EQUAL 0)
   endforeach()
   expect("pages freed by events, ${pool}" ${${pool}_cuts_pages_freed} GREATER 0)
-  expect("a policy that never cuts preempts as the restricted engine, ${pool}" ${${pool}_never_preempted} EQUAL ${${pool}_restricted_preempted})
+  expect(
+    "a policy that never cuts preempts as the restricted engine, ${pool}"
+    ${${pool}_never_preempted}
+    EQUAL
+    ${${pool}_restricted_preempted}
+  )
 endforeach()
 expect("the large pool is enough" ${large_engine_preempted} EQUAL 0)
 expect("the small pool is not" ${small_engine_preempted} GREATER 0)
 expect("eviction preempts less" ${small_cuts_preempted} LESS ${small_engine_preempted})
-expect("the engine at its best computes less again" ${small_engine_computed_again} LESS ${small_restricted_computed_again})
+expect(
+  "the engine at its best computes less again"
+  ${small_engine_computed_again}
+  LESS
+  ${small_restricted_computed_again}
+)
 
 # Long shared prefixes: an event has to copy what stays of them, and lacks pages for some sequences. The others are cut
 # nevertheless, so that nothing is preempted; if all waited for one, as many would be as in the engine, and more.
-execute_process(COMMAND "${PROGRAM}" --requests 16 --rate 1 --pages 56 --prefix 80:120 --prompt 40:120 --answer 60:120
-  --policy tova,budget=96,interval=8,prefill=cut --csv "${csv}" RESULT_VARIABLE failed OUTPUT_QUIET ERROR_VARIABLE said)
+execute_process(
+  COMMAND
+    "${PROGRAM}" --requests 16 --rate 1 --pages 56 --prefix 80:120 --prompt 40:120 --answer 60:120 --policy
+    tova,budget=96,interval=8,prefill=cut --csv "${csv}"
+  RESULT_VARIABLE failed
+  OUTPUT_QUIET
+  ERROR_VARIABLE said
+)
 if(failed)
   message(FATAL_ERROR "example_serving ended with ${failed}: ${said}")
 endif()

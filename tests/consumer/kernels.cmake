@@ -1,6 +1,6 @@
 # kvkeep_same_kernels(TARGET...): compiles kernel.cpp without kvkeep, and linked to each of the targets that are there.
-# `same_kernels`, a target and a variable with its command, checks that all are the same instructions, fused multiply-adds
-# among them, with this file:
+# `same_kernels`, a target and a variable with its command, checks that all are the same instructions, fused
+# multiply-adds among them, with this file:
 #
 #   cmake -DOBJDUMP=PROGRAM -DOBJECTS=FILE,FILE... -P kernels.cmake
 
@@ -22,7 +22,14 @@ if(NOT CMAKE_SCRIPT_MODE_FILE)
       list(APPEND names ${name})
     endforeach()
     list(JOIN objects "," objects)
-    set(command "${CMAKE_COMMAND}" "-DOBJDUMP=${CMAKE_OBJDUMP}" "-DOBJECTS=${objects}" -P "${CMAKE_CURRENT_FUNCTION_LIST_FILE}")
+    set(
+      command
+      "${CMAKE_COMMAND}"
+      "-DOBJDUMP=${CMAKE_OBJDUMP}"
+      "-DOBJECTS=${objects}"
+      -P
+      "${CMAKE_CURRENT_FUNCTION_LIST_FILE}"
+    )
     set(same_kernels ${command} PARENT_SCOPE)
     add_custom_target(same_kernels COMMAND ${command} VERBATIM)
     add_dependencies(same_kernels ${names})

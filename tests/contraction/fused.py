@@ -3,10 +3,11 @@
 
   fused.py COMPILER FLAG...     GCC for x86-64; the flags say where headers lie
 
-Compiles all bodies of the headers alone for a machine with fused multiply-adds, which GCC then uses wherever it may, and
-reads from which line each of them comes. Allowed are those that a line asks for: Highway's MulAdd and hand-written
+Compiles all bodies of the headers alone for a machine with fused multiply-adds, which GCC then uses wherever it may,
+and reads from which line each of them comes. Allowed are those that a line asks for: Highway's MulAdd and hand-written
 intrinsics, and fma(). Eigen's and the standard library's lines are theirs.
 """
+
 import re
 import subprocess
 import sys
@@ -14,8 +15,23 @@ import sys
 EXPLICIT = ("fmaintrin.h", "avx512fintrin.h")
 
 # The pass that fuses runs from -O2 on, or under -fexpensive-optimizations, which takes half the time.
-command = [*sys.argv[1:], "-std=c++20", "-O1", "-fexpensive-optimizations", "-march=haswell", "-ffp-contract=fast", "-g1",
-           "-fkeep-inline-functions", "-DKVKEEP_HEADER_ONLY", "-S", "-o", "-", "-x", "c++", "-"]
+command = [
+    *sys.argv[1:],
+    "-std=c++20",
+    "-O1",
+    "-fexpensive-optimizations",
+    "-march=haswell",
+    "-ffp-contract=fast",
+    "-g1",
+    "-fkeep-inline-functions",
+    "-DKVKEEP_HEADER_ONLY",
+    "-S",
+    "-o",
+    "-",
+    "-x",
+    "c++",
+    "-",
+]
 made = subprocess.run(command, input="#include <kvkeep/kvkeep.h>\n", text=True, capture_output=True)
 if made.returncode != 0:
     sys.exit(made.stderr)

@@ -26,11 +26,15 @@ constexpr std::ptrdiff_t kColumns = 120, kLines = 800;
 
 fs::path root() { return fs::path(KVKEEP_TEST_GOLDEN_DIR) / ".." / ".."; }
 
-std::vector<fs::path> sources_in(const fs::path& folder) {
-  const std::set<std::string> kinds{".h", ".cpp", ".cu", ".cuh", ".c"};
+// Files by their suffixes, where CMakeLists.txt counts as .cmake.
+std::vector<fs::path> sources_in(const fs::path& folder,
+                                 const std::set<std::string>& kinds = {".h", ".cpp", ".cu", ".cuh", ".c"}) {
   std::vector<fs::path> found;
-  for (const auto& entry : fs::recursive_directory_iterator(root() / folder))
-    if (kinds.contains(entry.path().extension().string())) found.push_back(fs::relative(entry.path(), root()));
+  for (const auto& entry : fs::recursive_directory_iterator(root() / folder)) {
+    const fs::path& file = entry.path();
+    if (kinds.contains(file.filename() == "CMakeLists.txt" ? ".cmake" : file.extension().string()))
+      found.push_back(fs::relative(file, root()));
+  }
   EXPECT_FALSE(found.empty()) << folder;
   return found;
 }
@@ -252,22 +256,26 @@ TEST(House, APolicyOfATestLeavesItsScorerASay) {
 TEST(House, LinesAndFilesAreShort) {
   // Text that others wrote, and a page of HTML.
   const std::set<std::string> as_it_is{"examples/lab/src/lm/chat.cpp", "examples/lab/src/cli/picture_page.h"};
-  for (const char* folder : {"include", "src", "cuda", "tests", "bench", "examples"})
-    for (const fs::path& source : sources_in(folder)) {
-      const std::string text = content_of(source);
-      EXPECT_LE(std::ranges::count(text, '\n'), kLines) << source;
-      if (as_it_is.contains(source.generic_string())) continue;
-      std::ptrdiff_t line = 1, column = 0;
-      for (const char c : text) {
-        if (c == '\n') {
-          EXPECT_LE(column, kColumns) << source << ':' << line;
-          ++line;
-          column = 0;
-        } else if ((static_cast<unsigned char>(c) & 0xc0U) != 0x80U) {  // the first byte of a character
-          ++column;
-        }
+  std::vector<fs::path> sources{"CMakeLists.txt", ".ci/run"};
+  for (const char* folder : {"include", "src", "cuda", "cmake", "tests", "bench", "examples"})
+    for (fs::path& source : sources_in(folder, {".h", ".cpp", ".cu", ".cuh", ".c", ".py", ".sh", ".cmake"}))
+      sources.push_back(std::move(source));
+  for (const fs::path& source : sources) {
+    const std::string text = content_of(source);
+    EXPECT_FALSE(text.empty()) << source;
+    EXPECT_LE(std::ranges::count(text, '\n'), kLines) << source;
+    if (as_it_is.contains(source.generic_string())) continue;
+    std::ptrdiff_t line = 1, column = 0;
+    for (const char c : text) {
+      if (c == '\n') {
+        EXPECT_LE(column, kColumns) << source << ':' << line;
+        ++line;
+        column = 0;
+      } else if ((static_cast<unsigned char>(c) & 0xc0U) != 0x80U) {  // the first byte of a character
+        ++column;
       }
     }
+  }
 }
 
 }  // namespace

@@ -26,17 +26,29 @@ import kvkeep.hf as hf
 VOCAB, LAYERS = 97, 4
 #: What is set where a config has it. Values that a family wants otherwise are below.
 SMALL = dict(
-    vocab_size=VOCAB, hidden_size=64, d_model=64, n_embd=64, dim=64, intermediate_size=96, ffn_dim=96, n_inner=96, d_ff=96, ffn_hidden_size=96,
-    num_hidden_layers=LAYERS, n_layer=LAYERS, num_layers=LAYERS, n_layers=LAYERS, decoder_layers=LAYERS, encoder_layers=2,
-    num_attention_heads=4, n_head=4, n_heads=4, attention_heads=4, decoder_attention_heads=4, encoder_attention_heads=4, num_key_value_heads=2, num_kv_heads=2,
-    head_dim=16, kv_channels=16, max_position_embeddings=4096, n_positions=4096, n_ctx=4096, max_seq_len=4096, rotary_dim=8,
-    pad_token_id=0, bos_token_id=1, eos_token_id=2, sliding_window=16, attention_chunk_size=16, window_size=16, tie_word_embeddings=False,
-    num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=32, moe_num_experts=4, moe_k=2, moe_topk=2,
-    shared_expert_intermediate_size=32, n_group=1, topk_group=1, num_expert_groups=1, first_k_dense_replace=1, moe_layer_start_index=1,
+    vocab_size=VOCAB, hidden_size=64, d_model=64, n_embd=64, dim=64, intermediate_size=96, ffn_dim=96, n_inner=96,
+    d_ff=96, ffn_hidden_size=96,
+    num_hidden_layers=LAYERS, n_layer=LAYERS, num_layers=LAYERS, n_layers=LAYERS, decoder_layers=LAYERS,
+    encoder_layers=2,
+    num_attention_heads=4, n_head=4, n_heads=4, attention_heads=4, decoder_attention_heads=4, encoder_attention_heads=4,
+    num_key_value_heads=2, num_kv_heads=2,
+    head_dim=16, kv_channels=16, max_position_embeddings=4096, n_positions=4096, n_ctx=4096, max_seq_len=4096,
+    rotary_dim=8,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2, sliding_window=16, attention_chunk_size=16, window_size=16,
+    tie_word_embeddings=False,
+    num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+    moe_intermediate_size=32, moe_num_experts=4, moe_k=2, moe_topk=2,
+    shared_expert_intermediate_size=32, n_group=1, topk_group=1, num_expert_groups=1, first_k_dense_replace=1,
+    moe_layer_start_index=1,
     kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, qk_head_dim=24,
-    mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=8, mamba_d_ssm=128, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8, state_size=8, conv_kernel=4, n_groups=1, chunk_size=8, expand=2, time_step_rank=8, mamba_dt_rank=8,
-    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16, lru_width=64, attention_window_size=16, image_size=32, patch_size=8, depth=2, embed_dim=64, num_channels=3, hidden_dim=64, n_audio_state=64,
-    vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8, global_head_dim=32, num_nextn_predict_layers=0, index_n_heads=2, index_head_dim=16, index_topk=8,
+    mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=1,
+    mamba_chunk_size=8, mamba_d_ssm=128, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8, state_size=8,
+    conv_kernel=4, n_groups=1, chunk_size=8, expand=2, time_step_rank=8, mamba_dt_rank=8,
+    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16, lru_width=64,
+    attention_window_size=16, image_size=32, patch_size=8, depth=2, embed_dim=64, num_channels=3, hidden_dim=64,
+    n_audio_state=64,
+    vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8, global_head_dim=32, num_nextn_predict_layers=0,
+    index_n_heads=2, index_head_dim=16, index_topk=8,
 )  # fmt: skip
 HALF = ["sliding_attention", "full_attention"] * 2
 OTHERWISE = {
@@ -45,7 +57,13 @@ OTHERWISE = {
     "ctrl": dict(dff=96),
     "falcon": dict(alibi=False, new_decoder_architecture=False),
     "gemma2": dict(attn_logit_softcapping=5.0),
-    "gemma3n_text": dict(layer_types=HALF, num_kv_shared_layers=0, activation_sparsity_pattern=[0.0] * 4, laurel_rank=8, altup_num_inputs=2),
+    "gemma3n_text": dict(
+        layer_types=HALF,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0] * 4,
+        laurel_rank=8,
+        altup_num_inputs=2,
+    ),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]]),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"] * 2),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
@@ -55,12 +73,45 @@ OTHERWISE = {
 }
 #: Families in another form: (model_type, arguments).
 VARIANTS = {
-    "gemma3n_text, shared": ("gemma3n_text", OTHERWISE["gemma3n_text"] | dict(num_hidden_layers=6, layer_types=[*HALF, *HALF[:2]], num_kv_shared_layers=2, activation_sparsity_pattern=[0.0] * 6)),
-    "gemma4_text, shared": ("gemma4_text", dict(num_hidden_layers=6, layer_types=[*HALF, *HALF[:2]], num_kv_shared_layers=2)),
-    "llama, llama3": ("llama", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64))),
-    "llama, yarn": ("llama", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64))),
+    "gemma3n_text, shared": (
+        "gemma3n_text",
+        OTHERWISE["gemma3n_text"]
+        | dict(
+            num_hidden_layers=6,
+            layer_types=[*HALF, *HALF[:2]],
+            num_kv_shared_layers=2,
+            activation_sparsity_pattern=[0.0] * 6,
+        ),
+    ),
+    "gemma4_text, shared": (
+        "gemma4_text",
+        dict(num_hidden_layers=6, layer_types=[*HALF, *HALF[:2]], num_kv_shared_layers=2),
+    ),
+    "llama, llama3": (
+        "llama",
+        dict(
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=1e4,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            )
+        ),
+    ),
+    "llama, yarn": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)),
+    ),
     "llama, dynamic": ("llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0))),
-    "phi3, longrope": ("phi3", dict(original_max_position_embeddings=512, rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[2.0] * 8))),
+    "phi3, longrope": (
+        "phi3",
+        dict(
+            original_max_position_embeddings=512,
+            rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[2.0] * 8),
+        ),
+    ),
     "falcon, alibi": ("falcon", dict(alibi=True)),
 }
 
@@ -76,7 +127,11 @@ def small(config_class, also=None):
     if "qk_rope_head_dim" in wanted:  # latent attention: as many KV heads as query heads
         wanted.pop("head_dim", None)
         wanted["num_key_value_heads"] = 4
-    if "layer_types" in names and "layer_types" not in getattr(config_class, "attribute_map", {}) and getattr(default, "layer_types", None):
+    if (
+        "layer_types" in names
+        and "layer_types" not in getattr(config_class, "attribute_map", {})
+        and getattr(default, "layer_types", None)
+    ):
         kinds = list(dict.fromkeys(default.layer_types))  # the kinds of the family, each at least once
         wanted["layer_types"] = (kinds * LAYERS)[:LAYERS]
     for part in getattr(config_class, "sub_configs", {}):
@@ -93,7 +148,9 @@ def tiny(kind):
     config_class = CONFIG_MAPPING[kind]
     wanted = small(config_class, also)
     with torch.device("meta"):
-        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config_class(**wanted)).parameters())
+        size = sum(
+            p.numel() for p in transformers.AutoModelForCausalLM.from_config(config_class(**wanted)).parameters()
+        )
     if size > 2e7:
         raise ValueError(f"{size:,} parameters")
     torch.manual_seed(0)
@@ -114,7 +171,16 @@ def text(tokens, rows):
 
 
 def generate(model, ids, mask):
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=True, return_dict_in_generate=True, output_logits=True, pad_token_id=0)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=12,
+        do_sample=False,
+        use_cache=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+        pad_token_id=0,
+    )
     return torch.stack(out.logits)
 
 
@@ -165,8 +231,13 @@ def main():
             verdict, why = outcome(kind)
         counts[verdict] = counts.get(verdict, 0) + 1
         bad += verdict in ("DIFFERS", "ERROR")
-        print(f"| {kind} | {verdict} | {why} |" if arguments.markdown else f"{kind:26s} {verdict:10s} {why}", flush=True)
-    print(f"{'' if arguments.markdown else chr(10)}{len(kinds)} families of transformers {transformers.__version__}: " + ", ".join(f"{n} {v}" for v, n in sorted(counts.items())))
+        print(
+            f"| {kind} | {verdict} | {why} |" if arguments.markdown else f"{kind:26s} {verdict:10s} {why}", flush=True
+        )
+    print(
+        f"{'' if arguments.markdown else chr(10)}{len(kinds)} families of transformers {transformers.__version__}: "
+        + ", ".join(f"{n} {v}" for v, n in sorted(counts.items()))
+    )
     return bad > 0
 
 

@@ -36,7 +36,17 @@ def test_help_version_and_policies_are_the_programs(how):
 
 
 def test_plan_reads_the_shape_of_a_model(tmp_path):
-    shape = dict(model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=128, rms_norm_eps=1e-6, hidden_act="silu")
+    shape = dict(
+        model_type="llama",
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+    )
     (tmp_path / "config.json").write_text(json.dumps(shape))
     planned = run("plan", "--model", tmp_path, "--policy", "tova,budget=64,interval=32", "--length", 1000, "-o", "json")
     assert planned.returncode == 0, planned.stderr
@@ -46,7 +56,9 @@ def test_plan_reads_the_shape_of_a_model(tmp_path):
 
 def test_a_recorded_event_is_replayed(tmp_path):
     trace = GOLDEN / "scorers" / "tova_batch" / "trace.safetensors"
-    done = run("replay", trace, "--policy", trace.parent / "policy.json", "--out", tmp_path / "kept.safetensors", "-o", "json")
+    done = run(
+        "replay", trace, "--policy", trace.parent / "policy.json", "--out", tmp_path / "kept.safetensors", "-o", "json"
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["kind"] == "event" and (tmp_path / "kept.safetensors").stat().st_size > 0
 
@@ -68,14 +80,22 @@ def test_traces_that_run_a_model_are_refused(tmp_path):
 
 
 def test_wrong_words_end_with_2():
-    for words, said in [([], "Usage: kvkeep [OPTIONS] SUBCOMMAND"), (["frobnicate"], "no sub-command 'frobnicate'; allowed policies, plan, replay, doctor"), (["policies", "--wrong"], "--wrong"), (["policies", "lru"], "lru"), (["plan", "--shape", "round", "--policy", "full"], "round")]:
+    for words, said in [
+        ([], "Usage: kvkeep [OPTIONS] SUBCOMMAND"),
+        (["frobnicate"], "no sub-command 'frobnicate'; allowed policies, plan, replay, doctor"),
+        (["policies", "--wrong"], "--wrong"),
+        (["policies", "lru"], "lru"),
+        (["plan", "--shape", "round", "--policy", "full"], "round"),
+    ]:
         refused = run(*words)
         assert refused.returncode == 2 and refused.stdout == "" and said in refused.stderr, words
 
 
 def test_a_full_disk_is_a_failure():
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*BY_NAME["module"], "policies"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(
+            [*BY_NAME["module"], "policies"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
     assert done.returncode == 1 and done.stderr.startswith("kvkeep: ")
 
 
@@ -88,7 +108,9 @@ def end_at_signals():
 def wait_until_it_catches_signals(pid):
     """SIGHUP is the last that the program sets, and Python sets none for it."""
     for _ in range(2000):
-        caught = next(line for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+        caught = next(
+            line for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+        )
         if int(caught.split()[1], 16) >> (signal.SIGHUP - 1) & 1:
             return
         time.sleep(0.01)
@@ -100,7 +122,13 @@ def wait_until_it_catches_signals(pid):
 def test_a_signal_ends_it_as_it_ends_the_program(how, number, status, tmp_path):
     policy = tmp_path / "policy.json"
     os.mkfifo(policy)  # nobody writes into it, so the program waits
-    running = subprocess.Popen([*BY_NAME[how], "plan", "--shape", "qwen7b", "--policy", str(policy)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=end_at_signals)
+    running = subprocess.Popen(
+        [*BY_NAME[how], "plan", "--shape", "qwen7b", "--policy", str(policy)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=end_at_signals,
+    )
     wait_until_it_catches_signals(running.pid)
     running.send_signal(number)
     out, err = running.communicate(timeout=20)

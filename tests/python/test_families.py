@@ -10,10 +10,16 @@ transformers = pytest.importorskip("transformers", minversion="4.57")
 pytest.importorskip("kvkeep.hf")
 families = pytest.importorskip("families")
 
-SAME = ["llama", "qwen3", "smollm3", "cohere", "cohere2", "gemma3_text", "gemma4_text", "gemma4_text, shared", "llama4_text", "qwen3_5_text",
-        "phi", "glm4", "gpt2", "olmo2", "llama, dynamic", "modernbert-decoder"]  # fmt: skip
-REFUSED = {"gpt_oss": "learned sinks", "xglm": "attention interface", "deepseek_v3": "attention interface", "bloom": "attention interface",
-           "falcon_h1": "LinearAttentionAndFullAttentionLayer"}  # fmt: skip
+SAME = ["llama", "qwen3", "smollm3", "cohere", "cohere2", "gemma3_text", "gemma4_text", "gemma4_text, shared",
+        "llama4_text", "qwen3_5_text", "phi", "glm4", "gpt2", "olmo2", "llama, dynamic",
+        "modernbert-decoder"]  # fmt: skip
+REFUSED = {
+    "gpt_oss": "learned sinks",
+    "xglm": "attention interface",
+    "deepseek_v3": "attention interface",
+    "bloom": "attention interface",
+    "falcon_h1": "LinearAttentionAndFullAttentionLayer",
+}
 
 
 @pytest.fixture(autouse=True)

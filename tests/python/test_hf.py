@@ -1,5 +1,5 @@
-"""transformers' own generate() under a policy: the same tokens under a budget that holds the text, and each sequence of a
-padded batch as if it were alone."""
+"""transformers' own generate() under a policy: the same tokens under a budget that holds the text, and each sequence of
+a padded batch as if it were alone."""
 
 import copy
 import inspect
@@ -14,25 +14,45 @@ transformers = pytest.importorskip("transformers", minversion="4.57")
 hf = pytest.importorskip("kvkeep.hf")
 CONFIG_MAPPING = transformers.models.auto.configuration_auto.CONFIG_MAPPING
 
-SHAPE = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+SHAPE = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
 KINDS = {
     "llama": lambda: transformers.LlamaConfig(**SHAPE),
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=24),
     "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=None),
     "small": lambda: transformers.LlamaConfig(**(SHAPE | dict(num_hidden_layers=1))),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention", "full_attention"]),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SHAPE, head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention", "full_attention"]
+    ),
 }
 
 
 CUT = "tova,budget=40,interval=8,prefill=cut,recent=4"
 EXPECTED = "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2"
-CACHE = "cache" if "cache" in inspect.signature(inspect.unwrap(transformers.LlamaForCausalLM.forward)).parameters else "past_key_values"
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(inspect.unwrap(transformers.LlamaForCausalLM.forward)).parameters
+    else "past_key_values"
+)
 
 
 def rope(**parameters):
     """Parameters of RoPE as this version of transformers calls them."""
-    if "rope_parameters" in inspect.signature(transformers.LlamaConfig.__init__).parameters or transformers.__version__ >= "5":
+    if (
+        "rope_parameters" in inspect.signature(transformers.LlamaConfig.__init__).parameters
+        or transformers.__version__ >= "5"
+    ):
         return {"rope_parameters": {"rope_theta": 1e4, **parameters}}
     return {"rope_scaling": {"type": parameters.pop("rope_type"), **parameters}}
 
@@ -80,7 +100,9 @@ def test_a_budget_that_holds_the_text_changes_nothing(kind, policy):
     assert torch.equal(generate(model, ids), plain), "nothing is left of it"
 
 
-@pytest.mark.parametrize("policy", ["tova", "ams-tova", "snapkv", "keydiff", "rkv", "streaming", "pyramidkv-knorm", "adakv-snapkv"])
+@pytest.mark.parametrize(
+    "policy", ["tova", "ams-tova", "snapkv", "keydiff", "rkv", "streaming", "pyramidkv-knorm", "adakv-snapkv"]
+)
 def test_rows_stay_within_the_budget_and_end_at_the_newest_token(policy):
     model, ids = model_of(), tokens_of(80)
     with hf.attach(model, f"{policy},budget=32,interval=8,prefill=cut") as kept:
@@ -105,7 +127,10 @@ def test_attention_over_the_rows_is_attention_over_the_tokens_that_are_kept():
         out = model(ids[:, :100], use_cache=True)
         cache = getattr(out, "cache", None) or out.past_key_values
         rows = next(layer.rows for layer in cache.layers)
-        cut = [model(ids[:, t : t + 1], **with_cache(model, cache), position_ids=torch.tensor([[t]])).logits for t in range(100, 104)]
+        cut = [
+            model(ids[:, t : t + 1], **with_cache(model, cache), position_ids=torch.tensor([[t]])).logits
+            for t in range(100, 104)
+        ]
         held = torch.from_numpy(kept.keeper.positions(rows.ids[0], 0, 0)).long()[:32]
         assert held[-1] == 99 and len(kept.events) == 1
     mask = torch.ones(104, 104, dtype=torch.bool).tril()
@@ -117,7 +142,14 @@ def test_attention_over_the_rows_is_attention_over_the_tokens_that_are_kept():
 
 
 @pytest.mark.filterwarnings("ignore:kvkeep.hf. no event")
-@pytest.mark.parametrize("policy", ["tova,budget=512", "tova,budget=24,interval=8,prefill=cut", "adakv-snapkv,budget=24,interval=8,window=8,prefill=cut"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "tova,budget=512",
+        "tova,budget=24,interval=8,prefill=cut",
+        "adakv-snapkv,budget=24,interval=8,window=8,prefill=cut",
+    ],
+)
 def test_a_padded_batch_gives_what_each_sequence_gives_alone(policy):
     model = model_of()
     texts = [tokens_of(60, 2), tokens_of(33, 3), tokens_of(48, 4)]
@@ -168,6 +200,7 @@ def test_what_cannot_be_served_is_refused_by_name():
 
 # ---- What a model is
 
+
 def spec_of(spec, **more):
     """The same shapes, told by hand."""
     told = dict(value_dim=spec.value_dim, softmax_scale=1 / spec.key_dim**0.5)
@@ -197,8 +230,14 @@ SLIDES = ["sliding_attention", "full_attention", "sliding_attention", "full_atte
 ROPES = {
     "llama": (dict(), lambda m: dict(inv_freq=inv_freq(m))),
     "cohere": (dict(), lambda m: dict(inv_freq=inv_freq(m), rope_style="interleaved")),
-    "smollm3": (dict(num_hidden_layers=4), lambda m: dict(inv_freq=inv_freq(m), layer_ropes={3: kvkeep.Rope(style="none")})),
-    "cohere2": (dict(num_hidden_layers=4, head_dim=16, sliding_window=12, layer_types=SLIDES), lambda m: dict(rope_style="none", sliding=[(0, 12), (2, 12)])),
+    "smollm3": (
+        dict(num_hidden_layers=4),
+        lambda m: dict(inv_freq=inv_freq(m), layer_ropes={3: kvkeep.Rope(style="none")}),
+    ),
+    "cohere2": (
+        dict(num_hidden_layers=4, head_dim=16, sliding_window=12, layer_types=SLIDES),
+        lambda m: dict(rope_style="none", sliding=[(0, 12), (2, 12)]),
+    ),
     "phi": (dict(partial_rotary_factor=0.5), lambda m: dict(inv_freq=inv_freq(m))),
 }
 
@@ -212,12 +251,18 @@ def test_expected_turns_each_layer_as_the_model_does(monkeypatch, kind):
     learned = kept_under(monkeypatch, model, EXPECTED, ids)
     by_hand = kept_under(monkeypatch, model, EXPECTED, ids, lambda spec: spec_of(spec, **told(model)))
     assert learned == by_hand and len(learned[1]) >= 2
-    wrong = kept_under(monkeypatch, model, EXPECTED, ids, lambda spec: spec_of(spec, inv_freq=[0.9, 0.4], sliding=told(model).get("sliding", [])))
+    wrong = kept_under(
+        monkeypatch,
+        model,
+        EXPECTED,
+        ids,
+        lambda spec: spec_of(spec, inv_freq=[0.9, 0.4], sliding=told(model).get("sliding", [])),
+    )
     assert wrong[0] != learned[0], "the trial tells one RoPE from another"
 
 
-def test_gemma3_turns_full_layers_by_their_own_frequencies(monkeypatch):
-    model, ids = model_of("gemma3"), tokens_of(120)
+def test_gemma3_turns_full_layers_by_their_own_frequencies():
+    model = model_of("gemma3")
     names = dict(model.get_decoder().rotary_emb.named_buffers())
     full = next(n for n in ("full_attention_inv_freq", "inv_freq") if n in names)
     spec = hf._spec(model)
@@ -227,7 +272,11 @@ def test_gemma3_turns_full_layers_by_their_own_frequencies(monkeypatch):
 def test_a_rope_that_changes_with_the_length_is_refused_where_it_is_read():
     for config in (
         transformers.LlamaConfig(**SHAPE, **rope(rope_type="dynamic", factor=4.0)),
-        transformers.Phi3Config(**SHAPE, original_max_position_embeddings=512, **rope(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)),
+        transformers.Phi3Config(
+            **SHAPE,
+            original_max_position_embeddings=512,
+            **rope(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8),
+        ),
     ):
         model = randomised(transformers.AutoModelForCausalLM.from_config(config))
         with pytest.raises(kvkeep.InvalidArgument, match="does not state the RoPE of layer 0"):
@@ -236,13 +285,17 @@ def test_a_rope_that_changes_with_the_length_is_refused_where_it_is_read():
 
 
 def test_attention_that_is_more_than_a_softmax_under_a_mask_is_refused_by_its_name():
-    config = transformers.GptOssConfig(**SHAPE, head_dim=16, sliding_window=12, num_local_experts=2, num_experts_per_tok=1)
+    config = transformers.GptOssConfig(
+        **SHAPE, head_dim=16, sliding_window=12, num_local_experts=2, num_experts_per_tok=1
+    )
     with pytest.raises(kvkeep.Unsupported, match="s_aux, learned sinks"):
         hf.attach(randomised(transformers.AutoModelForCausalLM.from_config(config)), "full")
 
 
 def test_a_model_whose_attention_does_not_come_by_is_refused_when_it_is_attached():
-    config = transformers.XGLMConfig(vocab_size=128, d_model=64, ffn_dim=96, attention_heads=4, num_layers=3, pad_token_id=0)
+    config = transformers.XGLMConfig(
+        vocab_size=128, d_model=64, ffn_dim=96, attention_heads=4, num_layers=3, pad_token_id=0
+    )
     with pytest.raises(kvkeep.Unsupported, match="does not come through transformers' attention interface"):
         hf.attach(randomised(transformers.AutoModelForCausalLM.from_config(config)), "tova,budget=24")
 
@@ -263,7 +316,10 @@ def test_a_difference_that_nobody_thought_of_is_found_when_it_is_attached():
     model = model_of()
     attention = model.get_decoder().layers[1].self_attn
     plain = attention.forward
-    attention.forward = lambda *a, **k: (plain(*a, **k)[0] * (2 if k.get(CACHE) is not None and hf._rows_of(k[CACHE]) else 1), None)
+    attention.forward = lambda *a, **k: (
+        plain(*a, **k)[0] * (2 if k.get(CACHE) is not None and hf._rows_of(k[CACHE]) else 1),
+        None,
+    )
     with pytest.raises(kvkeep.Unsupported, match="are not those of the model alone"):
         hf.attach(model, "tova,budget=64")
     hf.attach(model, "tova,budget=64", check=False)
@@ -272,7 +328,16 @@ def test_a_difference_that_nobody_thought_of_is_found_when_it_is_attached():
 def test_keys_and_values_of_two_sizes():
     if "mimo_v2_flash" not in CONFIG_MAPPING:
         pytest.skip("this release of transformers has no such family")
-    sizes = dict(head_dim=24, v_head_dim=16, swa_head_dim=24, swa_v_head_dim=16, sliding_window=12, moe_layer_freq=[0] * 3, n_routed_experts=2, num_experts_per_tok=1)
+    sizes = dict(
+        head_dim=24,
+        v_head_dim=16,
+        swa_head_dim=24,
+        swa_v_head_dim=16,
+        sliding_window=12,
+        moe_layer_freq=[0] * 3,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+    )
     config = transformers.AutoConfig.for_model("mimo_v2_flash", **(SHAPE | sizes))
     model = randomised(transformers.AutoModelForCausalLM.from_config(config))
     with pytest.raises(kvkeep.Unsupported, match="sink"):
@@ -281,19 +346,27 @@ def test_keys_and_values_of_two_sizes():
 
 # ---- Which tokens a query sees
 
+
 @pytest.mark.parametrize("policy", ["full", CUT])
 def test_turns_of_a_padded_batch(policy):
     """three turns, padded on the left, in the middle of the mask, and on the right."""
     model = model_of()
     turns = [([40, 33], "left"), ([10, 4], "left"), ([3, 7], "right"), ([5, 5], "left")]
-    texts = [[tokens_of(n, seed=10 * t + b)[0] for t, (lengths, _) in enumerate(turns) for n in [lengths[b]]] for b in range(2)]
+    texts = [
+        [tokens_of(n, seed=10 * t + b)[0] for t, (lengths, _) in enumerate(turns) for n in [lengths[b]]]
+        for b in range(2)
+    ]
 
     def alone(b, under):
         cache = under.cache() if under else transformers.DynamicCache(config=model.config)
         return [model(part[None], **with_cache(model, cache)).logits[0, -1] for part in texts[b]]
 
     def together(under):
-        cache, mask, out = under.cache() if under else transformers.DynamicCache(config=model.config), torch.zeros(2, 0, dtype=torch.long), []
+        cache, mask, out = (
+            under.cache() if under else transformers.DynamicCache(config=model.config),
+            torch.zeros(2, 0, dtype=torch.long),
+            [],
+        )
         for t, (lengths, side) in enumerate(turns):
             width = max(lengths)
             ids, new = torch.zeros(2, width, dtype=torch.long), torch.zeros(2, width, dtype=torch.long)
@@ -320,8 +393,12 @@ def test_turns_of_a_padded_batch(policy):
 @pytest.mark.parametrize("pad", [0, "the end token"])
 @pytest.mark.parametrize("policy", ["full", CUT, "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2"])
 def test_a_sequence_that_ends_before_the_others_is_given_no_padding(policy, pad):
-    """generate() writes padding behind its end token, and its mask counts that as text; two turns are those of each alone."""
-    model, prompts, more = model_of(), [tokens_of(44, seed=2), tokens_of(50, seed=3)], [tokens_of(6, seed=4), tokens_of(9, seed=5)]
+    """generate() writes padding behind its end token, and its mask counts that as text; turns are each's own."""
+    model, prompts, more = (
+        model_of(),
+        [tokens_of(44, seed=2), tokens_of(50, seed=3)],
+        [tokens_of(6, seed=4), tokens_of(9, seed=5)],
+    )
     end = int(generate(model, prompts[0])[0, 46])  # the third token that the first one writes
     pad = end if pad == "the end token" else pad
 
@@ -335,7 +412,11 @@ def test_a_sequence_that_ends_before_the_others_is_given_no_padding(policy, pad)
         return out, torch.cat([mask, real], 1), [w[r.bool()].tolist() for w, r in zip(wrote, real)]
 
     def talk(kept, rows):
-        cache, seen, mask = kept.cache(), torch.zeros(len(rows), 0, dtype=torch.long), torch.zeros(len(rows), 0, dtype=torch.long)
+        cache, seen, mask = (
+            kept.cache(),
+            torch.zeros(len(rows), 0, dtype=torch.long),
+            torch.zeros(len(rows), 0, dtype=torch.long),
+        )
         seen, mask, first = turn(cache, seen, mask, [prompts[r] for r in rows])
         return [list(x) for x in zip(first, turn(cache, seen, mask, [more[r] for r in rows])[2])]
 
@@ -359,7 +440,18 @@ def test_a_mask_of_the_programs_own_is_used():
 
     def run(cache):
         first = model(ids, attention_mask=mask, **with_cache(model, cache)).logits
-        return torch.cat([first, model(tokens_of(1), attention_mask=next_mask, position_ids=torch.tensor([[30]]), **with_cache(model, cache)).logits], 1)
+        return torch.cat(
+            [
+                first,
+                model(
+                    tokens_of(1),
+                    attention_mask=next_mask,
+                    position_ids=torch.tensor([[30]]),
+                    **with_cache(model, cache),
+                ).logits,
+            ],
+            1,
+        )
 
     with torch.no_grad():
         plain = run(transformers.DynamicCache(config=model.config))
@@ -378,10 +470,14 @@ def test_a_mask_of_the_programs_own_is_used():
 
 def test_masks_that_do_more_than_hide_are_refused():
     model, ids = model_of(), tokens_of(8)
-    bias = torch.zeros(1, 1, 8, 8).masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), torch.finfo(torch.float32).min)
+    bias = torch.zeros(1, 1, 8, 8).masked_fill(
+        ~torch.ones(8, 8, dtype=torch.bool).tril(), torch.finfo(torch.float32).min
+    )
     with hf.attach(model, "full") as kept, torch.no_grad():
         plain = model(ids, use_cache=False).logits
-        assert torch.allclose(model(ids, attention_mask=bias, **with_cache(model, kept.cache())).logits, plain, atol=1e-5)
+        assert torch.allclose(
+            model(ids, attention_mask=bias, **with_cache(model, kept.cache())).logits, plain, atol=1e-5
+        )
         with pytest.raises(kvkeep.Unsupported, match="other numbers than 0 and the least"):
             model(ids, attention_mask=bias - 0.5 * torch.ones(8, 8).tril(-3), **with_cache(model, kept.cache()))
 
@@ -400,10 +496,13 @@ def test_positions_that_are_not_those_of_the_text_are_refused_where_they_are_rea
 
 # ---- Steps that are more than a token
 
+
 @pytest.mark.parametrize("chunk", [7, 48, 60, 119])
 def test_a_prompt_in_pieces_is_one_prompt(monkeypatch, chunk):
     model, ids = model_of(), tokens_of(120)
-    logits = lambda **more: torch.stack(generate(model, return_dict_in_generate=True, output_logits=True, **more).logits)
+    logits = lambda **more: torch.stack(
+        generate(model, return_dict_in_generate=True, output_logits=True, **more).logits
+    )
     alike = lambda **more: torch.allclose(logits(**more), logits(**more, prefill_chunk_size=chunk), atol=1e-3)
     if not alike(ids=ids):
         pytest.skip("this release of transformers itself writes another text in pieces")
@@ -428,7 +527,9 @@ def without_drafts(monkeypatch, model, policy, ids, points, **more):
     from kvkeep import _rows
 
     cut = _rows.Rows.cut
-    monkeypatch.setattr(_rows.Rows, "cut", lambda rows: cut(rows) if rows.keeper.logical_length(rows.ids[0]) in points else None)
+    monkeypatch.setattr(
+        _rows.Rows, "cut", lambda rows: cut(rows) if rows.keeper.logical_length(rows.ids[0]) in points else None
+    )
     with hf.attach(model, policy, check=False) as kept:
         out = generate(model, ids, **more)
     monkeypatch.undo()
@@ -436,11 +537,19 @@ def without_drafts(monkeypatch, model, policy, ids, points, **more):
 
 
 def predicts_further(monkeypatch):
-    """A model with layers that draft the next two tokens (MTP), random as its own are; transformers reads them from a file."""
+    """A model whose last layers draft the next two tokens (MTP), random as its own are; transformers reads a file."""
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
         pytest.skip("this release of transformers has no MTP")
-    config = transformers.Glm4MoeConfig(**SHAPE, head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1, num_mtp_layers=2)
+    config = transformers.Glm4MoeConfig(
+        **SHAPE,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        num_mtp_layers=2,
+    )
 
     def drafter(main, **_):
         made = layers.MtpModel(main, 2).eval()
@@ -451,9 +560,16 @@ def predicts_further(monkeypatch):
     return randomised(transformers.AutoModelForCausalLM.from_config(config))
 
 
-DRAFTED = ["full", CUT, "ams-tova,budget=40,interval=8,prefill=cut,min_segment=8,recent=4", "snapkv,budget=40,interval=8,window=8,prefill=cut",
-           "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2",
-           "adakv-snapkv,budget=40,interval=8,window=8,prefill=cut", "h2o,budget=40,interval=8,prefill=cut,recent=4", "streaming,budget=40,interval=1,prefill=cut"]  # fmt: skip
+DRAFTED = [
+    "full",
+    CUT,
+    "ams-tova,budget=40,interval=8,prefill=cut,min_segment=8,recent=4",
+    "snapkv,budget=40,interval=8,window=8,prefill=cut",
+    "expected,budget=40,interval=8,prefill=cut,recent=4,sink=2",
+    "adakv-snapkv,budget=40,interval=8,window=8,prefill=cut",
+    "h2o,budget=40,interval=8,prefill=cut,recent=4",
+    "streaming,budget=40,interval=1,prefill=cut",
+]
 
 
 @pytest.mark.parametrize("policy", DRAFTED)
@@ -461,7 +577,12 @@ DRAFTED = ["full", CUT, "ams-tova,budget=40,interval=8,prefill=cut,min_segment=8
 def test_drafts_that_are_taken_back_change_nothing(monkeypatch, policy, how):
     """the text is that without drafts at the same event points."""
     model, ids = predicts_further(monkeypatch) if how == "MTP" else model_of(), tokens_of(30).repeat(1, 4)
-    more = {"prompt lookup": dict(prompt_lookup_num_tokens=5), "40 drafts": dict(prompt_lookup_num_tokens=40), "assistant": dict(assistant_model=model_of("small")), "MTP": dict(use_mtp=True)}[how]
+    more = {
+        "prompt lookup": dict(prompt_lookup_num_tokens=5),
+        "40 drafts": dict(prompt_lookup_num_tokens=40),
+        "assistant": dict(assistant_model=model_of("small")),
+        "MTP": dict(use_mtp=True),
+    }[how]
     with hf.attach(model, policy) as kept:
         drafted = generate(model, ids, new=60, **more)
     points = [e.logical_length for e in kept.events]
@@ -476,14 +597,19 @@ def test_rollback_before_an_event_is_exact_and_behind_it_an_error():
         cache = kept.cache()
         model(ids, **with_cache(model, cache))
         rows = hf._rows_of(cache)
-        assert kept.keeper.logical_length(rows.ids[0]) == 40 and kept.events == [], "an event waits for the next forward"
+        assert kept.keeper.logical_length(rows.ids[0]) == 40 and kept.events == [], (
+            "an event waits for the next forward"
+        )
         cache.crop(-2)
         assert kept.keeper.logical_length(rows.ids[0]) == cache.get_seq_length() == 38
         model(tokens_of(4, 8), **with_cache(model, cache), position_ids=torch.arange(38, 42)[None])
         assert [e.logical_length for e in kept.events] == [38]
         lengths = rows.lengths.copy()
         cache.crop(38)
-        assert kept.keeper.logical_length(rows.ids[0]) == cache.get_seq_length() == 38 and (rows.lengths == lengths - 4).all()
+        assert (
+            kept.keeper.logical_length(rows.ids[0]) == cache.get_seq_length() == 38
+            and (rows.lengths == lengths - 4).all()
+        )
         with pytest.raises(kvkeep.StateError, match="was cut at length 38"):
             cache.crop(-1)
         assert cache.get_seq_length() == 38 and (rows.lengths == lengths - 4).all(), "nothing has changed"
@@ -493,6 +619,7 @@ def test_rollback_before_an_event_is_exact_and_behind_it_an_error():
 
 
 # ---- Programs
+
 
 def test_two_models_in_two_threads():
     models, ids = [model_of(), model_of()], tokens_of(80)
@@ -543,11 +670,15 @@ def test_a_forward_that_dies_leaves_no_trace():
         with pytest.raises(KeyboardInterrupt):
             prompted_into(model, cache, tokens_of(90))
         hook.remove()
-        assert torch.equal(model(tokens_of(1), **with_cache(model, prompted_into(model, cache, ids))).logits, want), "its first step is another prompt"
+        assert torch.equal(model(tokens_of(1), **with_cache(model, prompted_into(model, cache, ids))).logits, want), (
+            "its first step is another prompt"
+        )
     model = model_of("gemma3")
     with hf.attach(model, CUT) as kept, torch.no_grad():
         cache = prompted(model, kept, ids)
-        hook = model.get_decoder().layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        hook = (
+            model.get_decoder().layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        )
         with pytest.raises(KeyboardInterrupt):
             model(tokens_of(1), **with_cache(model, cache))
         hook.remove()
@@ -586,7 +717,9 @@ def test_gradients_are_refused():
 
 def test_no_event_is_said_aloud():
     model, ids = model_of(), tokens_of(20)
-    with pytest.warns(UserWarning, match="no event came: the longest sequence had 42 tokens, and tova,budget=64 may cut one of 576"):
+    with pytest.warns(
+        UserWarning, match="no event came: the longest sequence had 42 tokens, and tova,budget=64 may cut one of 576"
+    ):
         with hf.attach(model, "tova,budget=64"):
             generate(model, ids)
     with pytest.warns(UserWarning, match="no event came: the model ran without a cache"):

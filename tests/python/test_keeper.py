@@ -50,7 +50,11 @@ class Engine:
         report = self.keeper.step([(self.array(k), self.array(v)) for k, v in self.kv], [7], lengths, **view)
         self.length = int(lengths[0])
         for move in report.pages:
-            self.pages = list(move.held) + list(move.freed) + [p for p in self.pages if p not in move.held and p not in move.freed]
+            self.pages = (
+                list(move.held)
+                + list(move.freed)
+                + [p for p in self.pages if p not in move.held and p not in move.freed]
+            )
         for layer in range(LAYERS):
             for head in range(HEADS):
                 positions = self.keeper.positions(7, layer, head)
@@ -93,7 +97,9 @@ def test_all_arrays_give_the_same():
 def test_bfloat16_is_read_as_it_is():
     keeper = kvkeep.Keeper(spec(), "tova,budget=16,interval=4,prefill=cut")
     keeper.join(1)
-    layers = [(torch.randn(1, HEADS, 40, DIM).bfloat16(), torch.randn(1, HEADS, 40, DIM).bfloat16()) for _ in range(LAYERS)]
+    layers = [
+        (torch.randn(1, HEADS, 40, DIM).bfloat16(), torch.randn(1, HEADS, 40, DIM).bfloat16()) for _ in range(LAYERS)
+    ]
     for layer in range(LAYERS):
         keeper.observe(layer, [1], [0, 30], torch.randn(30, QUERY_HEADS, DIM).bfloat16(), basis="post_rope")
     before = [k.clone() for k, _ in layers]

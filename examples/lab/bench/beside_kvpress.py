@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """kvpress and kvkeep on one model file and the same prompts: accuracy by method and budget, time of compression.
 
-    python3 examples/lab/bench/beside_kvpress.py --model SmolLM2.gguf --task ruler/niah-single-1 --length 1024 --budgets 512,256
-    python3 examples/lab/bench/beside_kvpress.py --model SmolLM2.gguf --task text/needle --haystack prose.txt --samples 50
-    python3 examples/lab/bench/beside_kvpress.py --model SmolLM2.gguf --haystack prose.txt --length 512 --decode 256 --budgets 256
+    cd examples/lab/bench
+    python3 beside_kvpress.py --model SmolLM2.gguf --task ruler/niah-single-1 --length 1024 --budgets 512,256
+    python3 beside_kvpress.py --model SmolLM2.gguf --task text/needle --haystack prose.txt --samples 50
+    python3 beside_kvpress.py --model SmolLM2.gguf --haystack prose.txt --length 512 --decode 256 --budgets 256
 
 `kvkeep eval --samples-out` makes the prompts and our answers. kvpress gets the same token ids: the context is
 compressed while it is prefilled, the question follows, and the answer is decoded greedily. Both programs compute in
@@ -333,16 +334,18 @@ def decode(args, budget):
             progress("decoded", end - args.length, args.decode)
     for one in contestants[2:]:
         events = contestants[1].events()  # attach() cuts at the start of the next step
-        if [n for i, n in enumerate(one.slots) if i not in events] != [n for i, n in enumerate(contestants[1].slots) if i not in events]:
+        if [n for i, n in enumerate(one.slots) if i not in events] != [
+            n for i, n in enumerate(contestants[1].slots) if i not in events
+        ]:
             stop(f"{one.name} held other numbers of slots than {contestants[1].name}: the times cannot be compared")
     print("| method | step ms | event step ms | event ms | first event ms | policy |")
     print("|---|---:|---:|---:|---:|---|")
     for one in contestants:
         print(one.row())
     print(
-        f"\nkvpress {PACKAGES['kvpress']}, transformers {PACKAGES['transformers']}, torch {torch.__version__}; float32, "
-        f"{args.threads} thread{'s' if args.threads > 1 else ''}; a prompt of {args.length} tokens, {args.decode} steps; "
-        f"{budget} slots, {len(contestants[1].events())} events, one every {args.interval} steps."
+        f"\nkvpress {PACKAGES['kvpress']}, transformers {PACKAGES['transformers']}, torch {torch.__version__}; "
+        f"float32, {args.threads} thread{'s' if args.threads > 1 else ''}; a prompt of {args.length} tokens, "
+        f"{args.decode} steps; {budget} slots, {len(contestants[1].events())} events, one every {args.interval} steps."
     )
 
 

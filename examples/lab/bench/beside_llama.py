@@ -155,7 +155,13 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     kvkeep = ROOT / "build/release/bin/kvkeep"
-    add("--model", required=True, type=pathlib.Path, metavar="FILE", help="GGUF file of a Llama, Qwen2, Qwen3 or Gemma 3")
+    add(
+        "--model",
+        required=True,
+        type=pathlib.Path,
+        metavar="FILE",
+        help="GGUF file of a Llama, Qwen2, Qwen3 or Gemma 3",
+    )
     add("--kvkeep", default=str(kvkeep), metavar="FILE", help="the command; default: build/release/bin/kvkeep")
     add(
         "--llama",

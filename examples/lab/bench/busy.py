@@ -22,7 +22,9 @@ import time
 def generate(command, args, tokens):
     """Seconds and token ids of one run."""
     ids = ",".join(str(i) for i in range(100, 116))
-    line = f"{command} generate --model '{args.model}' --ids {ids} --policy full --max-new-tokens {tokens} --quiet -o json"
+    line = (
+        f"{command} generate --model '{args.model}' --ids {ids} --policy full --max-new-tokens {tokens} --quiet -o json"
+    )
     if args.threads:
         line += f" --threads {args.threads}"
     start = time.monotonic()

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """What each scorer foresees: its scores at a cut beside the attention that the question, which comes later, pays.
 
-    foresight.py OUT.csv --kvkeep FILE MODEL=FILE:SAMPLES.jsonl [MODEL=FILE:SAMPLES.jsonl ...] [--samples 2] [--png OUT.png]
+    foresight.py OUT.csv --kvkeep FILE MODEL=FILE:SAMPLES.jsonl [MODEL=FILE:SAMPLES.jsonl ...]
+                 [--samples 2] [--png OUT.png]
 
-SAMPLES are lines of `kvkeep eval --question after --samples-out`. For each, two events are recorded: at the end of the text, where every scorer scores it (`kvkeep replay`), and at the end of
-question and answer, whose queries show what was read. By layer, the mean over KV heads of Spearman's rank correlation between the two over the slots that a scorer may choose (not the 4 sinks,
-nor the 32 newest), and the share of rows in which all slots of
-the number are among the better half of them. Needs numpy; --png also matplotlib.
+SAMPLES are lines of `kvkeep eval --question after --samples-out`. For each, two events are recorded: at the end of the
+text, where every scorer scores it (`kvkeep replay`), and at the end of question and answer, whose queries show what was
+read. By layer, the mean over KV heads of Spearman's rank correlation between the two over the slots that a scorer may
+choose (not the 4 sinks, nor the 32 newest), and the share of rows in which all slots of the number are among the better
+half of them. Needs numpy; --png also matplotlib.
 """
+
 import argparse
 import csv
 import json
@@ -29,7 +32,11 @@ def tensors(path):
     with open(path, "rb") as f:
         header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
         data = f.read()
-    return {name: np.frombuffer(data[t["data_offsets"][0]:t["data_offsets"][1]], DTYPES[t["dtype"]]).reshape(t["shape"]) for name, t in header.items() if name != "__metadata__"}
+    return {
+        name: np.frombuffer(data[t["data_offsets"][0] : t["data_offsets"][1]], DTYPES[t["dtype"]]).reshape(t["shape"])
+        for name, t in header.items()
+        if name != "__metadata__"
+    }
 
 
 def ranks(x):
@@ -53,14 +60,19 @@ def slots_of(pieces, wanted):
 
 
 def attention(event, layer, first):
-    """[Hkv, first] The share that queries from position `first` on pay to the slots before it, largest over queries, mean over the query heads of each KV head."""
-    queries, keys, positions = event["layer.%d.queries" % layer][0], event["layer.%d.keys" % layer][0], event["query_positions"][0]
+    """[Hkv, first] The share that queries from position `first` on pay to the slots before it, largest over queries,
+    mean over the query heads of each KV head."""
+    queries, keys, positions = (
+        event["layer.%d.queries" % layer][0],
+        event["layer.%d.keys" % layer][0],
+        event["query_positions"][0],
+    )
     asked = np.nonzero(positions >= first)[0]
     group = len(queries) // len(keys)
     paid = np.zeros((len(keys), first))
     for h, rows in enumerate(queries):
         for i in asked:
-            logits = keys[h // group][:positions[i] + 1] @ rows[i] / np.sqrt(rows.shape[1])
+            logits = keys[h // group][: positions[i] + 1] @ rows[i] / np.sqrt(rows.shape[1])
             share = np.exp(logits - logits.max())
             paid[h // group] = np.maximum(paid[h // group], (share / share.sum())[:first])
     return paid
@@ -92,8 +104,26 @@ def main():
                 if seen[sample["task"]] > a.samples:
                     continue
                 text, question = sample["turns"]
-                record = ["record", "--model", weights, "--weights", "bf16", "--threads", "1", "--quiet", "--max-new-tokens", "2", "--prompt-file", place("prompt.txt"), "--queries", "256"]
-                for name, said in (("text", text), ("asked", text + question + sample["answer_prefix"] + " " + sample["references"][0])):
+                record = [
+                    "record",
+                    "--model",
+                    weights,
+                    "--weights",
+                    "bf16",
+                    "--threads",
+                    "1",
+                    "--quiet",
+                    "--max-new-tokens",
+                    "2",
+                    "--prompt-file",
+                    place("prompt.txt"),
+                    "--queries",
+                    "256",
+                ]
+                for name, said in (
+                    ("text", text),
+                    ("asked", text + question + sample["answer_prefix"] + " " + sample["references"][0]),
+                ):
                     with open(place("prompt.txt"), "w") as f:
                         f.write(said)
                     run(*record, "--policy", "expected,budget=64,prefill=cut", "--out", place(name))
@@ -103,7 +133,25 @@ def main():
                 paid = {layer: attention(asked, layer, n) for layer in layers}
                 with open(place("prompt.txt"), "w") as f:
                     f.write(text)
-                pieces = [t["piece"] for t in json.loads(subprocess.run([a.kvkeep, "tokens", "--model", weights, "--prompt-file", place("prompt.txt"), "-o", "json"], check=True, capture_output=True).stdout)]
+                pieces = [
+                    t["piece"]
+                    for t in json.loads(
+                        subprocess.run(
+                            [
+                                a.kvkeep,
+                                "tokens",
+                                "--model",
+                                weights,
+                                "--prompt-file",
+                                place("prompt.txt"),
+                                "-o",
+                                "json",
+                            ],
+                            check=True,
+                            capture_output=True,
+                        ).stdout
+                    )
+                ]
                 needle = slots_of(pieces, sample["references"][0])
                 if needle is None or needle[0] < 4 or needle[-1] >= n - 32:
                     continue  # it stays in any case
@@ -112,16 +160,34 @@ def main():
                     scores = tensors(place("kept"))
                     for layer in layers:
                         for head, row in enumerate(scores["layer.%d.scores" % layer][0]):
-                            chosen, read = ranks(row[4:n - 32]), ranks(paid[layer][head][4:n - 32])
-                            found[model, layer, scorer].append((np.corrcoef(chosen, read)[0, 1], 100 * float(chosen[needle - 4].min() >= (n - 36) / 2)))
+                            chosen, read = ranks(row[4 : n - 32]), ranks(paid[layer][head][4 : n - 32])
+                            found[model, layer, scorer].append(
+                                (np.corrcoef(chosen, read)[0, 1], 100 * float(chosen[needle - 4].min() >= (n - 36) / 2))
+                            )
                 print("%s: %s, %d slots" % (model, sample["task"], n), file=sys.stderr)
     with open(a.out, "w", newline="") as f:
         out = csv.writer(f, lineterminator="\n")
         out.writerow(["model", "layer", "scorer", "rows", "correlation", "holds_needle_at_half_percent"])
         for (model, layer, scorer), values in found.items():
-            out.writerow([model, layer, scorer, len(values), "%.3f" % np.mean([v[0] for v in values]), "%.1f" % np.mean([v[1] for v in values])])
+            out.writerow(
+                [
+                    model,
+                    layer,
+                    scorer,
+                    len(values),
+                    "%.3f" % np.mean([v[0] for v in values]),
+                    "%.1f" % np.mean([v[1] for v in values]),
+                ]
+            )
     for model in dict.fromkeys(k[0] for k in found):
-        print("%s: " % model + ", ".join("%s %.2f (%.0f %% of rows hold the needle)" % (s, *np.mean([v for k, vs in found.items() if k[0] == model and k[2] == s for v in vs], axis=0)) for s in SCORERS))
+        print(
+            "%s: " % model
+            + ", ".join(
+                "%s %.2f (%.0f %% of rows hold the needle)"
+                % (s, *np.mean([v for k, vs in found.items() if k[0] == model and k[2] == s for v in vs], axis=0))
+                for s in SCORERS
+            )
+        )
     if a.png:
         draw(a.png, found)
 
@@ -137,7 +203,9 @@ def draw(path, found):
     for x, model in enumerate(models):
         for y, shown in enumerate(("rank correlation", "rows that hold the needle at half, %")):
             for scorer, colour in zip(SCORERS, COLOURS):
-                points = sorted((k[1], np.mean([v[y] for v in vs])) for k, vs in found.items() if k[0] == model and k[2] == scorer)
+                points = sorted(
+                    (k[1], np.mean([v[y] for v in vs])) for k, vs in found.items() if k[0] == model and k[2] == scorer
+                )
                 axes[y][x].plot(*zip(*points), color=colour, label=scorer, marker="o", ms=3.5, lw=1.3)
             axes[y][x].set_ylabel(shown)
             axes[y][x].grid(color="#dddddd", lw=0.6)

@@ -3,29 +3,37 @@
 
     long_decodes.py OUT.jsonl TEXT=FILE [TEXT=FILE ...] [--samples 6] [--characters 1800] [--seed 1]
 
-A sample is a log: prose of the text, with short entries between its paragraphs. `kvkeep eval --samples-in OUT.jsonl --stream-after 32` feeds it token by token, with events
-on the way, and lets the model write how it goes on. Four tasks, each with --samples samples of every text:
+A sample is a log: prose of the text, with short entries between its paragraphs. `kvkeep eval --samples-in OUT.jsonl
+--stream-after 32` feeds it token by token, with events on the way, and lets the model write how it goes on. Four tasks,
+each with --samples samples of every text:
 
   facts        eight access codes are told along the way; one of the first four is asked for at the end, for the first
                time
   asked        the same, but that code was asked for and written behind the fifth and the seventh of nine pieces as well
   asked-early  the same, but it is one of the first two, asked for behind the third and the fourth piece
-  list         a running list: the log writes down a new item after every piece of text, and all items so far; six in all
+  list         a running list: behind every piece of text the log adds an item and repeats all items so far; six in all
 """
+
 import argparse
 import json
 import random
 import sys
 
-PLACES = "harbour library observatory bakery greenhouse foundry chapel stable lighthouse theatre quarry brewery orchard museum station tannery".split()
-ITEMS = "lantern kettle anchor violin ladder compass blanket hammer mirror barrel candle whistle saddle bucket needle trumpet".split()
+PLACES = (
+    "harbour library observatory bakery greenhouse foundry chapel stable "
+    "lighthouse theatre quarry brewery orchard museum station tannery"
+).split()
+ITEMS = (
+    "lantern kettle anchor violin ladder compass blanket hammer "
+    "mirror barrel candle whistle saddle bucket needle trumpet"
+).split()
 COLOURS = "red blue green yellow white black brown silver".split()
 
 
 def prose(text, rng, count, pieces):
     """Pieces of about `count` characters in all, of whole words, in the order of the text, from a random place."""
     at, each = rng.randrange(len(text) - count), count // pieces
-    return [" ".join(text[at + i * each:at + (i + 1) * each].split()[1:-1]) for i in range(pieces)]
+    return [" ".join(text[at + i * each : at + (i + 1) * each].split()[1:-1]) for i in range(pieces)]
 
 
 def code_of(place, code=None):
@@ -51,11 +59,19 @@ def running_list(text, rng, count):
     items = ["%s %s" % (c, i) for c, i in zip(rng.sample(COLOURS, 6), rng.sample(ITEMS, 6))]
     parts = ["This log writes down items between pieces of text, each time with the whole list so far.\n\n"]
     for i, piece in enumerate(prose(text, rng, count, 6)):
-        parts.append("%s\n\nNew item: %s. The list is now: " % (piece, items[i]) + ("" if i == 5 else ", ".join(items[:i + 1]) + ".\n\n"))
+        parts.append(
+            "%s\n\nNew item: %s. The list is now: " % (piece, items[i])
+            + ("" if i == 5 else ", ".join(items[: i + 1]) + ".\n\n")
+        )
     return "".join(parts).removesuffix(" The list is now: "), " The list is now:", items
 
 
-TASKS = {"facts": lambda *a: facts(*a, 4, ()), "asked": lambda *a: facts(*a, 4, (4, 6)), "asked-early": lambda *a: facts(*a, 2, (2, 3)), "list": running_list}
+TASKS = {
+    "facts": lambda *a: facts(*a, 4, ()),
+    "asked": lambda *a: facts(*a, 4, (4, 6)),
+    "asked-early": lambda *a: facts(*a, 2, (2, 3)),
+    "list": running_list,
+}
 
 
 def main():
@@ -73,12 +89,23 @@ def main():
             with open(path, encoding="utf-8") as f:
                 prose_of = f.read()
             if len(prose_of) <= a.characters:
-                sys.exit("long_decodes.py: %s has %d characters; allowed more than %d" % (path, len(prose_of), a.characters))
+                sys.exit(
+                    "long_decodes.py: %s has %d characters; allowed more than %d" % (path, len(prose_of), a.characters)
+                )
             for i in range(a.samples):
                 rng = random.Random("%s %s %d %d" % (task, text, a.seed, i))
                 context, question, answers = make(prose_of, rng, a.characters)
-                lines.append({"task": task, "id": "%s-%d" % (text, i), "turns": [context, question], "references": answers, "scoring": "contains",
-                              "max_new_tokens": 64 if task == "list" else 8, "raw": True})
+                lines.append(
+                    {
+                        "task": task,
+                        "id": "%s-%d" % (text, i),
+                        "turns": [context, question],
+                        "references": answers,
+                        "scoring": "contains",
+                        "max_new_tokens": 64 if task == "list" else 8,
+                        "raw": True,
+                    }
+                )
     with open(a.out, "w", encoding="utf-8") as f:
         f.writelines(json.dumps(line) + "\n" for line in lines)
 

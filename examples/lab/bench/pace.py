@@ -34,7 +34,18 @@ ROWS = [
 
 def ask(args, prompt, cache, policy):
     """Seconds of the prompt, and tokens/s behind it."""
-    line = [args.kvkeep, "generate", "--model", args.model, "--prompt-file", prompt, "--policy", policy, "--weights", "bf16"]
+    line = [
+        args.kvkeep,
+        "generate",
+        "--model",
+        args.model,
+        "--prompt-file",
+        prompt,
+        "--policy",
+        policy,
+        "--weights",
+        "bf16",
+    ]
     line += ["--cache-dtype", cache, "--max-new-tokens", args.new_tokens, "--threads", args.threads, "-o", "json"]
     done = subprocess.run([str(word) for word in line], capture_output=True, text=True)
     found = re.search(r"([\d.]+) tokens/s, prompt in ([\d.]+) s", done.stderr)
@@ -71,7 +82,10 @@ def main():
             ratio = statistics.median(one[i] / full[i] for one, full in zip(got, measured[ROWS[0]]))
             cells += [form.format(statistics.median(one[i] for one in got)), f"{ratio:.2f}"]
         print(f"| {cache} | {'all' if share is None else f'1/{share}'} | `{policy}` | {' | '.join(cells)} |")
-    print(f"\n{args.model.name}, a prompt of about {args.tokens} tokens, {args.new_tokens} more; {args.threads} threads, {args.turns} turns.")
+    print(
+        f"\n{args.model.name}, a prompt of about {args.tokens} tokens, {args.new_tokens} more; {args.threads} "
+        f"threads, {args.turns} turns."
+    )
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ set -euo pipefail
 usage() {
   cat << 'TEXT'
 Measures policies on SmolLM2-135M-Instruct and Gemma 3 270M, over three texts, by what the models write, and keeps
-every answer. examples/lab/bench/answers.py makes the tables of examples/lab/docs/results.md and examples/lab/docs/papers.md of them.
+every answer. examples/lab/bench/answers.py makes the tables of examples/lab/docs/results.md and papers.md of them.
 
   bash examples/lab/bench/real_model.sh STAGE [options]
 
   STAGE     answers   needles in prose, cut with their question in sight and before it comes: the headline
             caches    the same over caches of 8 and 4 bits (q8_0, q4_0)
-            peers     the samples of `answers`, asked of llama.cpp: its own caches of 16, 8 and 4 bits, its context shift
-                      (needs kvkeep-llama, docs/reference/llama.md, and the stage answers)
+            peers     the samples of `answers`, asked of llama.cpp: its own caches of 16, 8 and 4 bits, its context
+                      shift (needs kvkeep-llama, docs/reference/llama.md, and the stage answers)
             ams       every scorer alone, under AMS as published, as ours by default, and with all of the budget in
                       segments
             coverage  less of the budget through AMS's segments, and more: a quarter, half, three quarters, all
@@ -41,21 +41,32 @@ model; serving takes an hour. On a GPU more commands may run side by side, as ma
 TEXT
 }
 
-stop() { printf 'examples/lab/bench/real_model.sh: %s\n' "$*" >&2; exit 2; }
+stop() {
+  printf 'examples/lab/bench/real_model.sh: %s\n' "$*" >&2
+  exit 2
+}
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../../.." && pwd)"
 stages=(answers caches peers ams coverage ablate decode distance ea asl sekv serving)
-stage="" models=smollm2,gemma3 texts="" questions="" length=1024 slots=256 samples="" threads=1 jobs=2 device=cpu out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
+stage="" models=smollm2,gemma3 texts="" questions="" length=1024 slots=256 samples="" threads=1 jobs=2 device=cpu
+out="$root/out/results" kvkeep="$root/build/release/bin/kvkeep"
 while [[ $# -gt 0 ]]; do
   case "$1" in
-    --help | -h) usage; exit 0 ;;
-    --models | --texts | --questions | --length | --slots | --samples | --threads | --jobs | --device | --out | --kvkeep)
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    --models | --texts | --questions | --length | --slots | --samples | --threads | --jobs | --device | --out | \
+      --kvkeep)
       [[ $# -ge 2 ]] || stop "$1: a value is missing; see --help"
       printf -v "${1#--}" '%s' "$2"
       shift
       ;;
     -*) stop "unknown option '$1'; allowed: see --help" ;;
-    *) [[ " ${stages[*]} " == *" $1 "* ]] || stop "no stage is called '$1'; allowed ${stages[*]}"; stage="$1" ;;
+    *)
+      [[ " ${stages[*]} " == *" $1 "* ]] || stop "no stage is called '$1'; allowed ${stages[*]}"
+      stage="$1"
+      ;;
   esac
   shift
 done
@@ -87,13 +98,14 @@ job() { queue+=("$(printf '%q ' "$@")"); }
 
 run_job() {
   local to="$1" form=csv
-  [[ "$to" != *-zoom/* ]] || form=json  # a number for each head does not fit a row of CSV
+  [[ "$to" != *-zoom/* ]] || form=json # a number for each head does not fit a row of CSV
   [[ "$2" != llama ]] || form=md
   local command=("$kvkeep" "${@:2}" --weights bf16 --device "$device" --threads "$threads" --quiet -o "$form")
   if [[ -s "$to.$form" ]]; then return; fi
   mkdir -p -- "$(dirname -- "$to")"
   [[ "$2" != eval ]] || command+=(--samples-out "$to.jsonl")
-  [[ "$2" != llama ]] || command=("$(dirname -- "$kvkeep")/kvkeep-llama" answer "${@:3}" -t "$threads" --samples-out "$to.jsonl")
+  [[ "$2" != llama ]] ||
+    command=("$(dirname -- "$kvkeep")/kvkeep-llama" answer "${@:3}" -t "$threads" --samples-out "$to.jsonl")
   printf '%s ' "${command[@]}" >&2
   printf '\n' >&2
   "${command[@]}" > "$to.$form.part"
@@ -107,11 +119,20 @@ run_jobs() {
 }
 
 # model_file NAME, text_file NAME: answer in $file.
-model_file() { kvkeep_get_real_model "$1" || stop "cannot get the model $1"; file="$kvkeep_real_model"; }
-text_file() { kvkeep_get_text "$1" || stop "cannot get the text $1"; file="$kvkeep_text"; }
+model_file() {
+  kvkeep_get_real_model "$1" || stop "cannot get the model $1"
+  file="$kvkeep_real_model"
+}
+text_file() {
+  kvkeep_get_text "$1" || stop "cannot get the text $1"
+  file="$kvkeep_text"
+}
 
 # policies P...: answers in $given as --policy P ...
-policies() { given=(); for p in "$@"; do given+=(--policy "$p"); done; }
+policies() {
+  given=()
+  for p in "$@"; do given+=(--policy "$p"); done
+}
 
 # grid TAG CACHE BUDGETS POLICIES...: one job for each model, question and text.
 grid() {
@@ -124,8 +145,9 @@ grid() {
     for question in ${questions//,/ }; do
       for text in "${texts[@]}"; do
         text_file "$text"
-        job "$out/$stage/$model/$question/$text$tag" eval --model "$from" --cache-dtype "$cache" --task "$needles" --haystack "$file" --length "$length" --samples "$samples" --batch 18 \
-          --answer-tokens 32 --question "$question" --interval 512 ${slots:+--budgets "$slots"} "${given[@]}"
+        job "$out/$stage/$model/$question/$text$tag" eval --model "$from" --cache-dtype "$cache" --task "$needles" \
+          --haystack "$file" --length "$length" --samples "$samples" --batch 18 --answer-tokens 32 \
+          --question "$question" --interval 512 ${slots:+--budgets "$slots"} "${given[@]}"
       done
     done
   done
@@ -140,30 +162,39 @@ calibration_of() { # MODEL: answers in $calibration
   model_file "$1"
   local from="$file"
   text_file manual
-  "$kvkeep" calibrate --model "$from" --weights bf16 --threads 2 --prompt-file "$file" --tokens 6000 --quiet --out "$calibration" > "$out/calibration/$1.md"
+  "$kvkeep" calibrate --model "$from" --weights bf16 --threads 2 --prompt-file "$file" --tokens 6000 --quiet \
+    --out "$calibration" > "$out/calibration/$1.md"
 }
 
 case "$stage" in
   answers)
     questions="${questions:-before,after}"
-    grid "" bf16 "$half,$quarter,$eighth" full random streaming tova ams-tova ams-tova,preset=question ams-tova,variant=official expected adakv-expected ams-expected,preset=question keydiff \
+    grid "" bf16 "$half,$quarter,$eighth" full random streaming tova ams-tova ams-tova,preset=question \
+      ams-tova,variant=official expected adakv-expected ams-expected,preset=question keydiff \
       tova,share=union tova,share=union,rest=fold ams-tova,preset=question,rest=fold expected,rest=fold
     ;;
   caches)
     questions="${questions:-before,after}"
     grid @q8_0 q8_0 "" full
-    grid @q4_0 q4_0 "$half,$quarter,$eighth" full tova ams-tova,preset=question expected adakv-expected tova,share=union tova,share=union,rest=fold expected,rest=fold
-    grid @q4_0-ams q4_0 "$half,$quarter,$eighth" keydiff ams-expected,preset=question ams-tova,preset=question,rest=fold ams-expected,preset=question,rest=fold
+    grid @q4_0 q4_0 "$half,$quarter,$eighth" full tova ams-tova,preset=question expected adakv-expected \
+      tova,share=union tova,share=union,rest=fold expected,rest=fold
+    grid @q4_0-ams q4_0 "$half,$quarter,$eighth" keydiff ams-expected,preset=question \
+      ams-tova,preset=question,rest=fold ams-expected,preset=question,rest=fold
     ;;
   peers)
-    [[ -x "$(dirname -- "$kvkeep")/kvkeep-llama" ]] || stop "kvkeep-llama does not lie beside $kvkeep; docs/reference/llama.md says how to build it"
+    [[ -x "$(dirname -- "$kvkeep")/kvkeep-llama" ]] ||
+      stop "kvkeep-llama does not lie beside $kvkeep; docs/reference/llama.md says how to build it"
     for model in ${models//,/ }; do
       model_file "$model"
       for text in "${texts[@]}"; do
-        samples="$out/answers/$model/before/$text.jsonl"  # nothing here depends on when the question comes
+        samples="$out/answers/$model/before/$text.jsonl" # nothing here depends on when the question comes
         [[ -s "$samples" ]] || stop "$samples does not exist; run the stage answers first"
-        for cache in f16 q8_0 q4_0; do job "$out/peers/$model/before/$text@$cache" llama -m "$file" --samples "$samples" --cache-type "$cache" --policy alone; done
-        job "$out/peers/$model/before/$text@shift" llama -m "$file" --samples "$samples" --policy shift --budgets "$half,$quarter,$eighth"
+        for cache in f16 q8_0 q4_0; do
+          job "$out/peers/$model/before/$text@$cache" llama -m "$file" --samples "$samples" --cache-type "$cache" \
+            --policy alone
+        done
+        job "$out/peers/$model/before/$text@shift" llama -m "$file" --samples "$samples" --policy shift \
+          --budgets "$half,$quarter,$eighth"
       done
     done
     ;;
@@ -173,22 +204,29 @@ case "$stage" in
     for models in ${asked//,/ }; do
       calibration_of "$models"
       forms=()
-      for scorer in rkv defensive "triattention,calibration=$calibration"; do forms+=("$scorer" "ams-$scorer" "ams-$scorer,preset=question" "ams-$scorer,variant=official"); done
+      for scorer in rkv defensive "triattention,calibration=$calibration"; do
+        forms+=("$scorer" "ams-$scorer" "ams-$scorer,preset=question" "ams-$scorer,variant=official")
+      done
       # By default all of the budget goes through segments over these.
-      for scorer in snapkv h2o rpc,scorer.window=16; do forms+=("$scorer" "ams-$scorer" "ams-$scorer,coverage=0.75" "ams-$scorer,variant=official"); done
-      grid "" bf16 "$half,$quarter,$eighth" "${forms[@]}" ams-expected,variant=official ams-keydiff ams-keydiff,preset=question ams-keydiff,variant=official
+      for scorer in snapkv h2o rpc,scorer.window=16; do
+        forms+=("$scorer" "ams-$scorer" "ams-$scorer,coverage=0.75" "ams-$scorer,variant=official")
+      done
+      grid "" bf16 "$half,$quarter,$eighth" "${forms[@]}" ams-expected,variant=official ams-keydiff \
+        ams-keydiff,preset=question ams-keydiff,variant=official
     done
     ;;
   coverage)
     questions="${questions:-before,after}"
-    grid "" bf16 "$half,$quarter,$eighth" ams-tova,coverage=0.25 ams-tova,coverage=0.5 ams-expected,coverage=0.25 ams-expected,coverage=0.5 ams-expected
+    grid "" bf16 "$half,$quarter,$eighth" ams-tova,coverage=0.25 ams-tova,coverage=0.5 ams-expected,coverage=0.25 \
+      ams-expected,coverage=0.5 ams-expected
     ;;
   ablate)
     questions="${questions:-before,after}"
     variants=()
     for base in tova expected; do
       variants+=("$base" "ams-$base,preset=question")
-      for change in segments=fixed:64 quotas=equal quotas=length pool=1 window=8 window=128 suffix_fill=causal_mean suffix_fill=exclude min_quota=8 protected_mass=true segment_mass=0.005; do
+      for change in segments=fixed:64 quotas=equal quotas=length pool=1 window=8 window=128 suffix_fill=causal_mean \
+        suffix_fill=exclude min_quota=8 protected_mass=true segment_mass=0.005; do
         variants+=("ams-$base,preset=question,allocator.$change")
       done
     done
@@ -196,35 +234,44 @@ case "$stage" in
     ;;
   decode)
     named=()
-    for text in "${texts[@]}"; do text_file "$text"; named+=("$text=$file"); done
+    for text in "${texts[@]}"; do
+      text_file "$text"
+      named+=("$text=$file")
+    done
     mkdir -p -- "$out/logs"
     python3 "$root/examples/lab/bench/long_decodes.py" "$out/logs/all.jsonl" "${named[@]}" --samples "$samples"
     tasks=(facts asked asked-early list)
     for task in "${tasks[@]}"; do grep "\"task\": \"$task\"" "$out/logs/all.jsonl" > "$out/logs/$task.jsonl"; done
     fed=(eval --cache-dtype bf16 --batch 18 --stream-after 32 --interval 32 --budgets "$slots")
-    policies full streaming tova expected adakv-expected keydiff expected,rest=fold ams-tova ams-tova,allocator.credit=false ams-tova,coverage=0.25 ams-tova,preset=question \
-      ams-tova,preset=question,allocator.credit=false ams-tova,variant=official ams-tova,variant=official,allocator.credit=false
+    policies full streaming tova expected adakv-expected keydiff expected,rest=fold ams-tova \
+      ams-tova,allocator.credit=false ams-tova,coverage=0.25 ams-tova,preset=question \
+      ams-tova,preset=question,allocator.credit=false ams-tova,variant=official \
+      ams-tova,variant=official,allocator.credit=false
     for task in "${tasks[@]}"; do
       for model in ${models//,/ }; do
         model_file "$model"
-        job "$out/decode-$slots/$model/stream/$task" "${fed[@]}" --model "$file" --samples-in "$out/logs/$task.jsonl" "${given[@]}"
+        job "$out/decode-$slots/$model/stream/$task" "${fed[@]}" --model "$file" \
+          --samples-in "$out/logs/$task.jsonl" "${given[@]}"
       done
     done
     policies streaming tova ams-tova ams-tova,preset=question ams-tova,variant=official
     for model in ${models//,/ }; do
       model_file "$model"
-      job "$out/decode-kept/$model/stream/asked" "${fed[@]}" --model "$file" --samples-in "$out/logs/asked.jsonl" --diagnostics --diagnostics-samples 2 "${given[@]}"
+      job "$out/decode-kept/$model/stream/asked" "${fed[@]}" --model "$file" --samples-in "$out/logs/asked.jsonl" \
+        --diagnostics --diagnostics-samples 2 "${given[@]}"
     done
     ;;
   distance)
-    policies streaming random tova expected keydiff snapkv ams-tova ams-tova,allocator.credit=false ams-tova,preset=question ams-tova,preset=question,allocator.credit=false ams-tova,variant=official \
+    policies streaming random tova expected keydiff snapkv ams-tova ams-tova,allocator.credit=false \
+      ams-tova,preset=question ams-tova,preset=question,allocator.credit=false ams-tova,variant=official \
       ams-tova,variant=official,allocator.credit=false
     for model in ${models//,/ }; do
       model_file "$model"
       from="$file"
       for text in "${texts[@]}"; do
         text_file "$text"
-        job "$out/distance/$model/stream/$text" perplexity --model "$from" --cache-dtype bf16 --text "$file" --length "$length" --prompt 128 --texts "$samples" --interval 32 --budgets "$eighth" "${given[@]}"
+        job "$out/distance/$model/stream/$text" perplexity --model "$from" --cache-dtype bf16 --text "$file" \
+          --length "$length" --prompt 128 --texts "$samples" --interval 32 --budgets "$eighth" "${given[@]}"
       done
     done
     ;;
@@ -238,7 +285,10 @@ case "$stage" in
     options=()
     for policy in expected adakv-expected; do
       options+=("$policy")
-      for change in epsilon=0 epsilon=0.1 epsilon=1 n_future=128 covariance=false value_norm=false queries=64 queries=1024; do options+=("$policy,scorer.$change"); done
+      for change in epsilon=0 epsilon=0.1 epsilon=1 n_future=128 covariance=false value_norm=false queries=64 \
+        queries=1024; do
+        options+=("$policy,scorer.$change")
+      done
     done
     grid @options bf16 "$quarter" "${options[@]}"
     texts=(manual) questions=after
@@ -248,44 +298,56 @@ case "$stage" in
         from="$file"
         text_file manual
         policies full expected adakv-expected expected,rest=fold
-        job "$out/ea-depth/$model/after/manual@$length" eval --model "$from" --cache-dtype bf16 --task ruler/niah-single-2,text/needle --haystack "$file" --length "$length" --samples 3 --depth 0,25,50,75,100 --batch 5 \
-          --answer-tokens 32 --question after --interval 512 --budgets "$((length / 4))" "${given[@]}"
+        job "$out/ea-depth/$model/after/manual@$length" eval --model "$from" --cache-dtype bf16 \
+          --task ruler/niah-single-2,text/needle --haystack "$file" --length "$length" --samples 3 \
+          --depth 0,25,50,75,100 --batch 5 --answer-tokens 32 --question after --interval 512 \
+          --budgets "$((length / 4))" "${given[@]}"
       done
     done
     ;;
-  asl) # Gemma's sliding layers are not narrowed, so SmolLM2 alone; each prompt by itself, for the time of its first token
+  # Gemma's sliding layers are not narrowed, so SmolLM2 alone; each prompt by itself, for the time of its first token.
+  asl)
     model_file smollm2
     from="$file"
     selecting=(full pyramidinfer asl-2pass,layers.threshold=0.8)
     for threshold in 0.3 0.5 0.8 0.9; do selecting+=("asl,layers.threshold=$threshold"); done
-    for first in 5 15; do for threshold in 0.3 0.5 0.8; do selecting+=("asl,layers.threshold=$threshold,layers.min_layer=$first,layers.observed_layers=5"); done; done
+    for first in 5 15; do
+      for threshold in 0.3 0.5 0.8; do
+        selecting+=("asl,layers.threshold=$threshold,layers.min_layer=$first,layers.observed_layers=5")
+      done
+    done
     for threshold in 0.3 0.5 0.8; do selecting+=("asl,layers.threshold=$threshold,layers.observed_layers=4"); done
     for layer in 5 10 15 20 25; do selecting+=("fastkv,layer=$layer"); done
     for layer in 13 20; do selecting+=("gemfilter,layer=$layer"); done
     for text in "${texts[@]}"; do
       text_file "$text"
-      common=(--model "$from" --cache-dtype bf16 --haystack "$file" --length "$length" --batch 1 --answer-tokens 32 --question before --budgets "$quarter")
+      common=(--model "$from" --cache-dtype bf16 --haystack "$file" --length "$length" --batch 1 --answer-tokens 32
+        --question before --budgets "$quarter")
       policies "${selecting[@]}"
       job "$out/asl/smollm2/before/$text" eval "${common[@]}" --samples "$samples" --task "$needles" "${given[@]}"
       policies asl,layers.threshold=0,layers.min_layer=4,layers.observed_layers=5
-      job "$out/asl-variance/smollm2/before/$text" eval "${common[@]}" --samples 2 --task "$needles,ruler/niah-multivalue,ruler/vt,ruler/cwe,ruler/fwe" "${given[@]}"
+      job "$out/asl-variance/smollm2/before/$text" eval "${common[@]}" --samples 2 \
+        --task "$needles,ruler/niah-multivalue,ruler/vt,ruler/cwe,ruler/fwe" "${given[@]}"
     done
     ;;
   sekv)
     questions="${questions:-before,after}"
     spans=(sekv)
-    for change in memory.alpha=1 memory.alpha=0 memory.alpha=100 memory.max_span=16 memory.max_span=64 memory.max_span=128 memory.max_rank=8 memory.energy=0.3 memory.mass=0.005 recent=16 recent=128; do
+    for change in memory.alpha=1 memory.alpha=0 memory.alpha=100 memory.max_span=16 memory.max_span=64 \
+      memory.max_span=128 memory.max_rank=8 memory.energy=0.3 memory.mass=0.005 recent=16 recent=128; do
       spans+=("sekv,$change")
     done
     grid "" bf16 "$half,$quarter" "${spans[@]}"
-    grid @free bf16 "" sekv sekv,memory.alpha=1 sekv,memory.alpha=100 sekv,memory.max_span=128 sekv,memory.max_span=128,memory.alpha=100 sekv,memory.max_rank=8 sekv,recent=128
+    grid @free bf16 "" sekv sekv,memory.alpha=1 sekv,memory.alpha=100 sekv,memory.max_span=128 \
+      sekv,memory.max_span=128,memory.alpha=100 sekv,memory.max_rank=8 sekv,recent=128
     policies sekv sekv,memory.mass=0.005 sekv,memory.max_span=128
     for model in ${models//,/ }; do
       model_file "$model"
       from="$file"
       text_file manual
       for question in ${questions//,/ }; do
-        job "$out/sekv-zoom/$model/$question/manual" eval --model "$from" --cache-dtype bf16 --task "$needles" --haystack "$file" --length "$length" --samples "$samples" --batch 9 --answer-tokens 32 \
+        job "$out/sekv-zoom/$model/$question/manual" eval --model "$from" --cache-dtype bf16 --task "$needles" \
+          --haystack "$file" --length "$length" --samples "$samples" --batch 9 --answer-tokens 32 \
           --question "$question" --interval 512 "${given[@]}"
       done
     done
@@ -300,10 +362,12 @@ case "$stage" in
     text_file manual
     serve+=(--haystack "$file" --rate 0.3 --rounds 3)
     "${serve[@]}" --requests 16 --pages 560,280,140 --prefix 150:350 --prompt 256:768 --answer 80:160 \
-      --policy expected,budget=384,interval=32,prefill=cut --policy expected,budget=192,interval=32,prefill=cut --csv "$out/serving.csv" | tee "$out/serving.md"
+      --policy expected,budget=384,interval=32,prefill=cut --policy expected,budget=192,interval=32,prefill=cut \
+      --csv "$out/serving.csv" | tee "$out/serving.md"
     # Longer answers, shorter prompts: what takes the time is decoding.
     "${serve[@]}" --requests 12 --pages 280,140 --prefix 64:128 --prompt 96:192 --answer 400:700 \
-      --policy tova,budget=384,interval=32 --policy tova,budget=192,interval=32 --policy keydiff,budget=192,interval=32 --csv "$out/serving-answers.csv" | tee "$out/serving-answers.md"
+      --policy tova,budget=384,interval=32 --policy tova,budget=192,interval=32 \
+      --policy keydiff,budget=192,interval=32 --csv "$out/serving-answers.csv" | tee "$out/serving-answers.md"
     ;;
 esac
 [[ ${#queue[@]} -eq 0 ]] || run_jobs

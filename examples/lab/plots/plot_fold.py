@@ -3,10 +3,12 @@
 
     plot_fold.py OUT.png TABLE.csv [TABLE.csv ...]
 
-Bytes near are those behind the last event, as a share of the full cache: one row of the tables must be of policy `full`. Left: look-ups that are right, all tasks together, each once; a bar is the
-bootstrap's 95 % interval where tables give it by task, averaged in quadrature. Middle: error of the attention output. Right: bytes of factors that a decoded token brings near, as a share of the
-full cache; policies that do not fold bring none. Needs matplotlib.
+Bytes near are those behind the last event, as a share of the full cache: one row of the tables must be of policy
+`full`. Left: look-ups that are right, all tasks together, each once; a bar is the bootstrap's 95 % interval where
+tables give it by task, averaged in quadrature. Middle: error of the attention output. Right: bytes of factors that a
+decoded token brings near, as a share of the full cache; policies that do not fold bring none. Needs matplotlib.
 """
+
 import argparse
 import csv
 import math
@@ -14,8 +16,17 @@ import sys
 from collections import OrderedDict
 
 # Okabe and Ito's palette: told apart by people with any colour vision.
-COLOURS = {"streaming": "#999999", "ams-tova": "#E69F00", "ams-keydiff": "#D55E00", "tova + fold": "#56B4E9", "ams-tova + fold": "#0072B2", "ams-keydiff + fold": "#CC79A7",
-           "sekv": "#009E73", "sekv, no sketch": "#009E73", "sekv, trained router": "#000000"}
+COLOURS = {
+    "streaming": "#999999",
+    "ams-tova": "#E69F00",
+    "ams-keydiff": "#D55E00",
+    "tova + fold": "#56B4E9",
+    "ams-tova + fold": "#0072B2",
+    "ams-keydiff + fold": "#CC79A7",
+    "sekv": "#009E73",
+    "sekv, no sketch": "#009E73",
+    "sekv, trained router": "#000000",
+}
 STYLES = {"streaming": ":", "ams-tova": "--", "ams-keydiff": "--", "sekv, no sketch": ":"}
 
 
@@ -32,7 +43,8 @@ def family(policy):
 
 
 def read(paths):
-    """[(family, kept bytes, share right, half of the interval, output error, moved bytes)], a row a policy; and the full cache's bytes."""
+    """[(family, kept bytes, share right, half of the interval, output error, moved bytes)], a row a policy; and the
+    full cache's bytes."""
     rows = OrderedDict()
     for path in paths:
         with open(path, newline="") as f:
@@ -49,7 +61,16 @@ def read(paths):
             full = kept
             continue
         moved = float(tasks[0]["moved_bytes"]) if tasks[0]["moved_bytes"] else 0.0
-        points.append((family(policy), kept, 100 * right, 100 * math.sqrt(sum(r * r for r in reach)), math.sqrt(sum(e * e for e in errors) / len(errors)) if errors else math.nan, moved))
+        points.append(
+            (
+                family(policy),
+                kept,
+                100 * right,
+                100 * math.sqrt(sum(r * r for r in reach)),
+                math.sqrt(sum(e * e for e in errors) / len(errors)) if errors else math.nan,
+                moved,
+            )
+        )
     if full is None:
         sys.exit("plot_fold.py: no row of policy full in the tables; allowed tables with one")
     return points, full
@@ -75,7 +96,10 @@ def main():
         axes[1].plot(x, [q[4] for q in own], **look)
         if any(q[5] > 0 for q in own):
             axes[2].plot(x, [100 * q[5] / full for q in own], **look)
-    for axis, title in zip(axes, ("look-ups right, %", "error of the attention output", "factors moved near for a token, % of the full cache")):
+    for axis, title in zip(
+        axes,
+        ("look-ups right, %", "error of the attention output", "factors moved near for a token, % of the full cache"),
+    ):
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("bytes near, % of the full cache")
         axis.set_xlim(left=0)

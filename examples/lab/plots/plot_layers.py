@@ -4,10 +4,13 @@
     plot_layers.py OUT.png SAMPLES.jsonl [SAMPLES.jsonl ...] [--policies P;P;...] [--base POLICY]
     plot_layers.py OUT.png EVAL.json [EVAL.json ...] [--policies P;P;...]
 
-Lines of `--samples-out` under policies that narrow prompts (asl, fastkv, ...): left how far ranks have settled behind each layer, a thin line for each prompt and a thick
-one, the median, for each task; right, if any selected, which layers did under each policy, with the share of answers that are right there, of those that --base [full] gives.
-Output of `-o json` under policies that fold (sekv, rest=fold): spans opened per query, a row a layer and a column a KV head, a panel a policy. Needs matplotlib.
+Lines of `--samples-out` under policies that narrow prompts (asl, fastkv, ...): left how far ranks have settled behind
+each layer, a thin line for each prompt and a thick one, the median, for each task; right, if any selected, which layers
+did under each policy, with the share of answers that are right there, of those that --base [full] gives. Output of `-o
+json` under policies that fold (sekv, rest=fold): spans opened per query, a row a layer and a column a KV head, a panel
+a policy. Needs matplotlib.
 """
+
 import argparse
 import json
 import sys
@@ -36,7 +39,10 @@ def narrowed(paths, policies, base):
                     if able:
                         chosen[answer["policy"]][answer["selection_layer"]].append(answer["score"] > 1 - 1e-6)
     if not layers:
-        sys.exit("plot_layers.py: no answer of a policy that narrows prompts; allowed lines of kvkeep eval --samples-out under asl, fastkv, gemfilter, pyramidinfer")
+        sys.exit(
+            "plot_layers.py: no answer of a policy that narrows prompts; allowed lines of kvkeep eval --samples-out "
+            "under asl, fastkv, gemfilter, pyramidinfer"
+        )
     return {t: list(c.values()) for t, c in variance.items()}, chosen, layers
 
 
@@ -44,7 +50,14 @@ def draw_narrowed(a, plt):
     variance, chosen, layers = narrowed(a.files, a.wanted, a.base)
     shown = [p for p in (a.wanted or chosen) if p in chosen]
     selected = any(layer >= 0 for policy in shown for layer in chosen[policy])
-    figure, axes = plt.subplots(1, 1 + selected, figsize=(13 if selected else 8, 1.8 + 0.32 * max(len(shown), 10)), width_ratios=[1, 1.1][: 1 + selected], layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1,
+        1 + selected,
+        figsize=(13 if selected else 8, 1.8 + 0.32 * max(len(shown), 10)),
+        width_ratios=[1, 1.1][: 1 + selected],
+        layout="constrained",
+        squeeze=False,
+    )
     left = axes[0][0]
     for colour, (task, curves) in zip(COLOURS * 3, sorted(variance.items())):
         by_layer = defaultdict(list)
@@ -53,8 +66,16 @@ def draw_narrowed(a, plt):
             for layer, x in curve:
                 by_layer[layer].append(x)
         if by_layer:
-            left.plot(sorted(by_layer), [median(by_layer[l]) for l in sorted(by_layer)], color=colour, linewidth=2, label=task)
-    left.set(xlabel="layer", ylabel="relative variance of ranks", title="how far ranks have settled", xlim=(0, layers - 1), ylim=(0, None))
+            left.plot(
+                sorted(by_layer), [median(by_layer[l]) for l in sorted(by_layer)], color=colour, linewidth=2, label=task
+            )
+    left.set(
+        xlabel="layer",
+        ylabel="relative variance of ranks",
+        title="how far ranks have settled",
+        xlim=(0, layers - 1),
+        ylim=(0, None),
+    )
     left.legend(fontsize=8, frameon=False)
     if not selected:
         return figure
@@ -64,14 +85,29 @@ def draw_narrowed(a, plt):
         total = sum(map(len, counts.values()))
         for layer, right_ones in counts.items():
             x = layers if layer < 0 else layer
-            right.scatter(x, row, s=30 + 420 * len(right_ones) / total, c=[fmean(right_ones)], cmap="RdYlBu", vmin=0, vmax=1, edgecolors="black", linewidths=0.5, zorder=2)
+            right.scatter(
+                x,
+                row,
+                s=30 + 420 * len(right_ones) / total,
+                c=[fmean(right_ones)],
+                cmap="RdYlBu",
+                vmin=0,
+                vmax=1,
+                edgecolors="black",
+                linewidths=0.5,
+                zorder=2,
+            )
     right.set_yticks(range(len(shown)), shown, fontsize=8)
     right.set_ylim(len(shown) - 0.4, -0.6)
     right.set_xlim(-1, layers + 1)
     right.set_xticks([*range(0, layers, 5), layers], [*map(str, range(0, layers, 5)), "none"])
     right.grid(axis="x", alpha=0.3)
     right.set(xlabel="layer that selected (area: share of prompts)", title="selection, and what is right behind it")
-    figure.colorbar(plt.cm.ScalarMappable(plt.Normalize(0, 100), "RdYlBu"), ax=right, label="answers right, %% of those that `%s` gives" % a.base)
+    figure.colorbar(
+        plt.cm.ScalarMappable(plt.Normalize(0, 100), "RdYlBu"),
+        ax=right,
+        label="answers right, %% of those that `%s` gives" % a.base,
+    )
     return figure
 
 
@@ -81,20 +117,38 @@ def draw_opened(a, plt):
         with open(path, encoding="utf-8") as f:
             for row in json.load(f):
                 if row.get("opened_by_head") and (not a.wanted or row["policy"] in a.wanted):
-                    maps[row["policy"] + ("" if row["budget"] is None else " %s" % row["budget"])].append(row["opened_by_head"])
+                    maps[row["policy"] + ("" if row["budget"] is None else " %s" % row["budget"])].append(
+                        row["opened_by_head"]
+                    )
     if not maps:
-        sys.exit("plot_layers.py: no row has opened_by_head; allowed the output of kvkeep eval -o json under sekv or rest=fold")
-    mean = {name: [[fmean(of[l][h] for of in all_of) for h in range(len(all_of[0][l]))] for l in range(len(all_of[0]))] for name, all_of in maps.items()}
+        sys.exit(
+            "plot_layers.py: no row has opened_by_head; allowed the output of kvkeep eval -o json under sekv or "
+            "rest=fold"
+        )
+    mean = {
+        name: [[fmean(of[l][h] for of in all_of) for h in range(len(all_of[0][l]))] for l in range(len(all_of[0]))]
+        for name, all_of in maps.items()
+    }
     rows, heads = len(next(iter(mean.values()))), len(next(iter(mean.values()))[0])
     across = min(5, len(mean))
     down = -(-len(mean) // across)
-    figure, axes = plt.subplots(down, across, figsize=(1.5 + across * (1.9 + 0.3 * heads), down * (1 + 0.19 * max(rows, 8))), squeeze=False, sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        down,
+        across,
+        figsize=(1.5 + across * (1.9 + 0.3 * heads), down * (1 + 0.19 * max(rows, 8))),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+        layout="constrained",
+    )
     most = max(x for m in mean.values() for r in m for x in r) or 1
-    for axis in axes.flat[len(mean):]:
+    for axis in axes.flat[len(mean) :]:
         axis.axis("off")
     for axis, (name, values) in zip(axes.flat, mean.items()):
         image = axis.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=most)
-        axis.set_title("%s\n%.2f a query" % (name.replace(",", ",\n"), sum(map(sum, values)) / rows / heads), fontsize=8)
+        axis.set_title(
+            "%s\n%.2f a query" % (name.replace(",", ",\n"), sum(map(sum, values)) / rows / heads), fontsize=8
+        )
         axis.set_xticks(range(heads))
     for axis in axes[-1]:
         axis.set_xlabel("KV head")

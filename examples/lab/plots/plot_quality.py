@@ -3,10 +3,12 @@
 
     plot_quality.py OUT.png TABLE.csv [TABLE.csv ...]
 
-One panel for each scorer: the scorer alone, and under AMS in every form that the tables hold. `full`, `random`, `streaming` and `oracle` stand in every panel for
-comparison. All tasks of a table count together, each look-up once. With several tables (models trained from several seeds) a line is their mean and a bar their
-range; with one table a bar is Wilson's 95 % interval. Needs matplotlib.
+One panel for each scorer: the scorer alone, and under AMS in every form that the tables hold. `full`, `random`,
+`streaming` and `oracle` stand in every panel for comparison. All tasks of a table count together, each look-up once.
+With several tables (models trained from several seeds) a line is their mean and a bar their range; with one table a bar
+is Wilson's 95 % interval. Needs matplotlib.
 """
+
 import argparse
 import csv
 import math
@@ -15,7 +17,12 @@ from collections import defaultdict
 
 # Okabe and Ito's palette: told apart by people with any colour vision.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
-REFERENCES = {"full": ("#000000", "-"), "oracle": ("#555555", "--"), "streaming": ("#999999", "-."), "random": ("#999999", ":")}
+REFERENCES = {
+    "full": ("#000000", "-"),
+    "oracle": ("#555555", "--"),
+    "streaming": ("#999999", "-."),
+    "random": ("#999999", ":"),
+}
 
 
 def read(path):
@@ -43,7 +50,9 @@ def series(tables, policy):
     """[(budget, mean, low, high)] in per cent, by budget."""
     points = []
     for budget in sorted({b for table in tables for p, b in table if p == policy and b is not None}):
-        shares = [100 * table[policy, budget][0] / table[policy, budget][1] for table in tables if (policy, budget) in table]
+        shares = [
+            100 * table[policy, budget][0] / table[policy, budget][1] for table in tables if (policy, budget) in table
+        ]
         low, high = (min(shares), max(shares)) if len(tables) > 1 else wilson(*tables[0][policy, budget])
         points.append((budget, sum(shares) / len(shares), low, high))
     return points
@@ -70,12 +79,16 @@ def main():
     policies = list(dict.fromkeys(policy for table in tables for policy, _ in table))
     scorers = list(dict.fromkeys(base_of(q)[0] for q in policies if q.split(",")[0].startswith("ams-")))
     others = [q for q in policies if base_of(q)[0] not in scorers and q.split(",")[0] not in REFERENCES]
-    panels = [(s, [q for q in policies if base_of(q)[0] == s]) for s in scorers] + ([("other policies", others)] if others else [])
+    panels = [(s, [q for q in policies if base_of(q)[0] == s]) for s in scorers] + (
+        [("other policies", others)] if others else []
+    )
     if not panels:
         panels = [("", [q for q in policies if q.split(",")[0] not in REFERENCES])]
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.1 * columns, 3.4 * rows + 0.9), sharex=True, sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(4.1 * columns, 3.4 * rows + 0.9), sharex=True, sharey=True, squeeze=False
+    )
     budgets = sorted({b for table in tables for _, b in table if b is not None})
     for index, axis in enumerate(axes.flat):
         if index >= len(panels):
@@ -88,12 +101,28 @@ def main():
                 axis.axhline(sum(level) / len(level), color=colour, linestyle=style, linewidth=1, label=name)
             elif name in policies:
                 points = series(tables, name)
-                axis.plot([q[0] for q in points], [q[1] for q in points], color=colour, linestyle=style, linewidth=1.2, label=name)
+                axis.plot(
+                    [q[0] for q in points],
+                    [q[1] for q in points],
+                    color=colour,
+                    linestyle=style,
+                    linewidth=1.2,
+                    label=name,
+                )
         for number, policy in enumerate(shown):
             points = series(tables, policy)
             x = [q[0] * 2 ** (0.03 * (number - len(shown) / 2)) for q in points]
-            axis.errorbar(x, [q[1] for q in points], yerr=[[q[1] - q[2] for q in points], [q[3] - q[1] for q in points]], color=COLOURS[number % len(COLOURS)], marker="o",
-                          markersize=3.5, linewidth=1.8 if number == 0 else 1.4, capsize=2, label=policy)
+            axis.errorbar(
+                x,
+                [q[1] for q in points],
+                yerr=[[q[1] - q[2] for q in points], [q[3] - q[1] for q in points]],
+                color=COLOURS[number % len(COLOURS)],
+                marker="o",
+                markersize=3.5,
+                linewidth=1.8 if number == 0 else 1.4,
+                capsize=2,
+                label=policy,
+            )
         axis.set_xscale("log", base=2)
         axis.set_xticks(budgets, [str(b) for b in budgets])
         axis.minorticks_off()

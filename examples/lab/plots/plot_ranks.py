@@ -5,9 +5,11 @@
     kvkeep replay prompt.safetensors --policy asl,budget=256,window=16 --out kept.safetensors --ranks ranks.json
     plot_ranks.py OUT.png ranks.json
 
-Left: a column a token (the best of several where they do not fit), a row a layer; dark ranks high. The layer that selected is framed, and ticks below it stand at
-the tokens that go on. Right: the variance of the ranks around each layer as a share of the first that was taken, and the threshold. Needs matplotlib and numpy.
+Left: a column a token (the best of several where they do not fit), a row a layer; dark ranks high. The layer that
+selected is framed, and ticks below it stand at the tokens that go on. Right: the variance of the ranks around each
+layer as a share of the first that was taken, and the threshold. Needs matplotlib and numpy.
 """
+
 import argparse
 import json
 import sys
@@ -35,6 +37,7 @@ def main():
     data = read(o.ranks)
 
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     import numpy as np
@@ -46,8 +49,12 @@ def main():
     padded[:, :tokens] = ranks
     best = padded.reshape(layers, -1, group).min(axis=2)
 
-    fig, (left, right) = plt.subplots(1, 2, figsize=(12, 1.6 + 0.22 * max(layers, 12)), sharey=True, width_ratios=[4, 1], layout="constrained")
-    shown = left.imshow(np.log10(best), aspect="auto", cmap="viridis", extent=(0, tokens, layers - 0.5, -0.5), interpolation="nearest")
+    fig, (left, right) = plt.subplots(
+        1, 2, figsize=(12, 1.6 + 0.22 * max(layers, 12)), sharey=True, width_ratios=[4, 1], layout="constrained"
+    )
+    shown = left.imshow(
+        np.log10(best), aspect="auto", cmap="viridis", extent=(0, tokens, layers - 0.5, -0.5), interpolation="nearest"
+    )
     bar = fig.colorbar(shown, ax=left, location="left", shrink=0.8, pad=0.08)
     ticks = [t for t in (1, 10, 100, 1000, 10000, 100000) if t <= tokens]
     bar.set_ticks(np.log10(ticks), labels=[str(t) for t in ticks])
@@ -58,10 +65,26 @@ def main():
     if selected >= 0:
         left.add_patch(plt.Rectangle((0, selected - 0.5), tokens, 1, fill=False, edgecolor=RED, linewidth=2))
         going_on = [t + 0.5 for t in data["going_on"] if t < tokens]
-        left.plot(going_on, [selected + 0.62] * len(going_on), "|", color=RED, markersize=5, markeredgewidth=0.7, clip_on=False)
+        left.plot(
+            going_on,
+            [selected + 0.62] * len(going_on),
+            "|",
+            color=RED,
+            markersize=5,
+            markeredgewidth=0.7,
+            clip_on=False,
+        )
     left.set_xlabel("token of the prompt (the newest %d observe and are not ranked)" % data["window"])
     left.set_ylabel("layer")
-    left.set_title("%s: %s" % (name, "layer %d selects %d of %d tokens" % (selected, len(data["going_on"]), tokens + data["window"]) if selected >= 0 else "no layer selects"))
+    left.set_title(
+        "%s: %s"
+        % (
+            name,
+            "layer %d selects %d of %d tokens" % (selected, len(data["going_on"]), tokens + data["window"])
+            if selected >= 0
+            else "no layer selects",
+        )
+    )
 
     variance = [(l, x) for l, x in enumerate(data.get("relative_variance") or []) if x is not None]
     right.set_title("ranks settle")
@@ -72,7 +95,15 @@ def main():
         threshold = data["policy"].get("layers", {}).get("threshold")
         if threshold is not None and 0 < threshold < 10:
             right.axvline(threshold, color=RED, linestyle="--", linewidth=1)
-            right.annotate("threshold %g" % threshold, (threshold, 0), xytext=(3, -2), textcoords="offset points", color=RED, va="top", fontsize=8)
+            right.annotate(
+                "threshold %g" % threshold,
+                (threshold, 0),
+                xytext=(3, -2),
+                textcoords="offset points",
+                color=RED,
+                va="top",
+                fontsize=8,
+            )
     else:
         right.annotate("not computed", (0.5, 0.5), xycoords="axes fraction", ha="center")
     for side in ("top", "right"):

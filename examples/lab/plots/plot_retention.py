@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """Draws what stayed in the cache: which positions of the text every layer and KV head still holds, step by step.
 
-    kvkeep generate --model examples/model --task ask --forced --policy tova,budget=96,interval=32 --retention tova.json
-    kvkeep generate --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --retention ams.json
+    ask="kvkeep generate --model examples/model --task ask --forced"
+    $ask --policy tova,budget=96,interval=32 --retention tova.json
+    $ask --policy ams-tova,budget=96,interval=32 --retention ams.json
     plot_retention.py tova.json ams.json --out retention.png
 
-One column a policy. The panel on top is the whole model: the darker a cell, the more rows (layer, KV head) hold that position at that
-step. Below, one panel for every layer and head. A fact that the trace will still ask for is orange while it is held, and a thin black line once it is lost.
-The numbers of the picture go to a CSV file beside it. Needs numpy and matplotlib.
+One column a policy. The panel on top is the whole model: the darker a cell, the more rows (layer, KV head) hold that
+position at that step. Below, one panel for every layer and head. A fact that the trace will still ask for is orange
+while it is held, and a thin black line once it is lost. The numbers of the picture go to a CSV file beside it. Needs
+numpy and matplotlib.
 """
+
 import argparse
 import csv
 import json
@@ -35,7 +38,11 @@ class Run:
         self.look_ups, self.events = data.get("look_ups", []), data["events"]
         self.positions = self.prompt + self.steps - 1
         # (position, the step that reads it last), of the positions that some step can still see
-        self.needed = [(p, until - self.prompt) for p, until in zip(data.get("needed", []), data.get("needed_until", [])) if until > self.prompt]
+        self.needed = [
+            (p, until - self.prompt)
+            for p, until in zip(data.get("needed", []), data.get("needed_until", []))
+            if until > self.prompt
+        ]
 
     def rows(self):
         return [(i, layer, head) for i, layer in enumerate(self.layers) for head in range(self.heads)]
@@ -93,13 +100,20 @@ def spans(flags):
 
 
 def draw_needed(axes, run, held, width):
-    """Every needed position from its birth to the last step that reads it: orange while a row holds it, black once none does."""
+    """Every needed position from its birth to the last step that reads it: orange while a row holds it, else black."""
     for position, last in run.needed:
         wanted = np.arange(run.steps) < last
         wanted[: max(0, position - run.prompt + 1)] = False
         for flags, colour, z in ((wanted & held[position], NEEDED, 4), (wanted & ~held[position], LOST, 3)):
             for begin, end in spans(flags):
-                axes.plot([begin - 0.5, end - 0.5], [position, position], color=colour, lw=width if colour == NEEDED else 0.45 * width, solid_capstyle="butt", zorder=z)
+                axes.plot(
+                    [begin - 0.5, end - 0.5],
+                    [position, position],
+                    color=colour,
+                    lw=width if colour == NEEDED else 0.45 * width,
+                    solid_capstyle="butt",
+                    zorder=z,
+                )
 
 
 def decorate(axes, run):
@@ -120,7 +134,11 @@ def share_held_when_read(run, held):
 
 def said_about(run, held):
     """What stands above a column."""
-    options = "%s slots a head, cut every %s tokens" % (run.policy.get("budget"), run.policy.get("interval")) if "budget" in run.policy else "nothing is ever dropped"
+    options = (
+        "%s slots a head, cut every %s tokens" % (run.policy.get("budget"), run.policy.get("interval"))
+        if "budget" in run.policy
+        else "nothing is ever dropped"
+    )
     lines = [options]
     if run.accuracy() is not None:
         lines.append("answers right: %.0f %%" % (100 * run.accuracy()))
@@ -147,7 +165,13 @@ def draw(runs, out, shown_rows):
         held = {(layer, head): run.held(i, head) for i, layer, head in run.rows()}
         share = np.mean(list(held.values()), axis=0)
         top = figure.add_subplot(grid[0, c])
-        top.imshow(hero_image(run, share), origin="lower", aspect="auto", interpolation="nearest", extent=(-0.5, run.steps - 0.5, -0.5, run.positions - 0.5))
+        top.imshow(
+            hero_image(run, share),
+            origin="lower",
+            aspect="auto",
+            interpolation="nearest",
+            extent=(-0.5, run.steps - 0.5, -0.5, run.positions - 0.5),
+        )
         draw_needed(top, run, share > 0, 1.5)
         decorate(top, run)
         top.set_title(said_about(run, held), fontsize=9.5, loc="left", linespacing=1.35)
@@ -155,12 +179,34 @@ def draw(runs, out, shown_rows):
         top.set_xticklabels([])
         if c == 0:
             top.set_ylabel("all %d layers and heads\nposition in the text" % len(held))
-            top.text(run.steps * 0.985, run.prompt + run.positions * 0.012, "trace", ha="right", va="bottom", fontsize=8, zorder=6)
-            top.text(run.steps * 0.985, run.prompt - run.positions * 0.012, "prompt", ha="right", va="top", fontsize=8, zorder=6)
-        for r, (i, layer, head) in enumerate(rows):
+            top.text(
+                run.steps * 0.985,
+                run.prompt + run.positions * 0.012,
+                "trace",
+                ha="right",
+                va="bottom",
+                fontsize=8,
+                zorder=6,
+            )
+            top.text(
+                run.steps * 0.985,
+                run.prompt - run.positions * 0.012,
+                "prompt",
+                ha="right",
+                va="top",
+                fontsize=8,
+                zorder=6,
+            )
+        for r, (_, layer, head) in enumerate(rows):
             panel = figure.add_subplot(grid[1 + r, c])
             mine = held[(layer, head)]
-            panel.imshow(image(run, mine), origin="lower", aspect="auto", interpolation="nearest", extent=(-0.5, run.steps - 0.5, -0.5, run.positions - 0.5))
+            panel.imshow(
+                image(run, mine),
+                origin="lower",
+                aspect="auto",
+                interpolation="nearest",
+                extent=(-0.5, run.steps - 0.5, -0.5, run.positions - 0.5),
+            )
             draw_needed(panel, run, mine, 0.9)
             decorate(panel, run)
             panel.tick_params(labelsize=7)
@@ -178,17 +224,59 @@ def draw(runs, out, shown_rows):
             for event in run.events:
                 step = event["step"]
                 wanted = [p for p, last in run.needed if p < run.prompt + step and last > step]
-                table.append([run.name(), run.policy.get("budget", ""), layer, head, step, int(mine[:, step].sum()), len(wanted), int(mine[wanted, step].sum())])
+                table.append(
+                    [
+                        run.name(),
+                        run.policy.get("budget", ""),
+                        layer,
+                        head,
+                        step,
+                        int(mine[:, step].sum()),
+                        len(wanted),
+                        int(mine[wanted, step].sum()),
+                    ]
+                )
 
     width, height = figure.get_size_inches()
     figure.text(0.012, 1 - 0.12 / height, "What stays in the KV cache while the model writes", fontsize=17, va="top")
-    figure.text(0.012, 1 - 0.47 / height, "Each column is one eviction policy; time runs to the right, the text upwards. What a policy drops never comes back.", fontsize=10, va="top", color="#444444")
-    legend = [Patch(color=HELD, label="held (upper panels: darker = by more heads)"), Patch(color=GONE, label="dropped"),
-              Line2D([], [], color=NEEDED, lw=3, label="fact that is still to be asked for: held"), Line2D([], [], color=LOST, lw=1, label="fact that is still to be asked for: lost"),
-              Line2D([], [], color="black", lw=0.8, ls=(0, (5, 3)), label="end of the prompt"), Line2D([], [], color="black", marker="|", ls="", ms=7, label="event: the policy cuts")]
-    figure.legend(handles=legend, loc="lower left", bbox_to_anchor=(0.008, 0.36 / height), ncol=3, fontsize=9, frameon=False, handlelength=1.6)
-    caption = "One sample of task %s (seed %s): prompt %d tokens, %d decode steps%s. Model %s. Numbers in the .csv beside this picture." % (
-        first.task or "-", first.seed, first.prompt, first.steps, ", the sample's own trace fed" if first.look_ups else "", os.path.join(*os.path.normpath(first.model).split(os.sep)[-2:]))
+    figure.text(
+        0.012,
+        1 - 0.47 / height,
+        "Each column is one eviction policy; time runs to the right, the text upwards. What a policy drops never "
+        "comes back.",
+        fontsize=10,
+        va="top",
+        color="#444444",
+    )
+    legend = [
+        Patch(color=HELD, label="held (upper panels: darker = by more heads)"),
+        Patch(color=GONE, label="dropped"),
+        Line2D([], [], color=NEEDED, lw=3, label="fact that is still to be asked for: held"),
+        Line2D([], [], color=LOST, lw=1, label="fact that is still to be asked for: lost"),
+        Line2D([], [], color="black", lw=0.8, ls=(0, (5, 3)), label="end of the prompt"),
+        Line2D([], [], color="black", marker="|", ls="", ms=7, label="event: the policy cuts"),
+    ]
+    figure.legend(
+        handles=legend,
+        loc="lower left",
+        bbox_to_anchor=(0.008, 0.36 / height),
+        ncol=3,
+        fontsize=9,
+        frameon=False,
+        handlelength=1.6,
+    )
+    caption = (
+        "One sample of task %s (seed %s): prompt %d tokens, %d decode steps%s. Model %s. Numbers in the .csv beside "
+        "this picture."
+        % (
+            first.task or "-",
+            first.seed,
+            first.prompt,
+            first.steps,
+            ", the sample's own trace fed" if first.look_ups else "",
+            os.path.join(*os.path.normpath(first.model).split(os.sep)[-2:]),
+        )
+    )
     figure.text(0.012, 0.12 / height, caption, fontsize=8, color="#444444", va="bottom")
     figure.subplots_adjust(left=0.85 / width, right=0.988, top=1 - 1.85 / height, bottom=1.42 / height)
     figure.savefig(out)
@@ -200,8 +288,12 @@ def draw(runs, out, shown_rows):
 
 def main():
     parser = argparse.ArgumentParser(description="Draws what stayed in the cache under one or more policies.")
-    parser.add_argument("files", nargs="+", metavar="RETENTION.json", help="of kvkeep generate --retention; one column each")
-    parser.add_argument("--out", default="retention.png", help="picture to write; its numbers go to a .csv beside it [retention.png]")
+    parser.add_argument(
+        "files", nargs="+", metavar="RETENTION.json", help="of kvkeep generate --retention; one column each"
+    )
+    parser.add_argument(
+        "--out", default="retention.png", help="picture to write; its numbers go to a .csv beside it [retention.png]"
+    )
     parser.add_argument("--rows", type=int, default=8, help="layers and heads with a panel of their own [8]")
     options = parser.parse_args()
     try:

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Draws what `example_serving` measured.
 
-    plot_serving.py POOLS.csv OUT.png      of --csv: pace, requests in flight, preemptions and answers by size of the pool
-    plot_serving.py STEPS.csv OUT.png      of --steps: pages in use and requests running over time
+    plot_serving.py POOLS.csv OUT.png    of --csv: pace, requests in flight, preemptions and answers by size of the pool
+    plot_serving.py STEPS.csv OUT.png    of --steps: pages in use and requests running over time
 
 Needs matplotlib.
 """
+
 import argparse
 import csv
 import sys
@@ -38,7 +39,17 @@ def over_time(runs, plt):
         below.plot(run["step"], run["running"], color=colour, linewidth=1.5)
         below.plot(run["step"], run["waiting"], color=colour, linewidth=0.9, linestyle=":")
         above.axvline(run["step"][-1], color=colour, linewidth=0.8, linestyle="--")
-        above.annotate("all served", (run["step"][-1], 0), color=colour, fontsize=8, rotation=90, ha="left", va="bottom", xytext=(2, 3), textcoords="offset points")
+        above.annotate(
+            "all served",
+            (run["step"][-1], 0),
+            color=colour,
+            fontsize=8,
+            rotation=90,
+            ha="left",
+            va="bottom",
+            xytext=(2, 3),
+            textcoords="offset points",
+        )
     pages = next(iter(runs.values()))["pages"][0]
     above.axhline(pages, color="#888888", linewidth=1, linestyle="-.", label="pool: %d pages" % pages)
     above.set_ylabel("pages in use")
@@ -58,7 +69,13 @@ def by_pool(runs, plt):
     pages = sorted({p for run in runs.values() for p in run["pages"]})
     for number, (name, run) in enumerate(runs.items()):
         order = sorted(range(len(run["pages"])), key=lambda i: run["pages"][i])
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], "linewidth": 1.5, "markersize": 5, "label": name}
+        style = {
+            "color": COLOURS[number % len(COLOURS)],
+            "marker": MARKS[number % len(MARKS)],
+            "linewidth": 1.5,
+            "markersize": 5,
+            "label": name,
+        }
         if name == "restricted":
             style["linestyle"] = "--"  # it lies on the engine's line in some panels
 
@@ -68,18 +85,39 @@ def by_pool(runs, plt):
         draw(pace, run["to_engine"])
         for i in order:  # over the rounds
             low, high = run["to_engine_lowest"][i], run["to_engine_highest"][i]
-            pace.plot([pages.index(run["pages"][i])] * 2, [low, high], color=style["color"], linewidth=1, solid_capstyle="butt")
+            pace.plot(
+                [pages.index(run["pages"][i])] * 2,
+                [low, high],
+                color=style["color"],
+                linewidth=1,
+                solid_capstyle="butt",
+            )
         draw(flight, run["in_flight"])
         draw(preempted, run["preempted"])
         if sum(run["asked_at_once"] + run["asked_later"]):
             draw(right, [100 * r / max(1, a) for r, a in zip(run["answered_at_once"], run["asked_at_once"])])
-            draw(right, [100 * r / max(1, a) for r, a in zip(run["answered_later"], run["asked_later"])], linestyle=":", markerfacecolor="white", label=None)
+            draw(
+                right,
+                [100 * r / max(1, a) for r, a in zip(run["answered_later"], run["asked_later"])],
+                linestyle=":",
+                markerfacecolor="white",
+                label=None,
+            )
         else:
             draw(right, [100 * s for s in run["same"]])
     asks = any(sum(run["asked_at_once"]) for run in runs.values())
     pace.axhline(1, color="#888888", linewidth=0.8)
-    for axis, title in ((pace, "Tokens per CPU second, engine without kvkeep = 1"), (flight, "Requests in flight, mean"), (preempted, "Preemptions"),
-                        (right, "Questions answered, %\n(solid: at the end of a prompt, dotted: after an answer)" if asks else "Answers' tokens that are the engine's, %")):
+    for axis, title in (
+        (pace, "Tokens per CPU second, engine without kvkeep = 1"),
+        (flight, "Requests in flight, mean"),
+        (preempted, "Preemptions"),
+        (
+            right,
+            "Questions answered, %\n(solid: at the end of a prompt, dotted: after an answer)"
+            if asks
+            else "Answers' tokens that are the engine's, %",
+        ),
+    ):
         axis.set_title(title, fontsize=9)
         axis.set_ylim(0, 1.1 * max(1, axis.dataLim.y1))
         axis.set_xticks(range(len(pages)), ["%d" % p for p in pages])

@@ -7,7 +7,8 @@ rm -rf "$folder" && mkdir -p "$folder"
 train() {
   out=$1
   shift
-  "$program" --model "$model" --out "$folder/$out" --schedule 256:3:3,384:2:3 --held-out 2 --check-every 2 --lr 0.01 --max-span 16 "$@" 2>>"$folder/log"
+  "$program" --model "$model" --out "$folder/$out" --schedule 256:3:3,384:2:3 --held-out 2 --check-every 2 --lr 0.01 \
+    --max-span 16 "$@" 2>> "$folder/log"
 }
 train whole.safetensors --threads 1
 status=0
@@ -24,10 +25,11 @@ train halves.safetensors --resume --threads 1
 cmp "$folder/whole.safetensors" "$folder/halves.safetensors"
 
 # Ctrl-C: the step in progress ends, the checkpoint is whole, and nothing else is left behind.
-"$program" --model "$model" --out "$folder/long.safetensors" --schedule 256:2:100000 --check-every 0 --log-every 1 2>"$folder/long.log" &
+"$program" --model "$model" --out "$folder/long.safetensors" --schedule 256:2:100000 \
+  --check-every 0 --log-every 1 2> "$folder/long.log" &
 job=$!
 tries=0
-until grep -q "step 2/" "$folder/long.log" 2>/dev/null || [ "$tries" -ge 600 ]; do
+until grep -q "step 2/" "$folder/long.log" 2> /dev/null || [ "$tries" -ge 600 ]; do
   tries=$((tries + 1))
   sleep 0.1
 done

@@ -82,7 +82,11 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         if given is None or given is False or name in _HARMLESS:
             continue
         meaning = f", {_MEANING[name]}" if name in _MEANING else ""
-        refuse(Unsupported, f"attention of {type(module).__name__} has the argument {name}{meaning}; allowed the softmax of scaled products under a mask")
+        refuse(
+            Unsupported,
+            f"attention of {type(module).__name__} has the argument {name}{meaning}; allowed the softmax of scaled "
+            "products under a mask",
+        )
     if layer is not None:
         return layer.attend(module, query, key, value, attention_mask, dropout, scaling, kwargs)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -96,7 +100,9 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def our_attention(model):
     """Attention of the text decoder, and of nothing else of the model, comes to attention()."""
     decoder, text = decoder_of(model), model.config.get_text_config(decoder=True)
-    configs = {id(c): c for m in decoder.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation_internal")}
+    configs = {
+        id(c): c for m in decoder.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation_internal")
+    }
     configs.setdefault(id(text), text)
     before = [(c, c._attn_implementation_internal) for c in configs.values()]
     for config, _ in before:
@@ -151,7 +157,11 @@ class _Probe(DynamicLayer):
 
     def attend(self, module, query, key, value, mask, dropout, scaling, kwargs):
         if value is not self.values_seen:
-            refuse(Unsupported, f"layer {self.index} attends to other values than those in its cache; allowed models that attend to what the cache returned")
+            refuse(
+                Unsupported,
+                f"layer {self.index} attends to other values than those in its cache; allowed models that attend to "
+                "what the cache returned",
+            )
         self.readers.append((module, query.shape[1], scaling))
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
 
@@ -165,19 +175,27 @@ def _kinds(model):
             kinds.append(("sliding", int(layer.sliding_window)))
         elif type(layer) is DynamicLayer:
             kinds.append(("full", 0))
-        elif type(layer).__name__ == "DummyLayer" or ("LinearAttentionCacheLayerMixin" in names and "DynamicLayer" not in names):
+        elif type(layer).__name__ == "DummyLayer" or (
+            "LinearAttentionCacheLayerMixin" in names and "DynamicLayer" not in names
+        ):
             kinds.append(("other", 0))
         else:
-            refuse(Unsupported, f"layer {index} of the model has a cache of type {type(layer).__name__}; allowed full and sliding attention, and states beside them")
+            refuse(
+                Unsupported,
+                f"layer {index} of the model has a cache of type {type(layer).__name__}; allowed full and sliding "
+                "attention, and states beside them",
+            )
     if all(kind != "full" for kind, _ in kinds):
         refuse(Unsupported, "the model has no layer with full attention; allowed one or more")
     return kinds
 
 
 def _probed(model, kinds, ids, shift=0):
-    """What comes by in the full layers; with a shift, what does where positions begin there. None: the model takes none."""
+    """What comes by in the full layers; with a shift, what does where positions begin there. None: none is taken."""
     cache, more = plain_cache(model), {}
-    cache.layers = [_Probe(i) if kind == "full" else layer for i, ((kind, _), layer) in enumerate(zip(kinds, cache.layers))]
+    cache.layers = [
+        _Probe(i) if kind == "full" else layer for i, ((kind, _), layer) in enumerate(zip(kinds, cache.layers))
+    ]
     if shift > 0:
         if "position_ids" not in signature(unwrap(type(model).forward)).parameters:
             return None
@@ -187,7 +205,7 @@ def _probed(model, kinds, ids, shift=0):
 
 
 def _frequencies(decoder):
-    """(radians per position, factor on cosines and sines) of every table in the decoder that is the same for all lengths."""
+    """(radians per position, factor on cosines and sines) of each table in the decoder that holds for all lengths."""
     tables = []
     for module in decoder.modules():
         for name, table in module.named_buffers(recurse=False):
@@ -217,8 +235,8 @@ def _turned(keys, style, frequencies, shift):
 
 
 def _rope(here, there, shift, tables):
-    """How a layer rotates: its keys at some positions, and the same ones `shift` further on. An open Rope: nothing explains
-    them."""
+    """How a layer rotates: its keys at some positions, and the same ones `shift` further on. An open Rope: nothing
+    explains them."""
     tolerance = 1e-3 if here.dtype == torch.float32 else 3e-2
     a, b = here.double().cpu(), there.double().cpu()
     error = lambda turned: float((turned - b).norm() / b.norm())
@@ -245,7 +263,11 @@ def _one(what, by_layer):
     if len(values) > 1:
         first, *_ = by_layer
         other = next(l for l in by_layer if by_layer[l] != by_layer[first])
-        refuse(Unsupported, f"layer {first} has {what} {by_layer[first]} and layer {other} {by_layer[other]}; allowed full layers that are alike")
+        refuse(
+            Unsupported,
+            f"layer {first} has {what} {by_layer[first]} and layer {other} {by_layer[other]}; allowed full layers "
+            "that are alike",
+        )
     return values.pop()
 
 
@@ -260,18 +282,27 @@ def describe(model):
     except Unsupported:
         raise
     except Exception as error:
-        raise Unsupported(f"kvkeep.hf: {type(model).__name__} does not run a text of {_TOKENS} tokens over a cache ({shown(error)}); allowed decoders of text") from error
+        raise Unsupported(
+            f"kvkeep.hf: {type(model).__name__} does not run a text of {_TOKENS} tokens over a cache "
+            f"({shown(error)}); allowed decoders of text"
+        ) from error
     for index, layer in here.items():
         if layer.new is None:
             refuse(Unsupported, f"layer {index} does not update the cache; allowed models whose full layers do")
         if not layer.readers:
-            refuse(Unsupported, f"attention of layer {index} does not come through transformers' attention interface, or not to the keys that the cache returned; allowed models where it does")
+            refuse(
+                Unsupported,
+                f"attention of layer {index} does not come through transformers' attention interface, or not to the "
+                "keys that the cache returned; allowed models where it does",
+            )
         if layer.new.device.type != "cpu":
             refuse(Unsupported, f"the cache is on {layer.new.device}; allowed the CPU in this build of the package")
     modules = {index: layer.readers[0][0] for index, layer in here.items()}
     shared = [(getattr(m, "layer_idx", -1), index) for index, layer in here.items() for m, *_ in layer.readers[1:]]
     if any(reader <= index or kinds[reader][0] != "other" for reader, index in shared):
-        refuse(Unsupported, "a layer attends to the cache of another one and has its own; allowed one cache for each layer")
+        refuse(
+            Unsupported, "a layer attends to the cache of another one and has its own; allowed one cache for each layer"
+        )
     of = lambda value: {index: value(layer) for index, layer in here.items()}
     dim = _one("keys of size", of(lambda l: l.new.shape[-1]))
     ropes = _ropes(here, there, alike, _frequencies(decoder_of(model)))

@@ -64,15 +64,17 @@ class KeptLayer(DynamicLayer):
         refuse(Unsupported, "the cache was asked to repeat its sequences; allowed one cache entry per sequence")
 
     def batch_select_indices(self, indices):
-        refuse(Unsupported, "the cache was asked to select sequences; allowed all of them, from the first step to the last")
+        refuse(
+            Unsupported, "the cache was asked to select sequences; allowed all of them, from the first step to the last"
+        )
 
 
 class KeptCache(DynamicCache):
     """A DynamicCache some of whose layers are under a policy."""
 
     def crop(self, length):
-        """length: below 0, tokens to remove; above it, those to keep, as releases up to 5.2 call it. Throws StateError, and
-        nothing has changed, for tokens before the last event."""
+        """length: below 0, tokens to remove; above it, those to keep, as releases up to 5.2 call it. Throws StateError,
+        and nothing has changed, for tokens before the last event."""
         rows = rows_of(self)
         rows.crop(-length if length <= 0 else max(0, rows.columns - length))
         for layer in self.layers:
@@ -146,7 +148,9 @@ class Rows:
     def interrupted(self):
         states = any(not isinstance(layer, KeptLayer) and type(layer).__name__ != "DummyLayer" for layer in self.layers)
         if states:
-            self.broken = "a forward over this cache was interrupted, and its layers differ in length; allowed a new cache"
+            self.broken = (
+                "a forward over this cache was interrupted, and its layers differ in length; allowed a new cache"
+            )
         self.quit_step()
 
     def arrive(self, layer, keys, values):
@@ -160,7 +164,11 @@ class Rows:
         columns = query.shape[2]
         if layer.index not in self.held:
             if layer.new is None or key is not layer.new[0] or value is not layer.new[1]:
-                refuse(Unsupported, f"layer {layer.index} attends to other keys or values than those in its cache; allowed models that attend to what the cache returned")
+                refuse(
+                    Unsupported,
+                    f"layer {layer.index} attends to other keys or values than those in its cache; allowed models "
+                    "that attend to what the cache returned",
+                )
             if self.tokens is None:
                 self.begin(key.shape[0], columns, mask)
             self.append(layer)
@@ -170,19 +178,40 @@ class Rows:
             refuse(Unsupported, f"layer {layer.index} attends to later tokens; allowed causal attention")
         seen = self.mask_of(layer.index, mask, columns, layer.keys.shape[2])
         even = isinstance(seen, str)
-        return sdpa_attention_forward(module, query, layer.keys, layer.values, None if even else seen, dropout, scaling, is_causal=even and seen == "causal", **kwargs)
+        return sdpa_attention_forward(
+            module,
+            query,
+            layer.keys,
+            layer.values,
+            None if even else seen,
+            dropout,
+            scaling,
+            is_causal=even and seen == "causal",
+            **kwargs,
+        )
 
     def begin(self, batch, columns, mask):
         """The first layer of a step: which of its columns are tokens, and what will be asked of their queries."""
         if torch.is_grad_enabled() and self.owner.model.training:
-            refuse(Unsupported, "the model trains, and no gradient goes through a cache under a policy; allowed model.eval() or torch.no_grad()")
+            refuse(
+                Unsupported,
+                "the model trains, and no gradient goes through a cache under a policy; allowed model.eval() or "
+                "torch.no_grad()",
+            )
         if self.ids and batch != len(self.ids):
-            refuse(InvalidArgument, f"a step of {batch} sequences after steps of {len(self.ids)}; allowed the same ones")
+            refuse(
+                InvalidArgument, f"a step of {batch} sequences after steps of {len(self.ids)}; allowed the same ones"
+            )
         self.given, self.mask = mask, self.bools(mask, columns)
         new = np.ones((batch, columns), bool)
         if self.mask is not None:
             new[:] = self.mask[:, 0].diagonal(self.columns, 1, 2).numpy()
-        if self.ended is not None and 1 < batch == len(self.ended) and self.ids and self.keeper.tokens_to_event(self.ids[0]) is not None:
+        if (
+            self.ended is not None
+            and 1 < batch == len(self.ended)
+            and self.ids
+            and self.keeper.tokens_to_event(self.ids[0]) is not None
+        ):
             new[self.ended] = False
         real = new if self.real is None else np.concatenate([self.real, new], 1)
         if not self.ids:
@@ -194,7 +223,8 @@ class Rows:
         self.tokens = new.sum(1).astype(np.int32)
         held = self.lengths[:, self.cut_rows]
         first = int(held[0, 0])
-        self.flat = first if bool((held == first).all()) and bool(new.all()) else None  # slots of every row, if they are alike
+        # Slots of every row, if they are alike.
+        self.flat = first if bool((held == first).all()) and bool(new.all()) else None
         with self.owner.lock:
             self.plan_queries(columns)
 
@@ -203,14 +233,23 @@ class Rows:
         if mask is None:
             return None
         width = self.columns + columns
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or tuple(mask.shape[2:]) != (columns, width):
+        if (
+            not isinstance(mask, torch.Tensor)
+            or mask.dim() != 4
+            or mask.shape[1] != 1
+            or tuple(mask.shape[2:]) != (columns, width)
+        ):
             shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
             refuse(Unsupported, f"the model's mask of a full layer is {shape}; allowed [batch, 1, {columns}, {width}]")
         if mask.dtype == torch.bool:
             return mask
         least = torch.finfo(mask.dtype).min / 2
         if bool(((mask != 0) & (mask > least)).any()):
-            refuse(Unsupported, "the model's mask of a full layer holds other numbers than 0 and the least; allowed masks that hide or show")
+            refuse(
+                Unsupported,
+                "the model's mask of a full layer holds other numbers than 0 and the least; allowed masks that hide "
+                "or show",
+            )
         return mask == 0
 
     def is_plain(self):
@@ -255,7 +294,12 @@ class Rows:
                 want = first[b] + np.arange(len(at))
                 if (at != want).any():
                     wrong = int(np.flatnonzero(at != want)[0])
-                    refuse(Unsupported, f"token {int(want[wrong])} of sequence {self.ids[b]} is at position {int(at[wrong])}, and the policy turns queries or keys from where they are in the text; allowed position_ids that count the tokens of each sequence")
+                    refuse(
+                        Unsupported,
+                        f"token {int(want[wrong])} of sequence {self.ids[b]} is at position {int(at[wrong])}, and the "
+                        "policy turns queries or keys from where they are in the text; allowed position_ids that "
+                        "count the tokens of each sequence",
+                    )
 
     def plan_queries(self, columns):
         """Which of the newest columns keep their queries for the keeper: those that an event may read."""
@@ -263,7 +307,10 @@ class Rows:
         self.keep = 0
         if read > 0:
             away = [self.width - self.columns if self.open else self.keeper.tokens_to_event(id) for id in self.ids]
-            if any(a is not None and t > a - read for a, t in zip(away, [columns] * len(away) if self.open else self.tokens)):
+            if any(
+                a is not None and t > a - read
+                for a, t in zip(away, [columns] * len(away) if self.open else self.tokens)
+            ):
                 self.keep = min(columns, read + max(_ROLLBACK, self.unsure()))
 
     def unsure(self):
@@ -279,13 +326,21 @@ class Rows:
         both = self.buffers[layer.index]
         if both is None or both[0].shape[2] < needed:
             room = needed if both is None else needed + needed // 2
-            both = self.buffers[layer.index] = tuple(moved(old, new, room, longest) for old, new in zip(both or (None, None), (keys, values)))
+            both = self.buffers[layer.index] = tuple(
+                moved(old, new, room, longest) for old, new in zip(both or (None, None), (keys, values))
+            )
         for buffer, new in zip(both, (keys, values)):
             if self.flat is not None:
                 buffer[:, :, longest:needed] = new
             elif most == 1:  # one token each, at places of their own; for none, behind what is held
                 newest = new[torch.arange(len(self.ids)), :, torch.from_numpy(self.new.argmax(1))]
-                buffer.scatter_(2, torch.from_numpy(held.astype(np.int64))[:, :, None, None].expand(*newest.shape[:2], 1, newest.shape[2]), newest[:, :, None])
+                buffer.scatter_(
+                    2,
+                    torch.from_numpy(held.astype(np.int64))[:, :, None, None].expand(
+                        *newest.shape[:2], 1, newest.shape[2]
+                    ),
+                    newest[:, :, None],
+                )
             else:
                 for b, row in enumerate(self.new):
                     fresh = new[b][:, torch.from_numpy(row)]
@@ -303,8 +358,8 @@ class Rows:
         self.held[index] = newest.clone() if 2 * self.keep < columns else newest
 
     def mask_of(self, index, mask, columns, slots):
-        """What each query sees: "all", "causal", or bool [batch, Hq or 1, columns, slots]. A layer that reads another one's
-        cache may ask for the newest columns alone."""
+        """What each query sees: "all", "causal", or bool [batch, Hq or 1, columns, slots]. A layer that reads another
+        one's cache may ask for the newest columns alone."""
         given = None if self.given is None else self.given[:, :, -columns:]
         alike = mask is self.given or (mask is None and given is None)
         if not alike and (mask is None or given is None or not torch.equal(mask, given)):
@@ -344,7 +399,11 @@ class Rows:
         """A forward has ended: its tokens count."""
         missing = next((i for i in self.full if i not in self.held), None)
         if missing is not None:
-            refuse(Unsupported, f"attention of layer {missing} did not come through transformers' attention interface in this step; allowed models where it does in every step")
+            refuse(
+                Unsupported,
+                f"attention of layer {missing} did not come through transformers' attention interface in this step; "
+                "allowed models where it does in every step",
+            )
         self.lengths[:, self.cut_rows] += self.tokens[:, None]
         step = self.new, self.held, self.keep
         unsure = self.unsure()

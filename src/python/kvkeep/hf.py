@@ -5,10 +5,10 @@
     print(kept.events)
 
 Decoder models whose attention goes through transformers' attention interface, on the CPU, in f32, f16 or bf16: what a
-model does is learned from two short forwards, and a third is compared with the model alone. Layers with a sliding window
-or a state keep their own cache. Batches may be padded; prompts may come in pieces; drafts may be taken back. Refused by
-name: beam search, caches other than DynamicCache or with tokens already, and attention that is more than the softmax of
-scaled products under a mask.
+model does is learned from two short forwards, and a third is compared with the model alone. Layers with a sliding
+window or a state keep their own cache. Batches may be padded; prompts may come in pieces; drafts may be taken back.
+Refused by name: beam search, caches other than DynamicCache or with tokens already, and attention that is more than the
+softmax of scaled products under a mask.
 
 An event happens at the start of the forward that follows the tokens it counts, so that it sees confirmed tokens alone.
 """
@@ -26,7 +26,18 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 
 from . import InvalidArgument, Keeper, Unsupported
-from ._model import CACHE_NAMES, cache_name, decoder_of, describe, our_attention, quietly, refuse, run, short_text, shown
+from ._model import (
+    CACHE_NAMES,
+    cache_name,
+    decoder_of,
+    describe,
+    our_attention,
+    quietly,
+    refuse,
+    run,
+    short_text,
+    shown,
+)
 from ._model import plain_cache as _plain_cache
 from ._rows import KeptCache, Rows
 from ._rows import rows_of as _rows_of
@@ -51,8 +62,8 @@ class attach:
 
     policy: "name,key=value,..." or a JSON object (kvkeep.policies()). output_projections: True gives the policy each
     layer's W_o, which CriticalKV reads. check: False leaves out the comparison with the model alone, which costs six
-    short forwards. Raises InvalidArgument for a wrong policy, Unsupported for a model or a policy that cannot be served:
-    policies that narrow prompts or fold need an engine that runs layer by layer. Threads may share it.
+    short forwards. Raises InvalidArgument for a wrong policy, Unsupported for a model or a policy that cannot be
+    served: policies that narrow prompts or fold need an engine that runs layer by layer. Threads may share it.
     """
 
     def __init__(self, model, policy, output_projections=False, check=True):
@@ -88,7 +99,11 @@ class attach:
         tolerance = 1e-3 if alone.dtype == torch.float32 else 0.1
         differ = float((kept.float() - alone.float()).abs().amax(-1).mean()) / max(float(alone.float().std()), 1e-30)
         if not differ <= tolerance:
-            refuse(Unsupported, f"under the policy `full` the logits of {type(self.model).__name__} are not those of the model alone: they differ by {differ:.2g} of their spread; allowed up to {tolerance:g}")
+            refuse(
+                Unsupported,
+                f"under the policy `full` the logits of {type(self.model).__name__} are not those of the model alone: "
+                f"they differ by {differ:.2g} of their spread; allowed up to {tolerance:g}",
+            )
 
     def _try(self, ids, cache, how):
         try:
@@ -96,7 +111,10 @@ class attach:
         except (Unsupported, InvalidArgument):
             raise
         except Exception as error:
-            raise Unsupported(f"kvkeep.hf: {type(self.model).__name__} does not run a short text {how} ({shown(error)}); allowed decoders of text") from error
+            raise Unsupported(
+                f"kvkeep.hf: {type(self.model).__name__} does not run a short text {how} ({shown(error)}); allowed "
+                "decoders of text"
+            ) from error
 
     def next_id(self):
         self._next += 1
@@ -127,7 +145,10 @@ class attach:
         if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
             refuse(Unsupported, f"the cache is a {type(cache).__name__}; allowed DynamicCache, which generate() makes")
         if cache.get_seq_length() > 0:
-            refuse(Unsupported, f"the cache holds {cache.get_seq_length()} tokens that kvkeep has not seen; allowed an empty one")
+            refuse(
+                Unsupported,
+                f"the cache holds {cache.get_seq_length()} tokens that kvkeep has not seen; allowed an empty one",
+            )
         rows = Rows(self, _plain_cache(self.model).layers, prompt)
         cache.layers, cache.layer_class_to_replicate = rows.layers, None
         cache.__class__ = KeptCache
@@ -161,13 +182,20 @@ class attach:
             rows.commit()
 
     def _generate(self, inner):
-        """generate() as it is, but how long its prompt is gets known: of a prompt in pieces, or with drafts behind it."""
+        """generate() as it is, but the length of its prompt gets known: of one in pieces, or with drafts behind it."""
 
         @wraps(inner)
         def generate(model, *args, **kwargs):
             if model is not self.model:
                 return type(model).generate(model, *args, **kwargs)
-            ids = next((x for x in (*args[:1], *map(kwargs.get, ("inputs", "input_ids", "inputs_embeds"))) if isinstance(x, torch.Tensor)), None)
+            ids = next(
+                (
+                    x
+                    for x in (*args[:1], *map(kwargs.get, ("inputs", "input_ids", "inputs_embeds")))
+                    if isinstance(x, torch.Tensor)
+                ),
+                None,
+            )
             mask = kwargs.get("attention_mask")
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or ids is None or mask.shape != ids.shape[:2]:
                 mask = None
@@ -196,14 +224,22 @@ class attach:
             return
         if self._nearest is not None:
             seen, away = self._nearest
-            warnings.warn(f"kvkeep.hf: no event came: the longest sequence had {seen} tokens, and {self.policy} may cut one of {seen + away}", stacklevel=2)
+            warnings.warn(
+                f"kvkeep.hf: no event came: the longest sequence had {seen} tokens, and {self.policy} may cut one of "
+                f"{seen + away}",
+                stacklevel=2,
+            )
         elif self._uncached and self._next == 0:
-            warnings.warn("kvkeep.hf: no event came: the model ran without a cache, and a policy cuts nothing else; allowed use_cache=True", stacklevel=2)
+            warnings.warn(
+                "kvkeep.hf: no event came: the model ran without a cache, and a policy cuts nothing else; allowed "
+                "use_cache=True",
+                stacklevel=2,
+            )
 
 
 class _Ended(StoppingCriteria):
-    """Stops nothing. Learns which sequences of a batch have ended: after its end token, a sequence is given padding until
-    all have ended, and generate() counts that as text."""
+    """Stops nothing. Learns which sequences of a batch have ended: after its end token, a sequence is given padding
+    until all have ended, and generate() counts that as text."""
 
     def __init__(self, ends, pad):
         self.ends, self.pad, self.at_end, self.now = torch.tensor(ends), pad, None, None

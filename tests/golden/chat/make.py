@@ -23,7 +23,14 @@ CONVERSATIONS = [
     [("system", "Be brief."), ("user", "Hi")],
     [("system", ""), ("user", "")],
     [("user", "Hi"), ("assistant", "Hello!"), ("user", "How are you?")],
-    [("system", "S"), ("user", "Hi"), ("assistant", "Hello!"), ("user", "How are you?"), ("assistant", "Well."), ("user", "Bye")],
+    [
+        ("system", "S"),
+        ("user", "Hi"),
+        ("assistant", "Hello!"),
+        ("user", "How are you?"),
+        ("assistant", "Well."),
+        ("user", "Bye"),
+    ],
     [("user", "Hi"), ("assistant", "")],
     [("user", "Hi"), ("system", "Now in French."), ("user", "Hi")],
     [("assistant", "I begin."), ("user", "Go on.")],
@@ -33,7 +40,13 @@ CONVERSATIONS = [
     [("user", "{{ not }} {% jinja %} \\n <|im_end|> 'quotes' \"double\" <b>&amp;</b>")],
     [("user", "h\u00e9llo \u4f60\u597d \U0001f642 \u05e9\u05c1 \0 \u200b")],
     [("user", "line 1\r\nline 2\rline 3")],
-    [("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nb"), ("user", "c"), ("assistant", "<think>\n\n</think>\n\nd"), ("user", "e")],
+    [
+        ("user", "a"),
+        ("assistant", "<think>\nhm\n</think>\n\nb"),
+        ("user", "c"),
+        ("assistant", "<think>\n\n</think>\n\nd"),
+        ("user", "e"),
+    ],
     [("system", "/no_think\nBe brief."), ("user", "<tool_response>f</tool_response>")],
     [("user", "Call."), ("assistant", "Called."), ("tool", "42"), ("user", "Thanks.")],
 ]
@@ -58,7 +71,9 @@ def refuse(message):
 
 def environment():
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = lambda x, ensure_ascii=False, indent=None: json.dumps(x, ensure_ascii=ensure_ascii, indent=indent)
+    made.filters["tojson"] = lambda x, ensure_ascii=False, indent=None: json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent
+    )
     made.globals["raise_exception"] = refuse
     made.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
     return made
@@ -66,9 +81,18 @@ def environment():
 
 def rendered(jinja, conversation, begun):
     try:
-        return environment().from_string(jinja).render(
-            messages=[{"role": role, "content": content} for role, content in conversation],
-            add_generation_prompt=begun, bos_token="<s>", eos_token="</s>", tools=None, documents=None)
+        return (
+            environment()
+            .from_string(jinja)
+            .render(
+                messages=[{"role": role, "content": content} for role, content in conversation],
+                add_generation_prompt=begun,
+                bos_token="<s>",
+                eos_token="</s>",
+                tools=None,
+                documents=None,
+            )
+        )
     except Exception as failed:  # Python's own, too
         print(f"{jinja[:40]!r}: {failed}")
         return None
@@ -79,8 +103,14 @@ def lines(items):
 
 
 if __name__ == "__main__":
-    texts = {file.stem: [rendered(file.read_bytes().decode(), conversation, begun) for conversation in CONVERSATIONS
-                         for begun in (False, True)] for file in sorted(HERE.glob("*.jinja"))}
+    texts = {
+        file.stem: [
+            rendered(file.read_bytes().decode(), conversation, begun)
+            for conversation in CONVERSATIONS
+            for begun in (False, True)
+        ]
+        for file in sorted(HERE.glob("*.jinja"))
+    }
     named = ",\n".join(f'"{name}": {lines(each)}' for name, each in texts.items())
     (HERE / "rendered.json").write_text(f'{{"conversations": {lines(CONVERSATIONS)},\n"texts": {{\n{named}\n}}}}\n')
     snippets = json.loads((HERE / "snippets.json").read_text())

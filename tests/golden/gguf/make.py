@@ -1,6 +1,8 @@
-"""Makes blocks.gguf, a tensor of random blocks of each type, and widened.safetensors, what the Python package gguf makes of them, also as f16 and bf16.
+"""Makes blocks.gguf, a tensor of random blocks of each type, and widened.safetensors.
 
     pip install gguf==0.19.0 ml_dtypes && python make.py
+
+The latter is what the Python package gguf makes of them, also as f16 and bf16.
 """
 
 import json
@@ -15,7 +17,16 @@ from gguf import GGML_QUANT_SIZES
 
 HERE = pathlib.Path(__file__).parent
 # Where the f16 scales of a block stand, by bytes.
-SCALES = {Type.Q4_0: [0], Type.Q4_1: [0, 2], Type.Q5_0: [0], Type.Q5_1: [0, 2], Type.Q8_0: [0], Type.Q4_K: [0, 2], Type.Q5_K: [0, 2], Type.Q6_K: [208]}
+SCALES = {
+    Type.Q4_0: [0],
+    Type.Q4_1: [0, 2],
+    Type.Q5_0: [0],
+    Type.Q5_1: [0, 2],
+    Type.Q8_0: [0],
+    Type.Q4_K: [0, 2],
+    Type.Q5_K: [0, 2],
+    Type.Q6_K: [208],
+}
 # Zeros, the least and the largest subnormal, the least and the largest normal number, of both signs.
 EXTREME = np.array([0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x8400, 0x7BFF, 0xFBFF], np.uint16)
 
@@ -33,7 +44,24 @@ def blocks_of(kind, count, random):
 def plain(dtype, random):
     """Common numbers, those whose rounding to 16 bits is a tie, subnormal ones and the largest."""
     values = random.standard_normal(256).astype(np.float32)
-    values[:16] = [0, -0.0, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 65504, 65519.996, 65520, -1e38, 3.4028235e38, 2**-24, 2**-25, 1e-40, -(2**-126), 2**-149]
+    values[:16] = [
+        0,
+        -0.0,
+        1 + 2**-11,
+        1 + 3 * 2**-11,
+        1 + 2**-8,
+        1 + 3 * 2**-8,
+        65504,
+        65519.996,
+        65520,
+        -1e38,
+        3.4028235e38,
+        2**-24,
+        2**-25,
+        1e-40,
+        -(2**-126),
+        2**-149,
+    ]
     return values.astype(dtype).reshape(4, 64)
 
 
@@ -41,7 +69,11 @@ def write_safetensors(path, tensors):
     names = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16"}
     header, data = {}, b""
     for name, tensor in tensors.items():
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + tensor.nbytes]}
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + tensor.nbytes],
+        }
         data += tensor.tobytes()
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

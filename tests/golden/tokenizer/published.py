@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Cuts llama.cpp's published vocabularies down to what their published vectors need.
 
-    python3 -m venv v && v/bin/pip install gguf==0.19.0 && v/bin/python tests/golden/tokenizer/published.py llama.cpp/models
+    python3 -m venv v && v/bin/pip install gguf==0.19.0
+    v/bin/python tests/golden/tokenizer/published.py llama.cpp/models
 
 published/texts.json     the texts of .inp, the same for all vocabularies but qwen35
-published/<name>.json    of ggml-vocab-<name>.gguf: the pre-tokenizer ("pre"); tokens that could come up in the texts, with their ids; how they merge, "left right id"
-                         in the order of merging, or for SentencePiece their scores, and the id of <0x00>, which the other bytes follow; the ids of .out
+published/<name>.json    of ggml-vocab-<name>.gguf: the pre-tokenizer ("pre"); tokens that could come up in the texts,
+                         with their ids; how they merge, "left right id" in the order of merging, or for SentencePiece
+                         their scores, and the id of <0x00>, which the other bytes follow; the ids of .out
 
-A token is kept if its text stands anywhere in a text, across words too, so that a wrong cut and a wrong order of merges give other ids.
+A token is kept if its text stands anywhere in a text, across words too, so that a wrong cut and a wrong order of merges
+give other ids.
 """
 
 import json
@@ -46,12 +49,17 @@ def cut_down(folder, name):
         written = "\0".join("".join(bytes_as[byte] for byte in text.encode()) for text in texts)
         merges = [merge for merge in value("merges") if merge.replace(" ", "", 1) in written]
         made["merges"] = [f"{merge} {by_text[merge.replace(' ', '', 1)]}" for merge in merges]
-        made["tokens"] = {token: by_text[token] for token in sorted(set(written) - {"\0"} | {bytes_as[byte] for byte in range(0x20, 0x7F)})}
+        made["tokens"] = {
+            token: by_text[token]
+            for token in sorted(set(written) - {"\0"} | {bytes_as[byte] for byte in range(0x20, 0x7F)})
+        }
     return texts, made | {"ids": ids}
 
 
 def lines_of(made):
-    lines = [f"{json.dumps(key)}:{json.dumps(item, ensure_ascii=False, separators=(',', ':'))}" for key, item in made.items()]
+    lines = [
+        f"{json.dumps(key)}:{json.dumps(item, ensure_ascii=False, separators=(',', ':'))}" for key, item in made.items()
+    ]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -64,4 +72,6 @@ if __name__ == "__main__":
             made["texts"] = texts
         (HERE / "published" / f"{name}.json").write_text(lines_of(made), encoding="utf-8")
         print(name, len(made.get("merges", [])), "merges,", len(texts), "texts")
-    (HERE / "published" / "texts.json").write_text(json.dumps(common, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+    (HERE / "published" / "texts.json").write_text(
+        json.dumps(common, ensure_ascii=False, indent=0) + "\n", encoding="utf-8"
+    )

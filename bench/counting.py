@@ -1,0 +1,310 @@
+"""What the kernels of an event and of an observed layer of a prefill must at least take on a GPU, by counting. What
+bench/analytic.py --help says of the count holds here."""
+
+import dataclasses
+
+# An H100. What the run measured of it: copying, clock. Everything else is assumed.
+BANDWIDTH = 3.0e12  # bytes a second that a copy reads and writes
+CLOCK = 1.98e9
+NEAR = 5.5e12  # bytes a second between L2 and all multiprocessors
+MATRIX = 600e12  # bf16 operations a second by mma.sync
+PROCESSORS = 132
+ISSUE = 4 * CLOCK  # instructions of a warp a second and multiprocessor
+EXP2 = CLOCK / 2  # MUFU instructions of a warp a second and multiprocessor: 16 lanes a clock
+MEMORY_US, NEAR_US = 0.7, 0.25  # from an access to its answer, out of memory and L2
+# Clocks of a warp that is alone: an instruction; f64 or a conversion, besides; shared memory or L1; a shuffle.
+STEP, SLOW, SHARED, SHUFFLE = 5, 11, 30, 24
+BARRIER_US = 0.05
+GAP, EAGER_GAP = 1.3, 2.5  # us from the end of a kernel to the start of the next
+HOST_LINK, HOST_US = 50e9, 2.0  # bytes a second over PCIe, us that a copy takes besides
+TABLES = (320, 48)  # bytes a row of the two tables that every event sends: of a Row 272
+SECTOR = 32  # bytes that a scattered write occupies
+NEAR_SLOTS = 3072  # of the longest row that AMS holds in shared memory
+LAYER = {"qwen7b": 233e6, "llama8b": 218e6}  # weights of one layer
+SHAPES = {"qwen7b": (28, 28, 4, 128), "llama8b": (32, 32, 8, 128)}
+CASES = [("qwen7b", 1), ("llama8b", 1), ("llama8b", 32)]
+
+# Instructions of a warp. The attention: 16 queries by 32 slots, with one number of each query or two, and beside them
+# for every 32 slots.
+PRODUCTS = {"statistics": (131, 181), "columns": (112, 162)}
+TILE = {"statistics": 230, "columns": 370}
+QUERY_BYTES = 16 * 128 * 2 + 272  # of 16 queries in shared memory
+SPLIT, SPLIT_WIDE = 253, 279  # eight components of a query in bf16 or f32
+TURN = 154  # one component of a query
+MOVE = 332  # four words of 16 bytes
+# AMS, passes of a row, per slot of a thread: (times, instructions, of them f64 and conversions, answers of L1 or L2
+# that are waited for).
+PASSES = [
+    (3, 8, 0, 1),
+    (1, 68, 2, 5),
+    (5, 10, 0, 1),
+    (3, 34, 12, 1),
+    (2, 30, 12, 1),
+    (1, 18, 6, 2),
+    (1, 46, 12, 2),
+    (1, 158, 13, 2),
+]
+CUT = (84, 22, 3)  # one cut, by one thread: instructions, f64 and conversions, answers of shared memory
+MERGE, SPLIT_SEGMENT = 12, 40  # one cut merged, one segment split, by one thread
+# One digit of the key of the last slot that stays, with its inner loops, and for 32 slots.
+DIGIT, DIGIT_SLOTS = 144 + 37, 38
+
+
+def pieces(n, of):
+    return -(-n // of)
+
+
+def alone(instructions=0, slow=0, shared=0, shuffles=0, near=0, memory=0, barriers=0):
+    """us of a warp whose every instruction and access waits for the one before."""
+    return (
+        (instructions * STEP + slow * SLOW + shared * SHARED + shuffles * SHUFFLE) / CLOCK * 1e6
+        + near * NEAR_US
+        + memory * MEMORY_US
+        + barriers * BARRIER_US
+    )
+
+
+@dataclasses.dataclass
+class Kernel:
+    name: str
+    bytes: float
+    blocks: int  # that have work
+    resident: int  # of them on a multiprocessor, by registers, threads and shared memory
+    alone: float  # us of a block
+    instructions: float = 0
+    operations: float = 0
+    exponentials: float = 0
+    near: float = 0  # bytes between L2 and multiprocessors
+
+    def round(self, blocks):
+        of_machine, of_processor = blocks / self.blocks, pieces(blocks, PROCESSORS) / self.blocks
+        machine = max(self.bytes / BANDWIDTH, self.near / NEAR) * of_machine
+        processor = (
+            max(self.instructions / ISSUE, self.exponentials / EXP2, self.operations / (MATRIX / PROCESSORS))
+            * of_processor
+        )
+        return max(self.alone, machine * 1e6, processor * 1e6)
+
+    def rounds(self):
+        return pieces(self.blocks, PROCESSORS * self.resident)
+
+    def predicted(self):
+        """us from its start to its end."""
+        whole, rest = divmod(self.blocks, PROCESSORS * self.resident)
+        return whole * self.round(PROCESSORS * self.resident) + (self.round(rest) if rest else 0)
+
+    def floor(self):
+        return self.bytes / BANDWIDTH * 1e6
+
+
+def ams(rows, length, budget):
+    near = length <= NEAR_SLOTS
+    threads = 256 if length <= 4096 else 512
+    warps, each = threads // 32, pieces(length, threads)
+    cuts, segments, digits = (47, 33, 3) if near else (49, 50, 4)
+    own, slots = pieces(segments, warps), pieces(pieces(length, segments), 32)  # segments of a warp, 32 slots each
+    passes = [sum(times * part[i] for times, *part in PASSES) for i in range(3)]
+    of_row = dict(
+        instructions=each * passes[0], slow=each * passes[1], memory=2 + 3 * each, barriers=58 if near else 116
+    )
+    of_row |= (
+        dict(shared=each * (passes[2] - 3), shuffles=each * 24)
+        if near
+        else dict(near=each * (passes[2] - 3), shuffles=each * 24)
+    )
+    reductions = dict(instructions=9 * 60, shuffles=9 * 15)
+    search = dict(instructions=40 + 11 * 11, slow=11 * 2, **{"shared" if near else "near": 11})
+    one_thread = dict(
+        instructions=cuts * (CUT[0] + MERGE) + segments * SPLIT_SEGMENT,
+        slow=cuts * CUT[1],
+        shared=cuts * CUT[2] + (cuts + segments) * 2,
+    )
+    # Two rounds of pouring: sums over all segments in every warp, parts one segment a lane, ranks of the remainders.
+    quotas = dict(
+        instructions=segments * (7 + 2 * 15 + 19) + 2 * 50, slow=segments * 5 + 2 * 18, shared=segments * 8 // 4 + 6
+    )
+    selection = dict(
+        instructions=own * (digits * (DIGIT + DIGIT_SLOTS * slots) + 60 + 40 * slots),
+        shared=own * (digits * (6 + 2 * slots) + slots),
+        shuffles=own * digits * 12,
+    )
+    write = dict(instructions=36 * each + 80, shuffles=30)
+    chain = sum(alone(**part) for part in (of_row, reductions, search, one_thread, quotas, selection, write))
+    by_all = of_row["instructions"] + reductions["instructions"] + quotas["instructions"] + write["instructions"]
+    issued = (
+        warps * by_all
+        + 2 * search["instructions"]
+        + one_thread["instructions"]
+        + selection["instructions"] / own * segments
+    )
+    slots_in_all = rows * length
+    return Kernel(
+        "AMS: mass, credit, segments, quotas, selection",
+        slots_in_all * (4 + 4 + 4 + 4 + 8 + 8 + 4) + rows * budget * 4,
+        rows,
+        2 if near else 1,
+        chain,
+        rows * issued,
+        near=(9 if near else 22) * slots_in_all * 8,
+    )
+
+
+def attention(shape, rows, length, queries, wide=False):
+    """The two passes over the keys. wide: every query is two numbers."""
+    steps, chunks = pieces(queries, 16), pieces(length, 512)
+    at_once = max(1, min(8, rows * chunks // (PROCESSORS * 8)))
+    blocks, tiles = rows * pieces(chunks, at_once), 2 * min(at_once, chunks)  # of 32 slots and a warp
+    turns = pieces(2 * steps, 20) if wide else 1  # in which the queries are in shared memory
+    products = 2 * rows * queries * length * shape[3] * (2 if wide else 1)
+    keys, shown = rows * length * shape[3] * 2, rows * steps * QUERY_BYTES * (2 if wide else 1)
+
+    def one(loop, written, readings, end):
+        of_tile = steps * PRODUCTS[loop][wide] + TILE[loop]
+        chain = alone(200, memory=3, near=2, barriers=6) + tiles * alone(of_tile, memory=readings, near=2) + end
+        return Kernel(
+            f"window attention, {loop}",
+            keys * readings + shown + written,
+            blocks,
+            2,
+            chain,
+            rows * pieces(length, 32) * of_tile,
+            products,
+            rows * pieces(length, 32) * steps * 16,
+            blocks * steps * QUERY_BYTES * (2 if wide else 1) + keys * readings,
+        )
+
+    return [one("statistics", 0, turns, alone(300, near=3, barriers=4)), one("columns", rows * length * 8, 1, 0)]
+
+
+def splitting(shape, groups, window, wide=False):
+    """Of queries into the form in which they are multiplied. Stores of four bytes: two lanes share a sector, so that
+    each occupies 16."""
+    _, query_heads, kv_heads, dim = shape
+    queries, blocks = (
+        groups * query_heads * window * dim,
+        groups * kv_heads * pieces(query_heads // kv_heads * window, 16),
+    )
+    instructions = SPLIT_WIDE if wide else SPLIT
+    return Kernel(
+        "window attention: queries split",
+        queries * ((4 if wide else 2) + (4 if wide else 2)),
+        blocks,
+        6,
+        alone(instructions, memory=3, barriers=2, shuffles=4),
+        blocks * 8 * instructions,
+        near=queries * (4 + 8 * 2 if wide else 2 + 8),
+    )
+
+
+def kernels(shape, batch, length, budget, window=32, given=False, before_rope=False):
+    """An `ams-tova` event over all layers. given: the engine hands over the log-sum-exps."""
+    layers, query_heads, kv_heads, dim = shape
+    groups = layers * batch
+    rows, slots = groups * kv_heads, groups * kv_heads * length
+    prepare = Kernel(
+        "prepare: windows, newest positions",
+        rows * (length - budget) * 4,
+        rows,
+        10,
+        alone(300, memory=5, near=11),
+        rows * 4 * 100,
+    )
+    if before_rope:
+        numbers = groups * window * query_heads * dim
+        each = query_heads * dim // 128  # components of a thread
+        turn = alone(180 + each * TURN, 50, each * 2, memory=3, barriers=2)
+        prepare = Kernel(
+            "prepare: and queries turned",
+            prepare.bytes + numbers * (2 + 4),
+            rows + groups * window,
+            10,
+            turn,
+            numbers / 32 * TURN,
+        )
+    passes = attention(shape, rows, length, query_heads // kv_heads * window, before_rope)
+    # TOVA's scores are the attention itself. A thread has four slots of all heads of a layer, and looks their places
+    # up twice.
+    tova = Kernel(
+        "TOVA, mean over the layer's heads",
+        slots * 8,
+        groups * pieces(length, 512),
+        8,
+        alone(120 + 80 * kv_heads, near=2, memory=3),
+        slots / 32 * 20,
+    )
+    # Keys and values: blocks of 1024 words of 16 bytes at a time. What other columns move is counted with them.
+    tiles = pieces(budget * dim * 2, 16 * 1024)
+    compaction = Kernel(
+        "compaction of K, V and columns",
+        rows * budget * (2 * dim * 2 * 2 + 4 * 4),
+        rows * 2,
+        3,
+        alone(100, memory=3) + tiles * alone(MOVE, memory=1, near=1, barriers=1),
+        rows * 2 * tiles * 8 * MOVE,
+    )
+    return [
+        prepare,
+        splitting(shape, groups, window, before_rope),
+        *(passes[1:] if given else passes),
+        tova,
+        ams(rows, length, budget),
+        compaction,
+    ]
+
+
+def tables_us(rows):
+    return sum(GAP + HOST_US + rows * each / HOST_LINK * 1e6 for each in TABLES)
+
+
+def total(counted, rows, gap=GAP):
+    return sum(k.predicted() + gap for k in counted) + tables_us(rows)
+
+
+def prefill_kernels(shape, tokens, select=2048, window=32, observed=8):
+    """(launches, kernel) of one layer of one prompt that is observed."""
+    _, query_heads, kv_heads, dim = shape
+    statistics, sums = attention(shape, kv_heads, tokens, query_heads // kv_heads * window)
+    split = splitting(shape, 1, window)
+    pooled, ranks, hidden = 2 * kv_heads * tokens * 4 + tokens * 4, tokens * 4, query_heads * dim * 2
+    # Four passes: 128 entries of a warp counted and placed.
+    instructions = 4 * pieces(tokens, 128) * 553
+    chain = 4 * pieces(tokens, 32 * 128) * alone(553, near=2, shared=8, shuffles=4) + 4 * alone(
+        500, shared=70, barriers=8
+    )
+    sort = Kernel("ranks, by one block", tokens * (2 * (4 + 3 * 8) + 4 * SECTOR), 1, 1, chain, instructions)
+    many = pieces(tokens, 4096)
+    return [
+        (2, Kernel("prepare, rows of the window", 0, 1, 10, 2 * alone(200, memory=4))),
+        (1, dataclasses.replace(split, name="prompt scores: attention, queries split")),
+        (1, dataclasses.replace(statistics, name="prompt scores: attention, statistics")),
+        (1, dataclasses.replace(sums, name="prompt scores: attention, sums")),
+        (1, Kernel("prompt scores: pooling, sums over heads", pooled, pieces(tokens, 256), 8, alone(100, memory=3))),
+        (1, sort),
+        (
+            2,
+            Kernel(
+                f"layer selector: {observed} layers of ranks",
+                observed * ranks,
+                many,
+                4,
+                16 * alone(observed * 10, memory=1) + alone(200, memory=4),
+            ),
+        ),
+        (
+            2,
+            Kernel(
+                "where it selects: narrow, gather hidden states",
+                ranks + select * (4 + 2 * hidden),
+                select,
+                8,
+                alone(300, memory=4),
+            ),
+        ),
+    ]
+
+
+def floor_us(shape, batch, length, budget):
+    """One reading of the keys, one reading and writing of what stays."""
+    layers, _, kv_heads, dim = shape
+    rows = layers * kv_heads * batch
+    return (rows * length * dim * 2 + rows * budget * 2 * dim * 2 * 2) / BANDWIDTH * 1e6
