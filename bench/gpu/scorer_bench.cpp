@@ -181,7 +181,7 @@ void expect_as_on_cpu(Result& result, const Asked& asked, const Scorer& scorer, 
       const Needs needs = scorer.needs();
       const Flat flat;
       want = host()
-                 .begin(cpu.evidence, cpu.limits, {"", needs, scorer, flat, Sharing::layer})
+                 .begin(cpu.evidence, cpu.limits, Demand{"", needs, scorer, flat, Sharing::layer})
                  ->share(want, Sharing::layer);
     }
     expect_close(result, text("the score by ", scorer.name()), asked.of_group(asked.scores, g), cpu.flat(want.data),

@@ -55,7 +55,7 @@ class Engine {
             DenseKv{zeros({8, kHeads, kCapacity, 1}, Dtype::f32), zeros({8, kHeads, kCapacity, 1}, Dtype::f32)});
   }
 
-  void join(SequenceId id, std::int32_t cached = 0, std::int32_t prompt = -1) {
+  void join(SequenceId id, std::int32_t cached = 0, std::optional<std::int32_t> prompt = {}) {
     keeper.join(id, cached, prompt);
     rows[id].assign(kRows, {});
     lengths[id].assign(kRows, 0);

@@ -44,7 +44,7 @@ class Line {
           DenseKv{at::randn({4, spec_.kv_heads, capacity, 8}), at::randn({4, spec_.kv_heads, capacity, 8})});
   }
 
-  void join(SequenceId id, std::int32_t tokens = 0, std::int32_t prompt = -1) {
+  void join(SequenceId id, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {}) {
     keeper.join(id, tokens, prompt);
     ids.push_back(id);
     lengths.push_back(tokens);

@@ -90,7 +90,7 @@ class Engine {
 
   CacheView view() { return {.layers = cache_, .sequences = ids_, .lengths = {lengths_}, .places = places_}; }
 
-  void join(SequenceId id, std::int32_t prompt = -1) {
+  void join(SequenceId id, std::optional<std::int32_t> prompt = {}) {
     keeper.join(id, 0, prompt);
     seen_[id] = 0;
   }
