@@ -101,15 +101,15 @@ class Engine {
                     .basis = QueryBasis::post_rope});
   }
   void read_folded(std::int32_t layer) {
-    if (keeper.policy().memory() == nullptr) return;
+    auto* const folds = keeper.find<parts::Folds>();
+    if (folds == nullptr) return;
     const std::int64_t tokens = indptr.back();
-    keeper.part<parts::Folds>().view(
-        {.layer = layer,
-         .sequences = ids,
-         .indptr = indptr,
-         .queries = queries[static_cast<std::size_t>(layer)],
-         .basis = QueryBasis::post_rope},
-        {at::full({tokens, kQueryHeads, kDim}, 0.0F), at::full({tokens, kQueryHeads}, 0.0F)});
+    folds->view({.layer = layer,
+                 .sequences = ids,
+                 .indptr = indptr,
+                 .queries = queries[static_cast<std::size_t>(layer)],
+                 .basis = QueryBasis::post_rope},
+                {at::full({tokens, kQueryHeads, kDim}, 0.0F), at::full({tokens, kQueryHeads}, 0.0F)});
   }
   void grow() {
     for (std::int32_t& length : lengths) length += indptr[1];
@@ -129,9 +129,10 @@ class Engine {
     add(lengths.data(), lengths.size() * 4);
     if (table.defined()) add(table.const_data_ptr(), table.nbytes());
     seen.push_back(text(pool.free_pages()));
+    const auto* const folds = keeper.find<parts::Folds>();
     for (const SequenceId id : ids) {
       seen.push_back(text(keeper.logical_length(id), ' ', keeper.prompt_length(id).value_or(-1), ' ',
-                          keeper.part<parts::Folds>().of(id).tokens));
+                          folds == nullptr ? 0 : folds->of(id).tokens));
       for (std::int32_t r = 0; r < kLayers * kKvHeads; ++r) {
         const auto positions = keeper.positions(id, r / kKvHeads, r % kKvHeads);
         const auto credit = keeper.credit(id, r / kKvHeads, r % kKvHeads);
