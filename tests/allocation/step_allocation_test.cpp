@@ -5,7 +5,9 @@
 #include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -19,10 +21,11 @@ namespace {
 std::atomic<long> allocations = 0;
 std::atomic<long> until_failure = -1;  ///< allocations that succeed before one fails; -1: none fails
 
-void* allocate(std::size_t bytes) {
+void* allocate(std::size_t bytes, std::size_t alignment = alignof(std::max_align_t)) {
   ++allocations;
   if (until_failure >= 0 && until_failure-- == 0) throw std::bad_alloc();
-  if (void* memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
+  const std::size_t whole = (std::max<std::size_t>(bytes, 1) + alignment - 1) / alignment * alignment;
+  if (void* memory = std::aligned_alloc(alignment, whole)) return memory;
   throw std::bad_alloc();
 }
 
@@ -30,12 +33,17 @@ void* allocate(std::size_t bytes) {
 
 void* operator new(std::size_t bytes) { return allocate(bytes); }
 void* operator new[](std::size_t bytes) { return allocate(bytes); }
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return allocate(bytes, static_cast<std::size_t>(alignment));
+}
 void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes > 0 ? bytes : 1); }
 void* operator new[](std::size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes > 0 ? bytes : 1); }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
 
 namespace kvkeep {
 namespace {
