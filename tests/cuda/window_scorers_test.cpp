@@ -133,8 +133,9 @@ TEST_F(WindowScorers, KnowEveryHeadSizeAndVectorsThatAreNotAligned) {  // B24, B
   std::uint64_t seed = 200;
   for (const Element keys : kStored)
     for (const std::int32_t dim : {1, 7, 64, 256}) {
+      ++seed;
       EvidenceCase c(
-          ++seed,
+          seed,
           {.group = 4, .kv_heads = 2, .dim = dim, .lengths = {67, 33}, .seen = 8, .keys = keys, .gaps = seed % 2 == 0});
       if (!c.shape.gaps) count_before(c, seed);
       for (const OneScorer& scorer : all_of(8, 3)) expect_as_on_cpu(c, *scorer, {.gap = 4, .values = Element::bf16});
