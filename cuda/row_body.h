@@ -51,14 +51,14 @@ void register_row_scorer(std::type_index scorer, RowScorerLaunch launch);
 ///                                                 kvkeep::cuda::Stream);
 template <class S>
 void register_scorer() {
-  using Body = typename S::Options;
+  using Options = typename S::Options;
   RowScorerLaunch launch{[](const Scorer& scorer, const ScoredRows& rows, Stream stream) {
-    launch_row_body(RowBodyArguments<Body>{rows, static_cast<const S&>(scorer).options()}, stream);
+    launch_row_body(RowBodyArguments<Options>{rows, static_cast<const S&>(scorer).options()}, stream);
   }};
-  if constexpr (BodyTraits<Body>::kWindow)
+  if constexpr (BodyTraits<Options>::kWindow)
     launch.reading = [](const Scorer& scorer) { return static_cast<const S&>(scorer).options().reading(); };
-  launch.in_place = BodyTraits<Body>::kInPlace;
-  launch.as_read = BodyTraits<Body>::kAsRead;
+  launch.in_place = BodyTraits<Options>::kInPlace;
+  launch.as_read = BodyTraits<Options>::kAsRead;
   register_row_scorer(typeid(S), launch);
 }
 
