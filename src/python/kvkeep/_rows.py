@@ -260,7 +260,7 @@ class Rows:
 
     def join(self, batch, columns, new):
         """Sequences begin. Their prompts are the announced ones, or else this step."""
-        prompts = [-1] * batch
+        prompts = [None] * batch
         self.width, self.open = columns, False
         if self.prompt is not None:
             self.width, mask = self.prompt
@@ -273,7 +273,7 @@ class Rows:
         with self.owner.lock:
             self.ids = [self.owner.next_id() for _ in range(batch)]
             for id, prompt in zip(self.ids, prompts):
-                self.keeper.join(id, 0, int(prompt))
+                self.keeper.join(id, 0, prompt)
         self.lengths = np.zeros((batch, self.spec.num_layers * self.spec.kv_heads), np.int32)
         self.real = np.zeros((batch, 0), bool)
 
