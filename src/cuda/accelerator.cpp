@@ -20,18 +20,19 @@
 namespace kvkeep::cuda {
 namespace {
 
-class CudaAccelerator final : public Machine, public MachineMemory {
+class CudaAccelerator final : public MachineMemory, public Machine {
  public:
+  using MachineMemory::device, MachineMemory::is_host;
+
   CudaAccelerator(Device device, FoldBounds bounds)
-      : device_(device),
+      : MachineMemory(device, false),
+        Machine(static_cast<MachineMemory&>(*this)),
         bounds_(bounds),
         pool_(device),
         memory_(pool_),
         layer_memory_(pool_),
         event_table_(pool_),
         move_table_(pool_) {}
-
-  [[nodiscard]] MachineMemory& memory() const override { return const_cast<CudaAccelerator&>(*this); }
 
   [[nodiscard]] std::vector<std::string> problems(const Ask& ask, const ModelSpec& spec) const override {
     const auto* const layer = std::get_if<LayerDemand>(&ask);
@@ -41,20 +42,20 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   [[nodiscard]] std::vector<std::string> problems(const Demand& demand, const ModelSpec& spec) const {
     std::vector<std::string> found;
     if (kernels_of(demand.scorer) == nullptr)
-      found.push_back(text("device: scorer ", demand.scorer.name(), " has no kernel; given ", device_.str(),
+      found.push_back(text("device: scorer ", demand.scorer.name(), " has no kernel; given ", device().str(),
                            "; allowed only on the CPU"));
     if (kernels_of(demand.allocator) == nullptr)
-      found.push_back(text("device: allocator ", demand.allocator.name(), " has no kernel; given ", device_.str(),
+      found.push_back(text("device: allocator ", demand.allocator.name(), " has no kernel; given ", device().str(),
                            "; allowed only on the CPU"));
     for (const bool value : {false, true}) {
       const std::int32_t dim = value ? spec.value_dim : spec.key_dim;
       if ((value ? demand.needs.values : demand.needs.keys) && dim > kMostDim)
         found.push_back(text(value ? "value_dim: " : "key_dim: ", demand.policy, " reads ", value ? "values" : "keys",
-                             " of ", dim, " numbers; allowed up to ", kMostDim, " on ", device_.str()));
+                             " of ", dim, " numbers; allowed up to ", kMostDim, " on ", device().str()));
     }
-    for (std::string& one : fold_problems(demand, spec, device_)) found.push_back(std::move(one));
+    for (std::string& one : fold_problems(demand, spec, device())) found.push_back(std::move(one));
     if (demand.memory != nullptr)
-      for (std::string& one : memory_problems(*demand.memory, spec, device_)) found.push_back(std::move(one));
+      for (std::string& one : memory_problems(*demand.memory, spec, device())) found.push_back(std::move(one));
     return found;
   }
 
@@ -62,21 +63,21 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     std::vector<std::string> found;
     if (spec.key_dim > kMostDim)
       found.push_back(text("key_dim: ", demand.policy, " reads keys of ", spec.key_dim, " numbers; allowed up to ",
-                           kMostDim, " on ", device_.str()));
+                           kMostDim, " on ", device().str()));
     if (demand.cut != nullptr && kernels_of(*demand.cut) == nullptr)
       found.push_back(text("device: ", demand.cut->name(), " of ", demand.policy,
                            " has no kernel: scores decide how many slots stay, unknown to the host; given ",
-                           device_.str(), "; allowed only on the CPU"));
+                           device().str(), "; allowed only on the CPU"));
     if (demand.masses)
       found.push_back(text("device: missed_mass and select_mass of ", demand.policy, " have no kernel; given ",
-                           device_.str(), "; allowed only on the CPU"));
+                           device().str(), "; allowed only on the CPU"));
     if (demand.asks_again)
       found.push_back(text("indices: with last_query of ", demand.policy,
-                           ", the layer that selects is asked twice, and would wait twice; given ", device_.str(),
+                           ", the layer that selects is asked twice, and would wait twice; given ", device().str(),
                            "; allowed ranks, or the CPU"));
     if (demand.weighs)
       found.push_back(text("device: ", demand.policy, " weighs the queries that observe, which has no kernel; given ",
-                           device_.str(), "; allowed only on the CPU"));
+                           device().str(), "; allowed only on the CPU"));
     return found;
   }
 
@@ -89,7 +90,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
                                              const LayerDemand& demand) {
     const std::vector<std::string> why_not = problems(demand, evidence.spec);
     KVKEEP_REQUIRE_AS(Unsupported, why_not.empty(), "narrow: ", why_not.empty() ? "" : why_not.front());
-    KVKEEP_REQUIRE_AS(StateError, !capturing(),
+    KVKEEP_REQUIRE_AS(StateError, capture() != Capture::now,
                       "narrow: the stream is being captured, and the layers of a prompt wait for the device; allowed "
                       "outside a capture");
     ++serial_;
@@ -111,7 +112,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     const std::vector<std::string> why_not = problems(demand, evidence.spec);
     KVKEEP_REQUIRE_AS(Unsupported, why_not.empty(), "decide: ", why_not.empty() ? "" : why_not.front());
     const std::vector<std::int32_t> most = kernels_of(demand.allocator)->most(demand.allocator, evidence, limits);
-    KVKEEP_REQUIRE_AS(StateError, dry_ || most.empty() || !capturing(), "decide: under ", demand.policy,
+    KVKEEP_REQUIRE_AS(StateError, dry_ || most.empty() || capture() != Capture::now, "decide: under ", demand.policy,
                       " the scores decide how many slots stay, which a replay could not tell the host; allowed events "
                       "that are not captured");
     if (!dry_) {
@@ -151,7 +152,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
             std::span<const ColumnTarget> columns) override {
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device());
     require_newest(decision);
     const Stream stream = pool_.stream();
     const KeepSet& keep = *decision.keep;
@@ -193,7 +194,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   }
 
   void read_counts(std::span<std::int32_t> counts) override {
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device());
     counts_.finish(counts.data(), counts.size_bytes());
   }
 
@@ -205,18 +206,16 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   void use_stream(Stream stream) { pool_.use_stream(stream); }
 
  private:
-  [[nodiscard]] Device device() const override { return device_; }
-  [[nodiscard]] bool is_host() const override { return false; }
-
   [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override { return pool_.allocate(bytes); }
 
-  [[nodiscard]] bool captured() const override { return pool_.captured(); }
-
-  [[nodiscard]] bool capturing() const override { return is_capturing(pool_.current()); }
+  [[nodiscard]] Capture capture() const override {
+    if (is_capturing(pool_.current())) return Capture::now;
+    return pool_.captured() ? Capture::before : Capture::never;
+  }
 
   void write(void* to, const void* from, std::int64_t bytes) override {
     constexpr std::int64_t kPiece = std::int64_t{4} << 20;  // no more page-locked memory than that stays
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device());
     for (std::int64_t at = 0; at < bytes; at += kPiece)
       staging_.upload(static_cast<std::byte*>(to) + at, static_cast<const std::byte*>(from) + at,
                       static_cast<std::size_t>(std::min(kPiece, bytes - at)), pool_.stream());
@@ -224,7 +223,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
                  std::int64_t rows) override {
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device());
     cuda::copy_rows(to, to_stride, from, from_stride, bytes, rows, pool_.stream());
   }
 
@@ -236,7 +235,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
                     LayerOffset offset) override {
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device());
     launch_push_step({.places = places, .tokens = tokens, .layout = layout, .offset = offset}, pool_.stream());
   }
 
@@ -250,7 +249,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   /// Launches as often as the arrivals do not fit the arguments of one launch.
   template <class Arguments, class Arrival>
   void push(void (*launcher)(const Arguments&, Stream), Arguments& arguments, std::span<const Arrival> arrivals) {
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device());
     while (!arrivals.empty()) {
       const std::size_t count = std::min(std::size(arguments.arrivals), arrivals.size());
       arguments.count = static_cast<std::int32_t>(count);
@@ -261,7 +260,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
   }
 
   void read(void* to, const void* from, std::int64_t bytes) override {
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device());
     download(to, from, static_cast<std::size_t>(bytes), pool_.stream());
   }
 
@@ -269,7 +268,7 @@ class CudaAccelerator final : public Machine, public MachineMemory {
     KVKEEP_REQUIRE_AS(StateError, decision.tables.serial == serial_,
                       "apply: the slots of this plan were in memory that a later plan, or use_workspace(), has reused; "
                       "allowed the newest plan on ",
-                      device_.str());
+                      device().str());
   }
 
   /// What follows from shapes alone: how much kernels read, where the kept slots of every row will be (`most`, of
@@ -405,7 +404,6 @@ class CudaAccelerator final : public Machine, public MachineMemory {
 
   static constexpr std::int32_t kMostDim = 256;  ///< numbers of a head that kernels read
 
-  Device device_;
   FoldBounds bounds_;
   DevicePool pool_;
   EventMemory memory_, layer_memory_;  ///< of events; of the layers of prompts, which use_workspace() does not serve

@@ -36,12 +36,6 @@ class DeviceFolding final : public Folding {
   DeviceFolding(const DeviceFolding&) = delete;
   DeviceFolding& operator=(const DeviceFolding&) = delete;
 
-  [[nodiscard]] std::int64_t tokens() const override {
-    std::int64_t sum = 0;
-    for (const Part& part : parts) sum += part.count.tokens;
-    return sum;
-  }
-  [[nodiscard]] std::int64_t far_bytes() const override { return far; }
   void keep() noexcept override {
     for (const Part& part : parts) part.sequence->add(part.row, part.count);
     for (std::size_t i = 0; i < rooms.size(); ++i) owners[i]->keep(std::move(rooms[i]));
@@ -51,7 +45,6 @@ class DeviceFolding final : public Folding {
   std::vector<Part> parts;
   std::vector<DeviceRows*> owners;                       ///< [rooms]
   std::vector<std::unique_ptr<PageLocked::Room>> rooms;  ///< one for each sequence that folds
-  std::int64_t far = 0;
 
  private:
   LeavingRooms& leaving_;
@@ -134,18 +127,6 @@ void LeavingRooms::sweep() {
   }
 }
 
-FoldedState DeviceRows::state() const {
-  FoldedState state;
-  for (const Count& count : counts_) {
-    state.spans += count.spans;
-    state.tokens += count.tokens;
-  }
-  state.near_bytes = state.spans * (2 * entry_ + static_cast<std::int64_t>(sizeof(float))) +
-                     (words_ == 0 ? 0 : state.tokens * (words_ * 4 + 2));
-  state.far_bytes = far_bytes_;
-  return state;
-}
-
 std::int32_t DeviceRows::most_spans() const {
   std::int32_t most = 0;
   for (const Count& count : counts_) most = std::max(most, count.spans);
@@ -205,6 +186,8 @@ void DeviceRows::add(std::int32_t row, const Count& more) noexcept {
   Count& own = counts_[static_cast<std::size_t>(row)];
   own.spans += more.spans;
   own.tokens += more.tokens;
+  near_bytes_ += more.spans * (2 * entry_ + static_cast<std::int64_t>(sizeof(float))) +
+                 (words_ == 0 ? 0 : more.tokens * (words_ * 4 + 2));
   ++version_;
 }
 
@@ -229,13 +212,11 @@ DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, Fol
       fold_table_(pool),
       view_table_(pool) {}
 
-std::unique_ptr<FoldedRows> DeviceFolds::rows(std::int32_t count) {
-  return std::make_unique<DeviceRows>(count, spec_.key_dim, options_.store, options_.sketch, machine_, leaving_,
+std::unique_ptr<FoldedRows> DeviceFolds::rows(std::vector<SpanRow> rows) {
+  KVKEEP_REQUIRE_AS(Unsupported, std::ranges::all_of(rows, [](const SpanRow& row) { return row.size() == 0; }),
+                    "folded spans: they are not restored on ", pool_.device().str(), "; allowed on the CPU");
+  return std::make_unique<DeviceRows>(rows.size(), spec_.key_dim, options_.store, options_.sketch, machine_, leaving_,
                                       ++serial_);
-}
-
-std::unique_ptr<FoldedRows> DeviceFolds::rows(std::vector<SpanRow>) {
-  refuse<Unsupported>("folded spans: they are not restored on ", pool_.device().str(), "; allowed on the CPU");
 }
 
 void DeviceFolds::require_no_capture(const char* operation) const {
@@ -283,6 +264,7 @@ std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision
       pieces.emplace_back(static_cast<std::int32_t>(rows.size()) - 1,
                           static_cast<std::int32_t>(fold.spans[s] - fold.spans[first]),
                           static_cast<std::int32_t>(fold.spans[s + 1] - fold.spans[s]));
+    folding->tokens += dropped;
     folding->parts.push_back({&sequence, targets[r].row, {spans, dropped}});
     all.spans += spans;
     slots += dropped;
@@ -302,7 +284,7 @@ std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision
     sequence->reserve_room();
     folding->owners.push_back(sequence);
     folding->rooms.push_back(far_.room(wanted));
-    folding->far += folding->rooms.back()->size();
+    folding->far_bytes += folding->rooms.back()->size();
     blobs[sequence] = folding->rooms.back()->bytes();
   }
   for (const auto& [sequence, count] : most) sequence->reserve(count.spans, count.tokens);

@@ -51,14 +51,9 @@ class LeavingRooms {
 /// Spans of one sequence on a device: arrays [rows, capacity], grown by half.
 class DeviceRows final : public FoldedRows {
  public:
-  struct Count {
-    std::int32_t spans = 0;
-    std::int64_t tokens = 0;
-  };
-
-  DeviceRows(std::int32_t rows, std::int64_t dim, Dtype store, bool sketch, MachineMemory& memory,
-             LeavingRooms& leaving, std::uint64_t serial)
-      : counts_(static_cast<std::size_t>(rows)),
+  DeviceRows(std::size_t rows, std::int64_t dim, Dtype store, bool sketch, MachineMemory& memory, LeavingRooms& leaving,
+             std::uint64_t serial)
+      : FoldedRows(rows),
         entry_(dim * element_size(store)),
         words_(sketch ? KeySketch::words(dim) : 0),
         serial_(serial),
@@ -68,11 +63,6 @@ class DeviceRows final : public FoldedRows {
   DeviceRows(const DeviceRows&) = delete;
   DeviceRows& operator=(const DeviceRows&) = delete;
 
-  [[nodiscard]] std::int64_t spans(std::int32_t row) const override { return count(row).spans; }
-  [[nodiscard]] FoldedState state() const override;
-  [[nodiscard]] std::span<const SpanRow> host_rows() const override { return {}; }
-
-  [[nodiscard]] const Count& count(std::int32_t row) const { return counts_[static_cast<std::size_t>(row)]; }
   [[nodiscard]] std::int32_t most_spans() const;
   /// Differs between all sequences of a keeper, and from event to event.
   [[nodiscard]] std::pair<std::uint64_t, std::uint64_t> version() const { return {serial_, version_}; }
@@ -99,7 +89,6 @@ class DeviceRows final : public FoldedRows {
     return static_cast<std::byte*>(array.memory.get()) + (row * capacity + i) * array.bytes;
   }
 
-  std::vector<Count> counts_;
   std::int64_t entry_, words_;  ///< bytes of a coarse entry; words of a sketched key, 0: none
   std::uint64_t serial_, version_ = 0;
   MachineMemory& memory_;
@@ -115,7 +104,6 @@ class DeviceRows final : public FoldedRows {
   std::array<Array, kOfBlocks> of_blocks_ = {
       {{.bytes = KeySketch::kBlock * words_ * 4}, {.bytes = KeySketch::kBlock * 2}}};
   std::vector<std::unique_ptr<PageLocked::Room>> rooms_;
-  std::int64_t far_bytes_ = 0;
 };
 
 class DeviceFolds final : public FoldedMemory {
@@ -124,13 +112,11 @@ class DeviceFolds final : public FoldedMemory {
   DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, FoldBounds bounds, DevicePool& pool,
               MachineMemory& machine, Staging& staging, std::function<void(const Decision&)> require_newest);
 
-  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::int32_t count) override;
-  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> saved) override;
+  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> rows) override;
   [[nodiscard]] std::unique_ptr<Folding> fold(const RowTable& table, const Decision& decision,
                                               std::span<const FoldTarget> targets) override;
   ReadCounts view(const FoldedReading& reading) override;
   [[nodiscard]] std::int64_t far_bytes() const override { return far_.bytes(); }
-  [[nodiscard]] std::span<const ReadCounts> reads() const override { return {}; }
 
  private:
   /// What readers read in every layer of a step: how their tokens are cut, and the table of rows, on the device.

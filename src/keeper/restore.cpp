@@ -195,7 +195,7 @@ void restore_queries(const Sequences& sequences, SequenceState& s, const StateFi
 
 /// What a captured stream copies is there only after a replay.
 void require_no_capture(const char* operation, const Machine& machine) {
-  KVKEEP_REQUIRE_AS(StateError, !machine.memory().capturing(), operation,
+  KVKEEP_REQUIRE_AS(StateError, machine.memory().capture() != Capture::now, operation,
                     ": the stream is being captured; allowed before and after");
 }
 

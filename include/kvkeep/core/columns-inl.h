@@ -30,7 +30,7 @@ KVKEEP_INLINE void Columns::resize(std::int32_t capacity) {
       memory_->copy_rows(other[c].get(), std::int64_t{capacity} * 4, columns[c]->get(), std::int64_t{capacity_} * 4,
                          std::int64_t{used} * 4, std::ssize(rows_));
     std::swap(*columns[c], other[c]);
-    if (memory_->captured() && other[c]) retired_.push_back(std::move(other[c]));
+    if (memory_->capture() != Capture::never && other[c]) retired_.push_back(std::move(other[c]));
   }
   capacity_ = capacity;
 }

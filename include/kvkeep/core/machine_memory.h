@@ -21,27 +21,31 @@ struct ReleaseDeviceMemory {
 };
 using DeviceMemory = std::unique_ptr<void, ReleaseDeviceMemory>;
 
+/// Whether work was launched on a stream that was being captured.
+enum class Capture : std::uint8_t {
+  never,
+  before,  ///< a graph holds addresses, so replaced memory must stay
+  now,     ///< and what is launched runs when the graph does
+};
+
 /// Everything runs in order on the device's current stream; only `read` waits. Not thread safe, except on the host.
 class MachineMemory {
  public:
   virtual ~MachineMemory() = default;
+  MachineMemory(const MachineMemory&) = delete;
+  MachineMemory& operator=(const MachineMemory&) = delete;
 
   /// Where caches, queries and columns are.
-  [[nodiscard]] virtual Device device() const = 0;
+  [[nodiscard]] Device device() const { return device_; }
 
   /// True if the host reads and writes this memory directly.
-  [[nodiscard]] virtual bool is_host() const = 0;
+  [[nodiscard]] bool is_host() const { return is_host_; }
 
   /// Memory that later calls may use on any stream. Once freed, it is reused only after all of those streams are done
   /// with it.
   [[nodiscard]] virtual DeviceMemory allocate(std::int64_t bytes) = 0;
 
-  /// True once it has launched work on a stream that was being captured. A graph then holds addresses, so replaced
-  /// memory must stay alive as long as its owner.
-  [[nodiscard]] virtual bool captured() const = 0;
-
-  /// True while the current stream is being captured: what is launched runs when the graph does.
-  [[nodiscard]] virtual bool capturing() const = 0;
+  [[nodiscard]] virtual Capture capture() const = 0;
 
   /// Copies from the host; `from` may change as soon as it returns.
   virtual void write(void* to, const void* from, std::int64_t bytes) = 0;
@@ -63,6 +67,13 @@ class MachineMemory {
 
   /// Copies to the host, and waits.
   virtual void read(void* to, const void* from, std::int64_t bytes) = 0;
+
+ protected:
+  MachineMemory(Device device, bool is_host) : device_(device), is_host_(is_host) {}
+
+ private:
+  const Device device_;
+  const bool is_host_;
 };
 
 /// The memory of the host. Thread safe.
@@ -72,10 +83,9 @@ namespace machine_memory_detail {
 
 class HostMemory final : public MachineMemory {
  public:
-  [[nodiscard]] Device device() const override { return {}; }
-  [[nodiscard]] bool is_host() const override { return true; }
-  [[nodiscard]] bool captured() const override { return false; }
-  [[nodiscard]] bool capturing() const override { return false; }
+  HostMemory() : MachineMemory({}, true) {}
+
+  [[nodiscard]] Capture capture() const override { return Capture::never; }
 
   [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override {
     constexpr std::align_val_t kAlignment{64};

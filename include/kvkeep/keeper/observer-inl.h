@@ -196,7 +196,7 @@ KVKEEP_INLINE void Observer::check(const StepTokens& t, const Observation& first
 
 KVKEEP_INLINE void Observer::begin_step(const StepTokens& t) {
   MachineMemory& memory = machine_->memory();
-  KVKEEP_REQUIRE_AS(StateError, !memory.capturing(),
+  KVKEEP_REQUIRE_AS(StateError, memory.capture() != Capture::now,
                     "begin_step: the stream is being captured, so every replay would file its queries as this step's; "
                     "allowed before the capture, and before each replay");
   const Observation first{.layer = sequences_->full_layers().front(),
@@ -273,7 +273,7 @@ KVKEEP_INLINE void Observer::record(std::int32_t layer, const Tensor& queries, c
   KVKEEP_REQUIRE(queries.dtype() == step_dtype_, "record: queries of layer ", layer, " are ", queries.dtype(),
                  ", but the step began with ", step_dtype_, "; allowed what begin_step() was given");
   MachineMemory& memory = machine_->memory();
-  const bool capturing = memory.capturing();
+  const bool capturing = memory.capture() == Capture::now;
   KVKEEP_REQUIRE_AS(StateError, indptr[1] <= step_room_ && (capturing || indptr[1] >= step_tokens_),
                     "record: ", indptr[1], " queries of layer ", layer, "; allowed ", capturing ? 0 : step_tokens_,
                     " to ", step_room_, ": as many as the step that began has tokens, or more, which are padding");

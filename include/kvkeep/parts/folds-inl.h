@@ -15,7 +15,9 @@ KVKEEP_INLINE Folds::Folds(const PartContext& context)
     : Part(context), memory_(machine().folded_memory(spec(), *policy().memory())) {}
 
 KVKEEP_INLINE void Folds::join(SequenceId sequence) {
-  folded_[sequence] = {memory_->rows(sequences().rows()), std::vector<std::int64_t>(sequences().full_layers().size())};
+  std::vector<SpanRow> rows(static_cast<std::size_t>(sequences().rows()),
+                            SpanRow(spec().key_dim, policy().memory()->factors.store));
+  folded_[sequence] = {memory_->rows(std::move(rows)), std::vector<std::int64_t>(sequences().full_layers().size())};
 }
 
 KVKEEP_INLINE void Folds::truncate(SequenceId sequence, const SequenceState& s) noexcept {
@@ -27,7 +29,7 @@ KVKEEP_INLINE void Folds::check_step(SequenceId sequence, const SequenceState& s
   for (std::size_t l = 0; l < own.viewed.size(); ++l) {
     bool folded = false;
     for (std::int32_t h = 0; h < spec().kv_heads; ++h)
-      folded = folded || own.rows->spans(static_cast<std::int32_t>(l) * spec().kv_heads + h) > 0;
+      folded = folded || own.rows->count(static_cast<std::int32_t>(l) * spec().kv_heads + h).spans > 0;
     KVKEEP_REQUIRE_AS(StateError, !folded || own.viewed[l] == s.logical, "step: layer ", sequences().full_layers()[l],
                       " of sequence ", sequence, " has read its folded spans for ", own.viewed[l], " of ", s.logical,
                       " tokens; call view() after each layer's attention");
@@ -102,8 +104,8 @@ KVKEEP_INLINE void Folds::settle(const PartEvent& event, std::size_t g) noexcept
 
 KVKEEP_INLINE void Folds::report(Report& report) noexcept {
   if (folding_ == nullptr) return;
-  report.slots_folded = folding_->tokens();
-  report.far_bytes = folding_->far_bytes();
+  report.slots_folded = folding_->tokens;
+  report.far_bytes = folding_->far_bytes;
   folding_.reset();
 }
 

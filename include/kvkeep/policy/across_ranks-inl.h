@@ -407,9 +407,11 @@ inline AcrossHeads spoken(const Demand& demand) {
 class AcrossRanks final : public Machine {
  public:
   AcrossRanks(std::shared_ptr<Collective> ranks, std::shared_ptr<Machine> own)
-      : ranks_(std::move(ranks)), given_(std::move(own)), own_(given_ == nullptr ? host() : *given_) {}
+      : Machine((own == nullptr ? host() : *own).memory()),
+        ranks_(std::move(ranks)),
+        given_(std::move(own)),
+        own_(given_ == nullptr ? host() : *given_) {}
 
-  [[nodiscard]] MachineMemory& memory() const override { return own_.memory(); }
   [[nodiscard]] ModelSpec part(ModelSpec spec) const override {
     spec.first_head = ranks_->rank() * spec.kv_heads;
     spec.model_heads = ranks_->size() * spec.kv_heads;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -19,40 +18,32 @@ namespace folded_memory_detail {
 class HostRows final : public FoldedRows {
  public:
   /// held: far bytes of all sequences, which outlives it.
-  HostRows(std::vector<SpanRow> rows, std::int64_t& held) : rows_(std::move(rows)), held_(held) {
-    held_ += far_bytes();
+  HostRows(std::vector<SpanRow> rows, std::int64_t& held) : FoldedRows(rows.size()), held_(held) {
+    host_rows_ = std::move(rows);
+    for (std::size_t r = 0; r < host_rows_.size(); ++r) {
+      const SpanRow& row = host_rows_[r];
+      counts_[r] = {static_cast<std::int32_t>(row.size()), row.tokens()};
+      near_bytes_ += row.near_bytes();
+      far_bytes_ += row.far_bytes();
+    }
+    held_ += far_bytes_;
   }
-  ~HostRows() override { held_ -= far_bytes(); }
+  ~HostRows() override { held_ -= far_bytes_; }
   HostRows(const HostRows&) = delete;
   HostRows& operator=(const HostRows&) = delete;
 
-  [[nodiscard]] std::int64_t spans(std::int32_t row) const override {
-    return rows_[static_cast<std::size_t>(row)].size();
-  }
-  [[nodiscard]] std::span<const SpanRow> host_rows() const override { return rows_; }
-  [[nodiscard]] SpanRow& at(std::int32_t row) { return rows_[static_cast<std::size_t>(row)]; }
+  [[nodiscard]] SpanRow& at(std::int32_t row) { return host_rows_[static_cast<std::size_t>(row)]; }
   void append(std::int32_t row, SpanRow later) noexcept {
-    held_ += later.far_bytes();
-    at(row).append(std::move(later));
-  }
-
-  [[nodiscard]] FoldedState state() const override {
-    FoldedState state{.far_bytes = far_bytes()};
-    for (const SpanRow& row : rows_) {
-      state.spans += row.size();
-      state.tokens += row.tokens();
-      state.near_bytes += row.near_bytes();
-    }
-    return state;
+    SpanRow& own = at(row);
+    const std::int64_t near = own.near_bytes(), far = later.far_bytes();
+    own.append(std::move(later));
+    counts_[static_cast<std::size_t>(row)] = {static_cast<std::int32_t>(own.size()), own.tokens()};
+    near_bytes_ += own.near_bytes() - near;
+    far_bytes_ += far;
+    held_ += far;
   }
 
  private:
-  [[nodiscard]] std::int64_t far_bytes() const {
-    return std::accumulate(rows_.begin(), rows_.end(), std::int64_t{0},
-                           [](std::int64_t sum, const SpanRow& row) { return sum + row.far_bytes(); });
-  }
-
-  std::vector<SpanRow> rows_;
   std::int64_t& held_;
 };
 
@@ -65,12 +56,10 @@ class HostFolding final : public Folding {
       : folded_(std::move(folded)), targets_(targets.begin(), targets.end()) {
     for (std::size_t r = 0; r < folded_.size(); ++r) {
       host_rows(targets_[r].sequence).at(targets_[r].row).reserve(folded_[r]);
-      tokens_ += folded_[r].tokens();
-      far_bytes_ += folded_[r].far_bytes();
+      tokens += folded_[r].tokens();
+      far_bytes += folded_[r].far_bytes();
     }
   }
-  [[nodiscard]] std::int64_t tokens() const override { return tokens_; }
-  [[nodiscard]] std::int64_t far_bytes() const override { return far_bytes_; }
   void keep() noexcept override {
     for (std::size_t r = 0; r < folded_.size(); ++r)
       host_rows(targets_[r].sequence).append(targets_[r].row, std::move(folded_[r]));
@@ -79,22 +68,19 @@ class HostFolding final : public Folding {
  private:
   std::vector<SpanRow> folded_;
   std::vector<FoldTarget> targets_;
-  std::int64_t tokens_ = 0, far_bytes_ = 0;
 };
 
 class HostFoldedMemory final : public FoldedMemory {
  public:
-  HostFoldedMemory(const ModelSpec& spec, const MemoryOptions& memory)
-      : spec_(spec), memory_(memory), reads_(spec.full_layers().size() * static_cast<std::size_t>(spec.kv_heads)) {}
-
-  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::int32_t count) override {
-    return rows(std::vector<SpanRow>(static_cast<std::size_t>(count), SpanRow(spec_.key_dim, memory_.factors.store)));
+  HostFoldedMemory(const ModelSpec& spec, const MemoryOptions& memory) : spec_(spec), memory_(memory) {
+    reads_.resize(spec.full_layers().size() * static_cast<std::size_t>(spec.kv_heads));
   }
-  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> saved) override {
-    auto rows = std::make_unique<HostRows>(std::move(saved), far_bytes_);
+
+  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> rows) override {
+    auto own = std::make_unique<HostRows>(std::move(rows), far_bytes_);
     KVKEEP_REQUIRE_AS(StateError, far_bytes_ <= memory_.host_bytes, "folded spans: no room for ",
-                      rows->state().far_bytes, " bytes of factors; host_bytes allows ", memory_.host_bytes, " in all");
-    return rows;
+                      own->state().far_bytes, " bytes of factors; host_bytes allows ", memory_.host_bytes, " in all");
+    return own;
   }
 
   [[nodiscard]] std::unique_ptr<Folding> fold(const RowTable& table, const Decision& decision,
@@ -124,7 +110,7 @@ class HostFoldedMemory final : public FoldedMemory {
                       .weights = fold.weights.empty() ? std::span<const float>() : own(fold.weights),
                       .positions = {row.positions, static_cast<std::size_t>(row.length)},
                       .label = {.sequence = targets[r].id, .layer = row.layer, .head = row.head},
-                      .spans_before = static_cast<std::int32_t>(targets[r].sequence->spans(targets[r].row))});
+                      .spans_before = targets[r].sequence->count(targets[r].row).spans});
     }
     std::vector<SpanRow> folded = kvkeep::fold(rows, spec_.key_dim, memory_.fold_options(), memory_.gates(), nullptr,
                                                memory_.host_bytes - far_bytes_);
@@ -143,7 +129,6 @@ class HostFoldedMemory final : public FoldedMemory {
     return counts;
   }
 
-  [[nodiscard]] std::span<const ReadCounts> reads() const override { return reads_; }
   [[nodiscard]] std::int64_t far_bytes() const override { return far_bytes_; }
 
  private:
@@ -154,7 +139,7 @@ class HostFoldedMemory final : public FoldedMemory {
     std::int64_t spans = 0;
     for (std::int32_t row = first_row; row < first_row + spec_.kv_heads; ++row) {
       rows.push_back({.spans = &own.at(row), .dense = reader.columns->length(row)});
-      spans += own.spans(row);
+      spans += own.count(row).spans;
     }
     if (spans == 0 || reader.tokens == 0) return {};
     const Reading reading{
@@ -185,8 +170,7 @@ class HostFoldedMemory final : public FoldedMemory {
 
   const ModelSpec spec_;
   const MemoryOptions& memory_;
-  std::int64_t far_bytes_ = 0;     // of living HostRows
-  std::vector<ReadCounts> reads_;  // [rows]
+  std::int64_t far_bytes_ = 0;  // of living HostRows
 };
 
 }  // namespace folded_memory_detail

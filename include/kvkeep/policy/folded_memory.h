@@ -28,13 +28,32 @@ struct FoldedState {
 /// The folded rows of one sequence, from FoldedMemory::rows(), which must outlive them.
 class FoldedRows {
  public:
-  virtual ~FoldedRows() = default;
+  struct Count {
+    std::int32_t spans = 0;
+    std::int64_t tokens = 0;
+  };
 
-  /// Spans of one row.
-  [[nodiscard]] virtual std::int64_t spans(std::int32_t row) const = 0;
-  [[nodiscard]] virtual FoldedState state() const = 0;
+  virtual ~FoldedRows() = default;
+  FoldedRows(const FoldedRows&) = delete;
+  FoldedRows& operator=(const FoldedRows&) = delete;
+
+  /// [rows] how many spans each row has, and tokens in them.
+  [[nodiscard]] std::span<const Count> counts() const { return counts_; }
+  [[nodiscard]] const Count& count(std::int32_t row) const { return counts_[static_cast<std::size_t>(row)]; }
+  [[nodiscard]] FoldedState state() const {
+    FoldedState state{.near_bytes = near_bytes_, .far_bytes = far_bytes_};
+    for (const Count& count : counts_) state.spans += count.spans, state.tokens += count.tokens;
+    return state;
+  }
   /// [rows] the spans themselves; empty on a device.
-  [[nodiscard]] virtual std::span<const SpanRow> host_rows() const = 0;
+  [[nodiscard]] std::span<const SpanRow> host_rows() const { return host_rows_; }
+
+ protected:
+  explicit FoldedRows(std::size_t rows) : counts_(rows) {}
+
+  std::vector<Count> counts_;
+  std::vector<SpanRow> host_rows_;
+  std::int64_t near_bytes_ = 0, far_bytes_ = 0;  ///< as in FoldedState
 };
 
 /// The row that the spans of one row of an event go to.
@@ -49,12 +68,11 @@ class Folding {
  public:
   virtual ~Folding() = default;
 
-  /// Tokens in the spans.
-  [[nodiscard]] virtual std::int64_t tokens() const = 0;
-  /// As FoldedState::far_bytes.
-  [[nodiscard]] virtual std::int64_t far_bytes() const = 0;
   /// Appends the spans to their rows.
   virtual void keep() noexcept = 0;
+
+  std::int64_t tokens = 0;     ///< in the spans
+  std::int64_t far_bytes = 0;  ///< as FoldedState::far_bytes
 };
 
 /// One sequence whose folded spans are read.
@@ -80,10 +98,9 @@ class FoldedMemory {
  public:
   virtual ~FoldedMemory() = default;
 
-  /// Of a sequence with `count` rows, of which none is folded yet.
-  [[nodiscard]] virtual std::unique_ptr<FoldedRows> rows(std::int32_t count) = 0;
-  /// Of a sequence that was saved, on the CPU. Throws StateError if the cap leaves no room for its factors.
-  [[nodiscard]] virtual std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> saved) = 0;
+  /// Of a sequence with these rows: empty ones when it begins, those that were saved when it continues. Throws
+  /// StateError if the cap leaves no room for their factors, and Unsupported for saved spans on a device.
+  [[nodiscard]] virtual std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> rows) = 0;
 
   /// Folds the slots that decision.fold names, which lie where the table says. targets: [rows]. Throws, and changes
   /// nothing: as kvkeep::fold(); StateError if the cap leaves no room. On a device it only launches, what is not finite
@@ -96,10 +113,13 @@ class FoldedMemory {
   virtual ReadCounts view(const FoldedReading& reading) = 0;
 
   /// [rows] What view() has counted in each, since construction; empty on a device.
-  [[nodiscard]] virtual std::span<const ReadCounts> reads() const = 0;
+  [[nodiscard]] std::span<const ReadCounts> reads() const { return reads_; }
   /// FoldedState::far_bytes of all sequences; on a device also of those that have left but may still be read. Never
   /// above MemoryOptions::host_bytes.
   [[nodiscard]] virtual std::int64_t far_bytes() const = 0;
+
+ protected:
+  std::vector<ReadCounts> reads_;
 };
 
 /// On the CPU: spans as SpanRow. `memory` must outlive it.

@@ -245,7 +245,8 @@ class HostEvent final : public Event {
 
 class Host final : public Machine {
  public:
-  [[nodiscard]] MachineMemory& memory() const override { return host_memory(); }
+  Host() : Machine(host_memory()) {}
+
   [[nodiscard]] std::vector<std::string> problems(const Ask&, const ModelSpec&) const override { return {}; }
   [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
                                                             const MemoryOptions& memory) override {

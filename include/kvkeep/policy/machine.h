@@ -111,11 +111,13 @@ using Ask = std::variant<Demand, LayerDemand>;
 class Machine {
  public:
   virtual ~Machine() = default;
+  Machine(const Machine&) = delete;
+  Machine& operator=(const Machine&) = delete;
 
   /// Where caches, queries and columns are.
-  [[nodiscard]] virtual MachineMemory& memory() const = 0;
-  [[nodiscard]] Device device() const { return memory().device(); }
-  [[nodiscard]] bool is_host() const { return memory().is_host(); }
+  [[nodiscard]] MachineMemory& memory() const { return memory_; }
+  [[nodiscard]] Device device() const { return memory_.device(); }
+  [[nodiscard]] bool is_host() const { return memory_.is_host(); }
 
   /// The model as this machine sees it, if the engine's spec is of a part of its heads (across_ranks()).
   [[nodiscard]] virtual ModelSpec part(ModelSpec spec) const { return spec; }
@@ -163,7 +165,12 @@ class Machine {
   /// larger than an earlier one. Throws Unsupported on the host.
   virtual void use_workspace(Tensor memory) = 0;
 
+ protected:
+  /// `memory` must outlive it; it need not be alive yet.
+  explicit Machine(MachineMemory& memory) : memory_(memory) {}
+
  private:
+  MachineMemory& memory_;
   bool claimed_ = false;
 };
 
