@@ -56,7 +56,7 @@ class Subject {
       const auto rows = [&] {
         return at::randn({1, shape.kv_heads, kBefore, shape.dim}, options).to(torch_dtype(dtype));
       };
-      view_.layers.emplace_back(DenseKv{rows(), rows()});
+      layers_.emplace_back(DenseKv{rows(), rows()});
       queries_.push_back(at::randn({kSeen, shape.query_heads, shape.dim}, options).to(torch_dtype(dtype)));
     }
     view_.sequences = ids_;
@@ -66,6 +66,7 @@ class Subject {
   /// A keeper that has seen everything but the event.
   Keeper ready() {
     Keeper keeper(spec_, make_policy(policy_));
+    keeper.bind(layers_);
     keeper.join(0, kBefore - kSeen);
     const std::int32_t indptr[] = {0, kSeen};
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
@@ -83,8 +84,7 @@ class Subject {
                                .permute({1, 0, 2})
                                .reshape({spec_.kv_heads, spec_.group() * window, spec_.key_dim});
       const at::Tensor logits =
-          at::matmul(q,
-                     torch_tensor(std::get<DenseKv>(view_.layers[static_cast<std::size_t>(l)]).keys)[0].transpose(1, 2))
+          at::matmul(q, torch_tensor(std::get<DenseKv>(layers_[static_cast<std::size_t>(l)]).keys)[0].transpose(1, 2))
               .to(at::kFloat);
       logits.exp_();
       benchmark::DoNotOptimize(logits.data_ptr());
@@ -99,6 +99,7 @@ class Subject {
   }
 
   ModelSpec spec_;
+  std::vector<LayerKv> layers_;
   CacheView view_;
 
  private:
@@ -112,7 +113,7 @@ class Subject {
 bool moves_the_right_bytes(Subject& subject) {
   Keeper keeper = subject.ready();
   const Plan plan = keeper.plan(subject.view_);
-  const at::Tensor keys = std::get<DenseKv>(subject.view_.layers[0]).keys;
+  const at::Tensor keys = std::get<DenseKv>(subject.layers_[0]).keys;
   const auto kept = plan.decision.keep->row(0);
   const at::Tensor index = at::empty({static_cast<std::int64_t>(kept.size())}, at::TensorOptions().dtype(at::kInt));
   std::copy(kept.begin(), kept.end(), index.data_ptr<std::int32_t>());
@@ -183,7 +184,7 @@ void SelectAndCompact(benchmark::State& state, const Shape& shape, Dtype dtype) 
   const float* scores = plan.decision.scores.data.data<float>();
   const at::Tensor all_scores = plan.decision.scores.data;
   std::vector<at::Tensor> all_keys, all_values;
-  for (const LayerKv& layer : subject.view_.layers) {
+  for (const LayerKv& layer : subject.layers_) {
     all_keys.push_back(std::get<DenseKv>(layer).keys);
     all_values.push_back(std::get<DenseKv>(layer).values);
   }

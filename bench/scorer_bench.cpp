@@ -110,12 +110,12 @@ class Layer {
       keys = keys.mul_(0.6).add_(
           at::randn({8, shape.dim}, options)
               .index_select(0, at::randint(8, {length}, at::TensorOptions().dtype(c10::ScalarType::Long))));
-    view_.layers = {DenseKv{keys.to(torch_dtype(dtype)),
-                            at::randn({1, shape.kv_heads, length, shape.dim}, options).to(torch_dtype(dtype))}};
+    layers_ = {DenseKv{keys.to(torch_dtype(dtype)),
+                       at::randn({1, shape.kv_heads, length, shape.dim}, options).to(torch_dtype(dtype))}};
     view_.sequences = {&id_, 1};
     view_.lengths = {{&length_, 1}, 1};
     const std::int32_t zero = 0;
-    table_ = make_rows(spec_, view_, {&zero, 1}, {&zero, 1});
+    table_ = make_rows(spec_, layers_, view_, {&zero, 1}, {&zero, 1});
     std::iota(positions_.begin(), positions_.end(), 0);
     std::iota(query_positions_.begin(), query_positions_.end(), length - seen);
     for (Row& row : table_.rows) row.positions = positions_.data();
@@ -165,6 +165,7 @@ class Layer {
   std::int32_t length_;
   std::vector<std::int32_t> positions_, query_positions_;
   at::Tensor queries_;
+  std::vector<LayerKv> layers_;
   CacheView view_;
   RowTable table_;
 };

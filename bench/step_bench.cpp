@@ -41,9 +41,11 @@ class Subject {
     std::iota(indptr_.begin(), indptr_.end(), 0);
     for (const SequenceId id : ids_) keeper.join(id, kPrompt);
     std::ranges::fill(lengths_, kPrompt);
+    std::vector<LayerKv> layers;
     for (std::int32_t l = 0; l < kLayers; ++l)
-      view_.layers.emplace_back(
+      layers.emplace_back(
           DenseKv{at::zeros({batch, kKvHeads, kCapacity, kDim}), at::zeros({batch, kKvHeads, kCapacity, kDim})});
+    keeper.bind(std::move(layers));
     view_.sequences = ids_;
     view_.lengths.data = lengths_;
   }

@@ -39,10 +39,13 @@ class ToyEngine {
   std::vector<std::int32_t> indptr{0, 40, 52};  ///< tokens of sequence i in this step: indptr[i] to indptr[i + 1] - 1
   std::vector<std::int32_t> lengths{40, 12};    ///< slots in use, this step's tokens included
 
+  /// Where the keys and values of each layer are.
+  std::vector<kvkeep::LayerKv> cache() const { return {cache_.begin(), cache_.end()}; }
+
   /// Writes K and V of the step's tokens after the slots in use and returns their queries, [n_tokens, Hq, D] before
   /// RoPE. An engine rotates by each token's position here, and its attention reads the first lengths[i] slots of
   /// sequence i.
-  at::Tensor run_layer(std::int32_t layer) {
+  at::Tensor run(std::int32_t layer) {
     for (std::int64_t i = 0; i < 2; ++i) {
       const auto s = static_cast<std::size_t>(i);
       const std::int64_t tokens = indptr[s + 1] - indptr[s], first = lengths[s] - tokens;
@@ -51,10 +54,6 @@ class ToyEngine {
         side.select(0, i).narrow(1, first, tokens).copy_(at::randn({model_.kv_heads, tokens, side.size(3)}));
     }
     return at::randn({indptr.back(), model_.query_heads, model_.key_dim});
-  }
-
-  kvkeep::CacheView cache() {
-    return {.layers = {cache_.begin(), cache_.end()}, .sequences = sequences, .lengths = {lengths}};
   }
 
   void begin_next_step() {
@@ -67,25 +66,26 @@ class ToyEngine {
   std::vector<kvkeep::DenseKv> cache_;
 };
 
+void print(const kvkeep::Cut& cut) {
+  std::cout << "sequence " << cut.sequence << ", " << cut.logical_length << " tokens: " << cut.length_before << " -> "
+            << cut.length_after << " slots per row\n";
+}
+
 }  // namespace
 
 int main() {
   const kvkeep::ModelSpec model = small_model();
   ToyEngine engine(model, /*capacity=*/96);
 
-  // ---- The ten lines of README.md
-  kvkeep::Keeper keeper(model,
-                        kvkeep::make_policy("ams-tova,budget=64,interval=32,recent=8,min_segment=4,max_segment=16"));
+  // ---- The lines of README.md
+  kvkeep::Keeper keeper(model, kvkeep::make_policy("ams-tova,budget=64,interval=32,recent=8"));
+  keeper.bind(engine.cache());  // once: where the keys and values of each layer are
   for (const kvkeep::SequenceId id : engine.sequences) keeper.join(id);
   for (int step = 0; step < 200; ++step, engine.begin_next_step()) {
-    for (std::int32_t layer = 0; layer < model.num_layers(); ++layer) {
-      const at::Tensor queries = engine.run_layer(layer);
-      keeper.observe({.layer = layer, .sequences = engine.sequences, .indptr = engine.indptr, .queries = queries});
-    }
-    const kvkeep::Report report = keeper.step(engine.cache());  // cuts what is due and writes engine.lengths
-    for (const kvkeep::Cut& cut : report.cuts)
-      std::cout << "sequence " << cut.sequence << ", " << cut.logical_length << " tokens: " << cut.length_before
-                << " -> " << cut.length_after << " slots per row\n";
+    for (std::int32_t l = 0; l < model.num_layers(); ++l)
+      keeper.observe({.layer = l, .sequences = engine.sequences, .indptr = engine.indptr, .queries = engine.run(l)});
+    const kvkeep::Report report = keeper.step({engine.sequences, {engine.lengths}});  // cuts what is due
+    for (const kvkeep::Cut& cut : report.cuts) print(cut);
   }
   // ----
 

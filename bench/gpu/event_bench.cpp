@@ -58,6 +58,7 @@ class Engine {
       else
         layers.emplace_back(PagedKv{keys, values});
     }
+    keeper->bind(layers);
     const std::int64_t tokens = std::int64_t{size.batch} * (size.length - size.budget);
     queries = at::randn({tokens, shape.query_heads(), shape.dim}, there);
     if (shown == Shown::with_sums) sums_ = at::zeros({tokens, shape.query_heads()}, there.dtype(at::kFloat));
@@ -89,9 +90,7 @@ class Engine {
     if (size_.page != 0)
       std::iota(table_.data_ptr<std::int32_t>(), table_.data_ptr<std::int32_t>() + table_.numel(), 0);
   }
-  Report cut() {
-    return keeper->step({.layers = layers, .sequences = ids_, .lengths = {lengths_}, .block_table = table_});
-  }
+  Report cut() { return keeper->step({.sequences = ids_, .lengths = {lengths_}, .block_table = table_}); }
 
   /// The slots of a row of a dense layer, [length, D], on the CPU.
   [[nodiscard]] at::Tensor row(std::int32_t layer, std::int32_t sequence, std::int32_t head, bool values) const {

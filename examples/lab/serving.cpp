@@ -278,9 +278,11 @@ class Engine {
         sequences_(pool_),
         cache_(decoder.make_pages(pages, page_size)),
         work_(std::move(work)) {
-    if (!policy.empty())
+    if (!policy.empty()) {
       keeper_.emplace(decoder.spec(), kvkeep::make_policy(policy),
                       kvkeep::Provided{.output_projections = decoder.output_projections()});
+      keeper_->bind(cache_);
+    }
     for (std::size_t p = 0; p < work_.prefixes.size(); ++p) hold_prefix(static_cast<std::int32_t>(p));
   }
 
@@ -492,11 +494,8 @@ class Engine {
     if (ids.empty()) return;
     Ints lengths;
     for (const SequenceId id : ids) lengths.push_back(sequences_.length(id));
-    const kvkeep::CacheView view{.layers = cache_,
-                                 .sequences = ids,
-                                 .lengths = {lengths},
-                                 .block_table = sequences_.table(ids),
-                                 .pages = &pool_};
+    const kvkeep::CacheView view{
+        .sequences = ids, .lengths = {lengths}, .block_table = sequences_.table(ids), .pages = &pool_};
     const kvkeep::Plan plan = keeper_->plan(view);
     std::int32_t left = pool_.free_pages();
     bool enough = true;
@@ -508,7 +507,7 @@ class Engine {
     }
     if (!enough) return event(ids);  // without those
     const kvkeep::Report report = keeper_->apply(plan, view);
-    sequences_.settle(view, report.pages);  // 7. takes over the new pages
+    sequences_.settle(ids, report.pages);  // 7. takes over the new pages
     for (const kvkeep::PageMove& move : report.pages) numbers_.copies += move.taken;
     numbers_.freed += report.pages_freed;
     if (report.pages_freed > 0) crowded_ = false;

@@ -160,6 +160,26 @@ KVKEEP_C_API void kvkeep_keeper_free(kvkeep_keeper* keeper);
 /// The resolved options of its policy as JSON. Valid as long as the keeper.
 KVKEEP_C_API const char* kvkeep_policy_json(const kvkeep_keeper* keeper);
 
+enum {
+  KVKEEP_NO_ROWS = 0,          ///< a layer without rows of its own
+  KVKEEP_DENSE = 1,            ///< [B, Hkv, capacity, D]
+  KVKEEP_PAGES_SLOT_HEAD = 2,  ///< [pages, page_size, Hkv, D]
+  KVKEEP_PAGES_HEAD_SLOT = 3   ///< [pages, Hkv, page_size, D]
+};
+
+/// One layer's keys and values: kvkeep::DenseKv, or kvkeep::PagedKv.
+typedef struct kvkeep_layer_cache {
+  int32_t form;
+  const kvkeep_tensor* keys;
+  const kvkeep_tensor* values;
+  const kvkeep_tensor* key_scales;    ///< NULL: none
+  const kvkeep_tensor* value_scales;  ///< NULL: none
+} kvkeep_layer_cache;
+
+/// The cache: layers [num_layers], each where the keys and values of a layer are (kvkeep::Keeper::bind()). Once, and
+/// again whenever memory moves or grows; it must stay valid until the keeper is freed or another cache is bound.
+KVKEEP_C_API kvkeep_status kvkeep_bind(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers);
+
 /// tokens: already cached; prompt: tokens of the prompt, -1 if the first step tells.
 KVKEEP_C_API kvkeep_status kvkeep_join(kvkeep_keeper* keeper, int64_t sequence, int32_t tokens, int32_t prompt);
 KVKEEP_C_API kvkeep_status kvkeep_leave(kvkeep_keeper* keeper, int64_t sequence);
@@ -221,22 +241,6 @@ KVKEEP_C_API kvkeep_status kvkeep_view(kvkeep_keeper* keeper, const kvkeep_obser
 
 /* ---- Once a step ------------------------------------------------------------------------------------------------ */
 
-enum {
-  KVKEEP_NO_ROWS = 0,          ///< a layer without rows of its own
-  KVKEEP_DENSE = 1,            ///< [B, Hkv, capacity, D]
-  KVKEEP_PAGES_SLOT_HEAD = 2,  ///< [pages, page_size, Hkv, D]
-  KVKEEP_PAGES_HEAD_SLOT = 3   ///< [pages, Hkv, page_size, D]
-};
-
-/// One layer's keys and values: kvkeep::DenseKv, or kvkeep::PagedKv.
-typedef struct kvkeep_layer_cache {
-  int32_t form;
-  const kvkeep_tensor* keys;
-  const kvkeep_tensor* values;
-  const kvkeep_tensor* key_scales;    ///< NULL: none
-  const kvkeep_tensor* value_scales;  ///< NULL: none
-} kvkeep_layer_cache;
-
 /// Who holds which page (kvkeep::PageAllocator). Called from kvkeep_step() and kvkeep_apply() alone, on their thread.
 typedef struct kvkeep_page_allocator {
   void* context;                                       ///< passed to each
@@ -247,10 +251,10 @@ typedef struct kvkeep_page_allocator {
 
 enum { KVKEEP_SHARED_COPY = 0, KVKEEP_SHARED_REFUSE = 1 };
 
-/// The cache of the sequences of one step (kvkeep::CacheView). An event writes `lengths` and `block_table`.
+/// The sequences of one step in the cache that is bound (kvkeep::CacheView). An event writes `lengths` and
+/// `block_table`.
 typedef struct kvkeep_cache {
   size_t size;                         ///< sizeof(kvkeep_cache)
-  const kvkeep_layer_cache* layers;    ///< [num_layers]
   int64_t num_sequences;               ///< n
   const int64_t* sequences;            ///< [n]
   int32_t* lengths;                    ///< [n * rows_per_sequence] slots in use, this step's tokens included
@@ -297,18 +301,16 @@ typedef struct kvkeep_report {
   int64_t slots_kept, slots_chosen;  ///< of the cut sequences, over all rows; of these, by the scorer
 } kvkeep_report;
 
-/// Decides and moves. report: may be NULL. On a GPU, where the scores decide how many slots stay, it waits for
-/// their numbers, and so does kvkeep_apply().
+/// Decides and moves. report: may be NULL. On a GPU, where the scores decide how many slots stay, `report` may say
+/// pending, from kvkeep_apply(), too: lengths and pages are those before the event until kvkeep_finish().
 KVKEEP_C_API kvkeep_status kvkeep_step(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
 /// Decides, and moves nothing. The keeper remembers the plan until the next one.
 KVKEEP_C_API kvkeep_status kvkeep_plan(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
 /// Does what the newest plan says, once: KVKEEP_STATE_ERROR without one, and if it is out of date.
 KVKEEP_C_API kvkeep_status kvkeep_apply(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
 
-/// kvkeep_step() without its wait on a GPU (kvkeep::Keeper::step()): if `report` says pending, lengths and pages are
-/// those before the event until kvkeep_finish().
-KVKEEP_C_API kvkeep_status kvkeep_launch(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
-/// Completes a pending event, over the cache that kvkeep_launch() had. KVKEEP_STATE_ERROR if none is pending.
+/// Completes a pending event, over the cache that kvkeep_step() or kvkeep_apply() had. KVKEEP_STATE_ERROR if none is
+/// pending.
 KVKEEP_C_API kvkeep_status kvkeep_finish(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
 
 /// Workspace of an event over this cache if all its sequences are due; 0 on the CPU. Launches nothing.

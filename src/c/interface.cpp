@@ -262,8 +262,6 @@ CacheView view_of(const kvkeep_cache& c, Pages& pages, const ModelSpec& spec) {
                  "cache: rows_per_sequence is ", c.rows_per_sequence,
                  "; allowed 1, or layers times KV heads: ", spec.num_layers() * spec.kv_heads);
   CacheView view;
-  for (const kvkeep_layer_cache& layer : array(c.layers, spec.num_layers(), "cache: layers"))
-    view.layers.push_back(layer_of(layer));
   view.sequences = ids(c.sequences, c.num_sequences, "cache: sequences");
   view.lengths = {array(c.lengths, c.num_sequences * c.rows_per_sequence, "cache: lengths"), c.rows_per_sequence};
   view.places = array_if(c.places, c.num_sequences);
@@ -340,11 +338,10 @@ kvkeep_report report_of_event(kvkeep_keeper& k, Report event) noexcept {
   return report;
 }
 
-/// Does what a plan says. `wait`: completely, also where a device's scores decide how many slots stay.
-void carry_out(kvkeep_keeper& k, const Plan& plan, const CacheView& view, kvkeep_report* report, bool wait = true) {
+/// Does what a plan says.
+void carry_out(kvkeep_keeper& k, const Plan& plan, const CacheView& view, kvkeep_report* report) {
   make_room(k, plan.cuts.size(), plan.unscored.size(), 0);
   Report event = k.keeper.apply(plan, view);
-  if (event.pending && wait) event = k.keeper.finish(view);
   if (report != nullptr) give_back(report_of_event(k, std::move(event)), report);
 }
 
@@ -396,6 +393,15 @@ const char* kvkeep_policy_json(const kvkeep_keeper* keeper) { return keeper == n
 kvkeep_status kvkeep_join(kvkeep_keeper* keeper, int64_t sequence, int32_t tokens, int32_t prompt) {
   return guarded([&] {
     required(keeper, "keeper").keeper.join(sequence, tokens, prompt == -1 ? std::nullopt : std::optional(prompt));
+  });
+}
+kvkeep_status kvkeep_bind(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers) {
+  return guarded([&] {
+    Keeper& own = required(keeper, "keeper").keeper;
+    std::vector<LayerKv> all;
+    for (const kvkeep_layer_cache& layer : array(layers, own.spec().num_layers(), "cache: layers"))
+      all.push_back(layer_of(layer));
+    own.bind(std::move(all));
   });
 }
 kvkeep_status kvkeep_leave(kvkeep_keeper* keeper, int64_t sequence) {
@@ -510,16 +516,6 @@ kvkeep_status kvkeep_apply(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvk
     const View view(cache, k.keeper.spec());
     carry_out(k, *k.plan, view.view, report);
     k.plan.reset();
-  });
-}
-
-kvkeep_status kvkeep_launch(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report) {
-  return guarded([&] {
-    kvkeep_keeper& k = required(keeper, "keeper");
-    KVKEEP_REQUIRE(required(report, "report").size >= offsetof(kvkeep_report, slots_kept), "report: size is ",
-                   report->size, ", without room for `pending`; allowed sizeof of the struct");
-    const View view(cache, k.keeper.spec());
-    carry_out(k, k.keeper.plan(view.view), view.view, report, false);
   });
 }
 

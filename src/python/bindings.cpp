@@ -76,15 +76,15 @@ using Lengths32 = nb::ndarray<std::int32_t, nb::c_contig, nb::device::cpu>;
 /// The cache of a step, as long as the arguments of the call live.
 class View {
  public:
-  View(const ModelSpec& spec, const std::vector<std::optional<std::vector<Array>>>& layers, Ids sequences,
+  View(const ModelSpec& spec, const std::vector<std::optional<std::vector<Array>>>& given, Ids sequences,
        const Lengths32& lengths, const std::optional<Ints>& places, const std::optional<Ints>& starts,
        const Array& block_table, const std::string& page_layout, PageAllocator* pages, const std::string& shared_pages)
       : sequences_(std::move(sequences)), places_(places.value_or(Ints())), starts_(starts.value_or(Ints())) {
     const auto layout = one_of<PageLayout>(page_layout, {"slot_head", "head_slot"}, "page_layout");
     view.block_table = view_of(block_table, "block_table");
-    for (const auto& layer : layers) {
+    for (const auto& layer : given) {
       if (!layer) {
-        view.layers.emplace_back();
+        layers.emplace_back();
         continue;
       }
       KVKEEP_REQUIRE(layer->size() == 2 || layer->size() == 4, "layers: a layer has ", layer->size(),
@@ -92,23 +92,23 @@ class View {
       Tensor all[4];
       for (std::size_t i = 0; i < layer->size(); ++i) all[i] = view_of((*layer)[i], "layers");
       if (view.block_table.defined())
-        view.layers.emplace_back(PagedKv{all[0], all[1], layout, all[2], all[3]});
+        layers.emplace_back(PagedKv{all[0], all[1], layout, all[2], all[3]});
       else
-        view.layers.emplace_back(DenseKv{all[0], all[1], all[2], all[3]});
+        layers.emplace_back(DenseKv{all[0], all[1], all[2], all[3]});
     }
     const auto n = static_cast<std::int64_t>(sequences_.size());
     const std::int64_t rows = std::int64_t{spec.num_layers()} * spec.kv_heads,
-                       given = static_cast<std::int64_t>(lengths.size());
-    KVKEEP_REQUIRE(given == n || given == n * rows, "lengths: ", given, " numbers for ", n,
+                       held = static_cast<std::int64_t>(lengths.size());
+    KVKEEP_REQUIRE(held == n || held == n * rows, "lengths: ", held, " numbers for ", n,
                    " sequences; allowed one each, or one for each of ", rows, " rows");
-    view.lengths = {{lengths.data(), static_cast<std::size_t>(given)},
-                    given == n ? 1 : static_cast<std::int32_t>(rows)};
+    view.lengths = {{lengths.data(), static_cast<std::size_t>(held)}, held == n ? 1 : static_cast<std::int32_t>(rows)};
     view.sequences = sequences_;
     view.places = places_;
     view.starts = starts_;
     view.pages = pages;
     view.shared_pages = one_of<SharedPages>(shared_pages, {"copy", "refuse"}, "shared_pages");
   }
+  std::vector<LayerKv> layers;
   CacheView view;
 
  private:
@@ -344,9 +344,12 @@ void bind_keeper(nb::module_& m) {
           [](Keeper& self, const Layers& layers, Ids sequences, const Lengths32& lengths,
              const std::optional<Ints>& places, const std::optional<Ints>& starts, const Array& block_table,
              const std::string& page_layout, PageAllocator* pages, const std::string& shared_pages) {
-            const View view(self.spec(), layers, std::move(sequences), lengths, places, starts, block_table,
-                            page_layout, pages, shared_pages);
-            return without_gil([&] { return self.step(view.view); });
+            View view(self.spec(), layers, std::move(sequences), lengths, places, starts, block_table, page_layout,
+                      pages, shared_pages);
+            return without_gil([&] {
+              self.bind(std::move(view.layers));
+              return self.step(view.view);
+            });
           },
           "layers"_a, "sequences"_a, nb::arg("lengths").noconvert(), nb::kw_only(), "places"_a = nb::none(),
           "starts"_a = nb::none(), "block_table"_a = nb::none(), "page_layout"_a = "slot_head", "pages"_a = nb::none(),
@@ -358,13 +361,16 @@ void bind_keeper(nb::module_& m) {
           [](Keeper& self, std::int32_t layer, Ids sequences, Ints indptr, const Array& queries, const Layers& layers,
              const Lengths32& lengths, const std::string& basis, const std::optional<Ints>& places,
              const Array& block_table, const std::string& page_layout, PageAllocator* pages) {
-            const View view(self.spec(), layers, sequences, lengths, places, std::nullopt, block_table, page_layout,
-                            pages, "copy");
+            View view(self.spec(), layers, sequences, lengths, places, std::nullopt, block_table, page_layout, pages,
+                      "copy");
             const Seen seen(layer, std::move(sequences), std::move(indptr), queries, basis, false, std::nullopt,
                             std::nullopt);
             auto* const part = self.find<parts::Prompts>();
-            return without_gil(
-                [&] { return part == nullptr ? LayerReport{} : part->narrow(seen.observation, view.view); });
+            return without_gil([&] {
+              if (part == nullptr) return LayerReport{};
+              self.bind(std::move(view.layers));
+              return part->narrow(seen.observation, view.view);
+            });
           },
           "layer"_a, "sequences"_a, "indptr"_a, "queries"_a, "layers"_a, nb::arg("lengths").noconvert(), nb::kw_only(),
           "basis"_a = "pre_rope", "places"_a = nb::none(), "block_table"_a = nb::none(), "page_layout"_a = "slot_head",

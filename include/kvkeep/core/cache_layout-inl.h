@@ -2,9 +2,11 @@
 // Bodies of cache_layout.h: compiled by src/core, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <limits>
 #include <span>
+#include <vector>
 
 #include "kvkeep/core/cache_layout.h"
 #include "kvkeep/core/header_only.h"
@@ -42,27 +44,7 @@ inline bool some_sum_within(std::span<const Steps> steps, Wide low, Wide high, s
 
 inline constexpr const char* kSides[] = {"keys", "values", "key scales", "value scales"};
 
-/// body(layer, form, tensor) for every tensor of the layers. The form: 0 dense, else the dimension of slots in pages.
-inline void each_tensor(const CacheView& view, const auto& body) {
-  for (std::size_t l = 0; l < view.layers.size(); ++l) {
-    if (std::holds_alternative<std::monostate>(view.layers[l])) continue;
-    const LayerSides kv = sides_of(view.layers[l]);
-    for (const Tensor* t : {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales})
-      if (t->defined()) body(l, kv.paged ? kv.slot : 0, *t);
-  }
-}
-
-inline bool lie_alike(const Tensor& a, const Tensor& b) {
-  return a.bytes() == b.bytes() && a.dtype() == b.dtype() && a.device() == b.device() && a.sizes() == b.sizes() &&
-         a.strides() == b.strides();
-}
-
 }  // namespace cache_layout_detail
-
-/// The bytes of a side lie in [low, high).
-struct CacheLayout::Reach {
-  cache_layout_detail::Wide low = 0, high = 0;
-};
 
 KVKEEP_INLINE bool lies_within(const Tensor& part, const Tensor& whole) {
   if (!part.defined() || !whole.defined() || part.dim() != whole.dim() || part.device() != whole.device()) return false;
@@ -76,56 +58,74 @@ KVKEEP_INLINE bool lies_within(const Tensor& part, const Tensor& whole) {
   return from >= 0 && from + (vectors ? part.size(3) : 1) * bytes <= (vectors ? whole.size(3) : 1) * whole_bytes;
 }
 
-KVKEEP_INLINE std::vector<CacheLayout::Side> CacheLayout::list(const ModelSpec& spec, const CacheView& view) {
-  std::vector<Side> sides;
-  for (std::size_t l = 0; l < std::min(spec.layers.size(), view.layers.size()); ++l) {
+namespace cache_layout_detail {
+
+/// One of keys, values, key scales and value scales of a layer.
+struct Side {
+  std::int32_t layer = 0;
+  std::int32_t side = 0;
+  bool stays = false;  ///< one vector for all slots, which may be anywhere
+  bool moves = false;  ///< its slots, unless it stays
+  Device device = {};
+  std::intptr_t base = 0;
+  std::int64_t width = 0;                    ///< bytes of the vector of one slot
+  std::array<std::int64_t, 3> sizes = {};    ///< places or pages, then as in the tensor
+  std::array<std::int64_t, 3> strides = {};  ///< bytes
+};
+
+/// The bytes of a side lie in [low, high).
+struct Reach {
+  Wide low = 0, high = 0;
+};
+
+inline std::vector<Side> sides(const ModelSpec& spec, std::span<const LayerKv> cache) {
+  std::vector<Side> all;
+  for (std::size_t l = 0; l < std::min(spec.layers.size(), cache.size()); ++l) {
     const LayerKind kind = spec.layers[l].kind;
-    const LayerKv& layer = view.layers[l];
+    const LayerKv& layer = cache[l];
     if (kind == LayerKind::shared || std::holds_alternative<std::monostate>(layer)) continue;
     const LayerSides kv = sides_of(layer);
-    const Tensor* const all[] = {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales};
+    const Tensor* const tensors[] = {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales};
     for (int s = 0; s < 4; ++s) {
-      const Tensor& t = *all[s];
-      if (!t.defined() || t.dim() < 3 || (s % 2 == 1 && lies_within(t, *all[s - 1]))) continue;
+      const Tensor& t = *tensors[s];
+      if (!t.defined() || t.dim() < 3 || (s % 2 == 1 && lies_within(t, *tensors[s - 1]))) continue;
       // One vector for all slots, such as a scale of a whole layer, or a stand-in for rows that are elsewhere: no slot
       // takes it along.
       const bool of_all = t.size(0) > 1 && t.stride(0) == 0;
       const bool stays = t.step(kv.slot) == 0 && (of_all || (s >= 2 && (t.step(0) == 0 || !kv.paged)));
       const std::int64_t bytes = t.element_size();
-      sides.push_back({.layer = static_cast<std::int32_t>(l),
-                       .side = s,
-                       .stays = stays,
-                       .moves = kind == LayerKind::full,
-                       .device = t.device(),
-                       .base = reinterpret_cast<std::intptr_t>(t.bytes()),
-                       .width = (t.dim() > 3 ? t.size(3) : 1) * bytes});
+      all.push_back({.layer = static_cast<std::int32_t>(l),
+                     .side = s,
+                     .stays = stays,
+                     .moves = kind == LayerKind::full,
+                     .device = t.device(),
+                     .base = reinterpret_cast<std::intptr_t>(t.bytes()),
+                     .width = (t.dim() > 3 ? t.size(3) : 1) * bytes});
       for (int d = 0; d < 3; ++d) {
-        std::int64_t& stride = sides.back().strides[static_cast<std::size_t>(d)];
-        KVKEEP_REQUIRE(!__builtin_mul_overflow(t.step(d), bytes, &stride), "cache: ", cache_layout_detail::kSides[s],
-                       " of layer ", l, " have strides ", t.strides(), "; allowed strides within memory");
-        sides.back().sizes[static_cast<std::size_t>(d)] = t.size(d);
+        std::int64_t& stride = all.back().strides[static_cast<std::size_t>(d)];
+        KVKEEP_REQUIRE(!__builtin_mul_overflow(t.step(d), bytes, &stride), "cache: ", kSides[s], " of layer ", l,
+                       " have strides ", t.strides(), "; allowed strides within memory");
+        all.back().sizes[static_cast<std::size_t>(d)] = t.size(d);
       }
     }
   }
-  return sides;
+  return all;
 }
 
-KVKEEP_INLINE CacheLayout::Reach CacheLayout::reach_of(const Side& side) {
-  Reach reach{.low = side.base, .high = cache_layout_detail::Wide{side.base} + side.width};
+inline Reach reach_of(const Side& side) {
+  Reach reach{.low = side.base, .high = Wide{side.base} + side.width};
   for (std::size_t d = 0; d < 3; ++d) {
-    const auto last = cache_layout_detail::Wide{std::max<std::int64_t>(side.sizes[d] - 1, 0)} * side.strides[d];
+    const auto last = Wide{std::max<std::int64_t>(side.sizes[d] - 1, 0)} * side.strides[d];
     (last < 0 ? reach.low : reach.high) += last;
   }
   return reach;
 }
 
 /// Whether some vector of `a` and some vector of `b` share a byte.
-KVKEEP_INLINE bool CacheLayout::overlap(const Side& a, const Side& b) {
-  using cache_layout_detail::Steps;
+inline bool overlap(const Side& a, const Side& b) {
   std::array<Steps, 6> all;
   std::size_t count = 0;
-  const auto add = [&](cache_layout_detail::Wide stride, cache_layout_detail::Wide least,
-                       cache_layout_detail::Wide most) {
+  const auto add = [&](Wide stride, Wide least, Wide most) {
     if (stride == 0 || least == most) return;  // then both are 0
     const Steps own = stride > 0 ? Steps{stride, least, most} : Steps{-stride, -most, -least};
     std::size_t at = count++;
@@ -140,30 +140,19 @@ KVKEEP_INLINE bool CacheLayout::overlap(const Side& a, const Side& b) {
       add(b.strides[d], 0, b.sizes[d] - 1);
     }
   }
-  const auto apart = cache_layout_detail::Wide{b.base} - a.base;
+  const auto apart = Wide{b.base} - a.base;
   std::int32_t tries = 100'000;
-  return cache_layout_detail::some_sum_within({all.data(), count}, -b.width - apart, a.width - apart, tries);
+  return some_sum_within({all.data(), count}, -b.width - apart, a.width - apart, tries);
 }
 
-KVKEEP_INLINE bool CacheLayout::is_known(const CacheView& view) const {
-  std::size_t next = 0;
-  bool alike = true;
-  cache_layout_detail::each_tensor(view, [&](std::size_t layer, std::int32_t form, const Tensor& t) {
-    alike = alike && next < known_.size() && known_[next].layer == layer && known_[next].form == form &&
-            cache_layout_detail::lie_alike(known_[next].tensor, t);
-    ++next;
-  });
-  return alike && next == known_.size();
-}
+}  // namespace cache_layout_detail
 
-KVKEEP_INLINE void CacheLayout::check(const ModelSpec& spec, const CacheView& view) {
-  using cache_layout_detail::kSides;
-  if (is_known(view)) return;
-  known_.clear();
-  const std::vector<Side> sides = list(spec, view);
+KVKEEP_INLINE void check_layout(const ModelSpec& spec, std::span<const LayerKv> cache) {
+  using cache_layout_detail::kSides, cache_layout_detail::Reach, cache_layout_detail::Side, cache_layout_detail::Wide;
+  const std::vector<Side> all = cache_layout_detail::sides(spec, cache);
   std::vector<std::pair<Reach, const Side*>> reaches;
-  for (const Side& side : sides) {
-    const Reach reach = reach_of(side);
+  for (const Side& side : all) {
+    const Reach reach = cache_layout_detail::reach_of(side);
     KVKEEP_REQUIRE(reach.low >= 0 && reach.high <= std::numeric_limits<std::intptr_t>::max(),
                    "cache: ", kSides[side.side], " of layer ", side.layer, " have strides of ", side.strides[0], ", ",
                    side.strides[1], " and ", side.strides[2], " bytes; allowed strides within memory");
@@ -172,14 +161,14 @@ KVKEEP_INLINE void CacheLayout::check(const ModelSpec& spec, const CacheView& vi
     if (!side.moves) continue;
     std::array<std::size_t, 3> order{0, 1, 2};
     std::ranges::sort(order, {}, [&](std::size_t d) { return std::abs(side.strides[d]); });
-    cache_layout_detail::Wide inner = side.width;
+    Wide inner = side.width;
     for (const std::size_t d : order) {
       if (side.sizes[d] == 1) continue;
       KVKEEP_REQUIRE(std::abs(side.strides[d]) >= inner, "cache: slots of the ", kSides[side.side], " of layer ",
                      side.layer, " share memory: sizes ", Shape(side.sizes), " with strides of ", Shape(side.strides),
                      " bytes and vectors of ", side.width,
                      "; allowed strides that keep every slot of every head apart");
-      inner += cache_layout_detail::Wide{side.sizes[d] - 1} * std::abs(side.strides[d]);
+      inner += Wide{side.sizes[d] - 1} * std::abs(side.strides[d]);
     }
   }
   std::ranges::sort(reaches, {}, [](const auto& one) { return one.first.low; });
@@ -187,14 +176,11 @@ KVKEEP_INLINE void CacheLayout::check(const ModelSpec& spec, const CacheView& vi
     for (std::size_t j = i + 1; j < reaches.size() && reaches[j].first.low < reaches[i].first.high; ++j) {
       const Side &a = *std::min(reaches[i].second, reaches[j].second),
                  &b = *std::max(reaches[i].second, reaches[j].second);
-      if (a.device != b.device || !(a.moves || b.moves) || !overlap(a, b)) continue;
+      if (a.device != b.device || !(a.moves || b.moves) || !cache_layout_detail::overlap(a, b)) continue;
       refuse("cache: ", kSides[a.side], " of layer ", a.layer, " and ", kSides[b.side], " of layer ", b.layer,
              " share memory; allowed values within the keys of their layer, and a layer that reads another one's "
              "cache as LayerKind::shared");
     }
-  cache_layout_detail::each_tensor(view, [&](std::size_t layer, std::int32_t form, const Tensor& t) {
-    known_.push_back({layer, form, {t.bytes(), t.dtype(), t.sizes(), t.strides(), t.device()}});
-  });
 }
 
 }  // namespace kvkeep

@@ -1,10 +1,9 @@
 #pragma once
-/// The engine's cache, seen by kvkeep. Views own nothing.
+/// The engine's cache, seen by kvkeep: its layers, which Keeper::bind() takes once, and what a step uses of them.
 
 #include <cstdint>
 #include <span>
 #include <variant>
-#include <vector>
 
 #include "kvkeep/core/tensor.h"
 
@@ -93,10 +92,9 @@ enum class SharedPages : std::uint8_t {
   refuse,  ///< StateError, before anything is written
 };
 
-/// The cache of the sequences of one step, all layers. An event writes `lengths` (new physical lengths) and
-/// `block_table`, and only reads the rest.
+/// The sequences of one step, and their rows in the cache that is bound. Cheap to copy; it owns nothing. An event
+/// writes the numbers behind `lengths` (new physical lengths) and `block_table`, and only reads the rest.
 struct CacheView {
-  std::vector<LayerKv> layers;                ///< [num_layers]
   std::span<const SequenceId> sequences;      ///< [n] the sequences of the step
   Lengths lengths;                            ///< physical lengths, including this step's tokens
   std::span<const std::int32_t> places = {};  ///< [n] batch index of each sequence in dense tensors; empty: 0..n-1

@@ -109,35 +109,21 @@ KVKEEP_INLINE SlotAddress paged_address(const Tensor& side, PageLayout layout, s
   return address;
 }
 
-KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const std::int32_t> layers,
-                                 std::span<const std::int32_t> due) {
-  const auto n = view.sequences.size();
-  KVKEEP_REQUIRE(view.layers.size() == spec.layers.size(), "cache: the view has ", view.layers.size(),
-                 " layers; allowed ", spec.layers.size(), " as the model spec says");
-  KVKEEP_REQUIRE(
-      view.lengths.rows_per_sequence == 1 || view.lengths.rows_per_sequence == spec.num_layers() * spec.kv_heads,
-      "cache: lengths have ", view.lengths.rows_per_sequence,
-      " per sequence; allowed 1, or layers * KV heads = ", spec.num_layers() * spec.kv_heads);
-  KVKEEP_REQUIRE(view.lengths.data.size() == n * static_cast<std::size_t>(view.lengths.rows_per_sequence),
-                 "cache: ", view.lengths.data.size(), " lengths for ", n, " sequences; allowed ",
-                 n * static_cast<std::size_t>(view.lengths.rows_per_sequence));
-  KVKEEP_REQUIRE(view.places.empty() || view.places.size() == n, "cache: ", view.places.size(), " places for ", n,
-                 " sequences; allowed none or one each");
-  KVKEEP_REQUIRE(view.starts.empty() || view.starts.size() == n, "cache: ", view.starts.size(), " starts for ", n,
-                 " sequences; allowed none or one each");
-
+KVKEEP_INLINE RowTable common_form(const ModelSpec& spec, std::span<const LayerKv> cache,
+                                   std::span<const std::int32_t> of) {
+  KVKEEP_REQUIRE(cache.size() == spec.layers.size(), "cache: it has ", cache.size(), " layers; allowed ",
+                 spec.layers.size(), " as the model spec says");
   for (std::size_t l = 0; l < spec.layers.size(); ++l)
-    KVKEEP_REQUIRE(spec.layers[l].kind != LayerKind::sliding || !std::holds_alternative<PagedKv>(view.layers[l]),
+    KVKEEP_REQUIRE(spec.layers[l].kind != LayerKind::sliding || !std::holds_alternative<PagedKv>(cache[l]),
                    "cache: layer ", l,
                    " has a sliding window and uses pages of the shared block table, which events cut and free; allowed "
                    "pages in a table of your own, which kvkeep does not see (std::monostate)");
 
-  RowTable table;
-  for (const std::int32_t l : layers) {
-    KVKEEP_REQUIRE(!std::holds_alternative<std::monostate>(view.layers[static_cast<std::size_t>(l)]), "cache: layer ",
-                   l, " has no rows, but the model spec calls it a full layer");
-    const LayerKv& kv = view.layers[static_cast<std::size_t>(l)];
-    const LayerSides layer = sides_of(kv);
+  RowTable form;
+  for (const std::int32_t l : of) {
+    KVKEEP_REQUIRE(!std::holds_alternative<std::monostate>(cache[static_cast<std::size_t>(l)]), "cache: layer ", l,
+                   " has no rows, but the model spec calls it a full layer");
+    const LayerSides layer = sides_of(cache[static_cast<std::size_t>(l)]);
     const auto& [keys, values, key_scales, value_scales, head_dim, slot_dim, paged, keys_rotated, values_rotated] =
         layer;
     row_detail::check_side("keys", keys, layer, l, spec, spec.key_dim);
@@ -151,29 +137,59 @@ KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, const CacheView& view, s
     row_detail::check_scales("key scales", key_scales, keys, l);
     row_detail::check_scales("value scales", value_scales, values, l);
     const std::int64_t page_size = paged ? keys.size(slot_dim) : 0;
-    if (l == layers.front()) {
-      table.key_dtype = keys.dtype();
-      table.value_dtype = values.dtype();
-      table.keys_rotated = keys_rotated;
-      table.values_rotated = values_rotated;
-      table.device = keys.device();
-      table.page_size = static_cast<std::int32_t>(page_size);
-      if (paged) row_detail::check_table(view);
+    if (l == of.front()) {
+      form.key_dtype = keys.dtype();
+      form.value_dtype = values.dtype();
+      form.keys_rotated = keys_rotated;
+      form.values_rotated = values_rotated;
+      form.device = keys.device();
+      form.page_size = static_cast<std::int32_t>(page_size);
     }
     KVKEEP_REQUIRE(!paged || is_page_size(page_size), "cache: pages of layer ", l, " hold ", page_size,
                    " slots; allowed a power of two up to ", kLargestPage);
-    KVKEEP_REQUIRE(page_size == table.page_size, "cache: pages of layer ", l, " hold ", page_size,
-                   " slots (0: it is dense); allowed ", table.page_size, " as in the first layer");
-    KVKEEP_REQUIRE(keys.dtype() == table.key_dtype && values.dtype() == table.value_dtype, "cache: layer ", l,
-                   " holds ", keys.dtype(), " keys and ", values.dtype(), " values; allowed ", table.key_dtype, " and ",
-                   table.value_dtype, " as in the first layer");
-    KVKEEP_REQUIRE(keys_rotated == table.keys_rotated && values_rotated == table.values_rotated, "cache: layer ", l,
+    KVKEEP_REQUIRE(page_size == form.page_size, "cache: pages of layer ", l, " hold ", page_size,
+                   " slots (0: it is dense); allowed ", form.page_size, " as in the first layer");
+    KVKEEP_REQUIRE(keys.dtype() == form.key_dtype && values.dtype() == form.value_dtype, "cache: layer ", l, " holds ",
+                   keys.dtype(), " keys and ", values.dtype(), " values; allowed ", form.key_dtype, " and ",
+                   form.value_dtype, " as in the first layer");
+    KVKEEP_REQUIRE(keys_rotated == form.keys_rotated && values_rotated == form.values_rotated, "cache: layer ", l,
                    " is rotated by ", keys_rotated, " keys and ", values_rotated, " values; allowed ",
-                   table.keys_rotated, " and ", table.values_rotated, " as in the first layer");
+                   form.keys_rotated, " and ", form.values_rotated, " as in the first layer");
     row_detail::check_rotated("keys", keys_rotated, l, spec.key_dim);
     row_detail::check_rotated("values", values_rotated, l, spec.value_dim);
-    KVKEEP_REQUIRE(keys.device() == table.device, "cache: layer ", l, " is on ", keys.device().str(), "; allowed ",
-                   table.device.str(), " like the first layer");
+    KVKEEP_REQUIRE(keys.device() == form.device, "cache: layer ", l, " is on ", keys.device().str(), "; allowed ",
+                   form.device.str(), " like the first layer");
+  }
+  return form;
+}
+
+KVKEEP_INLINE void check_view(const ModelSpec& spec, const RowTable& form, const CacheView& view) {
+  const auto n = view.sequences.size();
+  KVKEEP_REQUIRE(
+      view.lengths.rows_per_sequence == 1 || view.lengths.rows_per_sequence == spec.num_layers() * spec.kv_heads,
+      "cache: lengths have ", view.lengths.rows_per_sequence,
+      " per sequence; allowed 1, or layers * KV heads = ", spec.num_layers() * spec.kv_heads);
+  KVKEEP_REQUIRE(view.lengths.data.size() == n * static_cast<std::size_t>(view.lengths.rows_per_sequence),
+                 "cache: ", view.lengths.data.size(), " lengths for ", n, " sequences; allowed ",
+                 n * static_cast<std::size_t>(view.lengths.rows_per_sequence));
+  KVKEEP_REQUIRE(view.places.empty() || view.places.size() == n, "cache: ", view.places.size(), " places for ", n,
+                 " sequences; allowed none or one each");
+  KVKEEP_REQUIRE(view.starts.empty() || view.starts.size() == n, "cache: ", view.starts.size(), " starts for ", n,
+                 " sequences; allowed none or one each");
+  if (form.page_size > 0) row_detail::check_table(view);
+}
+
+KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, std::span<const LayerKv> cache, const RowTable& form,
+                                 const CacheView& view, std::span<const std::int32_t> of,
+                                 std::span<const std::int32_t> due) {
+  check_view(spec, form, view);
+  RowTable table = form;
+  const bool paged = form.page_size > 0;
+  for (const std::int32_t l : of) {
+    const LayerKv& kv = cache[static_cast<std::size_t>(l)];
+    const LayerSides layer = sides_of(kv);
+    const auto& [keys, values, key_scales, value_scales, head_dim, slot_dim, in_pages, keys_rotated, values_rotated] =
+        layer;
     const bool values_in_keys = lies_within(values, keys), scales_alike = lies_within(value_scales, key_scales);
     for (const std::int32_t i : due) {
       const auto s = static_cast<std::size_t>(i);
@@ -183,7 +199,7 @@ KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, const CacheView& view, s
                      " is at place ", place, " of the batch; allowed 0 to ", keys.size(0) - 1);
       const std::int32_t* pages =
           paged ? view.block_table.data<std::int32_t>() + i * view.block_table.stride(0) : nullptr;
-      const std::int64_t capacity = paged ? view.block_table.size(1) * page_size : keys.size(slot_dim);
+      const std::int64_t capacity = paged ? view.block_table.size(1) * form.page_size : keys.size(slot_dim);
       std::int64_t longest = 0;
       table.groups.push_back({l, i, static_cast<std::int64_t>(table.rows.size()), {}});
       for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
@@ -206,7 +222,7 @@ KVKEEP_INLINE RowTable make_rows(const ModelSpec& spec, const CacheView& view, s
         table.slots += length;
       }
       if (!paged) continue;
-      for (std::int64_t p = 0; p * page_size < longest; ++p)
+      for (std::int64_t p = 0; p * form.page_size < longest; ++p)
         KVKEEP_REQUIRE(pages[p] >= 0 && pages[p] < keys.size(0), "cache: page ", p, " of sequence ", view.sequences[s],
                        " is ", pages[p], "; layer ", l, " allows 0 to ", keys.size(0) - 1);
     }

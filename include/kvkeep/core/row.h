@@ -92,12 +92,27 @@ struct RowTable {
   }
 };
 
-/// Rows of `layers` for the sequences `due` (indices into the view), without columns and queries.
-/// Throws InvalidArgument if the view does not fit the spec: layer count, kind of cache, dtype, shape, strides, device,
-/// page size, page, place or length out of range. Cost: O(rows), plus O(pages) of the due sequences if layers are
-/// paged; no allocation per slot.
-[[nodiscard]] RowTable make_rows(const ModelSpec& spec, const CacheView& view, std::span<const std::int32_t> layers,
+/// What all rows of a cache have in common: a table without rows. cache: [num_layers]; of: the layers that have rows.
+/// Throws InvalidArgument if the cache does not fit the spec: layer count, kind of cache, dtype, shape, strides, device
+/// or page size.
+[[nodiscard]] RowTable common_form(const ModelSpec& spec, std::span<const LayerKv> cache,
+                                   std::span<const std::int32_t> of);
+
+/// Throws InvalidArgument if a view of a cache of that form does not fit the spec: numbers of lengths, places and
+/// starts, and the block table.
+void check_view(const ModelSpec& spec, const RowTable& form, const CacheView& view);
+
+/// Rows of the layers `of` for the sequences `due` (indices into the view), without columns and queries. form: that of
+/// the cache. Throws InvalidArgument as check_view() does, and for a page, place or length out of range. Cost: O(rows),
+/// plus O(pages) of the due sequences if layers are paged; no allocation per slot.
+[[nodiscard]] RowTable make_rows(const ModelSpec& spec, std::span<const LayerKv> cache, const RowTable& form,
+                                 const CacheView& view, std::span<const std::int32_t> of,
                                  std::span<const std::int32_t> due);
+/// The same; finds the form itself.
+[[nodiscard]] inline RowTable make_rows(const ModelSpec& spec, std::span<const LayerKv> cache, const CacheView& view,
+                                        std::span<const std::int32_t> of, std::span<const std::int32_t> due) {
+  return make_rows(spec, cache, common_form(spec, cache, of), view, of, due);
+}
 
 }  // namespace kvkeep
 

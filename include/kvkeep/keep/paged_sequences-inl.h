@@ -2,7 +2,6 @@
 // Bodies of paged_sequences.h: compiled by src/keep, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "kvkeep/core/error.h"
@@ -11,25 +10,6 @@
 
 namespace kvkeep {
 namespace paged_sequences_detail {
-
-struct Span {
-  std::int32_t shortest, longest;
-};
-
-/// Lengths of the rows of paged layers of the i-th sequence.
-inline Span lengths_of(const CacheView& view, std::size_t i) {
-  if (!view.lengths.per_row()) return {view.lengths.at(i, 0), view.lengths.at(i, 0)};
-  const auto heads = view.lengths.rows_per_sequence / static_cast<std::int32_t>(view.layers.size());
-  Span span{std::numeric_limits<std::int32_t>::max(), 0};
-  for (std::size_t l = 0; l < view.layers.size(); ++l) {
-    if (!std::holds_alternative<PagedKv>(view.layers[l])) continue;
-    for (std::int32_t h = 0; h < heads; ++h) {
-      const std::int32_t length = view.lengths.at(i, static_cast<std::int32_t>(l) * heads + h);
-      span = {std::min(span.shortest, length), std::max(span.longest, length)};
-    }
-  }
-  return span;
-}
 
 inline int slot_dimension(const PagedKv& kv) { return kv.layout == PageLayout::slot_head ? 1 : 2; }
 
@@ -140,23 +120,18 @@ KVKEEP_INLINE void PagedSequences::release(SequenceId sequence) {
   held_.erase(sequence);
 }
 
-KVKEEP_INLINE void PagedSequences::settle(const CacheView& view, std::span<const PageMove> moves) {
+KVKEEP_INLINE void PagedSequences::settle(std::span<const SequenceId> sequences, std::span<const PageMove> moves) {
   for (const PageMove& move : moves) {
-    const SequenceId id = view.sequences[static_cast<std::size_t>(move.sequence)];
-    const paged_sequences_detail::Span span =
-        paged_sequences_detail::lengths_of(view, static_cast<std::size_t>(move.sequence));
+    const SequenceId id = sequences[static_cast<std::size_t>(move.sequence)];
     KVKEEP_REQUIRE_AS(StateError, at(id).pages == move.before, "settle: sequence ", id, " holds ", at(id).pages.size(),
                       " pages, not those that the event found (", move.before.size(),
                       "); allowed once, right after the step");
-    KVKEEP_REQUIRE_AS(StateError, pages_for(span.longest) == move.after.size(), "settle: sequence ", id, " is ",
-                      span.longest, " slots long, and the event left it ", move.after.size(), " pages of ",
-                      pool_.page_size(), "; allowed with the view of that step");
+    KVKEEP_REQUIRE_AS(StateError, pages_for(move.longest) == move.after.size(), "settle: sequence ", id, " is ",
+                      move.longest, " slots long, and the event left it ", move.after.size(), " pages of ",
+                      pool_.page_size(), "; allowed pages of that size");
   }
-  for (const PageMove& move : moves) {
-    const paged_sequences_detail::Span span =
-        paged_sequences_detail::lengths_of(view, static_cast<std::size_t>(move.sequence));
-    held_.at(view.sequences[static_cast<std::size_t>(move.sequence)]) = {move.after, span.longest, span.shortest};
-  }
+  for (const PageMove& move : moves)
+    held_.at(sequences[static_cast<std::size_t>(move.sequence)]) = {move.after, move.longest, move.shortest};
 }
 
 KVKEEP_INLINE Tensor PagedSequences::table(std::span<const SequenceId> sequences) const {

@@ -41,7 +41,7 @@ struct PageGrant {
 ///     copy_pages(layers, grant.copies);
 ///     view.block_table = sequences.table(ids);              // attention reads it, the event writes it
 ///     Report report = keeper.step(view);
-///     sequences.settle(view, report.pages);
+///     sequences.settle(ids, report.pages);
 ///
 /// Unknown ids and ids already in use are StateErrors. Every error is thrown before anything changes.
 class PagedSequences {
@@ -74,10 +74,10 @@ class PagedSequences {
   /// A sequence ends, or is preempted: its pages lose a holder.
   void release(SequenceId sequence);
 
-  /// After Keeper::step: adopts the lengths of `view` and the pages of `moves` (Report::pages). References do not
-  /// change: the event has already given back and taken pages. Lengths are those of the rows of paged layers. Throws
-  /// StateError if a sequence does not hold the pages that the event found: settled twice, or changed since.
-  void settle(const CacheView& view, std::span<const PageMove> moves);
+  /// After Keeper::step: adopts lengths and pages of `moves` (Report::pages) of the step's sequences. References do not
+  /// change: the event has already given back and taken pages. Throws StateError if a sequence does not hold the pages
+  /// that the event found: settled twice, or changed since.
+  void settle(std::span<const SequenceId> sequences, std::span<const PageMove> moves);
 
   /// i32 [n, max_pages] for CacheView::block_table: the pages of each sequence in order, then -1; at least one column.
   /// A new tensor in host memory.

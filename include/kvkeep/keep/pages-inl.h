@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <limits>
 
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/page_allocator.h"
@@ -85,6 +86,17 @@ class Sequence {
   std::vector<std::size_t> written_;
 };
 
+/// Says how many slots the rows of each move hold afterwards. Moves are in the order of their sequences.
+inline void count_slots(std::span<PageMove> moves, const RowTable& table, const KeepSet& keep) {
+  for (PageMove& move : moves) move.longest = 0, move.shortest = std::numeric_limits<std::int32_t>::max();
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const auto move = std::ranges::lower_bound(moves, table.rows[r].sequence, {}, &PageMove::sequence);
+    if (move == moves.end() || move->sequence != table.rows[r].sequence) continue;
+    const auto slots = static_cast<std::int32_t>(keep.count(r));
+    move->longest = std::max(move->longest, slots), move->shortest = std::min(move->shortest, slots);
+  }
+}
+
 }  // namespace pages_detail
 
 KVKEEP_INLINE std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& keep,
@@ -111,16 +123,20 @@ KVKEEP_INLINE std::vector<PageMove> plan_pages(const RowTable& table, const Keep
     }
     moves.push_back(std::move(move));
   }
+  pages_detail::count_slots(moves, table, keep);
   return moves;
 }
 
-KVKEEP_INLINE void shorten(PageMove& move, std::int64_t longest, std::int32_t page_size) {
-  const auto pages = static_cast<std::size_t>((longest + page_size - 1) / page_size);
-  if (pages >= move.after.size()) return;
-  move.freed.reserve(move.freed.size() + move.after.size() - pages);
-  for (; move.after.size() > pages; move.after.pop_back()) {
-    if (std::ranges::find(move.before, move.after.back()) == move.before.end()) --move.taken;
-    move.freed.push_back(move.after.back());
+KVKEEP_INLINE void shorten(std::span<PageMove> moves, const RowTable& table, const KeepSet& keep) {
+  pages_detail::count_slots(moves, table, keep);
+  for (PageMove& move : moves) {
+    const auto pages = static_cast<std::size_t>((move.longest + table.page_size - 1) / table.page_size);
+    if (pages >= move.after.size()) continue;
+    move.freed.reserve(move.freed.size() + move.after.size() - pages);
+    for (; move.after.size() > pages; move.after.pop_back()) {
+      if (std::ranges::find(move.before, move.after.back()) == move.before.end()) --move.taken;
+      move.freed.push_back(move.after.back());
+    }
   }
 }
 

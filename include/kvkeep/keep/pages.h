@@ -21,6 +21,7 @@ struct PageMove {
   std::vector<std::int32_t> freed;  ///< pages that the sequence held before, or took for the event, and that are not in
                                     ///< `after`: each loses one holder
   std::int32_t taken = 0;           ///< pages of `after` that are new: copies of pages that others hold too
+  std::int32_t longest = 0, shortest = 0;  ///< slots that its longest and its shortest row then hold
 
   static constexpr std::int32_t kTake = -2;
 };
@@ -36,9 +37,8 @@ struct PageMove {
                                                std::span<const SequenceId> sequences, const PageAllocator* pages,
                                                SharedPages shared);
 
-/// The same move for a sequence whose longest row keeps fewer slots than the plan had room for: pages behind its last
-/// slot are given back.
-void shorten(PageMove& move, std::int64_t longest, std::int32_t page_size);
+/// The same moves where rows keep fewer slots than the plan had room for: pages behind the last slot are given back.
+void shorten(std::span<PageMove> moves, const RowTable& table, const KeepSet& keep);
 
 /// Gives back every page that is no longer held. Rethrows the first exception of give_back(), after giving back all
 /// others. Does nothing if `pages` is null.

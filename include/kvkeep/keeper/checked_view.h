@@ -5,42 +5,24 @@
 #include <cstdint>
 #include <limits>
 #include <span>
-#include <type_traits>
 #include <variant>
 #include <vector>
 
-#include "kvkeep/core/cache_layout.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/parts/part.h"
 
 namespace kvkeep {
 namespace keeper_detail {
 
-/// K and V bytes of one slot of one head, scales included.
-inline std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
-  const auto of = [&spec](const auto& kv) -> std::int64_t {
-    if constexpr (std::is_same_v<std::decay_t<decltype(kv)>, std::monostate>) {
-      return 0;
-    } else {
-      const auto bytes = [](const Tensor& t, std::int64_t numbers) {
-        return t.defined() ? numbers * t.element_size() : 0;
-      };
-      return bytes(kv.keys, spec.key_dim) + (lies_within(kv.values, kv.keys) ? 0 : bytes(kv.values, spec.value_dim)) +
-             bytes(kv.key_scales, 1) + (lies_within(kv.value_scales, kv.key_scales) ? 0 : bytes(kv.value_scales, 1));
-    }
-  };
-  return std::visit(of, layer);
-}
-
 /// K and V bytes of the live slots of all full layers.
-inline std::int64_t live_bytes(const Sequences& sequences, const CacheView& view) {
-  const ModelSpec& spec = sequences.spec();
+inline std::int64_t live_bytes(const Sequences& sequences, const BoundCache& cache, const CacheView& view) {
+  const std::int32_t heads = sequences.spec().kv_heads;
   std::int64_t bytes = 0;
-  for (const std::int32_t l : sequences.full_layers()) {
+  for (std::size_t l = 0; l < cache.slot_bytes.size(); ++l) {
     std::int64_t slots = 0;
     for (std::size_t i = 0; i < view.sequences.size(); ++i)
-      for (std::int32_t h = 0; h < spec.kv_heads; ++h) slots += view.lengths.at(i, l * spec.kv_heads + h);
-    bytes += slot_bytes(spec, view.layers[static_cast<std::size_t>(l)]) * slots;
+      for (std::int32_t h = 0; h < heads; ++h) slots += view.lengths.at(i, sequences.full_layers()[l] * heads + h);
+    bytes += cache.slot_bytes[l] * slots;
   }
   return bytes;
 }
@@ -62,40 +44,23 @@ inline std::span<const std::int32_t> pages_of(const Sequences& sequences, const 
 
 class CheckedView {
  public:
-  /// Throws InvalidArgument for a view that does not match the model, or is not on `there`; for two sequences at one
-  /// place; and, if rows may move, as CacheLayout::check(). On every step, not only at events.
-  void check(const Sequences& sequences, const CacheView& view, Device there, bool may_move);
+  /// Throws InvalidArgument for a view that does not fit the model or the cache, and for two sequences at one place. On
+  /// every step, not only at events.
+  void check(const Sequences& sequences, const BoundCache& cache, const CacheView& view);
   /// Throws InvalidArgument if, among the sequences that are due, the block table names a page more often than it has
   /// holders.
-  void check_pages(const Sequences& sequences, const CacheView& view, const RowTable& table);
+  void check_pages(const Sequences& sequences, const BoundCache& cache, const CacheView& view, const RowTable& table);
   /// [pages that all layers have] how often the block table names each. Valid until the next call.
-  std::span<std::int32_t> count_holders(const Sequences& sequences, const CacheView& view, std::int64_t page_size);
-  /// K and V bytes of one slot in every row; 0 before the first view.
-  [[nodiscard]] std::int64_t slot_bytes() const { return slot_bytes_; }
+  std::span<std::int32_t> count_holders(const Sequences& sequences, const BoundCache& cache, const CacheView& view);
 
  private:
-  void check_places(const Sequences& sequences, const CacheView& view);
-
-  std::int64_t slot_bytes_ = 0;
   std::vector<bool> places_;  ///< [places of the cache] named by the view
   std::vector<std::int32_t> holders_;
-  CacheLayout layout_;
 };
 
-inline void CheckedView::check(const Sequences& sequences, const CacheView& view, Device there, bool may_move) {
-  const ModelSpec& spec = sequences.spec();
-  const Device own = make_rows(spec, view, sequences.full_layers(), {}).device;
-  KVKEEP_REQUIRE(own == there, "cache: it is on ", own.str(), ", but the keeper works on ", there.str(),
-                 "; allowed one device, named by Provided::accelerator if it is not the CPU");
-  check_places(sequences, view);
-  if (may_move) layout_.check(spec, view);
-  slot_bytes_ = 0;
-  for (const std::int32_t l : sequences.full_layers())
-    slot_bytes_ += spec.kv_heads * keeper_detail::slot_bytes(spec, view.layers[static_cast<std::size_t>(l)]);
-}
-
-inline void CheckedView::check_places(const Sequences& sequences, const CacheView& view) {
-  const auto* dense = std::get_if<DenseKv>(&view.layers[static_cast<std::size_t>(sequences.full_layers().front())]);
+inline void CheckedView::check(const Sequences& sequences, const BoundCache& cache, const CacheView& view) {
+  check_view(sequences.spec(), cache.form, view);
+  const auto* dense = std::get_if<DenseKv>(&cache.layers[static_cast<std::size_t>(sequences.full_layers().front())]);
   if (dense == nullptr || view.places.empty()) return;
   const std::int64_t batch = dense->keys.size(0);
   places_.assign(static_cast<std::size_t>(batch), false);
@@ -111,21 +76,22 @@ inline void CheckedView::check_places(const Sequences& sequences, const CacheVie
   }
 }
 
-inline std::span<std::int32_t> CheckedView::count_holders(const Sequences& sequences, const CacheView& view,
-                                                          std::int64_t page_size) {
+inline std::span<std::int32_t> CheckedView::count_holders(const Sequences& sequences, const BoundCache& cache,
+                                                          const CacheView& view) {
   std::int64_t pages = std::numeric_limits<std::int64_t>::max();
   for (const std::int32_t l : sequences.full_layers())
-    pages = std::min(pages, std::get<PagedKv>(view.layers[static_cast<std::size_t>(l)]).keys.size(0));
+    pages = std::min(pages, std::get<PagedKv>(cache.layers[static_cast<std::size_t>(l)]).keys.size(0));
   holders_.assign(static_cast<std::size_t>(pages), 0);
   for (std::size_t i = 0; i < view.sequences.size(); ++i)
-    for (const std::int32_t page : keeper_detail::pages_of(sequences, view, i, page_size))
+    for (const std::int32_t page : keeper_detail::pages_of(sequences, view, i, cache.form.page_size))
       if (page >= 0 && page < pages) ++holders_[static_cast<std::size_t>(page)];
   return holders_;
 }
 
-inline void CheckedView::check_pages(const Sequences& sequences, const CacheView& view, const RowTable& table) {
+inline void CheckedView::check_pages(const Sequences& sequences, const BoundCache& cache, const CacheView& view,
+                                     const RowTable& table) {
   if (table.page_size == 0) return;
-  count_holders(sequences, view, table.page_size);
+  count_holders(sequences, cache, view);
   for (const RowGroup& group : table.groups) {
     if (group.layer != table.groups.front().layer) break;  // the same in every layer
     for (const std::int32_t page :

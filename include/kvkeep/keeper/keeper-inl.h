@@ -81,6 +81,11 @@ KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, P
   provided_.machine().claim();
 }
 
+KVKEEP_INLINE void Keeper::bind(std::vector<LayerKv> layers) {
+  KVKEEP_REQUIRE_AS(StateError, !pending_, "bind: the last event is pending; allowed after finish()");
+  sequences_->bind(std::move(layers), !policy_->trigger().never || policy_->narrows());
+}
+
 KVKEEP_INLINE void Keeper::end_prompt(SequenceId sequence) {
   SequenceState& s = sequences_->at(sequence);
   sequences_->require_whole("end_prompt", sequence, s);
@@ -92,7 +97,8 @@ KVKEEP_INLINE void Keeper::end_prompt(SequenceId sequence) {
 }
 
 KVKEEP_INLINE RowTable Keeper::table_of(const CacheView& view, std::span<const std::int32_t> due) const {
-  RowTable table = make_rows(spec(), view, sequences_->full_layers(), due);
+  const BoundCache& cache = sequences_->cache("step");
+  RowTable table = make_rows(spec(), cache.layers, cache.form, view, sequences_->full_layers(), due);
   for (Row& row : table.rows)
     sequences_->at(view.sequences[static_cast<std::size_t>(row.sequence)])
         .columns.describe(sequences_->row_of(row.layer, row.head), row);
@@ -168,7 +174,8 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   const std::span<SequenceState* const> met = sequences_->meet("step", view.sequences);
   KVKEEP_REQUIRE_AS(StateError, !pending_,
                     "step: the last event, of other sequences, is pending; allowed after finish()");
-  checked_.check(*sequences_, view, device(), !trigger.never);
+  const BoundCache& cache = sequences_->cache("step");
+  checked_.check(*sequences_, cache, view);
   for (std::size_t i = 0; i < view.sequences.size(); ++i) {
     const SequenceState& s = *met[i];
     const std::int64_t slots = check_lengths(view, i, s);
@@ -188,11 +195,11 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     else
       due.push_back(static_cast<std::int32_t>(i));
   }
-  plan.bytes_before = plan.bytes_after = keeper_detail::live_bytes(*sequences_, view);
+  plan.bytes_before = plan.bytes_after = keeper_detail::live_bytes(*sequences_, cache, view);
   if (due.empty()) return plan;
 
   plan.table = table_of(view, due);
-  checked_.check_pages(*sequences_, view, plan.table);
+  checked_.check_pages(*sequences_, cache, view, plan.table);
   const Evidence evidence = evidence_of(plan.table);
   provided_.machine().workspace(*policy_, evidence, true);
   plan.decision = policy_->decide(provided_.machine(), evidence);
@@ -254,7 +261,7 @@ KVKEEP_INLINE std::vector<ColumnTarget> Keeper::reserve_settled(const Plan& plan
   return targets;
 }
 
-KVKEEP_INLINE Report Keeper::apply(const Plan& plan, const CacheView& view) {
+KVKEEP_INLINE Report Keeper::apply(const Plan& plan, CacheView view) {
   KVKEEP_REQUIRE_AS(StateError, plan.keeper == identity_,
                     "apply: the plan is not from this keeper; allowed plans that its own plan() returned");
   KVKEEP_REQUIRE_AS(StateError, plan.version == sequences_->version(),
@@ -300,7 +307,8 @@ KVKEEP_INLINE void Keeper::move(const Plan& plan, const CacheView& view, Report&
       part->reserve({plan.table, plan.decision, view.sequences});
     const std::vector<ColumnTarget> targets = reserve_settled(plan, view);
     if (std::ranges::any_of(report.pages, [](const PageMove& move) { return move.taken > 0; }))
-      taken = take_pages(report.pages, view.pages, checked_.count_holders(*sequences_, view, plan.table.page_size));
+      taken =
+          take_pages(report.pages, view.pages, checked_.count_holders(*sequences_, sequences_->cache("apply"), view));
     report.bytes_moved = bytes_to_move(plan.table, *plan.decision.keep, report.pages);
     provided_.machine().move(plan.table, plan.decision, report.pages, targets);
   } catch (...) {
@@ -414,7 +422,7 @@ KVKEEP_INLINE Occasion Keeper::occasion_of(SequenceId id, const SequenceState& s
                     .seen = s.logical,
                     .prompt = s.prompt < 0 ? s.logical : s.prompt,
                     .step = s.logical - s.asked,
-                    .slot_bytes = checked_.slot_bytes() / here * heads};
+                    .slot_bytes = sequences_->slot_bytes() / here * heads};
   if (policy_->trigger().kind == Trigger::Kind::window) {
     const auto row = s.columns.positions(0);  // such policies run on the host
     occasion.unsettled = row.end() - std::ranges::lower_bound(row, s.settled);
@@ -449,7 +457,7 @@ KVKEEP_INLINE void Keeper::check_pending(const Plan& plan, const CacheView& view
   }
 }
 
-KVKEEP_INLINE Report Keeper::finish(const CacheView& view) {
+KVKEEP_INLINE Report Keeper::finish(CacheView view) {
   KVKEEP_REQUIRE_AS(StateError, pending_.has_value(),
                     "finish: no event is pending; allowed once after each apply() whose report says so");
   auto& [plan, pages] = *pending_;
@@ -459,10 +467,7 @@ KVKEEP_INLINE Report Keeper::finish(const CacheView& view) {
   KeepSet& keep = *plan.decision.keep;
   for (std::size_t r = 0; r < counts.size(); ++r) keep.indptr[r + 1] = keep.indptr[r] + counts[r];
   measure(plan);
-  for (PageMove& move : pages)
-    for (std::size_t i = 0; i < plan.cuts.size(); ++i)
-      if (plan.table.groups[i].sequence == move.sequence)
-        shorten(move, plan.cuts[i].length_after, plan.table.page_size);
+  shorten(pages, plan.table, keep);
   Report report{.cuts = plan.cuts,
                 .pages = {},
                 .unscored = plan.unscored,

@@ -24,11 +24,12 @@ namespace kvkeep {
 /// Keeps the columns and queries of the living sequences and runs the pipeline. Not thread safe: one thread at a time
 /// per keeper.
 ///
+///     keeper.bind(layers);
 ///     keeper.join(id);
 ///     // in every layer of a step
 ///     keeper.observe({.layer = l, .sequences = ids, .indptr = indptr, .queries = q});
 ///     // once, after the last layer
-///     kvkeep::Report report = keeper.step(cache);
+///     kvkeep::Report report = keeper.step({ids, {lengths}});
 ///
 /// Positions are logical throughout: the next token of a sequence is at logical_length(id), whatever was dropped. If
 /// the engine gives its own positions with gaps, it is after the last of those.
@@ -43,6 +44,14 @@ class Keeper {
     if (this != &other) std::construct_at((std::destroy_at(this), this), std::move(other));
     return *this;
   }
+
+  /// The cache: [num_layers] where the keys and values of each layer are. Once, before the first plan() or step(), and
+  /// again whenever a tensor moves, grows or is replaced; kvkeep keeps its tensors alive as long as they own their
+  /// memory, and reads them only in calls. Throws InvalidArgument if they do not fit the model (common_form()), or if
+  /// rows share memory (check_layout()); StateError while an event is pending. Makes plans out of date.
+  void bind(std::vector<LayerKv> layers);
+  /// [num_layers] what is bound; empty: nothing yet.
+  [[nodiscard]] std::span<const LayerKv> layers() const { return sequences_->layers(); }
 
   /// A sequence begins. `tokens` of it are already in the cache (a prefix that kvkeep did not see), at positions
   /// 0..tokens-1. `prompt`: tokens of its prompt, including those; absent: the cached tokens, or if there are none,
@@ -101,19 +110,18 @@ class Keeper {
     observer_.record(layer, queries, log_sum_exp);
   }
 
-  /// Decides, and moves nothing. Throws: StateError if the view's lengths differ from what was observed, if a layer has
-  /// not observed or recorded all tokens, and if an event would read queries that were observed as unread;
-  /// InvalidArgument for a duplicate sequence, place or page in the view, and for rows that share memory
-  /// (CacheLayout::check); InvalidArgument and Unsupported as make_rows and the policy do. If no sequence is due and
-  /// the tensors are those of the last call, it allocates nothing.
+  /// Decides, and moves nothing. Throws: StateError if no cache is bound, if the view's lengths differ from what was
+  /// observed, if a layer has not observed or recorded all tokens, and if an event would read queries that were
+  /// observed as unread; InvalidArgument for a duplicate sequence, place or page in the view; InvalidArgument and
+  /// Unsupported as make_rows and the policy do. If no sequence is due, it allocates nothing.
   [[nodiscard]] Plan plan(const CacheView& view) const;
 
-  /// Moves K, V and columns, writes the new lengths and, in pages, the new block table into the view, then gives back
-  /// the pages that are no longer held. Throws, before the first byte moves: as Part::reserve() of a part; StateError
-  /// for a plan of another keeper or one that is out of date (on a device also for one that a later plan() replaced),
-  /// if there are no free pages for copies of shared ones, and if PageAllocator::take() gives a page that is in use or
-  /// that no layer has.
-  Report apply(const Plan& plan, const CacheView& view);
+  /// Moves K, V and columns, writes the new lengths and, in pages, the new block table where the view says, then gives
+  /// back the pages that are no longer held. Throws, before the first byte moves: as Part::reserve() of a part;
+  /// StateError for a plan of another keeper or one that is out of date (on a device also for one that a later plan()
+  /// replaced), if there are no free pages for copies of shared ones, and if PageAllocator::take() gives a page that is
+  /// in use or that no layer has.
+  Report apply(const Plan& plan, CacheView view);
 
   /// On a device, some policies' scores decide how many slots stay (`adakv-*`, `threshold-*`, `criticalkv-*` with
   /// adaptive heads). Their apply() then launches the event and returns: Report::pending is set, the view still has its
@@ -123,10 +131,10 @@ class Keeper {
   /// would have returned. Waits until the device has chosen the slots, which by then it normally has. Throws, before
   /// anything is written: StateError if no event is pending, and for a view that is not as apply() had it; DeviceError.
   /// Cost: one copy of 4 bytes per row, which apply() began.
-  Report finish(const CacheView& view);
+  Report finish(CacheView view);
 
   /// plan(), then apply(); for those policies finish() follows.
-  Report step(const CacheView& view) { return apply(plan(view), view); }
+  Report step(CacheView view) { return apply(plan(view), view); }
 
   /// On a device: workspace bytes of an event over this view if all its sequences were due
   /// (Machine::use_workspace). 0 on the CPU. Launches nothing. Throws as plan() does.
@@ -223,7 +231,7 @@ class Keeper {
   std::shared_ptr<const void> identity_ =
       std::make_shared<char>();  ///< unique among living keepers and keepers with a living plan
   std::optional<Pending> pending_;
-  mutable CheckedView checked_;  ///< the newest view
+  mutable CheckedView checked_;  ///< scratch of plan()
 };
 
 }  // namespace kvkeep

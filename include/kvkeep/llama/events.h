@@ -77,8 +77,9 @@ inline void Evictor::make_view(std::span<const SequenceId> due) {
   view_.pages = &owners_;
   view_.shared_pages = SharedPages::refuse;
   rewritable_ = value_rows_;
-  view_.layers.assign(cache_.size(), std::monostate{});
-  for (const std::int32_t l : full_layers_) view_.layers[static_cast<std::size_t>(l)] = shown(l, refresh);
+  std::vector<LayerKv> layers(cache_.size());
+  for (const std::int32_t l : full_layers_) layers[static_cast<std::size_t>(l)] = shown(l, refresh);
+  keeper_.bind(std::move(layers));
 }
 
 /// Cuts those of these sequences that are due. What throws on the way leaves nothing to go on with.

@@ -5,11 +5,23 @@
 #include <numeric>
 #include <utility>
 
+#include "kvkeep/core/cache_layout.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/parts/part.h"
 #include "kvkeep/policy/machine.h"
 
 namespace kvkeep {
+namespace sequences_detail {
+
+/// K and V bytes of one slot of one head, scales included.
+inline std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
+  const LayerSides kv = sides_of(layer);
+  const auto bytes = [](const Tensor& t, std::int64_t numbers) { return t.defined() ? numbers * t.element_size() : 0; };
+  return bytes(kv.keys, spec.key_dim) + (lies_within(kv.values, kv.keys) ? 0 : bytes(kv.values, spec.value_dim)) +
+         bytes(kv.key_scales, 1) + (lies_within(kv.value_scales, kv.key_scales) ? 0 : bytes(kv.value_scales, 1));
+}
+
+}  // namespace sequences_detail
 
 KVKEEP_INLINE Sequences::Sequences(ModelSpec spec, std::int32_t queries, Machine& machine)
     : spec_(std::move(spec)),
@@ -20,6 +32,19 @@ KVKEEP_INLINE Sequences::Sequences(ModelSpec spec, std::int32_t queries, Machine
   layer_index_.assign(spec_.layers.size(), -1);
   for (std::size_t i = 0; i < full_layers_.size(); ++i)
     layer_index_[static_cast<std::size_t>(full_layers_[i])] = static_cast<std::int32_t>(i);
+}
+
+KVKEEP_INLINE void Sequences::bind(std::vector<LayerKv> layers, bool may_move) {
+  BoundCache cache{.layers = std::move(layers), .form = {}};
+  cache.form = common_form(spec_, cache.layers, full_layers_);
+  KVKEEP_REQUIRE(cache.form.device == machine_->device(), "cache: it is on ", cache.form.device.str(),
+                 ", but the keeper works on ", machine_->device().str(),
+                 "; allowed one device, named by Provided::accelerator if it is not the CPU");
+  if (may_move) check_layout(spec_, cache.layers);
+  for (const std::int32_t l : full_layers_)
+    cache.slot_bytes.push_back(sequences_detail::slot_bytes(spec_, cache.layers[static_cast<std::size_t>(l)]));
+  cache_ = std::move(cache);
+  changed();
 }
 
 KVKEEP_INLINE void Sequences::add(std::unique_ptr<Part> part) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
@@ -151,7 +152,14 @@ class PerSequence {
   std::map<SequenceId, T> all_;
 };
 
-/// All sequences of one keeper, which the keeper and its parts share.
+/// The cache of a keeper, from Keeper::bind().
+struct BoundCache {
+  std::vector<LayerKv> layers;                ///< [num_layers]; empty: none is bound
+  RowTable form;                              ///< what all rows have in common
+  std::vector<std::int64_t> slot_bytes = {};  ///< [full layers] K and V bytes of one slot of one head, scales included
+};
+
+/// All sequences of one keeper, and its cache, which the keeper and its parts share.
 class Sequences {
  public:
   /// `queries`: newest ones that are kept of each full layer. `machine` must outlive it.
@@ -171,6 +179,19 @@ class Sequences {
   [[nodiscard]] std::int32_t row_of(std::int32_t layer, std::int32_t head) const;
   /// The first full layer whose RoPE the model spec leaves open; -1: none.
   [[nodiscard]] std::int32_t without_rope() const { return without_rope_; }
+
+  /// As Keeper::bind(). may_move: whether the policy ever moves rows.
+  void bind(std::vector<LayerKv> layers, bool may_move);
+  /// Throws StateError if none is bound.
+  [[nodiscard]] const BoundCache& cache(const char* operation) const {
+    KVKEEP_REQUIRE_AS(StateError, !cache_.layers.empty(), operation, ": no cache is bound; allowed after bind()");
+    return cache_;
+  }
+  [[nodiscard]] std::span<const LayerKv> layers() const { return cache_.layers; }
+  /// K and V bytes of one slot in every row; 0 before bind().
+  [[nodiscard]] std::int64_t slot_bytes() const {
+    return spec_.kv_heads * std::accumulate(cache_.slot_bytes.begin(), cache_.slot_bytes.end(), std::int64_t{0});
+  }
 
   /// As Keeper::join() and leave().
   void join(SequenceId id, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {});
@@ -222,6 +243,7 @@ class Sequences {
   ModelSpec spec_;
   std::int32_t queries_;
   Machine* machine_;
+  BoundCache cache_;
   std::vector<std::int32_t> full_layers_;
   std::vector<std::int32_t> layer_index_;  ///< [num_layers]
   std::int32_t without_rope_;

@@ -64,15 +64,16 @@ inline void require_own_cache(const CacheView& view, std::size_t place, const Ro
                    " sequences; allowed only unshared pages while a prompt narrows");
 }
 
-/// The sequence at `place` held `before` slots and now holds `after`: the pages past them leave its row of the block
-/// table, to be given back.
+/// The sequence at `place` held `before` slots and now holds `after` (`shortest` in its shortest row): the pages past
+/// them leave its row of the block table, to be given back.
 inline PageMove drop_pages(const CacheView& view, std::size_t place, std::int64_t before, std::int64_t after,
-                           std::int64_t page_size) {
+                           std::int64_t shortest, std::int64_t page_size) {
   std::int32_t* row =
       view.block_table.data<std::int32_t>() + static_cast<std::int64_t>(place) * view.block_table.stride(0);
   const std::int64_t held = (before + page_size - 1) / page_size, needed = (after + page_size - 1) / page_size;
   PageMove move;
   move.sequence = static_cast<std::int32_t>(place);
+  move.longest = static_cast<std::int32_t>(after), move.shortest = static_cast<std::int32_t>(shortest);
   move.before.assign(row, row + held);
   move.after.assign(row, row + needed);
   move.freed.assign(row + needed, row + held);
@@ -179,10 +180,11 @@ KVKEEP_INLINE Prompts::LayerPlan Prompts::plan_layer(SequenceId id, SequenceStat
   }
   if (const Given* const given = sequences().find<Given>()) given->require_all("narrow", id, s, o.layer);
   const std::int32_t due = static_cast<std::int32_t>(place);
-  plan.table = make_rows(model, view, {&o.layer, 1}, {&due, 1});
+  const BoundCache& cache = sequences().cache("narrow");
+  plan.table = make_rows(model, cache.layers, cache.form, view, {&o.layer, 1}, {&due, 1});
   if (plan.table.page_size > 0)
     prompts_detail::check_prompt_pages(view, place, s.passing->tokens, plan.table.page_size,
-                                       std::get<PagedKv>(view.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
+                                       std::get<PagedKv>(cache.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
   const std::int32_t wanted = plan.queries = plan.prompt->pass->wants(o.layer, present);
   if (wanted == 0) return plan;
   prompts_detail::require_own_cache(view, place, plan.table);
@@ -208,7 +210,7 @@ KVKEEP_INLINE Prompts::LayerPlan Prompts::plan_layer(SequenceId id, SequenceStat
   return plan;
 }
 
-KVKEEP_INLINE LayerReport Prompts::narrow(const Observation& o, const CacheView& view) {
+KVKEEP_INLINE LayerReport Prompts::narrow(const Observation& o, CacheView view) {
   LayerReport report;
   std::vector<LayerPlan> plans;
   bool checked = false;
@@ -219,7 +221,6 @@ KVKEEP_INLINE LayerReport Prompts::narrow(const Observation& o, const CacheView&
       sequences().meet("narrow", o.sequences, o.indptr);
       check_queries("narrow", o, spec(), machine().device(), policy());
       check_basis("narrow", o.basis, sequences().without_rope());
-      layout_.check(spec(), view);
     }
     plans.push_back(plan_layer(o.sequences[i], s, o, i, view));
   }
@@ -258,7 +259,8 @@ KVKEEP_INLINE LayerReport Prompts::narrow(const Observation& o, const CacheView&
       const std::int32_t page_size = plan.table.page_size;
       // Reported even if no page became free: whoever shares pages must know how short the shortest row is.
       if (page_size > 0 && shortest < of_prompt.tokens)
-        report.pages.push_back(prompts_detail::drop_pages(view, plan.place, of_prompt.tokens, longest, page_size));
+        report.pages.push_back(
+            prompts_detail::drop_pages(view, plan.place, of_prompt.tokens, longest, shortest, page_size));
     }
   }
   for (const PageMove& move : report.pages) totals.pages_freed += static_cast<std::int64_t>(move.freed.size());
@@ -348,7 +350,7 @@ KVKEEP_INLINE void Prompts::begin_afresh(const LayerPlan& plan, const CacheView&
   sequences().join(plan.id, 0, static_cast<std::int32_t>(of_first_pass.going_on.size()));
   for (std::int32_t r = 0; r < spec().num_layers() * spec().kv_heads; ++r) view.lengths.at(plan.place, r) = 0;
   if (page_size > 0)
-    report.pages.push_back(prompts_detail::drop_pages(view, plan.place, of_first_pass.tokens, 0, page_size));
+    report.pages.push_back(prompts_detail::drop_pages(view, plan.place, of_first_pass.tokens, 0, 0, page_size));
   prompts_[plan.id].report = std::move(of_first_pass);
 }
 

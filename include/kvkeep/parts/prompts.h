@@ -44,7 +44,7 @@ class Prompts final : public Part {
   /// that differ from what was observed; InvalidArgument for missing queries or one length per sequence; as the policy
   /// does. On a device it waits in a layer that may select, once for all prompts, and throws StateError while the
   /// stream is being captured. Cost: the policy's, plus moving the slots that stay.
-  LayerReport narrow(const Observation& observation, const CacheView& view);
+  LayerReport narrow(const Observation& observation, CacheView view);
 
   /// What happened to the newest prompt of a sequence; null before the first tokens, and for one that did not narrow.
   /// Valid until the sequence leaves.
@@ -73,7 +73,6 @@ class Prompts final : public Part {
   void begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report);
 
   PerSequence<Prompt> prompts_;
-  CacheLayout layout_;  ///< of the newest view
 };
 
 }  // namespace parts

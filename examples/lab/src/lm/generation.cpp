@@ -88,6 +88,7 @@ Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Generat
     cache_ = decoder.make_pages(pages, options_.page_size, options_.cache_dtype);
     pages_ = std::make_unique<Pages>(static_cast<std::int32_t>(pages), options_.page_size);
   }
+  keeper_.bind(cache_);
   free_places_.resize(static_cast<std::size_t>(options_.places));
   std::iota(free_places_.rbegin(), free_places_.rend(), 0);
 }
@@ -397,7 +398,7 @@ std::optional<Onward> Generator::narrow(Batch& batch, const LayerSight& sight) {
                                                                     .basis = QueryBasis::post_rope,
                                                                     .positions = sight.positions},
                                                                    view);
-  if (pages_) pages_->sequences.settle(view, report.pages);
+  if (pages_) pages_->sequences.settle(view.sequences, report.pages);
   if (std::ranges::none_of(report.prompts, [](const Narrowing& prompt) { return prompt.tokens.has_value(); }))
     return std::nullopt;
   Onward onward{{}, {0}};
@@ -468,8 +469,7 @@ std::int64_t Generator::prompt_bytes(SequenceId id) const {
 
 CacheView Generator::view_of(Batch& batch) {
   const std::int32_t rows = keeper_.spec().num_layers() * keeper_.spec().kv_heads;
-  return {.layers = cache_,
-          .sequences = batch.ids,
+  return {.sequences = batch.ids,
           .lengths = {batch.after, rows},
           .places = batch.places,
           .block_table = batch.block_table,
@@ -486,7 +486,7 @@ void Generator::decide(Batch& batch) {
   for (const Cut& cut : plan.cuts) bytes_before.push_back(near_bytes(cut.sequence));
   Report report = keeper_.apply(plan, view);
   if (report.pending) report = keeper_.finish(view);
-  if (pages_) pages_->sequences.settle(view, report.pages);
+  if (pages_) pages_->sequences.settle(view.sequences, report.pages);
   for (std::size_t c = 0; c < report.cuts.size(); ++c) {
     const Cut& cut = report.cuts[c];
     const auto i =

@@ -112,7 +112,7 @@ class EventRecorder {
       positions.insert(positions.end(), row.begin(), row.end());
       credit.insert(credit.end(), paid.begin(), paid.end());
     }
-    const auto& rows = std::get<DenseKv>(sight.view.layers[static_cast<std::size_t>(layer)]);
+    const auto& rows = std::get<DenseKv>(sight.keeper.layers()[static_cast<std::size_t>(layer)]);
     const std::int64_t place = sight.view.places[0];
     add(prefix + "keys", clone(rows.keys.narrow(0, place, 1).narrow(2, 0, length)));
     add(prefix + "values", clone(rows.values.narrow(0, place, 1).narrow(2, 0, length)));
