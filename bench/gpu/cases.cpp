@@ -11,6 +11,7 @@
 #include <regex>
 
 #include "kvkeep/core/text.h"
+#include "kvkeep/torch.h"
 #include "machine.h"
 #include "timing.h"
 
@@ -119,6 +120,7 @@ void add(const char* kernel, Body body, std::initializer_list<Size> sizes, std::
 }
 
 int main_of_benches(int count, char** words) {
+  use_torch();
   bool list = false;
   chosen.toy = kModel;
   for (int i = 1; i < count; ++i) {

@@ -27,6 +27,7 @@
 
 #include "kvkeep/io/run_files.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/torch.h"
 #include "kvlab/generation.h"
 #include "kvlab/text_model.h"
 #include "kvlab/text_tasks.h"
@@ -788,6 +789,7 @@ int run(const Options& o) {
 
 int main(int argc, char** argv) {
   const Options options = parse(argc, argv);
+  kvkeep::use_torch();
   try {
     return run(options);
   } catch (const kvkeep::Error& error) {

@@ -1,6 +1,6 @@
 #pragma once
 /// LibTorch's tensors, devices and threads for kvkeep. With this header, at::Tensor converts to Tensor and back, and
-/// both share their memory. Including it makes kvkeep's loops run on LibTorch's threads. Link kvkeep::torch.
+/// both share their memory. Including it changes nothing else; use_torch() does. Link kvkeep::torch.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -32,10 +32,12 @@ struct TensorBackend<at::Tensor> {
   return TensorBackend<at::Tensor>::made_of(tensor);
 }
 
-namespace detail {
-/// Installs LibTorch's threads and matrix unit, for the whole process.
-bool use_torch();
-inline const bool uses_torch = use_torch();
-}  // namespace detail
+/// From now on kvkeep's loops run on LibTorch's threads, its copies between devices and bf16 products on a matrix unit
+/// (AMX) are LibTorch's, in the whole process. Without it loops run on the calling thread, with the same results. Call
+/// it once, at the start of the program.
+void use_torch();
+
+/// For use_device_copy(): copies between tensors of one shape and dtype.
+void copy_by_torch(const Tensor& from, const Tensor& to);
 
 }  // namespace kvkeep

@@ -418,6 +418,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
 }  // namespace
 
 std::shared_ptr<Machine> make_accelerator(Device device, FoldBounds bounds) {
+  use_device_copy(copy_by_torch);
   return std::make_shared<CudaAccelerator>(device, bounds);
 }
 

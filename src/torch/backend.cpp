@@ -91,14 +91,12 @@ at::Tensor TensorBackend<at::Tensor>::made_of(const Tensor& tensor) {
       [keep = tensor.owner()](void*) {}, at::TensorOptions().dtype(torch_dtype(tensor.dtype())).device(device), device);
 }
 
-bool detail::use_torch() {
-  static const bool done = [] {
-    use_threads(&kThreads);
-    use_device_copy([](const Tensor& from, const Tensor& to) { torch_tensor(to).copy_(torch_tensor(from)); });
-    cpu::use_matrix_unit(torch_matrix_unit());
-    return true;
-  }();
-  return done;
+void copy_by_torch(const Tensor& from, const Tensor& to) { torch_tensor(to).copy_(torch_tensor(from)); }
+
+void use_torch() {
+  use_threads(&kThreads);
+  use_device_copy(copy_by_torch);
+  cpu::use_matrix_unit(torch_matrix_unit());
 }
 
 }  // namespace kvkeep

@@ -7,10 +7,12 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/ending_signals.h"
+#include "kvkeep/torch.h"
 
 namespace train {
 
 int run_program(const char* name, int (*run)(int argc, char** argv), int argc, char** argv) {
+  kvkeep::use_torch();
   kvkeep::io::leave_no_unfinished_files();
   const auto say = [name](const std::exception& error) {
     std::fprintf(stderr, "%s: %s\n", name, kvkeep::escaped(error.what()).c_str());

@@ -1,6 +1,6 @@
 #pragma once
-/// Loops over threads. They run on the calling thread unless a backend or an engine supplies threads: kvkeep/torch.h
-/// uses LibTorch's.
+/// Loops over threads. They run on the calling thread unless a backend or an engine supplies threads: use_torch()
+/// of kvkeep/torch.h takes LibTorch's.
 
 #include <atomic>
 #include <cstdint>

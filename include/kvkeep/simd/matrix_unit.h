@@ -1,6 +1,6 @@
 #pragma once
 /// Not part of the interface. The machine's unit for products of bf16 matrices (AMX). A backend supplies it:
-/// kvkeep/torch.h uses LibTorch's.
+/// use_torch() takes LibTorch's.
 
 #include <atomic>
 #include <cstdint>

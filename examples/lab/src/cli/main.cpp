@@ -16,6 +16,7 @@
 #include "kvkeep/cli/program.h"
 #include "kvkeep/cli/progress.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/torch.h"
 #include "kvkeep/version.h"
 #include "kvlab/decoder_trace.h"
 #include "kvlab/router_training.h"
@@ -158,6 +159,7 @@ void set_threads(int threads) {
 }  // namespace kvkeep::cli
 
 int main(int argc, char** argv) {
+  kvkeep::use_torch();
   kvkeep::cli::register_oracle();
   return kvkeep::cli::run(kvkeep::cli::Laboratory(), argc, argv);
 }
