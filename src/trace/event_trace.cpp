@@ -320,7 +320,7 @@ Event read_event(const io::SafetensorsFile& file) {
 RowTable rows_of(Event& e, std::vector<std::int32_t>& due) {
   std::vector<SequenceId> sequences(static_cast<std::size_t>(e.batch));
   std::iota(sequences.begin(), sequences.end(), 0);
-  RowTable table = make_rows(e.spec, {.layers = e.rows, .sequences = sequences, .lengths = {e.lengths}}, e.layers, due);
+  RowTable table = make_rows(e.spec, e.rows, {.sequences = sequences, .lengths = {e.lengths}}, e.layers, due);
   const std::int64_t planes = e.batch * e.spec.kv_heads;  // rows of one layer of the trace
   const auto column = [](const Tensor& t, std::int64_t plane, std::int32_t length, const float*& data,
                          std::int32_t& known) {
