@@ -42,20 +42,31 @@ static void run(const char* policy) {
                         DIM / 2,      inv_freq, 0,           0,     NULL, NULL, 0};
   kvkeep_keeper* keeper = NULL;
   int32_t length = 0, token = 0;
-  int64_t events = 0;
+  int64_t events = 0, cache_shape[4] = {1, HEADS, CAPACITY, DIM};
+  kvkeep_tensor key_tensors[LAYERS], value_tensors[LAYERS];
+  kvkeep_layer_cache layers[LAYERS];
+  int32_t l;
   if (kvkeep_keeper_make(&model, policy, NULL, &keeper) != KVKEEP_OK) stop("make");
   if (kvkeep_join(keeper, id, 0, PROMPT) != KVKEEP_OK) stop("join");
+
+  memset(layers, 0, sizeof layers);
+  for (l = 0; l < LAYERS; ++l) {
+    key_tensors[l] = f32(keys[l], 4, cache_shape);
+    value_tensors[l] = f32(values[l], 4, cache_shape);
+    layers[l].form = KVKEEP_DENSE;
+    layers[l].keys = &key_tensors[l];
+    layers[l].values = &value_tensors[l];
+  }
+  if (kvkeep_bind(keeper, layers) != KVKEEP_OK) stop("bind");
 
   while (token < PROMPT + TOKENS) {
     static float queries[PROMPT][QUERY_HEADS][DIM];
     const int32_t fed = token == 0 ? PROMPT : 1;
     const int32_t indptr[2] = {0, fed};
-    int64_t query_shape[3] = {fed, QUERY_HEADS, DIM}, cache_shape[4] = {1, HEADS, CAPACITY, DIM};
-    kvkeep_tensor key_tensors[LAYERS], value_tensors[LAYERS];
-    kvkeep_layer_cache layers[LAYERS];
+    int64_t query_shape[3] = {fed, QUERY_HEADS, DIM};
     kvkeep_report report;
     kvkeep_cache cache;
-    int32_t l, h, t, d;
+    int32_t h, t, d;
 
     for (l = 0; l < LAYERS; ++l) {
       kvkeep_tensor query_tensor = f32(queries, 3, query_shape);
@@ -77,20 +88,12 @@ static void run(const char* policy) {
       seen.indptr = indptr;
       seen.queries = &query_tensor;
       if (kvkeep_observe(keeper, &seen) != KVKEEP_OK) stop("observe");
-
-      key_tensors[l] = f32(keys[l], 4, cache_shape);
-      value_tensors[l] = f32(values[l], 4, cache_shape);
-      memset(&layers[l], 0, sizeof layers[l]);
-      layers[l].form = KVKEEP_DENSE;
-      layers[l].keys = &key_tensors[l];
-      layers[l].values = &value_tensors[l];
     }
     token += fed;
     length += fed;
 
     memset(&cache, 0, sizeof cache);
     cache.size = sizeof cache;
-    cache.layers = layers;
     cache.num_sequences = 1;
     cache.sequences = &id;
     cache.lengths = &length;

@@ -100,6 +100,7 @@ int main(void) {
     layers[l].keys = &keys[l];
     layers[l].values = &values[l];
   }
+  check(kvkeep_bind(keeper, layers));
   queries = f32(3, query_shape);
 
   while (token < PROMPT + TOKENS) {
@@ -128,7 +129,6 @@ int main(void) {
     length += fed;
     memset(&cache, 0, sizeof cache);
     cache.size = sizeof cache;
-    cache.layers = layers;
     cache.num_sequences = 1;
     cache.sequences = &id;
     cache.lengths = &length;

@@ -86,16 +86,18 @@ void run(const char* what, kvkeep::Dtype dtype, std::unique_ptr<kvkeep::KVPolicy
   const std::vector<kvkeep::SequenceId> ids{11, 22, 33};
   std::vector<std::int32_t> lengths(ids.size(), 0), tokens{211, 157, 31};
   std::vector<std::vector<std::byte>> keys(kLayers), values(kLayers);
-  kvkeep::CacheView view{.layers = {}, .sequences = ids, .lengths = {.data = lengths}};
+  const kvkeep::CacheView view{.sequences = ids, .lengths = {.data = lengths}};
+  std::vector<kvkeep::LayerKv> layers;
   const auto rows = static_cast<std::int64_t>(ids.size());
   for (std::size_t l = 0; l < kLayers; ++l) {
     keys[l] = stored(numbers(ids.size() * kKvHeads * kCapacity * kDim, dice), dtype);
     values[l] = stored(numbers(ids.size() * kKvHeads * kCapacity * kDim, dice), dtype);
-    view.layers.push_back(kvkeep::DenseKv{{keys[l].data(), dtype, {rows, kKvHeads, kCapacity, kDim}},
+    layers.push_back(kvkeep::DenseKv{{keys[l].data(), dtype, {rows, kKvHeads, kCapacity, kDim}},
                                           {values[l].data(), dtype, {rows, kKvHeads, kCapacity, kDim}}});
   }
   const bool folds = policy->memory() != nullptr;
   kvkeep::Keeper keeper(model(), std::move(policy), {.reads_folded = folds});
+  keeper.bind(layers);
   for (const kvkeep::SequenceId id : ids) keeper.join(id);
   double folded = 0;  // of what attention reads of spans: a number for each run, not bits
   for (int step = 0; step < 40; ++step) {
@@ -137,14 +139,15 @@ void decide() {
   const auto queries = numbers(kLayers * kQueryHeads * kDim, dice);
   const kvkeep::SequenceId id = 1;
   std::int32_t length = kLength;
-  kvkeep::CacheView view{.layers = {}, .sequences = {&id, 1}, .lengths = {.data = {&length, 1}}};
+  const kvkeep::CacheView view{.sequences = {&id, 1}, .lengths = {.data = {&length, 1}}};
+  std::vector<kvkeep::LayerKv> cache;
   for (std::size_t l = 0; l < kLayers; ++l) {
     const std::size_t at = l * kKvHeads * kLength * kDim;
-    view.layers.push_back(kvkeep::DenseKv{{keys.data() + at, kvkeep::Dtype::f32, {1, kKvHeads, kLength, kDim}},
+    cache.push_back(kvkeep::DenseKv{{keys.data() + at, kvkeep::Dtype::f32, {1, kKvHeads, kLength, kDim}},
                                           {values.data() + at, kvkeep::Dtype::f32, {1, kKvHeads, kLength, kDim}}});
   }
   const std::vector<std::int32_t> layers = spec.full_layers(), due{0};
-  kvkeep::RowTable table = kvkeep::make_rows(spec, view, layers, due);
+  kvkeep::RowTable table = kvkeep::make_rows(spec, cache, view, layers, due);
   std::vector<std::int32_t> positions(kLength);
   for (std::int32_t t = 0; t < kLength; ++t) positions[static_cast<std::size_t>(t)] = t;
   const std::int32_t newest = kLength - 1;

@@ -19,7 +19,8 @@ std::vector<std::int32_t> streamed(std::int32_t n) {
   keeper.join(id, length);
   const kvkeep::DenseKv rows{{keys.data(), kvkeep::Dtype::f32, {1, 1, n, 8}},
                              {values.data(), kvkeep::Dtype::f32, {1, 1, n, 8}}};
-  keeper.step({.layers = {rows}, .sequences = {&id, 1}, .lengths = {{&length, 1}}});
+  keeper.bind({rows});
+  keeper.step({{&id, 1}, {{&length, 1}}});
   const auto kept = keeper.positions(id, 0, 0);
   return {kept.begin(), kept.end()};
 }

@@ -117,7 +117,7 @@ std::map<std::pair<std::int32_t, std::int32_t>, std::vector<std::int32_t>> kept_
   const SequenceId id = 0;
   const std::vector<std::int32_t> indptr{0, tokens};
   keeper.join(id, 0, tokens);
-  CacheView view;
+  std::vector<LayerKv> layers;
   std::vector<std::vector<float>> copies;
   for (std::size_t l = 0; l < spec.layers.size(); ++l) {
     keeper.observe({.layer = static_cast<std::int32_t>(l),
@@ -135,12 +135,11 @@ std::map<std::pair<std::int32_t, std::int32_t>, std::vector<std::int32_t>> kept_
       return Tensor(to.data(), Dtype::f32, {1, spec.kv_heads, tokens, spec.key_dim});
     };
     copies.reserve(2 * spec.layers.size());
-    view.layers.push_back(DenseKv{.keys = dense(attended.keys[l]), .values = dense(attended.values[l])});
+    layers.push_back(DenseKv{.keys = dense(attended.keys[l]), .values = dense(attended.values[l])});
   }
   std::int32_t length = tokens;
-  view.sequences = {&id, 1};
-  view.lengths = {{&length, 1}};
-  static_cast<void>(keeper.step(view));
+  keeper.bind(std::move(layers));
+  static_cast<void>(keeper.step({{&id, 1}, {{&length, 1}}}));
   std::map<std::pair<std::int32_t, std::int32_t>, std::vector<std::int32_t>> kept;
   for (const std::int32_t l : spec.full_layers())
     for (std::int32_t h = 0; h < spec.kv_heads; ++h) {

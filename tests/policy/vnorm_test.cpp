@@ -26,8 +26,9 @@ TEST(Vnorm, KeepsTheLargestValuesBesideTheProtectedOnes) {
   Keeper keeper(spec, make_policy("vnorm,budget=4,prefill=cut,sink=1,recent=1"));
   const SequenceId id = 1;
   std::int32_t length = 8;
+  keeper.bind({rows});
   keeper.join(id, length);
-  keeper.step({.layers = {rows}, .sequences = {&id, 1}, .lengths = {{&length, 1}}});
+  keeper.step({{&id, 1}, {{&length, 1}}});
 
   const auto kept = keeper.positions(id, 0, 0);
   EXPECT_EQ(std::vector<std::int32_t>(kept.begin(), kept.end()), (std::vector<std::int32_t>{0, 5, 6, 7}));
