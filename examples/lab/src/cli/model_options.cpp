@@ -9,7 +9,7 @@
 #include "commands.h"
 #include "kvkeep/cli/files.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/memory_left.h"
+#include "kvlab/memory_left.h"
 #include "kvkeep/io/read_file.h"
 
 namespace kvkeep::cli {
@@ -57,7 +57,7 @@ lm::Decoder ModelOptions::open() const {
 
 void require_memory_of_samples(std::size_t tasks, std::int64_t samples, std::int64_t length) {
   constexpr double kBytes = 16;  // of a token: its id, what is asked, and text
-  io::require_memory("eval", text(samples, samples == 1 ? " sample" : " samples", " of each task"),
+  lm::require_memory("eval", text(samples, samples == 1 ? " sample" : " samples", " of each task"),
                      kBytes * static_cast<double>(tasks) * static_cast<double>(samples) *
                          static_cast<double>(std::max<std::int64_t>(length, 1)),
                      "a smaller --samples or --length");

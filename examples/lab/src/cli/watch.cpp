@@ -9,7 +9,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/rope.h"
-#include "kvkeep/io/memory_left.h"
+#include "kvlab/memory_left.h"
 #include "oracle.h"
 
 namespace kvkeep::cli {
@@ -62,7 +62,7 @@ namespace {
 // The tokens that a full run of `ids` runs, once there is memory for what it holds.
 std::int32_t tokens_of_full_run(const ModelSpec& spec, const std::vector<std::int32_t>& ids) {
   const std::int64_t numbers = std::int64_t{spec.query_heads + spec.kv_heads} * (spec.key_dim + spec.value_dim);
-  io::require_memory("--diagnostics", text("a full run of ", ids.size(), " tokens"),
+  lm::require_memory("--diagnostics", text("a full run of ", ids.size(), " tokens"),
                      static_cast<double>(ids.size()) * static_cast<double>(numbers) * spec.num_layers() * sizeof(float),
                      "shorter texts, or --diagnostics-samples 0");
   return static_cast<std::int32_t>(ids.size()) - 1;

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/memory_left.h"
+#include "kvlab/memory_left.h"
 
 namespace kvkeep::lm::detail {
 namespace {
@@ -28,9 +28,9 @@ Lazy& lazy() {
 
 void require_room(std::string_view operation, std::string_view what, double bytes) {
   const std::lock_guard lock(lazy().mutex);
-  if (lazy().bytes == 0) lazy().left = io::memory_left();
+  if (lazy().bytes == 0) lazy().left = lm::memory_left();
   const auto living = static_cast<double>(lazy().bytes);
-  io::require_memory(
+  lm::require_memory(
       operation, living > 0 ? text(what, ", with those that there are,") : std::string(what), bytes + living,
       "fewer tokens, fewer sequences at once, a cache of 16 bits, or a policy with a smaller budget", lazy().left);
 }
@@ -63,7 +63,7 @@ kvkeep::Tensor lazy_zeros(const Shape& sizes, Dtype dtype) {
   void* const memory =
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   KVKEEP_REQUIRE(memory != MAP_FAILED, "make cache: the machine does not give ",
-                 io::shown_bytes(static_cast<double>(bytes)), " (", std::system_category().message(errno),
+                 lm::shown_bytes(static_cast<double>(bytes)), " (", std::system_category().message(errno),
                  "); allowed fewer tokens or sequences at once");
   {
     const std::lock_guard lock(lazy().mutex);

@@ -11,7 +11,7 @@
 #include "checkpoint.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
-#include "kvkeep/io/memory_left.h"
+#include "kvlab/memory_left.h"
 #include "kvkeep/io/safetensors.h"
 
 namespace kvkeep::lm {
@@ -145,7 +145,7 @@ Weights Weights::read(const fs::path& path, const io::ModelConfig& config, std::
   for (const TensorSpec& tensor : checkpoint_tensors(config)) checkpoint->check(tensor);  // all checks before any work
   double bytes = 0;
   for (const TensorSpec& tensor : checkpoint_tensors(config)) bytes += checkpoint->copied_bytes(tensor, dtype);
-  io::require_memory("read weights", text("what is widened or rounded of ", path.string()), bytes,
+  lm::require_memory("read weights", text("what is widened or rounded of ", path.string()), bytes,
                      "a smaller model, or weights of 16 bits");
   Weights weights;
   weights.embedding = checkpoint->tensor({"model.embed_tokens.weight", {config.vocab, config.hidden}}, dtype);

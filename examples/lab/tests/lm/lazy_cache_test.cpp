@@ -5,7 +5,7 @@
 
 #include <fstream>
 
-#include "kvkeep/io/memory_left.h"
+#include "kvlab/memory_left.h"
 #include "kvlab/decoder.h"
 #include "message_of.h"
 
@@ -29,7 +29,7 @@ std::int64_t resident_bytes() {
 TEST(LazyCache, TakesMemoryAsItIsWritten) {
   const Decoder decoder = small();
   constexpr std::int64_t kGiB = std::int64_t{1} << 30;
-  if (io::memory_left() < 2 * kGiB) GTEST_SKIP() << "less than 2 GiB are left";
+  if (lm::memory_left() < 2 * kGiB) GTEST_SKIP() << "less than 2 GiB are left";
   const std::int64_t before = resident_bytes();
   const std::vector<lm::LayerCache> dense = decoder.make_cache(2, kGiB / 2 / slot_bytes(decoder.spec()));
   const std::vector<LayerKv> pages = decoder.make_pages(kGiB / 16 / slot_bytes(decoder.spec()), 16);
@@ -42,7 +42,7 @@ TEST(LazyCache, TakesMemoryAsItIsWritten) {
 
 TEST(LazyCache, IsRefusedWhereAllThatLivesWouldNotFit) {
   const Decoder decoder = small();
-  const std::int64_t most = io::memory_left() / slot_bytes(decoder.spec());
+  const std::int64_t most = lm::memory_left() / slot_bytes(decoder.spec());
   const auto refusal = [&](std::int64_t sequences, std::int64_t capacity) {
     return testing::message_of<InvalidArgument>([&] { static_cast<void>(decoder.make_cache(sequences, capacity)); });
   };

@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-namespace kvkeep::io {
+namespace kvkeep::lm {
 
 /// Bytes that can be used without swapping anything out: the least of what the system, the control groups of the
 /// process and its limit of address space leave. INT64_MAX where nothing says so. Cost: a few small files are read.
@@ -20,4 +20,4 @@ namespace kvkeep::io {
 void require_memory(std::string_view operation, std::string_view what, double bytes, std::string_view allowed,
                     std::int64_t given = memory_left());
 
-}  // namespace kvkeep::io
+}  // namespace kvkeep::lm

@@ -1,4 +1,4 @@
-#include "kvkeep/io/memory_left.h"
+#include "kvlab/memory_left.h"
 
 #include <sys/resource.h>
 
@@ -12,7 +12,7 @@
 
 #include "kvkeep/core/error.h"
 
-namespace kvkeep::io {
+namespace kvkeep::lm {
 namespace {
 
 /// The number after `key` at the beginning of a line, or the first of the file.
@@ -84,4 +84,4 @@ void require_memory(std::string_view operation, std::string_view what, double by
                  shown_bytes(static_cast<double>(given)), " of memory is left on this machine; allowed ", allowed);
 }
 
-}  // namespace kvkeep::io
+}  // namespace kvkeep::lm
