@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "kvkeep/allot/chunk_slots.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/core/row_limit.h"
 #include "kvkeep/core/slot.h"
-#include "kvkeep/core/variant.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

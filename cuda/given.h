@@ -2,7 +2,7 @@
 /// Scores that the engine gives for one layer go to the columns of their rows, as f32. No LibTorch in here.
 
 #include "evidence.h"
-#include "kvkeep/core/query_arrival.h"
+#include "kvkeep/core/query_view.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

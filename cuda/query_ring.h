@@ -2,7 +2,7 @@
 /// New queries of one layer go to the rings of their sequences, all sequences of a step in one launch. Same layout as
 /// kvkeep::QueryRing. No LibTorch in here.
 
-#include "kvkeep/core/query_arrival.h"
+#include "kvkeep/core/query_view.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

@@ -15,7 +15,6 @@
 #include "kvkeep/core/rope.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/core/tensor.h"
-#include "kvkeep/core/variant.h"
 #include "kvkeep/core/window.h"
 
 // observe
@@ -95,7 +94,6 @@
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/folded_memory.h"
-#include "kvkeep/policy/full.h"
 #include "kvkeep/policy/gemfilter.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"

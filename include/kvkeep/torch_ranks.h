@@ -12,8 +12,8 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "kvkeep/core/collective.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/policy/across_ranks.h"
 
 namespace kvkeep {
 

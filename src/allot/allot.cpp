@@ -5,5 +5,4 @@
 #include "kvkeep/allot/chunks-inl.h"
 #include "kvkeep/allot/critical-inl.h"
 #include "kvkeep/allot/mass_segmented-inl.h"
-#include "kvkeep/allot/mass_segmented_options-inl.h"
 #include "kvkeep/allot/pyramid-inl.h"

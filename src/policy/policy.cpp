@@ -4,6 +4,5 @@
 #include "kvkeep/policy/asl-inl.h"
 #include "kvkeep/policy/evict-inl.h"
 #include "kvkeep/policy/folded_memory-inl.h"
-#include "kvkeep/policy/gemfilter-inl.h"
 #include "kvkeep/policy/host-inl.h"
 #include "kvkeep/policy/sekv-inl.h"

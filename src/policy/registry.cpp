@@ -7,7 +7,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/read_file.h"
 #include "kvkeep/io/untrusted_json.h"
-#include "kvkeep/policy/full.h"
+#include "kvkeep/policy/policy.h"
 
 namespace kvkeep {
 namespace {

@@ -1,6 +1,5 @@
 // Bodies of this room's headers, compiled once for the library.
 
-#include "kvkeep/score/history_attention-inl.h"
 #include "kvkeep/score/rkv-inl.h"
 #include "kvkeep/score/triattention-inl.h"
 #include "kvkeep/score/window_attention-inl.h"

@@ -93,7 +93,7 @@ void run(const char* what, kvkeep::Dtype dtype, std::unique_ptr<kvkeep::KVPolicy
     keys[l] = stored(numbers(ids.size() * kKvHeads * kCapacity * kDim, dice), dtype);
     values[l] = stored(numbers(ids.size() * kKvHeads * kCapacity * kDim, dice), dtype);
     layers.push_back(kvkeep::DenseKv{{keys[l].data(), dtype, {rows, kKvHeads, kCapacity, kDim}},
-                                          {values[l].data(), dtype, {rows, kKvHeads, kCapacity, kDim}}});
+                                     {values[l].data(), dtype, {rows, kKvHeads, kCapacity, kDim}}});
   }
   const bool folds = policy->memory() != nullptr;
   kvkeep::Keeper keeper(model(), std::move(policy), {.reads_folded = folds});
@@ -144,7 +144,7 @@ void decide() {
   for (std::size_t l = 0; l < kLayers; ++l) {
     const std::size_t at = l * kKvHeads * kLength * kDim;
     cache.push_back(kvkeep::DenseKv{{keys.data() + at, kvkeep::Dtype::f32, {1, kKvHeads, kLength, kDim}},
-                                          {values.data() + at, kvkeep::Dtype::f32, {1, kKvHeads, kLength, kDim}}});
+                                    {values.data() + at, kvkeep::Dtype::f32, {1, kKvHeads, kLength, kDim}}});
   }
   const std::vector<std::int32_t> layers = spec.full_layers(), due{0};
   kvkeep::RowTable table = kvkeep::make_rows(spec, cache, view, layers, due);

@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "kvkeep/core/collective.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/policy/across_ranks.h"
 
 namespace kvkeep::testing {
 

@@ -13,7 +13,7 @@
 #include "kvkeep/core/evidence.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/limits.h"
-#include "kvkeep/core/variant.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/core/window.h"
 
 namespace kvkeep {

@@ -13,7 +13,6 @@
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/keep/select.h"
 #include "kvkeep/simd/attention_lanes.h"
-#include "kvkeep/simd/projection_lanes.h"
 
 namespace kvkeep {
 namespace critical_detail {

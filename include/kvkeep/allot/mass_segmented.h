@@ -46,5 +46,4 @@ class MassSegmented final : public Allocator {
 
 #ifdef KVKEEP_HEADER_ONLY
 #include "kvkeep/allot/mass_segmented-inl.h"
-#include "kvkeep/allot/mass_segmented_options-inl.h"
 #endif

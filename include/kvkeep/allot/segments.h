@@ -10,7 +10,6 @@
 #include "kvkeep/core/protect.h"
 #include "kvkeep/core/row_window.h"
 #include "kvkeep/core/strict_math.h"
-#include "kvkeep/core/variant.h"
 
 namespace kvkeep {
 

@@ -8,7 +8,7 @@
 #include <span>
 
 #include "kvkeep/core/device.h"
-#include "kvkeep/core/query_arrival.h"
+#include "kvkeep/core/query_view.h"
 #include "kvkeep/core/tensor.h"
 
 namespace kvkeep {

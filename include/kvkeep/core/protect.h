@@ -4,9 +4,12 @@
 #include <cstdint>
 
 #include "kvkeep/core/hd.h"
-#include "kvkeep/core/variant.h"
 
 namespace kvkeep {
+
+/// `strict`: our corrected form, which keeps every guarantee. `official`: the published code, slot for slot, wherever
+/// it terminates.
+enum class Variant : std::uint8_t { strict, official };
 
 /// Slots [from, to).
 struct SlotRange {

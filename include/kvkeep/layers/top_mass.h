@@ -7,7 +7,7 @@
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/evidence.h"
 #include "kvkeep/core/limits.h"
-#include "kvkeep/core/variant.h"
+#include "kvkeep/core/protect.h"
 
 namespace kvkeep {
 

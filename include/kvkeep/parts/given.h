@@ -1,7 +1,7 @@
 #pragma once
 /// Scores that the engine gives every token and KV head. They are a column of the rows, so they move with their slots.
 
-#include "kvkeep/core/query_arrival.h"
+#include "kvkeep/core/query_view.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/parts/part.h"
 

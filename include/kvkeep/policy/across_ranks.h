@@ -1,12 +1,27 @@
 #pragma once
 /// Tensor parallel: ranks that hold a part of the KV heads of every layer decide alike.
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <span>
 
-#include "kvkeep/core/collective.h"
 #include "kvkeep/policy/machine.h"
 
 namespace kvkeep {
+
+/// Ranks 0 to size() - 1. All of them make the same calls in the same order; one call at a time.
+class Collective {
+ public:
+  virtual ~Collective() = default;
+  [[nodiscard]] virtual std::int32_t rank() const = 0;
+  [[nodiscard]] virtual std::int32_t size() const = 0;
+
+  /// Fills `all` with the bytes of every rank, in the order of ranks: size() times as many as `mine`, whose size is the
+  /// same on every rank. Returns once they are there. Throws RankError if a rank has died, fails, or does not answer
+  /// within a time that the collective sets; its later calls may then throw too.
+  virtual void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) = 0;
+};
 
 /// A machine whose decisions are those of one that held all heads: the same slots stay, bit for bit, on any number of
 /// ranks. Rank r holds KV heads [r * kv_heads, (r + 1) * kv_heads), and the query heads that read them; the engine's

@@ -7,7 +7,7 @@
 
 #include <memory>
 
-#include "kvkeep/core/variant.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/layers/layer_selector.h"
 #include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/policy/prefill.h"

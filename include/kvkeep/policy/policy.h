@@ -121,6 +121,17 @@ class KVPolicy {
   [[nodiscard]] virtual std::string to_json() const = 0;
 };
 
+/// Keeps everything: the baseline of every comparison, bit for bit the engine without kvkeep.
+class Full final : public KVPolicy {
+ public:
+  [[nodiscard]] std::string_view name() const override { return "full"; }
+  [[nodiscard]] Needs needs() const override { return {}; }
+  [[nodiscard]] Trigger trigger() const override { return {.budget = {}, .never = true}; }
+  [[nodiscard]] Decision decide(Machine&, const Evidence&) const override { return {}; }
+  void check_pins(std::span<const PositionSpan>) const override {}
+  [[nodiscard]] std::string to_json() const override { return R"({"policy": "full"})"; }
+};
+
 }  // namespace kvkeep
 
 #ifdef KVKEEP_HEADER_ONLY

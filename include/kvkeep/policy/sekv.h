@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "kvkeep/core/variant.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/memory/memory_options.h"
 #include "kvkeep/memory/router_parameters.h"
 #include "kvkeep/policy/policy.h"

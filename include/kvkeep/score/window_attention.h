@@ -107,6 +107,5 @@ struct ReadWindow {
 }  // namespace kvkeep
 
 #ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/score/history_attention-inl.h"
 #include "kvkeep/score/window_attention-inl.h"
 #endif

@@ -488,6 +488,14 @@ KVKEEP_INLINE void AddScaled(float* HWY_RESTRICT to, const float* HWY_RESTRICT f
 }
 
 #undef KVKEEP_PAIRS
+KVKEEP_INLINE void PanelSizes(const float* HWY_RESTRICT x, std::int64_t slots, float* HWY_RESTRICT sums) {
+  const D d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  for (std::int64_t t = 0; t < slots; ++t, x += 2 * lanes, sums += lanes)
+    hn::StoreU(hn::Add(hn::LoadU(d, sums), hn::Add(hn::Abs(hn::LoadU(d, x)), hn::Abs(hn::LoadU(d, x + lanes)))), d,
+               sums);
+}
+
 }  // namespace kvkeep::cpu::HWY_NAMESPACE::attention_lanes
 
 namespace kvkeep::cpu::HWY_NAMESPACE {
@@ -497,6 +505,7 @@ using attention_lanes::PanelExp;
 using attention_lanes::PanelGather;
 using attention_lanes::PanelGroupMax;
 using attention_lanes::PanelLogits;
+using attention_lanes::PanelSizes;
 using attention_lanes::PanelVector;
 using attention_lanes::PanelWeigh;
 using attention_lanes::PanelWidth;
@@ -520,6 +529,7 @@ HWY_EXPORT(PanelGather);
 HWY_EXPORT(FoldLanes);
 HWY_EXPORT(AddScaled);
 HWY_EXPORT(WidenAny);
+HWY_EXPORT(PanelSizes);
 #endif
 
 KVKEEP_INLINE std::int64_t panel_width() { return KVKEEP_DISPATCH(WidestPanel)(); }
@@ -563,6 +573,10 @@ KVKEEP_INLINE void add_scaled(float* to, const float* from, float a, std::int64_
 
 KVKEEP_INLINE void widen(const void* from, Dtype dtype, std::int64_t n, float* to) {
   KVKEEP_DISPATCH(WidenAny)(from, dtype, n, to);
+}
+
+KVKEEP_INLINE void panel_sizes(const float* x, std::int64_t slots, float* sums) {
+  KVKEEP_DISPATCH(PanelSizes)(x, slots, sums);
 }
 
 }  // namespace kvkeep::cpu

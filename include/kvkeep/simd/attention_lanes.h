@@ -69,6 +69,10 @@ void add_scaled(float* to, const float* from, float a, std::int64_t n);
 /// to[i] = from[i] as fp32. dtype f32, f16, bf16, or whole blocks: q8_0, q4_0.
 void widen(const void* from, Dtype dtype, std::int64_t n, float* to);
 
+/// Norms of values under the output projection: sums[t][half] += |x[t]|, folded to one vector per slot. x: [slots,
+/// width]; sums: [slots, width / 2].
+void panel_sizes(const float* x, std::int64_t slots, float* sums);
+
 }  // namespace kvkeep::cpu
 
 #ifdef KVKEEP_HEADER_ONLY

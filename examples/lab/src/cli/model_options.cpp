@@ -9,8 +9,8 @@
 #include "commands.h"
 #include "kvkeep/cli/files.h"
 #include "kvkeep/core/error.h"
-#include "kvlab/memory_left.h"
 #include "kvkeep/io/read_file.h"
+#include "kvlab/memory_left.h"
 
 namespace kvkeep::cli {
 

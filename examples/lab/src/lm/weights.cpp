@@ -11,8 +11,8 @@
 #include "checkpoint.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
-#include "kvlab/memory_left.h"
 #include "kvkeep/io/safetensors.h"
+#include "kvlab/memory_left.h"
 
 namespace kvkeep::lm {
 namespace {

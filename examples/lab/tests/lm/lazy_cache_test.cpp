@@ -5,8 +5,8 @@
 
 #include <fstream>
 
-#include "kvlab/memory_left.h"
 #include "kvlab/decoder.h"
+#include "kvlab/memory_left.h"
 #include "message_of.h"
 
 namespace kvkeep::lazy_cache_test {
