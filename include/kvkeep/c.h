@@ -12,9 +12,9 @@
 /// Errors: every function that may fail returns a status, and kvkeep_last_error() then has the sentence. Nothing has
 /// changed after a failure, unless keeper.h says otherwise. No exception leaves these functions.
 ///
-/// Memory: kvkeep reads arrays during a call and keeps none of them; the caller frees only keepers
-/// and accelerators.
-/// Pointers in results are to the keeper's memory, and valid until the next call with that keeper.
+/// Memory: kvkeep reads arrays during a call and keeps none of them, but works in the cache that kvkeep_bind() named;
+/// the caller frees only keepers and accelerators. Pointers in results are to the keeper's memory, and valid until the
+/// next call with that keeper.
 ///
 /// Compatibility: functions, values and fields at the end of structs are added, never changed or removed. A struct that
 /// begins with `size` is sizeof of it where the caller was compiled: fields that it lacks count as 0, which is always
@@ -47,7 +47,8 @@ enum {
   KVKEEP_UNSUPPORTED = 3,       ///< a valid request without a kernel in this build
   KVKEEP_DEVICE_ERROR = 4,      ///< the device failed
   KVKEEP_OUT_OF_MEMORY = 5,
-  KVKEEP_INTERNAL = 6  ///< anything else
+  KVKEEP_INTERNAL = 6,   ///< anything else
+  KVKEEP_RANK_ERROR = 7  ///< ranks that decide together could not
 };
 
 /// What the newest call of this thread that failed has to say; "" before the first. Valid until the next that fails.

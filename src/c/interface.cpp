@@ -347,17 +347,17 @@ void carry_out(kvkeep_keeper& k, const Plan& plan, const CacheView& view, kvkeep
 
 }  // namespace
 
+static_assert(static_cast<int>(ErrorCode::invalid_argument) == KVKEEP_INVALID_ARGUMENT &&
+              static_cast<int>(ErrorCode::state) == KVKEEP_STATE_ERROR &&
+              static_cast<int>(ErrorCode::unsupported) == KVKEEP_UNSUPPORTED &&
+              static_cast<int>(ErrorCode::device) == KVKEEP_DEVICE_ERROR &&
+              static_cast<int>(ErrorCode::rank) == KVKEEP_RANK_ERROR);
+
 kvkeep_status status_of_exception() noexcept {
   try {
     throw;
-  } catch (const InvalidArgument& error) {
-    return failed(KVKEEP_INVALID_ARGUMENT, error.what());
-  } catch (const StateError& error) {
-    return failed(KVKEEP_STATE_ERROR, error.what());
-  } catch (const Unsupported& error) {
-    return failed(KVKEEP_UNSUPPORTED, error.what());
-  } catch (const DeviceError& error) {
-    return failed(KVKEEP_DEVICE_ERROR, error.what());
+  } catch (const Error& error) {
+    return failed(static_cast<kvkeep_status>(error.code()), error.what());
   } catch (const std::bad_alloc&) {
     last_words = "out of memory";
     return KVKEEP_OUT_OF_MEMORY;

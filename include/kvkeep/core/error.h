@@ -1,6 +1,7 @@
 #pragma once
 /// Errors. Every message reads "operation: what is wrong; given X; allowed Y" and is thrown before anything is written.
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -10,40 +11,49 @@
 
 namespace kvkeep {
 
+/// What kind of error, as a number; C's statuses (kvkeep/c.h) are the same.
+enum class ErrorCode : std::int32_t { invalid_argument = 1, state = 2, unsupported = 3, device = 4, rank = 7 };
+
 /// Base of everything kvkeep throws.
 class Error : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  [[nodiscard]] ErrorCode code() const noexcept { return code_; }
+
+ protected:
+  Error(ErrorCode code, const std::string& what) : std::runtime_error(what), code_(code) {}
+
+ private:
+  ErrorCode code_;
 };
 
 /// The caller passed something that is not allowed: an option, a shape, a dtype, a file.
 class InvalidArgument : public Error {
  public:
-  using Error::Error;
-};
-
-/// A valid request that this build has no kernel for.
-class Unsupported : public Error {
- public:
-  using Error::Error;
-};
-
-/// The device failed.
-class DeviceError : public Error {
- public:
-  using Error::Error;
+  explicit InvalidArgument(const std::string& what) : Error(ErrorCode::invalid_argument, what) {}
 };
 
 /// A call that does not fit what happened before: an unknown sequence, a step out of order.
 class StateError : public Error {
  public:
-  using Error::Error;
+  explicit StateError(const std::string& what) : Error(ErrorCode::state, what) {}
+};
+
+/// A valid request that this build has no kernel for.
+class Unsupported : public Error {
+ public:
+  explicit Unsupported(const std::string& what) : Error(ErrorCode::unsupported, what) {}
+};
+
+/// The device failed.
+class DeviceError : public Error {
+ public:
+  explicit DeviceError(const std::string& what) : Error(ErrorCode::device, what) {}
 };
 
 /// Ranks that decide together could not: one of them failed, died or did not answer in time.
 class RankError : public Error {
  public:
-  using Error::Error;
+  explicit RankError(const std::string& what) : Error(ErrorCode::rank, what) {}
 };
 
 /// Throws `E` with the joined parts, escaped: a sentence is one line, whatever a file or a command line put into it.
