@@ -172,9 +172,9 @@ BoundedForecast follow(const ModelSpec& spec, const KVPolicy& policy, const Sequ
     }
     return all;
   };
-  const Forecast course =
-      forecast(spec, policy, plan, [&](Moment moment, std::int32_t seen, std::span<const std::int32_t> lengths) {
-        if (moment != Moment::after_event) {
+  const Forecast course = forecast(
+      spec, policy, plan, [&](ForecastMoment moment, std::int32_t seen, std::span<const std::int32_t> lengths) {
+        if (moment != ForecastMoment::after_event) {
           ledger.peak(seen, moments(lengths));
           before.assign(lengths.begin(), lengths.end());
           return;

@@ -136,7 +136,7 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
     result.peak_slots = rows.slots();
     result.peak_bytes = std::max(result.peak_bytes, look(rows, seen, &LayerForecast::peak, result.layers));
   };
-  const auto show = [&](Moment moment, std::int32_t seen) {
+  const auto show = [&](ForecastMoment moment, std::int32_t seen) {
     if (watch) watch(moment, seen, rows.lengths());
   };
   rows.begin();
@@ -151,9 +151,9 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
                             .slot_bytes = result.slot_bytes};
     if (step == 0 || rows.rows() == 0 || !trigger.due(occasion)) continue;
     see_peak(seen);
-    show(Moment::before_event, seen);
+    show(ForecastMoment::before_event, seen);
     rows.cut(*evict, seen);
-    show(Moment::after_event, seen);
+    show(ForecastMoment::after_event, seen);
     result.kept_bytes = look(rows, seen, &LayerForecast::kept, result.layers);
     result.kept_slots = rows.slots();
     result.chosen_slots = rows.chosen();
@@ -162,7 +162,7 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
     result.last_event = seen;
   }
   see_peak(plan.length);
-  show(Moment::end, plan.length);
+  show(ForecastMoment::end, plan.length);
   if (result.events == 0) result.kept_bytes = look(rows, plan.length, &LayerForecast::kept, result.layers);
   return result;
 }

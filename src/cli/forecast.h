@@ -42,9 +42,9 @@ struct Forecast {
   std::int64_t slot_bytes = 0;                     // K and V of one token in every full layer
 };
 
-enum class Moment : std::uint8_t { before_event, after_event, end };
+enum class ForecastMoment : std::uint8_t { before_event, after_event, end };
 // `lengths`: [full layers * Hkv] slots of the rows after `seen` tokens.
-using Watch = std::function<void(Moment moment, std::int32_t seen, std::span<const std::int32_t> lengths)>;
+using Watch = std::function<void(ForecastMoment moment, std::int32_t seen, std::span<const std::int32_t> lengths)>;
 
 // Throws InvalidArgument with every reason why the policy cannot run on the model.
 void require_fits(const ModelSpec& spec, const KVPolicy& policy);

@@ -50,14 +50,14 @@ longest row counts.
 Sliding layers hold their window and are never cut. --shape takes layers:query heads:KV heads:head size.
 )";
 
-struct Shape {
+struct ModelShape {
   const char* name;
   std::int32_t layers, query_heads, kv_heads, head_dim;
 };
-constexpr Shape kShapes[] = {{"qwen7b", 28, 28, 4, 128}, {"llama8b", 32, 32, 8, 128}};
+constexpr ModelShape kShapes[] = {{"qwen7b", 28, 28, 4, 128}, {"llama8b", 32, 32, 8, 128}};
 
-Shape parse_shape(const std::string& given) {
-  for (const Shape& known : kShapes)
+ModelShape parse_shape(const std::string& given) {
+  for (const ModelShape& known : kShapes)
     if (given == known.name) return known;
   std::vector<std::int32_t> numbers;
   const char *at = given.data(), *end = given.data() + given.size();
@@ -76,7 +76,7 @@ Shape parse_shape(const std::string& given) {
 
 ModelSpec spec_of(const PlanOptions& o) {
   if (!o.model.empty()) return io::ModelConfig::read(o.model).spec;
-  const Shape shape = parse_shape(o.shape);
+  const ModelShape shape = parse_shape(o.shape);
   KVKEEP_REQUIRE(shape.query_heads % shape.kv_heads == 0, "--shape: ", shape.query_heads,
                  " query heads do not divide evenly among ", shape.kv_heads, " KV heads; allowed a multiple");
   KVKEEP_REQUIRE(shape.head_dim % 2 == 0, "--shape: the head size is ", shape.head_dim, "; allowed an even number");

@@ -409,7 +409,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
   EventMemory memory_, layer_memory_;  ///< of events; of the layers of prompts, which use_workspace() does not serve
   Staging staging_;
   Readback counts_;
-  Table event_table_, move_table_;
+  DeviceTable event_table_, move_table_;
   std::uint64_t serial_ = 0;  ///< of the newest event, the only one that workspace and tables hold
   bool dry_ = false;          ///< events launch nothing, and only count memory
   Constants constants_;

@@ -148,7 +148,7 @@ class DeviceFolds final : public FoldedMemory {
   PageLocked far_;
   LeavingRooms leaving_;
   EventMemory work_;  ///< of one event, or of one layer that is read
-  Table fold_table_, view_table_;
+  DeviceTable fold_table_, view_table_;
   std::uint64_t serial_ = 0;
   Step step_;
   DeviceMemory near_;  ///< arenas of a layer's rows, then the addresses of their blobs

@@ -141,7 +141,7 @@ void EventMemory::use(Tensor memory) {
       {.memory = {data, {held.release(), [](void* tensor) { delete static_cast<Tensor*>(tensor); }}}, .bytes = given_});
 }
 
-void Table::place() {
+void DeviceTable::place() {
   const auto bytes = static_cast<std::int64_t>(image_.size());
   if (bytes <= capacity_) return;
   const std::int64_t capacity = bytes + bytes / 2;
@@ -150,7 +150,7 @@ void Table::place() {
   sent_.clear();
 }
 
-void Table::upload(Staging& staging, Stream stream) {
+void DeviceTable::upload(Staging& staging, Stream stream) {
   if (image_ == sent_ && !pool_.captured()) return;
   staging.upload(memory_.get(), image_.data(), image_.size(), stream);
   sent_ = image_;

@@ -57,9 +57,9 @@ class EventMemory {
 };
 
 /// Arrays of an event side by side, to be copied to the device at once.
-class Table {
+class DeviceTable {
  public:
-  explicit Table(DevicePool& pool) : pool_(pool) {}
+  explicit DeviceTable(DevicePool& pool) : pool_(pool) {}
 
   void clear() { image_.clear(); }
   /// Appends `count` values; returns their place in the table.

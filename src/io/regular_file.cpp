@@ -18,9 +18,9 @@ namespace kvkeep::io {
 namespace {
 
 /// A regular file while its bytes are read.
-struct Opened {
+struct OpenedFile {
   /// Non-blocking: opening a pipe without a writer would wait, and it is refused anyway.
-  Opened(const std::filesystem::path& path, std::string_view operation)
+  OpenedFile(const std::filesystem::path& path, std::string_view operation)
       : descriptor((require_readable(path, operation), ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK))) {
     KVKEEP_REQUIRE(descriptor >= 0, operation, ": cannot open ", path.string(), " (",
                    std::system_category().message(errno), "); allowed a file that can be read");
@@ -30,9 +30,9 @@ struct Opened {
     KVKEEP_REQUIRE(regular, operation, ": ", path.string(), " is not a regular file");
     size = static_cast<std::size_t>(status.st_size);
   }
-  ~Opened() { ::close(descriptor); }
-  Opened(const Opened&) = delete;
-  Opened& operator=(const Opened&) = delete;
+  ~OpenedFile() { ::close(descriptor); }
+  OpenedFile(const OpenedFile&) = delete;
+  OpenedFile& operator=(const OpenedFile&) = delete;
 
   const int descriptor;
   std::size_t size = 0;
@@ -45,7 +45,7 @@ FileBytes::~FileBytes() {
 }
 
 std::shared_ptr<const FileBytes> FileBytes::mapped(const std::filesystem::path& path, std::string_view operation) {
-  const Opened file(path, operation);
+  const OpenedFile file(path, operation);
   auto bytes = std::make_shared<FileBytes>();
   bytes->size_ = file.size;
   if (file.size > 0) {
@@ -59,7 +59,7 @@ std::shared_ptr<const FileBytes> FileBytes::mapped(const std::filesystem::path& 
 }
 
 std::shared_ptr<const FileBytes> FileBytes::copied(const std::filesystem::path& path, std::string_view operation) {
-  const Opened file(path, operation);
+  const OpenedFile file(path, operation);
   const std::shared_ptr<FileBytes> bytes = room_for(file.size, path.string(), operation);
   for (std::size_t done = 0; done < bytes->size_;) {
     constexpr std::size_t kMost = std::size_t{1} << 30;  // Linux reads at most 2 GiB at once

@@ -22,7 +22,7 @@ namespace {
 using Json = nlohmann::json;
 
 /// One trace, with its shapes known and checked.
-struct Event {
+struct RecordedEvent {
   ModelSpec spec;  ///< the model's layers; those that the trace does not hold are `elsewhere`
   QueryBasis basis = QueryBasis::pre_rope;
   std::vector<std::string> prefixes;  ///< "" or "layer.<l>."
@@ -80,7 +80,7 @@ void check_ascending(const io::SafetensorsFile& file, const std::string& name, c
   }
 }
 
-void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Event& e) {
+void read_layer(const io::SafetensorsFile& file, const std::string& prefix, RecordedEvent& e) {
   const Tensor keys = find(file, prefix, "keys"), values = find(file, prefix, "values"),
                queries = find(file, prefix, "queries", false);
   const bool first = e.positions.empty();
@@ -170,7 +170,7 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Even
 }
 
 /// Reads which layers the trace holds, and how many the model has.
-void read_layer_numbers(const io::SafetensorsFile& file, Event& e) {
+void read_layer_numbers(const io::SafetensorsFile& file, RecordedEvent& e) {
   constexpr std::int64_t kMost = 1 << 16;
   const auto layer_number = [&](const char* key, const Json& value) {
     const std::optional<std::int64_t> number = io::whole_number(value, 0, kMost - 1);
@@ -201,7 +201,7 @@ void read_layer_numbers(const io::SafetensorsFile& file, Event& e) {
   e.rows.resize(static_cast<std::size_t>(count));
 }
 
-void read_pins(const io::SafetensorsFile& file, Event& e) {
+void read_pins(const io::SafetensorsFile& file, RecordedEvent& e) {
   e.pins.resize(static_cast<std::size_t>(e.batch));
   if (!file.has("pinned")) return;
   const Tensor pinned = integers(file, "pinned", file.tensor("pinned"));
@@ -232,7 +232,7 @@ std::vector<double> frequencies_of(const io::SafetensorsFile& file, std::string_
   return list.get<std::vector<double>>();
 }
 
-void read_rope(const io::SafetensorsFile& file, Event& e) {
+void read_rope(const io::SafetensorsFile& file, RecordedEvent& e) {
   const auto style = file.metadata().find("rope_style");
   KVKEEP_REQUIRE(style != file.metadata().end(), file.where(),
                  ": metadata \"rope_style\" is missing; allowed half, interleaved or none");
@@ -242,7 +242,7 @@ void read_rope(const io::SafetensorsFile& file, Event& e) {
 }
 
 /// Layers whose RoPE is not the model's: {"3": {"rope_style": "none"}, ...}.
-void read_layer_ropes(const io::SafetensorsFile& file, Event& e) {
+void read_layer_ropes(const io::SafetensorsFile& file, RecordedEvent& e) {
   if (!file.metadata().contains("layer_ropes")) return;
   const Json ropes = parsed(file, "layer_ropes");
   KVKEEP_REQUIRE(ropes.is_object(), file.where(), ": metadata \"layer_ropes\" is not an object of layers");
@@ -267,10 +267,10 @@ void read_layer_ropes(const io::SafetensorsFile& file, Event& e) {
   }
 }
 
-Event read_event(const io::SafetensorsFile& file) {
+RecordedEvent read_event(const io::SafetensorsFile& file) {
   KVKEEP_REQUIRE(kind_of(file) == "event", file.where(), ": the trace is of kind \"", shortened(kind_of(file)),
                  "\"; allowed here: event");
-  Event e;
+  RecordedEvent e;
   if (file.metadata().contains("query_basis") || file.has("queries"))
     e.basis = choice(file, "query_basis", "pre_rope", "post_rope") == "pre_rope" ? QueryBasis::pre_rope
                                                                                  : QueryBasis::post_rope;
@@ -317,7 +317,7 @@ Event read_event(const io::SafetensorsFile& file) {
   return e;
 }
 
-RowTable rows_of(Event& e, std::vector<std::int32_t>& due) {
+RowTable rows_of(RecordedEvent& e, std::vector<std::int32_t>& due) {
   std::vector<SequenceId> sequences(static_cast<std::size_t>(e.batch));
   std::iota(sequences.begin(), sequences.end(), 0);
   RowTable table = make_rows(e.spec, e.rows, {.sequences = sequences, .lengths = {e.lengths}}, e.layers, due);
@@ -361,7 +361,7 @@ RowTable rows_of(Event& e, std::vector<std::int32_t>& due) {
 
 /// [B, Hkv, width] from one value list per row; short rows end with `pad`.
 template <class T, class RowValues>
-Tensor stack(const Event& e, std::size_t first_row, std::int64_t width, T pad, RowValues&& values) {
+Tensor stack(const RecordedEvent& e, std::size_t first_row, std::int64_t width, T pad, RowValues&& values) {
   Tensor out = full<T>({e.batch, e.spec.kv_heads, width}, pad);
   for (std::size_t r = 0; r < static_cast<std::size_t>(e.batch * e.spec.kv_heads); ++r) {
     const auto row = values(first_row + r);
@@ -371,8 +371,8 @@ Tensor stack(const Event& e, std::size_t first_row, std::int64_t width, T pad, R
 }
 
 /// Writes one layer's part of the result. Rows are in the table in the order layer, sequence, head.
-void add_layer(Event& e, const RowTable& table, const Decision& decision, const KeepSet& keep, std::size_t layer,
-               Result& result) {
+void add_layer(RecordedEvent& e, const RowTable& table, const Decision& decision, const KeepSet& keep,
+               std::size_t layer, Result& result) {
   const std::string& prefix = e.prefixes[layer];
   const std::size_t first = layer * static_cast<std::size_t>(e.batch * e.spec.kv_heads);
   const std::size_t last = first + static_cast<std::size_t>(e.batch * e.spec.kv_heads);
@@ -453,7 +453,7 @@ std::string kind_of(const io::SafetensorsFile& file) {
 }
 
 Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
-  Event e = read_event(file);
+  RecordedEvent e = read_event(file);
   check(policy, e.spec,
         {.queries = e.spec.query_heads > 0,
          .output_projections = e.output_projections,

@@ -100,6 +100,34 @@ std::string lines_of(const fs::path& file, const char* begins, const char* ends)
   return std::regex_replace(std::string("\n").append(source, begin, end - begin), std::regex("\n  "), "\n");
 }
 
+// `Keeper::step`, `parts::Pins::pin`: what documents and comments call by name is there.
+TEST(Docs, MembersThatAreNamedExist) {
+  const std::map<std::string, std::string> headers{
+      {"Keeper", read(root() / "include/kvkeep/keeper/keeper.h")},
+      {"parts::Pins", read(root() / "include/kvkeep/parts/pins.h")},
+      {"parts::Given", read(root() / "include/kvkeep/parts/given.h")},
+      {"parts::Surprisal", read(root() / "include/kvkeep/parts/surprisal.h")},
+      {"parts::Folds", read(root() / "include/kvkeep/parts/folds.h")},
+      {"parts::Prompts", read(root() / "include/kvkeep/parts/prompts.h")}};
+  const std::regex name("((?:parts::)?[A-Z][A-Za-z]+)::([a-z_]+)");
+  std::size_t named = 0;
+  std::vector<fs::path> files{root() / "README.md", root() / "CONTRIBUTING.md"};
+  for (const char* folder : {"docs", "include", "examples/lab/docs", "examples/lab/include"})
+    for (const auto& entry : fs::recursive_directory_iterator(root() / folder))
+      if (entry.path().extension() == ".md" || entry.path().extension() == ".h") files.push_back(entry.path());
+  for (const fs::path& file : files) {
+    const std::string text = read(file);
+    for (std::sregex_iterator it(text.begin(), text.end(), name), end; it != end; ++it) {
+      const auto header = headers.find((*it)[1]);
+      if (header == headers.end()) continue;
+      EXPECT_NE(header->second.find((*it)[2].str() + "("), std::string::npos)
+          << file << " names " << it->str() << ", which is not in its header";
+      ++named;
+    }
+  }
+  EXPECT_GT(named, 40U);
+}
+
 TEST(Docs, TheReadmeShowsTheLinesThatTheEmbeddingExampleCompiles) {
   const std::string lines = lines_of("examples/embed.cpp", "  kvkeep::Keeper keeper(", "  // ----\n");
   EXPECT_NE(read(root() / "README.md").find("```cpp" + lines + "```"), std::string::npos)

@@ -224,6 +224,31 @@ TEST(House, ATypeOfTheKernelsIsInOneFile) {
   EXPECT_GT(files.size(), 80U);
 }
 
+TEST(House, ATypeOfTheLibraryIsInOneFile) {
+  // Of one body each, but for the scorer `given` and the part that holds its scores.
+  const std::set<std::string> local{"Scratch", "Workspace", "View", "Given"};
+  std::map<std::string, std::string> files;
+  for (const char* folder : {"include", "src"})
+    for (const fs::path& source : sources_in(folder, {".h", ".cpp"}))
+      for (const auto& [name, none] :
+           found_in(content_of(source), R"(\n(?:struct|class|enum class) (\w+)(?: final)?(?: : [^;{]*)? \{)")) {
+        if (local.contains(name)) continue;
+        const auto [other, is_new] = files.emplace(name, source.generic_string());
+        EXPECT_TRUE(is_new || other->second == source.generic_string())
+            << name << " is in " << other->second << " and in " << source.generic_string();
+      }
+  EXPECT_GT(files.size(), 200U);
+}
+
+TEST(House, SmallHeadersAreFew) {
+  std::vector<std::string> small;
+  for (const fs::path& header : sources_in("include", {".h"})) {
+    const std::string text = content_of(header);
+    if (std::ranges::count(text, '\n') < 25) small.push_back(header.generic_string());
+  }
+  EXPECT_LE(small.size(), 8U) << ::testing::PrintToString(small);
+}
+
 // Policies in tests whose sinks and recents fill the budget are StreamingLLM, whatever their names (B35).
 TEST(House, APolicyOfATestLeavesItsScorerASay) {
   const std::set<std::string> meant{"tova,budget=24,interval=8,recent=20", "snapkv,budget=24,interval=8",

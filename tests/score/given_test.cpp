@@ -52,9 +52,10 @@ TEST(Given, ObeysTheLawsOfScorers) { expect_scorer_laws(Given(), 25); }
 TEST(Given, RefusesRowsWithoutAScoreForEverySlotIfTheyAreDue) {
   FiveSlots five;
   five.table.rows[0].given_length = 4;
-  EXPECT_EQ(message_of<InvalidArgument>([&] { static_cast<void>(five.score(3)); }),
-            "given: 4 of the 5 slots of layer 0, head 0 have a given score; allowed all (Keeper::give, or the tensor "
-            "\"given\" of a trace)");
+  EXPECT_EQ(
+      message_of<InvalidArgument>([&] { static_cast<void>(five.score(3)); }),
+      "given: 4 of the 5 slots of layer 0, head 0 have a given score; allowed all (parts::Given::give, or the tensor "
+      "\"given\" of a trace)");
   EXPECT_NO_THROW(static_cast<void>(five.score(5)));
 }
 

@@ -27,7 +27,7 @@ struct Needs {
   bool output_projection = false;  ///< W_o of every full layer
   bool surprisal = false;
   bool rope = false;          ///< ModelSpec::rope, to turn queries and keys back
-  bool given_scores = false;  ///< a score of every token and KV head (Keeper::give)
+  bool given_scores = false;  ///< a score of every token and KV head (parts::Given::give)
 };
 
 /// All the inputs of an event's decision. Plain data over rows, from a running engine or from a trace.

@@ -144,7 +144,7 @@ inline void require_given(std::string_view operation, const Evidence& evidence, 
     const Row& row = evidence.table.rows[r];
     KVKEEP_REQUIRE(!limits.rows[r].due || row.given_length == row.length, operation, ": ", row.given_length, " of the ",
                    row.length, " slots of layer ", row.layer, ", head ", row.head,
-                   " have a given score; allowed all (Keeper::give, or the tensor \"given\" of a trace)");
+                   " have a given score; allowed all (parts::Given::give, or the tensor \"given\" of a trace)");
   }
 }
 

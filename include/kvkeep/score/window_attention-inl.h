@@ -291,13 +291,13 @@ using Scratch = cpu::PanelScratch;
 
 /// Slots [first, end) of one row, how many queries look at them, and over how many slots from `first` on a softmax
 /// goes.
-struct Span {
+struct HistorySpan {
   std::int32_t first = 0, end = 0, queries = 0, reach = 0;
   [[nodiscard]] std::int64_t slots() const { return end - first; }
 };
 
 /// `whole`: a softmax goes over all that a query sees.
-inline Span span_of(const Row& row, const QueryView& queries, RowWindow window, std::int32_t first, bool whole) {
+inline HistorySpan span_of(const Row& row, const QueryView& queries, RowWindow window, std::int32_t first, bool whole) {
   if (window.queries == 0) return {};
   const std::int32_t oldest = queries.position(queries.count - window.queries);
   const auto visible =
@@ -309,7 +309,7 @@ inline Span span_of(const Row& row, const QueryView& queries, RowWindow window, 
 /// One row while its window is reduced.
 class HistoryReduction {
  public:
-  HistoryReduction(const Evidence& evidence, const Row& row, const QueryView& queries, Span span,
+  HistoryReduction(const Evidence& evidence, const Row& row, const QueryView& queries, HistorySpan span,
                    HistoryOptions options, Scratch& scratch)
       : heads_(evidence.spec.group()),
         dim_(evidence.spec.key_dim),
@@ -448,7 +448,7 @@ class HistoryReduction {
   }
 
   std::int64_t heads_, dim_;
-  Span span_;
+  HistorySpan span_;
   HistoryOptions options_;
   Scratch& scratch_;
   cpu::Keys keys_;
@@ -474,7 +474,7 @@ KVKEEP_INLINE Tensor history_attention(const Evidence& evidence, std::span<const
   float* out = result.data<float>();
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
   const cpu::WindowTurns turns(evidence, windows);
-  std::vector<history_attention_detail::Span> spans(table.rows.size());
+  std::vector<history_attention_detail::HistorySpan> spans(table.rows.size());
   std::int64_t slots = 0, queries = 0;
   for (std::size_t r = 0; r < spans.size(); ++r) {
     spans[r] = history_attention_detail::span_of(table.rows[r], table.groups[r / heads].queries, windows[r],

@@ -112,9 +112,9 @@ struct StepOptions {
   /// unchanged.
   std::function<std::optional<Onward>(const LayerSight&)> on_attended = {};
   /// Called in layer order between attention and on_attended, with queries after RoPE: whatever tokens attend to
-  /// besides the rows of the cache may be merged into the result of attention, in place (Keeper::view). The tensors are
-  /// on the weights' device, and valid during the call only. Costs one logarithm per query head, and nothing if it is
-  /// empty.
+  /// besides the rows of the cache may be merged into the result of attention, in place (parts::Folds::view). The
+  /// tensors are on the weights' device, and valid during the call only. Costs one logarithm per query head, and
+  /// nothing if it is empty.
   std::function<void(const LayerSight&, const Attended&)> view = {};
   /// Called after the last layer with the logits of all tokens that reached it, in order and in blocks of at most 128
   /// rows: to score a prompt token by token without [n_tokens, vocab] at once. Costs the output matrix times all

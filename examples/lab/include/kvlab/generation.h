@@ -35,7 +35,7 @@ struct Request {
   bool stop_at_end = false;  ///< stop at the first end token of the model that would be fed
   bool keep_logits = false;
   bool keep_positions = false;
-  std::vector<PositionSpan> pinned = {};  ///< positions that stay through every event (Keeper::pin)
+  std::vector<PositionSpan> pinned = {};  ///< positions that stay through every event (parts::Pins::pin)
   Sampling sampling = {};                 ///< how every token is predicted; its step is that of the draw
 };
 
