@@ -1,7 +1,6 @@
 #include "kvkeep/io/calibration-inl.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -10,12 +9,10 @@
 #include "kvkeep/io/read_file.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/io/untrusted_json.h"
-#include "torch_archive.h"
 
 namespace kvkeep {
 namespace {
 
-using io::TorchArchive;
 using Json = nlohmann::json;
 
 constexpr std::int64_t kMost = 1 << 16;  ///< layers, heads and components of a head
@@ -116,120 +113,24 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
   return c;
 }
 
-// ---- Files of the published tool ---------------------------------------------------------------------------------
-
-const TorchArchive::Value& member(const TorchArchive::Value& dict, const char* key, TorchArchive::Kind kind,
-                                  const std::string& subject, const char* allowed) {
-  const TorchArchive::Value* found = TorchArchive::find(dict, key);
-  KVKEEP_REQUIRE(found != nullptr, "read calibration: ", subject, " has no \"", key, "\"; allowed ", allowed);
-  KVKEEP_REQUIRE(found->kind == kind, "read calibration: \"", key, "\" of ", subject, " is of the wrong type; allowed ",
-                 allowed);
-  return *found;
-}
-
-/// "layer05_head13"
-std::pair<std::int32_t, std::int32_t> place_of(const std::string& key, const std::string& where) {
-  constexpr std::string_view kLayer = "layer", kHead = "_head";
-  std::int32_t layer = -1, head = -1;
-  const char* end = key.data() + key.size();
-  bool good = key.starts_with(kLayer);
-  if (good) {
-    const auto [after, error] = std::from_chars(key.data() + kLayer.size(), end, layer);
-    good = error == std::errc() && std::string_view(after, end).starts_with(kHead);
-    if (good) {
-      const auto [last, wrong] = std::from_chars(after + kHead.size(), end, head);
-      good = wrong == std::errc() && last == end;
-    }
-  }
-  KVKEEP_REQUIRE(good && layer >= 0 && head >= 0 && layer < kMost && head < kMost, "read calibration: stats of ", where,
-                 " has the key \"", shortened(key), "\"; allowed layer<number>_head<number>");
-  return {layer, head};
-}
-
-Calibration from_archive(const TorchArchive& archive, const std::string& where) {
-  using Kind = TorchArchive::Kind;
-  using Value = TorchArchive::Value;
-  KVKEEP_REQUIRE(archive.root().kind == Kind::dict, "read calibration: ", where,
-                 " does not hold a dict; allowed {\"metadata\": ..., \"stats\": ...}");
-  const Value& metadata = member(archive.root(), "metadata", Kind::dict, where, "a dict");
-  const Value& stats = member(archive.root(), "stats", Kind::dict, where, "a dict");
-  const std::string about = "the metadata of " + where;
-  Calibration c;
-  const std::int64_t dim = member(metadata, "head_dim", Kind::integer, about, "a number").integer;
-  check_head_dim(dim, where);
-  c.head_dim = static_cast<std::int32_t>(dim);
-  c.rope_style = style_called(member(metadata, "rope_style", Kind::string, about, "half, interleaved").text, where);
-  if (const Value* name = TorchArchive::find(metadata, "model_name"); name != nullptr && name->kind == Kind::string)
-    c.model_name = name->text;
-  const auto number = [&](const Value& v, const char* field) {
-    KVKEEP_REQUIRE(v.kind == Kind::real || v.kind == Kind::integer, "read calibration: ", field, " in ", where,
-                   " is not a number");
-    return v.kind == Kind::real ? v.real : static_cast<double>(v.integer);
-  };
-  if (const Value* scaling = TorchArchive::find(metadata, "attention_scaling");
-      scaling != nullptr && scaling->kind != Kind::none) {
-    c.attention_scaling = number(*scaling, "attention_scaling");
-    check_scaling(c.attention_scaling, where);
-  }
-  if (const Value* frequencies = TorchArchive::find(metadata, "inv_freq");
-      frequencies != nullptr && frequencies->kind != Kind::none) {
-    if (frequencies->kind == Kind::list) {
-      KVKEEP_REQUIRE(static_cast<std::int64_t>(frequencies->items.size()) == c.pairs(),
-                     "read calibration: inv_freq in ", where, " has ", frequencies->items.size(),
-                     " numbers; allowed head_dim / 2 = ", c.pairs());
-      for (const Value* f : frequencies->items) c.inv_freq.push_back(number(*f, "inv_freq"));
-    } else {
-      c.inv_freq = archive.numbers(*frequencies, c.pairs(), "inv_freq");
-    }
-  }
-  for (std::size_t i = 0; i < stats.items.size(); i += 2) {
-    KVKEEP_REQUIRE(stats.items[i]->kind == Kind::string, "read calibration: stats of ", where,
-                   " has a key that is not a string; allowed layer<number>_head<number>");
-    const std::string& key = stats.items[i]->text;
-    Calibration::Head& head = c.heads[place_of(key, where)];
-    KVKEEP_REQUIRE(head.q_mean.empty(), "read calibration: stats of ", where, " has ", shortened(key),
-                   " twice; allowed once");
-    const auto column = [&](const char* name) {
-      const Value* tensor = TorchArchive::find(*stats.items[i + 1], name);
-      KVKEEP_REQUIRE(tensor != nullptr, "read calibration: ", key, " of ", where, " has no \"", name,
-                     "\"; allowed q_mean_real, q_mean_imag and q_abs_mean");
-      return archive.numbers(*tensor, c.pairs(), key + "." + name);
-    };
-    const std::vector<double> real = column("q_mean_real"), imaginary = column("q_mean_imag"),
-                              modulus = column("q_abs_mean");
-    for (std::size_t f = 0; f < real.size(); ++f) {
-      head.q_mean.emplace_back(static_cast<float>(real[f]), static_cast<float>(imaginary[f]));
-      head.q_abs_mean.push_back(static_cast<float>(modulus[f]));
-    }
-  }
-  KVKEEP_REQUIRE(!c.heads.empty(), "read calibration: stats of ", where,
-                 " is empty; allowed one entry per (layer, query head)");
-  if (const Value* sampled = TorchArchive::find(metadata, "sampled_heads");
-      sampled != nullptr && sampled->kind != Kind::none) {
-    KVKEEP_REQUIRE(sampled->kind == Kind::list, "read calibration: sampled_heads in ", where,
-                   " is not a list; allowed [[layer, head], ...]");
-    for (const Value* pair : sampled->items) {
-      KVKEEP_REQUIRE(pair->kind == Kind::list && pair->items.size() == 2 && pair->items[0]->kind == Kind::integer &&
-                         pair->items[1]->kind == Kind::integer,
-                     "read calibration: sampled_heads in ", where,
-                     " holds an entry that is not a pair; allowed [layer, head]");
-      const std::int64_t layer = pair->items[0]->integer, head = pair->items[1]->integer;
-      KVKEEP_REQUIRE(layer >= 0 && head >= 0 && layer < kMost && head < kMost &&
-                         c.heads.contains({static_cast<std::int32_t>(layer), static_cast<std::int32_t>(head)}),
-                     "read calibration: sampled_heads in ", where, " names layer ", layer, ", head ", head,
-                     ", but stats does not have it");
-    }
-  }
-  return c;
-}
+struct {
+  bool (*takes)(std::string_view bytes) = nullptr;
+  CalibrationReader read = nullptr;
+} reader_of_others;
 
 }  // namespace
 
+void use_calibration_reader(bool (*takes)(std::string_view bytes), CalibrationReader reader) {
+  reader_of_others = {takes, reader};
+}
+
 Calibration read_calibration(std::string_view bytes, const std::string& name) {
   constexpr std::size_t kLengthBytes = 8;
-  if (bytes.starts_with("PK")) return from_archive(TorchArchive(bytes, name), name);
+  if (reader_of_others.takes != nullptr && reader_of_others.takes(bytes)) return reader_of_others.read(bytes, name);
+  KVKEEP_REQUIRE(bytes.size() <= kLengthBytes || !bytes.starts_with("PK"), "read calibration: ", name,
+                 " is a file of torch.save; allowed safetensors, to which docs/method/calibration.md converts it");
   KVKEEP_REQUIRE(bytes.size() > kLengthBytes && bytes[kLengthBytes] == '{', "read calibration: ", name,
-                 " is neither a safetensors file nor a zip archive as torch.save writes; is it truncated or damaged?");
+                 " is not a safetensors file; is it truncated or damaged?");
   return from_safetensors(io::SafetensorsFile::from_bytes(bytes, name));
 }
 
@@ -237,14 +138,13 @@ Calibration load_calibration(const std::filesystem::path& file) {
   return read_calibration(io::read_file(file, "read calibration"), file.string());
 }
 
-void save_calibration(const std::filesystem::path& file, const Calibration& c, CalibrationLayout layout) {
+std::vector<std::int32_t> check_complete(const Calibration& c) {
   std::set<std::int32_t> layers;
   for (const auto& [place, head] : c.heads) layers.insert(place.first);
-  const std::vector<std::int32_t> numbers(layers.begin(), layers.end());
+  std::vector<std::int32_t> numbers(layers.begin(), layers.end());
   const std::int32_t heads = c.query_heads(numbers);
   const std::int64_t pairs = c.pairs();
-  KVKEEP_REQUIRE(!numbers.empty(), "save calibration: no heads to save in ", file.string(),
-                 "; allowed one or more layers");
+  KVKEEP_REQUIRE(!numbers.empty(), "save calibration: no heads to save; allowed one or more layers");
   for (const std::int32_t l : numbers)
     for (std::int32_t h = 0; h < heads; ++h) {
       const auto head = c.heads.find({l, h});
@@ -254,77 +154,30 @@ void save_calibration(const std::filesystem::path& file, const Calibration& c, C
                          static_cast<std::int64_t>(head->second.q_abs_mean.size()) == pairs,
                      "save calibration: layer ", l, ", head ", h, " does not hold head_dim / 2 = ", pairs, " numbers");
     }
-  if (layout == CalibrationLayout::safetensors) {
-    const auto count = static_cast<std::int64_t>(numbers.size());
-    const Tensor mean = empty({count, heads, pairs, 2}, Dtype::f32), modulus = empty({count, heads, pairs}, Dtype::f32);
-    float *m = mean.data<float>(), *a = modulus.data<float>();
-    for (const auto& [place, head] : c.heads) {
-      for (const std::complex<float>& z : head.q_mean) {
-        *m++ = z.real();
-        *m++ = z.imag();
-      }
-      a = std::copy(head.q_abs_mean.begin(), head.q_abs_mean.end(), a);
-    }
-    std::map<std::string, std::string> metadata{{"kvkeep_calibration", "1"},
-                                                {"head_dim", std::to_string(c.head_dim)},
-                                                {"rope_style", name_of(c.rope_style)},
-                                                {"attention_scaling", Json(c.attention_scaling).dump()},
-                                                {"model_name", c.model_name}};
-    if (!c.inv_freq.empty()) metadata["inv_freq"] = Json(c.inv_freq).dump();
-    if (numbers.back() + 1 != static_cast<std::int32_t>(numbers.size())) metadata["layers"] = Json(numbers).dump();
-    io::write_safetensors(file, {{"q_mean", mean}, {"q_abs_mean", modulus}}, metadata);
-    return;
-  }
-  io::TorchArchiveWriter out;
-  out.begin_dict();
-  out.string("metadata");
-  out.begin_dict();
-  out.string("head_dim");
-  out.integer(c.head_dim);
-  out.string("rope_style");
-  out.string(name_of(c.rope_style));
-  out.string("sampled_heads");
-  out.begin_list();
+  return numbers;
+}
+
+void save_calibration(const std::filesystem::path& file, const Calibration& c) {
+  const std::vector<std::int32_t> numbers = check_complete(c);
+  const std::int64_t heads = c.query_heads(numbers), pairs = c.pairs();
+  const auto count = static_cast<std::int64_t>(numbers.size());
+  const Tensor mean = empty({count, heads, pairs, 2}, Dtype::f32), modulus = empty({count, heads, pairs}, Dtype::f32);
+  float *m = mean.data<float>(), *a = modulus.data<float>();
   for (const auto& [place, head] : c.heads) {
-    out.begin_list();
-    out.integer(place.first);
-    out.integer(place.second);
-    out.end_list();
-  }
-  out.end_list();
-  out.string("model_name");
-  out.string(c.model_name);
-  if (!c.inv_freq.empty()) {
-    out.string("inv_freq");
-    out.begin_list();
-    for (const double f : c.inv_freq) out.real(f);
-    out.end_list();
-  }
-  out.string("attention_scaling");
-  out.real(c.attention_scaling);
-  out.end_dict();
-  out.string("stats");
-  out.begin_dict();
-  for (const auto& [place, head] : c.heads) {
-    const auto two = [](std::int32_t n) { return text(n < 10 ? "0" : "", n); };
-    out.string(text("layer", two(place.first), "_head", two(place.second)));
-    std::vector<float> real, imaginary;
     for (const std::complex<float>& z : head.q_mean) {
-      real.push_back(z.real());
-      imaginary.push_back(z.imag());
+      *m++ = z.real();
+      *m++ = z.imag();
     }
-    out.begin_dict();
-    out.string("q_mean_real");
-    out.tensor(real);
-    out.string("q_mean_imag");
-    out.tensor(imaginary);
-    out.string("q_abs_mean");
-    out.tensor(head.q_abs_mean);
-    out.end_dict();
+    a = std::copy(head.q_abs_mean.begin(), head.q_abs_mean.end(), a);
   }
-  out.end_dict();
-  out.end_dict();
-  out.save(file);
+  std::map<std::string, std::string> metadata{{"kvkeep_calibration", "1"},
+                                              {"head_dim", std::to_string(c.head_dim)},
+                                              {"rope_style", name_of(c.rope_style)},
+                                              {"attention_scaling", Json(c.attention_scaling).dump()},
+                                              {"model_name", c.model_name}};
+  if (!c.inv_freq.empty()) metadata["inv_freq"] = Json(c.inv_freq).dump();
+  if (numbers.back() + 1 != static_cast<std::int32_t>(numbers.size())) metadata["layers"] = Json(numbers).dump();
+  io::write_safetensors(file, {{"q_mean", mean}, {"q_abs_mean", modulus}}, metadata);
 }
 
 }  // namespace kvkeep

@@ -43,25 +43,23 @@ struct Calibration {
 
 #ifndef KVKEEP_HEADER_ONLY
 
-/// The two file layouts. They hold the same numbers, and are distinguished by content, never by file name.
-enum class CalibrationLayout : std::uint8_t {
-  safetensors,  ///< `q_mean` f32 [L, Hq, F, 2], `q_abs_mean` f32 [L, Hq, F]; the rest is metadata
-  published,    ///< as TriAttention's own tool writes it with torch.save: {"metadata": ..., "stats": {"layer05_head13":
-                ///< {"q_mean_real", "q_mean_imag", "q_abs_mean"}}}, f32 [F] each
-};
-
-/// Reads either layout. For the published one, it accepts views with strides and offsets into a shared storage, f64,
-/// f32, f16 or bf16, and metadata that differs by release. Executes nothing in the file, and verifies its checksums.
-/// Throws: InvalidArgument with one sentence for a file that is neither, is damaged, or lacks a field. Cost: O(size of
-/// the file).
+/// Reads a safetensors file: `q_mean` f32 [L, Hq, F, 2], `q_abs_mean` f32 [L, Hq, F]; the rest is metadata. Throws
+/// InvalidArgument with one sentence for a file that is none, is damaged, or lacks a field. Cost: O(size of the file).
 [[nodiscard]] Calibration load_calibration(const std::filesystem::path& file);
 
 /// The same for bytes in memory; messages use `name` for the file.
 [[nodiscard]] Calibration read_calibration(std::string_view bytes, const std::string& name);
 
-/// Writes the file whole or not at all. The published layout opens in Python with torch.load(path, weights_only=True).
-/// Throws: InvalidArgument for a folder that cannot be written to, and if a layer lacks a query head that another has.
-void save_calibration(const std::filesystem::path& file, const Calibration& calibration, CalibrationLayout layout);
+/// Writes the file whole or not at all. Throws InvalidArgument for a folder that cannot be written to, and if a layer
+/// lacks a query head that another has.
+void save_calibration(const std::filesystem::path& file, const Calibration& calibration);
+
+/// Throws InvalidArgument as save_calibration() does for what a file cannot hold; returns its layers.
+std::vector<std::int32_t> check_complete(const Calibration& calibration);
+
+/// From now on bytes that `takes` accepts are read by `reader`: files of other tools.
+using CalibrationReader = Calibration (*)(std::string_view bytes, const std::string& name);
+void use_calibration_reader(bool (*takes)(std::string_view bytes), CalibrationReader reader);
 
 #endif
 

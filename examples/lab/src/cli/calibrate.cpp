@@ -13,6 +13,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/untrusted_json.h"
 #include "kvlab/calibrate.h"
+#include "kvlab/published_calibration.h"
 #include "model_options.h"
 
 namespace kvkeep::cli {
@@ -92,8 +93,10 @@ void run(const CalibrateOptions& o) {
                                                    progress.advance(done - std::exchange(before, done));
                                                  }});
   progress.clear();
-  save_calibration(o.out, calibration,
-                   o.layout == "pt" ? CalibrationLayout::published : CalibrationLayout::safetensors);
+  if (o.layout == "pt")
+    lm::save_published_calibration(o.out, calibration);
+  else
+    save_calibration(o.out, calibration);
 
   Table table({{"layer", "layer"},
                {"query_heads", "query heads"},

@@ -19,6 +19,7 @@
 #include "kvkeep/torch.h"
 #include "kvkeep/version.h"
 #include "kvlab/decoder_trace.h"
+#include "kvlab/published_calibration.h"
 #include "kvlab/router_training.h"
 #include "kvlab/span_trace.h"
 #include "oracle.h"
@@ -160,6 +161,7 @@ void set_threads(int threads) {
 
 int main(int argc, char** argv) {
   kvkeep::use_torch();
+  kvkeep::lm::use_published_calibrations();
   kvkeep::cli::register_oracle();
   return kvkeep::cli::run(kvkeep::cli::Laboratory(), argc, argv);
 }

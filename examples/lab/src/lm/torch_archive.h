@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-namespace kvkeep::io {
+namespace kvkeep::lm {
 
 /// One opened archive. Objects: None, booleans, integers up to 64 bits, floats, strings, lists and tuples, dicts,
 /// tensors. Names of classes and functions are kept as such; the only ones that are called are those that make tensors
@@ -83,4 +83,4 @@ class TorchArchiveWriter {
   std::vector<std::string> storages_;
 };
 
-}  // namespace kvkeep::io
+}  // namespace kvkeep::lm

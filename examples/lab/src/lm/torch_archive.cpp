@@ -9,7 +9,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 
-namespace kvkeep::io {
+namespace kvkeep::lm {
 namespace {
 
 constexpr std::size_t kEndBytes = 22, kEntryBytes = 46, kLocalBytes = 30, kAlignment = 64;
@@ -509,4 +509,4 @@ void TorchArchiveWriter::save(const std::filesystem::path& file) {
   write_text_atomically(file, archive);
 }
 
-}  // namespace kvkeep::io
+}  // namespace kvkeep::lm
