@@ -20,8 +20,11 @@
 #include <utility>
 #include <vector>
 
+#include "kvkeep/core/parallel.h"
+#include "kvkeep/core/row.h"
 #include "kvkeep/memory/factorise.h"
-#include "kvkeep/memory/zoom.h"
+#include "kvkeep/memory/row_zoom.h"
+#include "kvkeep/memory/segmenter.h"
 #include "kvkeep/torch.h"
 #include "timing.h"
 
@@ -57,7 +60,7 @@ at::Tensor keys_like(std::int64_t matrices, std::int64_t length) {
   return at::cat({left * cos - right * sin, right * cos + left * sin}, 2).contiguous();
 }
 
-/// Rows in batches of one length, as SpanStore folds them, batches in parallel; sums of ranks and of raw matrices.
+/// Rows in batches of one length, as fold() folds them, batches in parallel; sums of ranks and of raw matrices.
 std::pair<std::int64_t, std::int64_t> factorise(const at::Tensor& matrices, std::span<const double> weights) {
   const std::int64_t count = matrices.size(0), length = matrices.size(1),
                      batch = std::max<std::int64_t>(1, (1 << 19) / (length * kDim));
@@ -136,16 +139,22 @@ struct LongMemory {
                                at::randn({kKvHeads, dense, kDim})},
                               1));
     keys = sides[0], values = sides[1];
-    std::vector<Span> table;
-    for (std::int64_t s = 0; s < spans; ++s)
-      table.push_back({static_cast<std::int32_t>(s * kSpan), static_cast<std::int32_t>((s + 1) * kSpan)});
+    std::vector<std::int32_t> slots(static_cast<std::size_t>(spans * kSpan));
+    std::iota(slots.begin(), slots.end(), 0);
+    std::vector<std::int64_t> indptr;
+    for (std::int64_t s = 0; s <= spans; ++s) indptr.push_back(s * kSpan);
+    std::vector<RowFold> folds;
+    const Tensor k = keys.unsqueeze(0), v = values.unsqueeze(0);
+    for (std::int64_t h = 0; h < kKvHeads; ++h)
+      folds.push_back(
+          {.keys = dense_address(k, 0, h), .values = dense_address(v, 0, h), .slots = slots, .indptr = indptr});
     FactorOptions o;
     o.store = store, o.sketch = true;
-    folded = SpanStore(keys, values, std::vector<float>(static_cast<std::size_t>(tokens), 1.0F), table, o);
+    folded = fold(folds, kDim, o);
     dense_keys = keys.narrow(1, spans * kSpan, dense).contiguous(),
     dense_values = values.narrow(1, spans * kSpan, dense).contiguous();
     std::int64_t near = 0;
-    for (std::int64_t h = 0; h < kKvHeads; ++h) near += folded.row(h).near_bytes();
+    for (const SpanRow& row : folded) near += row.near_bytes();
     const std::int64_t row = 2 * kDim * 4, same = dense + near / kKvHeads / row;
     same_keys = keys.narrow(1, 0, same).contiguous(), same_values = values.narrow(1, 0, same).contiguous();
     share = static_cast<double>(near + kKvHeads * dense * row) / static_cast<double>(kKvHeads * tokens * row);
@@ -156,29 +165,53 @@ struct LongMemory {
   }
 
   at::Tensor keys, values, dense_keys, dense_values, same_keys, same_values, queries;
-  SpanStore folded;
+  std::vector<SpanRow> folded;  // [Hkv]
   double share = 0;
 };
+
+/// Attention of one query per head over f32 rows [Hkv, T, D], KV heads in parallel.
+OpenAttention attend(const Tensor& keys, const Tensor& values, const Tensor& queries, double scale) {
+  constexpr std::int64_t kRowsAtOnce = 64, kGroup = kQueryHeads / kKvHeads;
+  OpenAttention open{full({1, kQueryHeads}, -HUGE_VALF), zeros({1, kQueryHeads}, Dtype::f32),
+                     zeros({1, kQueryHeads, kDim}, Dtype::f32)};
+  parallel_for(0, kKvHeads, 1, [&](std::int64_t begin, std::int64_t end) {
+    float logits[kRowsAtOnce];
+    for (std::int64_t kv = begin; kv < end; ++kv)
+      for (std::int64_t first = 0; first < keys.size(1); first += kRowsAtOnce) {
+        const std::int64_t count = std::min(kRowsAtOnce, keys.size(1) - first), at = (kv * keys.size(1) + first) * kDim;
+        for (std::int64_t h = kv * kGroup; h < (kv + 1) * kGroup; ++h)
+          cpu::merge_rows(keys.data<float>() + at, values.data<float>() + at, count, kDim,
+                          queries.data<float>() + h * kDim, static_cast<float>(scale), logits,
+                          open.top.data<float>()[h], open.sum.data<float>()[h], open.out.data<float>() + h * kDim);
+      }
+  });
+  return open;
+}
+
+/// [1, Hq, D] of softmaxes to which nothing more is added.
+Tensor closed(const OpenAttention& open) {
+  for (std::int64_t i = 0; i < open.out.numel(); ++i) open.out.data<float>()[i] /= open.sum.data<float>()[i / kDim];
+  return open.out;
+}
 
 void Read(benchmark::State& state, std::int64_t tokens, Dtype store) {
   const LongMemory m(tokens, store);
   const double scale = 1 / std::sqrt(static_cast<double>(kDim));
   std::vector<MemoryRow> rows;
-  for (std::int64_t h = 0; h < kKvHeads; ++h)
-    rows.push_back({.spans = &m.folded.row(h), .dense = m.dense_keys.size(1)});
+  for (const SpanRow& row : m.folded) rows.push_back({.spans = &row, .dense = m.dense_keys.size(1)});
   std::vector<double> memory, same, all, to_same, to_all;
   ReadCounts counts;
   for (auto _ : state) {
     memory.push_back(milliseconds([&] {
-      OpenAttention open = attend_rows(m.dense_keys, m.dense_values, m.queries, scale);
+      OpenAttention open = attend(m.dense_keys, m.dense_values, m.queries, scale);
       counts = read_memory(open, rows, m.queries, scale, {});
-      benchmark::DoNotOptimize(open.close().bytes());
+      benchmark::DoNotOptimize(closed(open).bytes());
     }));
     state.SetIterationTime(memory.back() / 1e3);
     same.push_back(milliseconds(
-        [&] { benchmark::DoNotOptimize(attend_rows(m.same_keys, m.same_values, m.queries, scale).close().bytes()); }));
-    all.push_back(milliseconds(
-        [&] { benchmark::DoNotOptimize(attend_rows(m.keys, m.values, m.queries, scale).close().bytes()); }));
+        [&] { benchmark::DoNotOptimize(closed(attend(m.same_keys, m.same_values, m.queries, scale)).bytes()); }));
+    all.push_back(
+        milliseconds([&] { benchmark::DoNotOptimize(closed(attend(m.keys, m.values, m.queries, scale)).bytes()); }));
     to_same.push_back(memory.back() / same.back()), to_all.push_back(memory.back() / all.back());
   }
   state.counters["memory"] = median(memory), state.counters["same_bytes"] = median(same),

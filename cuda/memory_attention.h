@@ -29,7 +29,7 @@ struct FoldedRow {
   std::int32_t head = 0;         ///< KV head
   std::int32_t first_query = 0;  ///< tokens first_query to first_query + queries - 1 read it
   std::int32_t queries = 0;
-  double entries = std::numeric_limits<double>::infinity();  ///< kvkeep::ZoomBudget
+  double entries = std::numeric_limits<double>::infinity();  ///< kvkeep::Reading
   double resident = 0;
   const MemorySpan* table = nullptr;         ///< [spans]
   const std::byte* coarse_keys = nullptr;    ///< store [spans, D]
@@ -64,7 +64,7 @@ struct MemoryAttentionArguments {
 
   double mass = 0.02;     ///< kvkeep::ZoomOptions
   bool share = false;     ///< Heads::group
-  bool per_head = false;  ///< kvkeep::ZoomBudget
+  bool per_head = false;  ///< kvkeep::Reading
 
   float* out = nullptr;  ///< f32 [tokens, Hq, D] attention over the dense rows
   float* lse =

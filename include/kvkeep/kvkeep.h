@@ -64,17 +64,14 @@
 
 // folded spans
 #include "kvkeep/memory/factors.h"
-#include "kvkeep/memory/memory_attention.h"
 #include "kvkeep/memory/memory_options.h"
 #include "kvkeep/memory/pieces.h"
 #include "kvkeep/memory/rank_gates.h"
+#include "kvkeep/memory/read_memory.h"
 #include "kvkeep/memory/router.h"
-#include "kvkeep/memory/router_parameters.h"
 #include "kvkeep/memory/routing_file.h"
 #include "kvkeep/memory/segmenter.h"
 #include "kvkeep/memory/span_row.h"
-#include "kvkeep/memory/span_store.h"
-#include "kvkeep/memory/zoom.h"
 
 // apply
 #include "kvkeep/keep/compact.h"

@@ -3,4 +3,3 @@
 #include "kvkeep/memory/factorise-inl.h"
 #include "kvkeep/memory/segmenter-inl.h"
 #include "kvkeep/memory/span_row-inl.h"
-#include "kvkeep/memory/span_store-inl.h"

@@ -55,7 +55,7 @@ std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const Devic
     for (std::int64_t q = 0; q < c.shape.queries[n]; ++q, ++token) {
       const MemoryCase::Sequence& sequence = c.sequences[n];
       const at::Tensor query = sequence.queries.narrow(0, q, 1).contiguous();
-      OpenAttention open = attend_rows(sequence.dense_keys, sequence.dense_values, query, c.scale);
+      OpenAttention open = testing::plain_attention(sequence.dense_keys, sequence.dense_values, query, c.scale);
       std::vector<MemoryRow> rows;
       for (std::int64_t kv = 0; kv < c.shape.kv_heads; ++kv) rows.push_back({&sequence.spans.row(kv), c.shape.dense});
       std::vector<std::vector<std::int32_t>> want;
@@ -76,7 +76,7 @@ std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const Devic
               << what << ", span " << s << " has " << marked << " marks";
         }
       }
-      const at::Tensor answer = open.close(), mass = open.log_mass();
+      const at::Tensor answer = testing::closed(open), mass = testing::log_mass(open);
       for (std::int64_t h = 0; h < heads; ++h) {
         const float want_mass = mass.const_data_ptr<float>()[h],
                     got_mass = lse[static_cast<std::size_t>(token * heads + h)];

@@ -9,9 +9,9 @@
 
 #include "evidence_case.h"
 #include "folded_prompt.h"
-#include "kvkeep/memory/zoom.h"
 #include "kvkeep/torch.h"
 #include "memory_attention.h"
+#include "plain_memory.h"
 
 namespace kvkeep::cuda {
 
@@ -28,7 +28,7 @@ struct MemoryShape {
 class MemoryCase {
  public:
   struct Sequence {
-    SpanStore spans;
+    testing::FoldedHeads spans;
     at::Tensor dense_keys, dense_values, queries;
   };
 
@@ -53,7 +53,7 @@ class MemoryCase {
             row[i] = 0.9F * row[i - shape.dim] + 0.4F * row[i];
           }
       const std::vector<float> surprisal(static_cast<std::size_t>(tokens), 1.0F);
-      sequences.push_back({SpanStore(keys, values, surprisal, spans, shape.factors),
+      sequences.push_back({testing::FoldedHeads(keys, values, surprisal, spans, shape.factors),
                            testing::normals(random, {heads, shape.dense, shape.dim}),
                            testing::normals(random, {heads, shape.dense, shape.dim}),
                            testing::normals(random, {shape.queries[n], query_heads, shape.dim}, shape.loudness)
@@ -62,7 +62,7 @@ class MemoryCase {
   }
 
   [[nodiscard]] OpenAttention open(std::size_t n) const {
-    return attend_rows(sequences[n].dense_keys, sequences[n].dense_values, sequences[n].queries, scale);
+    return testing::plain_attention(sequences[n].dense_keys, sequences[n].dense_values, sequences[n].queries, scale);
   }
   [[nodiscard]] std::int32_t tokens() const { return std::accumulate(shape.queries.begin(), shape.queries.end(), 0); }
   [[nodiscard]] std::int32_t most_spans() const {
@@ -96,7 +96,7 @@ class DeviceMemory {
       token += s.queries[n];
       append(queries, sequence.queries.const_data_ptr(), sequence.queries.numel() * element_bytes(s.query));
       const OpenAttention open = c.open(n);
-      const at::Tensor closed = open.close(), mass = open.log_mass();
+      const at::Tensor closed = testing::closed(open), mass = testing::log_mass(open);
       answers.insert(answers.end(), closed.const_data_ptr<float>(), closed.const_data_ptr<float>() + closed.numel());
       masses.insert(masses.end(), mass.const_data_ptr<float>(), mass.const_data_ptr<float>() + mass.numel());
     }

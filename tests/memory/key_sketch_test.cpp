@@ -12,8 +12,8 @@
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/memory/row_zoom.h"
-#include "kvkeep/memory/zoom.h"
 #include "kvkeep/torch.h"
+#include "plain_memory.h"
 #include "scorer_case.h"
 
 namespace kvkeep::key_sketch_test {
@@ -30,7 +30,7 @@ struct Sketched {
     for (int s = 0; s < count; ++s) spans.push_back({s * length, (s + 1) * length});
     FactorOptions o;
     o.sketch = sketch;
-    store = SpanStore(keys, values, std::vector<float>(static_cast<std::size_t>(count * length), 1.0F), spans, o);
+    store = FoldedHeads(keys, values, std::vector<float>(static_cast<std::size_t>(count * length), 1.0F), spans, o);
   }
 
   /// Spans that a query opens by a share of attention above `mass`, beside dense rows of log-sum-exp 0.
@@ -47,14 +47,14 @@ struct Sketched {
   }
 
   at::Tensor keys, values;
-  SpanStore store;
+  FoldedHeads store;
 };
 
 TEST(KeySketch, HoldsTheSignsOfEveryKeyBesideItsCoarseKey) {
   for (const int dim : {1, 7, 32, 33, 128}) {
     const Sketched p(static_cast<std::uint64_t>(dim), 3, 7, dim, true);
     const SpanRow& row = p.store.row(0);
-    const at::Tensor coarse = p.store.coarse(KvSide::keys);
+    const at::Tensor coarse = coarse_of(row, KvSide::keys);
     const std::int64_t words = KeySketch::words(dim);
     EXPECT_EQ(row.tokens(), 21);
     EXPECT_EQ(row.near_bytes(), 3 * (8 * dim + 4) + 21 * (4 * words + 2));
@@ -184,9 +184,9 @@ TEST(KeySketch, TravelsWithSpansThatAreAppended) {
     FactorOptions o;
     o.sketch = true;
     const std::vector<float> alike(80, 1.0F);
-    const SpanStore whole(keys, keys, alike, {{0, first}, {first, 80}}, o);
-    SpanRow grown = SpanStore(keys, keys, alike, {{0, first}}, o).row(0);
-    grown.append(SpanStore(keys, keys, alike, {{first, 80}}, o).row(0));
+    const FoldedHeads whole(keys, keys, alike, {{0, first}, {first, 80}}, o);
+    SpanRow grown = FoldedHeads(keys, keys, alike, {{0, first}}, o).row(0);
+    grown.append(FoldedHeads(keys, keys, alike, {{first, 80}}, o).row(0));
     EXPECT_EQ(grown.tokens(), 80);
     EXPECT_EQ(grown.tokens_before(1), first);
     for (std::int64_t t = 0; t < 80; ++t)
@@ -194,7 +194,7 @@ TEST(KeySketch, TravelsWithSpansThatAreAppended) {
         EXPECT_EQ(grown.sketch().signs[KeySketch::at(t, w, KeySketch::words(dim))],
                   whole.row(0).sketch().signs[KeySketch::at(t, w, KeySketch::words(dim))]);
     o.sketch = false;
-    EXPECT_THROW(grown.append(SpanStore(keys, keys, alike, {{0, 80}}, o).row(0)), InvalidArgument);
+    EXPECT_THROW(grown.append(FoldedHeads(keys, keys, alike, {{0, 80}}, o).row(0)), InvalidArgument);
   }
 }
 

@@ -12,11 +12,11 @@
 
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/memory/zoom.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/policy/sekv.h"
 #include "kvkeep/torch.h"
 #include "message_of.h"
+#include "plain_memory.h"
 
 namespace kvkeep::sekv_budget_test {
 namespace {
@@ -138,22 +138,23 @@ struct Prompt {
       surprisal.push_back(static_cast<float>(-std::log(1 - random.unit()) * (random.chance(0.1) ? 9 : 1)));
     const MemoryOptions& memory = options_of(policy).memory;
     const SegmenterOptions cut = dynamic_cast<const Sekv&>(policy).cut(tokens, 1, kDim);
-    folded = fold_prompt(keys, values, surprisal, segment(surprisal, cut), memory.fold_options());
-    resident = folded.segments.entries(1, cut.entries_per_token);
+    const Segments segments = segment(surprisal, cut);
+    folded = FoldedHeads(keys, values, surprisal, segments.spans, memory.fold_options());
+    dense_keys = gather(keys, 1, segments.dense()), dense_values = gather(values, 1, segments.dense());
+    resident = segments.entries(1, cut.entries_per_token);
     allowed = cut.most_entries, longest = cut.max_span;
   }
 
   /// What a query reads that equals twice the key of one folded token, and whether the span of that token opened.
   std::pair<ReadCounts, bool> ask(const KVPolicy& policy) {
-    const SpanRow& row = folded.spans.row(0);
+    const SpanRow& row = folded.row(0);
     const auto s = static_cast<std::size_t>(random.between(0, static_cast<int>(row.size()) - 1));
-    const Span& span = folded.spans.spans()[s];
+    const Span& span = folded.spans[s];
     const std::int64_t token = random.between(span.begin, span.end - 1);
     const at::Tensor query = keys.narrow(1, token, 1).mul(2);
-    OpenAttention open =
-        attend_rows(folded.dense_keys, folded.dense_values, query, 1 / std::sqrt(static_cast<double>(kDim)));
+    OpenAttention open = plain_attention(dense_keys, dense_values, query, 1 / std::sqrt(static_cast<double>(kDim)));
     const MemoryOptions& memory = options_of(policy).memory;
-    const MemoryRow read{.spans = &row, .dense = folded.dense_keys.size(1)};
+    const MemoryRow read{.spans = &row, .dense = dense_keys.size(1)};
     std::vector<std::vector<std::int32_t>> opened;
     const ReadCounts counts = read_memory(open, {&read, 1}, query, 1 / std::sqrt(static_cast<double>(kDim)),
                                           {.zoom = memory.zoom,
@@ -166,7 +167,8 @@ struct Prompt {
   oracle::Random random;
   std::int32_t tokens;
   at::Tensor keys, values;
-  SpanMemory folded;
+  Tensor dense_keys, dense_values;
+  FoldedHeads folded;
   double resident = 0, allowed = 0;
   std::int32_t longest = 0;
 };
@@ -204,7 +206,7 @@ TEST(SekvBudget, OpensTheSpanOfAKeyThatIsAskedForWhereverTheTextLeavesRoom) {
     const std::unique_ptr<KVPolicy> made = make_policy(policy);
     Prompt prompt(seed, random.between(1, 64) * random.one_of({4, 64}), *made);
     SCOPED_TRACE(prompt.tokens);
-    if (prompt.folded.spans.size() == 0) continue;
+    if (prompt.folded.size() == 0) continue;
     const double most = options_of(*made).memory.most_opened(prompt.longest, kDim),
                  room = options_of(*made).budget - prompt.resident;
     if (prompt.resident <= prompt.allowed && prompt.longest > options_of(*made).segmenter.min_span)

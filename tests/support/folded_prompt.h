@@ -1,5 +1,5 @@
 #pragma once
-/// Prompts for tests of span memories, and attention over them as one plain softmax.
+/// Prompts for tests of span memories.
 
 #include <ATen/ops/empty.h>
 
@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kvkeep/memory/router.h"
+#include "kvkeep/memory/segmenter.h"
 #include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
@@ -36,70 +36,10 @@ struct FoldedPrompt {
           }
   }
 
-  [[nodiscard]] SpanMemory fold(const FactorOptions& factors = {}, const RankGates* gates = nullptr) const {
-    return fold_prompt(keys, values, surprisal, segment(surprisal, segmenter), factors, gates);
-  }
-
   at::Tensor keys, values, queries;
   std::vector<float> surprisal;
   SegmenterOptions segmenter{.alpha = 1.5, .sink = 2, .recent = 9, .min_span = 3, .max_span = 24};
 };
-
-/// One softmax in fp64 over dense rows, coarse entries and rows of zoomed spans: the answer of query `query`, head
-/// `head`.
-inline std::vector<double> plain_answer(const SpanMemory& memory, const at::Tensor& queries, const at::Tensor& zoomed,
-                                        double scale, std::int64_t query, std::int64_t head) {
-  const SpanStore& spans = memory.spans;
-  const std::int64_t heads = queries.size(1), kv = head / (heads / spans.kv_heads()), dim = spans.dim();
-  const float* q = queries.const_data_ptr<float>() + (query * heads + head) * dim;
-  std::vector<double> logits;
-  std::vector<const float*> values;
-  const auto add = [&](const float* key, const float* value, double bias) {
-    double dot = 0;
-    for (std::int64_t d = 0; d < dim; ++d) dot += static_cast<double>(q[d]) * key[d];
-    logits.push_back(scale * dot + bias);
-    values.push_back(value);
-  };
-  const at::Tensor dense_keys = torch_tensor(memory.dense_keys).to(at::kFloat),
-                   dense_values = torch_tensor(memory.dense_values).to(at::kFloat);
-  const at::Tensor coarse_keys = spans.coarse(KvSide::keys), coarse_values = spans.coarse(KvSide::values);
-  for (std::int64_t t = 0; t < dense_keys.size(1); ++t) {
-    const std::int64_t at = (kv * dense_keys.size(1) + t) * dim;
-    add(dense_keys.const_data_ptr<float>() + at, dense_values.const_data_ptr<float>() + at, 0);
-  }
-  std::vector<at::Tensor> rows;
-  for (std::int64_t s = 0; s < spans.size(); ++s) {
-    const std::int64_t length = spans.spans()[static_cast<std::size_t>(s)].length();
-    if (zoomed.const_data_ptr<std::uint8_t>()[(query * heads + head) * spans.size() + s] == 0) {
-      const std::int64_t at = (kv * spans.size() + s) * dim;
-      add(coarse_keys.const_data_ptr<float>() + at, coarse_values.const_data_ptr<float>() + at,
-          std::log(static_cast<double>(length)));
-      continue;
-    }
-    const at::Tensor keys = spans.rows(s, KvSide::keys), shown = spans.rows(s, KvSide::values);
-    rows.push_back(shown);
-    for (std::int64_t t = 0; t < length; ++t)
-      add(keys.const_data_ptr<float>() + (kv * length + t) * dim,
-          shown.const_data_ptr<float>() + (kv * length + t) * dim, 0);
-  }
-  double top = -HUGE_VAL, sum = 0;
-  for (const double x : logits) top = std::max(top, x);
-  std::vector<double> out(static_cast<std::size_t>(dim));
-  for (std::size_t i = 0; i < logits.size(); ++i) {
-    const double p = std::exp(logits[i] - top);
-    sum += p;
-    for (std::int64_t d = 0; d < dim; ++d) out[static_cast<std::size_t>(d)] += p * values[i][d];
-  }
-  for (double& x : out) x /= sum;
-  return out;
-}
-
-/// The memory's answers with these spans zoomed: f32 [n, Hq, D].
-inline at::Tensor answers(const SpanMemory& memory, const at::Tensor& queries, const at::Tensor& zoomed, double scale) {
-  OpenAttention open = attend_rows(memory.dense_keys, memory.dense_values, queries, scale);
-  merge_spans(open, memory.spans, queries, scale, coarse_logits(memory.spans, queries, scale), zoomed);
-  return open.close();
-}
 
 /// Largest difference of two tensors.
 inline double apart(const at::Tensor& a, const at::Tensor& b) {

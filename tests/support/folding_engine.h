@@ -13,6 +13,7 @@
 #include "folded_prompt.h"
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/torch.h"
+#include "plain_memory.h"
 
 namespace kvkeep::testing {
 
@@ -194,12 +195,12 @@ struct FoldingEngine {
           queries[indptr[i] + t].narrow(0, 2 * h, 2).copy_(q[0]);
           const std::int64_t slots = row.length - count + t + 1;
           const OpenAttention open =
-              attend_rows(keys.narrow(1, 0, slots), values.narrow(1, 0, slots), q, keeper.spec().scale());
-          out[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(open.close())[0]);
-          lse[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(open.log_mass())[0]);
-          const OpenAttention exactly = attend_rows(whole(s.keys, layer, h, token + 1),
-                                                    whole(s.values, layer, h, token + 1), q, keeper.spec().scale());
-          all[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(exactly.close())[0]);
+              plain_attention(keys.narrow(1, 0, slots), values.narrow(1, 0, slots), q, keeper.spec().scale());
+          out[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(closed(open))[0]);
+          lse[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(log_mass(open))[0]);
+          const OpenAttention exactly = plain_attention(whole(s.keys, layer, h, token + 1),
+                                                        whole(s.values, layer, h, token + 1), q, keeper.spec().scale());
+          all[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(closed(exactly))[0]);
         }
       }
     }

@@ -6,15 +6,15 @@
 #include <limits>
 #include <utility>
 
-#include "kvkeep/memory/memory_attention.h"
-#include "kvkeep/memory/router.h"
-#include "kvkeep/memory/span_store.h"
+#include "kvkeep/memory/opening.h"
 #include "kvkeep/torch.h"
+#include "kvlab/span_memory.h"
 #include "parallel.h"
 
 namespace train {
 namespace {
 
+namespace lm = kvkeep::lm;
 using torch::Tensor;
 
 struct Result {
@@ -31,7 +31,7 @@ struct Result {
 };
 
 /// u8 [1, Hq, spans]: what one query asks for.
-using Rule = std::function<Tensor(size_t layer, const kvkeep::SpanStore& spans, const Tensor& query, const Tensor& mass,
+using Rule = std::function<Tensor(size_t layer, const lm::SpanStore& spans, const Tensor& query, const Tensor& mass,
                                   const Tensor& targets)>;
 
 /// A lesson as the library folds it.
@@ -74,34 +74,36 @@ class Exam {
 
  private:
   Tensor answer(size_t layer, int64_t position, const Tensor& query, const Rule& rule, Result& result) const {
-    const kvkeep::SpanStore& spans = stores_[layer];
+    const lm::SpanStore& spans = stores_[layer];
     const TeacherLayer& rows = lesson_.teacher[layer];
     const Tensor& dense = dense_[static_cast<size_t>(position)];
     const Tensor admitted = lesson_.memories[layer].admitted().narrow(0, position, 1).unsqueeze(1);
     kvkeep::OpenAttention open =
-        kvkeep::attend_rows(rows.keys.index_select(1, dense), rows.values.index_select(1, dense), query, scale_);
-    const Tensor coarse = kvkeep::torch_tensor(kvkeep::coarse_logits(spans, query, scale_))
+        lm::attend_rows(rows.keys.index_select(1, dense), rows.values.index_select(1, dense), query, scale_);
+    const Tensor coarse = kvkeep::torch_tensor(lm::coarse_logits(spans, query, scale_))
                               .masked_fill(admitted.logical_not(), -std::numeric_limits<float>::infinity());
     const Tensor asked =
-        rule(layer, spans, query, kvkeep::estimated_mass(coarse, open), lesson_.targets[layer].narrow(0, position, 1)) *
+        rule(layer, spans, query, lm::estimated_mass(coarse, open), lesson_.targets[layer].narrow(0, position, 1)) *
         admitted;
     count(spans, asked, result);
-    kvkeep::merge_spans(open, spans, query, scale_, coarse, asked);
-    return open.close();
+    lm::merge_spans(open, spans, query, scale_, coarse, asked);
+    return lm::closed(open);
   }
 
-  static void count(const kvkeep::SpanStore& spans, const Tensor& asked, Result& result) {
+  static void count(const lm::SpanStore& spans, const Tensor& asked, Result& result) {
     const Tensor groups = asked.view({spans.kv_heads(), -1, spans.size()}).amax({1}).contiguous();
     for (int64_t kv = 0; kv < spans.kv_heads(); ++kv)
       for (int64_t s = 0; s < spans.size(); ++s)
-        if (groups.const_data_ptr<uint8_t>()[kv * spans.size() + s] != 0)
-          result.opened += spans.row(kv).zoom_entries(s);
+        if (const auto& [keys, values] = spans.row(kv).span(s).factors;
+            groups.const_data_ptr<uint8_t>()[kv * spans.size() + s] != 0)
+          result.opened +=
+              kvkeep::OpeningCost{spans.dim()}.entries(keys, values, spans.spans()[static_cast<size_t>(s)].length());
     result.places += static_cast<double>(spans.kv_heads());
   }
 
   const Lesson& lesson_;
   double scale_;
-  std::vector<kvkeep::SpanStore> stores_;
+  std::vector<lm::SpanStore> stores_;
   std::vector<Tensor> dense_;  // i64, of each position: tokens that it sees unfolded
 };
 
@@ -129,24 +131,24 @@ std::string number(const char* format, double x) {
 }
 
 Rule fixed(uint8_t what) {
-  return [what](size_t, const kvkeep::SpanStore& spans, const Tensor& query, const Tensor&, const Tensor&) {
+  return [what](size_t, const lm::SpanStore& spans, const Tensor& query, const Tensor&, const Tensor&) {
     return torch::full({1, query.size(1), spans.size()}, what, torch::kUInt8);
   };
 }
 
 /// Thresholds moved up by `shift` on the scale of logits: above 0 opens less.
 Rule learned(const kvkeep::Routing& routing, double shift) {
-  return [&routing, shift](size_t layer, const kvkeep::SpanStore& spans, const Tensor& query, const Tensor&,
-                           const Tensor&) {
-    const kvkeep::Router& router = routing.layers[layer];
-    const Tensor relevance = router.relevance(spans, router.norms(spans), query);
-    return shift == 0 ? router.wanted(relevance) : router.wanted((relevance.logit(1e-7) - shift).sigmoid());
-  };
+  return
+      [&routing, shift](size_t layer, const lm::SpanStore& spans, const Tensor& query, const Tensor&, const Tensor&) {
+        const kvkeep::Router& router = routing.layers[layer];
+        const Tensor relevance = lm::relevance(router, spans, lm::router_norms(router, spans), query);
+        return lm::wanted(router, shift == 0 ? relevance : (relevance.logit(1e-7) - shift).sigmoid());
+      };
 }
 
 Rule without_training(const kvkeep::ZoomOptions& options) {
-  return [options](size_t, const kvkeep::SpanStore&, const Tensor&, const Tensor& mass, const Tensor&) {
-    return kvkeep::wanted_by_mass(mass, options);
+  return [options](size_t, const lm::SpanStore&, const Tensor&, const Tensor& mass, const Tensor&) {
+    return lm::wanted_by_mass(mass, options);
   };
 }
 
@@ -174,9 +176,8 @@ void print_comparison(const Llama& model, const std::vector<Lesson>& lessons, co
   print("nothing", "", measured(fixed(0)));
   print("everything", "", measured(fixed(1)));
   print("what the teacher needs", "",
-        measured([](size_t, const kvkeep::SpanStore&, const Tensor&, const Tensor&, const Tensor& targets) {
-          return targets;
-        }));
+        measured(
+            [](size_t, const lm::SpanStore&, const Tensor&, const Tensor&, const Tensor& targets) { return targets; }));
   print("router as trained", "", measured(learned(routing, 0)));
   for (const double wanted : entries) {
     const auto routed = opening(wanted, -16, 16, [&](double shift) { return measured(learned(routing, shift)); });

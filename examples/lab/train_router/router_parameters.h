@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 
+#include "kvkeep/memory/routing_file.h"
 #include "kvlab/router_training.h"
 #include "llama.h"
 

@@ -1,6 +1,6 @@
 #pragma once
-/// Not part of the interface. Factors matrices of rows into few components: what a SpanStore stores of the keys or
-/// values of a span and KV head.
+/// Not part of the interface. Factors matrices of rows into few components: what a SpanRow stores of the keys or
+/// values of a span.
 
 #include <algorithm>
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "kvkeep/memory/span_store.h"
+#include "kvkeep/memory/span_row.h"
 
 namespace kvkeep::cpu {
 
@@ -87,5 +87,4 @@ class Factorisation {
 #ifdef KVKEEP_HEADER_ONLY
 #include "kvkeep/memory/factorise-inl.h"
 #include "kvkeep/memory/span_row-inl.h"
-#include "kvkeep/memory/span_store-inl.h"
 #endif

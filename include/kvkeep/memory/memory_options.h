@@ -10,7 +10,6 @@
 
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/memory/routing_file.h"
-#include "kvkeep/memory/zoom.h"
 
 namespace kvkeep {
 

@@ -10,7 +10,7 @@
 namespace kvkeep {
 
 /// What opening a span takes of a budget: the numbers of its factors, of which keys and values of one token are an
-/// entry, or with ZoomBudget::per_head its tokens less the coarse entry.
+/// entry, or with Reading::per_head its tokens less the coarse entry.
 struct OpeningCost {
   std::int64_t dim = 0;
   bool per_head = false;

@@ -3,6 +3,7 @@
 /// Source: SeKV (AmirAbaskohi/SeKV), names and shapes of its parameters. Differs: a safetensors file instead of a
 /// pickle.
 
+#include <array>
 #include <filesystem>
 #include <map>
 #include <optional>
@@ -11,8 +12,8 @@
 
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/core/text.h"
+#include "kvkeep/memory/rank_gates.h"
 #include "kvkeep/memory/router.h"
-#include "kvkeep/memory/router_parameters.h"
 
 namespace kvkeep {
 
@@ -62,10 +63,17 @@ inline std::vector<std::string> Routing::problems(const ModelSpec& spec) const {
 }
 
 #ifndef KVKEEP_HEADER_ONLY
-/// Writes a file for Routing::read(), in f32, completely or not at all. `parameters` of all layers: projections [NL,
-/// Hq, d', D], thresholds [NL, Hq]; gates either whole or undefined. `metadata`: `model_name`, and anything else that
-/// says where it comes from. Throws InvalidArgument if reading would, before anything is written, and for a folder that
-/// cannot be written to.
+/// What is trained for all layers of a model: f32, f16 or bf16.
+struct TrainedParameters {
+  Tensor projections;                  ///< [NL, Hq, d', D] W
+  Tensor thresholds;                   ///< [NL, Hq] tau
+  std::array<Tensor, 3> gate_weights;  ///< as RankGates
+  std::array<Tensor, 3> gate_biases;
+};
+
+/// Writes a file for Routing::read(), in f32, completely or not at all. Gates are whole or undefined. `metadata`:
+/// `model_name`, and anything else that says where it comes from. Throws InvalidArgument if reading would, before
+/// anything is written, and for a folder that cannot be written to.
 void write_routing(const std::filesystem::path& file, const TrainedParameters& parameters,
                    const std::map<std::string, std::string>& metadata = {});
 #endif

@@ -19,6 +19,14 @@ namespace row_zoom_detail {
 
 inline constexpr std::int64_t kRowsAtOnce = 64;  ///< coarse entries that all heads of a group read while in a CPU cache
 
+/// `count` numbers of any dtype as f32: in place, or in `scratch`.
+inline const float* as_floats(const std::byte* at, Dtype dtype, std::int64_t count, Aligned<float>& scratch) {
+  if (dtype == Dtype::f32) return reinterpret_cast<const float*>(at);
+  if (static_cast<std::int64_t>(scratch.size()) < count) scratch.resize(static_cast<std::size_t>(count));
+  widen(at, dtype, count, scratch.data());
+  return scratch.data();
+}
+
 inline const float* coarse_rows(const SpanRow& spans, KvSide side, std::int64_t first, std::int64_t count,
                                 Aligned<float>& scratch) {
   return as_floats(spans.coarse(side) + first * spans.dim() * element_size(spans.dtype()), spans.dtype(),
@@ -125,13 +133,6 @@ struct Opened {
 };
 
 }  // namespace row_zoom_detail
-
-KVKEEP_INLINE const float* as_floats(const std::byte* at, Dtype dtype, std::int64_t count, Aligned<float>& scratch) {
-  if (dtype == Dtype::f32) return reinterpret_cast<const float*>(at);
-  if (static_cast<std::int64_t>(scratch.size()) < count) scratch.resize(static_cast<std::size_t>(count));
-  widen(at, dtype, count, scratch.data());
-  return scratch.data();
-}
 
 KVKEEP_INLINE void coarse_products(const SpanRow& spans, const float* queries, std::int64_t heads, float* out,
                                    ZoomScratch& scratch) {
@@ -251,10 +252,10 @@ KVKEEP_INLINE void merge_opened(const SpanRow& spans, std::int64_t i, const std:
   const row_zoom_detail::Opened opened{
       .keys = keys,
       .values = values,
-      .key_numbers =
-          as_floats(blob + keys.offset * bytes, spans.dtype(), keys.numbers(length, dim), scratch.numbers[0]),
-      .value_numbers =
-          as_floats(blob + values.offset * bytes, spans.dtype(), values.numbers(length, dim), scratch.numbers[1]),
+      .key_numbers = row_zoom_detail::as_floats(blob + keys.offset * bytes, spans.dtype(), keys.numbers(length, dim),
+                                                scratch.numbers[0]),
+      .value_numbers = row_zoom_detail::as_floats(blob + values.offset * bytes, spans.dtype(),
+                                                  values.numbers(length, dim), scratch.numbers[1]),
       .coarse_key = row_zoom_detail::coarse_rows(spans, KvSide::keys, i, 1, scratch.coarse),
       .coarse_value = row_zoom_detail::coarse_rows(spans, KvSide::values, i, 1, scratch.coarse_value),
       .length = length,
@@ -332,13 +333,3 @@ KVKEEP_INLINE void merge_rows(const float* keys, const float* values, std::int64
 }
 
 }  // namespace kvkeep::cpu
-
-namespace kvkeep {
-
-KVKEEP_INLINE ReadCounts& ReadCounts::operator+=(const ReadCounts& other) {
-  queries += other.queries, zooms += other.zooms, tokens += other.tokens, bytes += other.bytes;
-  unmet += other.unmet, resident += other.resident;
-  return *this;
-}
-
-}  // namespace kvkeep

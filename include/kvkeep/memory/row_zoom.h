@@ -3,16 +3,14 @@
 /// routing and merging. One thread each.
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
-#include "kvkeep/memory/zoom.h"
+#include "kvkeep/memory/read_memory.h"
 #include "kvkeep/simd/aligned.h"
 
 namespace kvkeep::cpu {
-
-/// `count` numbers of any dtype as f32: in place, or in `scratch`.
-const float* as_floats(const std::byte* at, Dtype dtype, std::int64_t count, Aligned<float>& scratch);
 
 /// Scratch of one thread.
 struct ZoomScratch {
@@ -48,6 +46,13 @@ struct RouterNorms {
 /// relevance [heads, spans] by a learned router; queries: [heads, D] of the heads from `first_head` on.
 void router_relevance(const Router& router, const SpanRow& spans, std::int64_t first_head, std::int64_t heads,
                       const RouterNorms& norms, const float* queries, float* relevance, ZoomScratch& scratch);
+
+/// Entries of one KV head that may be in reach at once.
+struct ZoomBudget {
+  double entries = std::numeric_limits<double>::infinity();
+  double resident = 0;    ///< taken even if nothing is opened
+  bool per_head = false;  ///< Reading::per_head
+};
 
 /// Of the spans that `group` heads want, [group, spans], marks those that are opened within budget.entries. Returns how
 /// many did not fit.
@@ -107,7 +112,6 @@ void merge_rows(const float* keys, const float* values, std::int64_t count, std:
 }  // namespace kvkeep::cpu
 
 #ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/memory/memory_attention-inl.h"
-#include "kvkeep/memory/router-inl.h"
+#include "kvkeep/memory/read_memory-inl.h"
 #include "kvkeep/memory/row_zoom-inl.h"
 #endif

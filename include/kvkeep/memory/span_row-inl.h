@@ -16,7 +16,6 @@
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/memory/factorise.h"
-#include "kvkeep/memory/opening.h"
 #include "kvkeep/memory/segmenter.h"
 #include "kvkeep/memory/span_row.h"
 #include "kvkeep/simd/attention_lanes.h"
@@ -132,11 +131,6 @@ KVKEEP_INLINE SpanRow::SpanRow(std::int64_t dim, Dtype store, SpanParts parts)
                  " words; allowed none, or one of ", KeySketch::padded(tokens()), " tokens");
   KVKEEP_REQUIRE(spans_.empty() ? norms_.empty() : norms_.size() % spans_.size() == 0, "span row: ", norms_.size(),
                  " norms for ", spans_.size(), " spans; allowed none, or equally many per span");
-}
-
-KVKEEP_INLINE double SpanRow::zoom_entries(std::int64_t i) const {
-  const FoldedSpan& s = span(i);
-  return OpeningCost{dim_}.entries(s.factors[0], s.factors[1], s.length);
 }
 
 KVKEEP_INLINE Tensor SpanRow::rows(std::int64_t i, KvSide side) const {

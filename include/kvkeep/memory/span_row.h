@@ -107,10 +107,6 @@ class SpanRow {
     return factors_[static_cast<std::size_t>(i)];
   }
 
-  /// What opening a span takes, in entries of a row: (numbers of its keys + of its values) / 2D, so its length if both
-  /// are raw.
-  [[nodiscard]] double zoom_entries(std::int64_t i) const;
-
   /// The rows that a zoom reads: f32 [length, D]. For tests and traces; attention never forms it.
   [[nodiscard]] Tensor rows(std::int64_t i, KvSide side) const;
 
@@ -177,5 +173,5 @@ struct FoldTrace {
 }  // namespace kvkeep
 
 #ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/memory/span_store.h"  // and, after it, the bodies of this file
+#include "kvkeep/memory/factorise.h"  // and, after it, the bodies of this file
 #endif

@@ -3,12 +3,13 @@
 // Folded spans on the CPU.
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
 #include <vector>
 
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/memory/memory_attention.h"
+#include "kvkeep/memory/read_memory.h"
 #include "kvkeep/memory/span_row.h"
 #include "kvkeep/policy/folded_memory.h"
 
@@ -162,9 +163,10 @@ class HostFoldedMemory final : public FoldedMemory {
     const ReadCounts counts =
         read_memory(open, rows, r.queries.narrow(0, reader.first, reader.tokens), spec_.scale(), reading, nullptr,
                     std::span(reads_).subspan(static_cast<std::size_t>(first_row), rows.size()));
-    for (std::int64_t n = 0; n < lse.numel(); ++n)
+    for (std::int64_t n = 0; n < lse.numel(); ++n) {
       for (float* x = outputs + n * dim; x < outputs + (n + 1) * dim; ++x) *x /= sums[n];
-    copy(open.log_mass(), lse);
+      lse.data<float>()[n] += std::log(sums[n]);
+    }
     return counts;
   }
 

@@ -12,6 +12,7 @@
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/memory/memory_options.h"
+#include "kvkeep/memory/read_memory.h"
 #include "kvkeep/observe/observation.h"
 
 namespace kvkeep {

@@ -67,6 +67,33 @@ inline Pieces pieces_of(const Segments& segments, std::int32_t first, const Row&
 
 }  // namespace sekv_detail
 
+KVKEEP_INLINE void TrainingOptions::describe(Fields& f) {
+  constexpr Range kWeight{0, 1e9};
+  f.real("zoom_weight", zoom_weight, kWeight,
+         "weight of the loss for spans that should be zoomed and are not, or the reverse");
+  f.real("recon_weight", recon_weight, kWeight, "weight of the loss for what gates leave out");
+  f.real("budget_weight", budget_weight, kWeight,
+         "weight of the loss for zoomed spans and kept components, as annealed at this step");
+  f.real("rank_weight", rank_weight, kWeight, "weight of a kept component against a zoomed span");
+  f.real("positive_weight", positive_weight, kWeight, "weight of spans that should be zoomed");
+  f.real("coverage", coverage, {0, 1}, "share of the teacher's span attention that spans to zoom should hold");
+  f.real("temperature", temperature, Range::above(0, kWeight.high),
+         "temperature of the sigmoid that replaces a zoom in gradients");
+}
+
+KVKEEP_INLINE std::vector<std::string> TrainingOptions::problems() const {
+  std::vector<std::string> found;
+  const auto weight = [&](const char* name, double value) {
+    if (!(value >= 0) || !std::isfinite(value)) found.push_back(text(name, ": ", value, "; allowed 0 or more"));
+  };
+  weight("zoom_weight", zoom_weight), weight("recon_weight", recon_weight), weight("budget_weight", budget_weight),
+      weight("rank_weight", rank_weight), weight("positive_weight", positive_weight);
+  if (!(coverage >= 0 && coverage <= 1)) found.push_back(text("coverage: ", coverage, "; allowed 0 to 1"));
+  if (!(temperature > 0) || !std::isfinite(temperature))
+    found.push_back(text("temperature: ", temperature, "; allowed above 0"));
+  return found;
+}
+
 KVKEEP_INLINE void SekvOptions::describe(Fields& f) {
   std::int32_t entries = 0;
   f.integer("budget", entries, 1, INT32_MAX,
@@ -188,16 +215,6 @@ KVKEEP_INLINE std::int32_t Sekv::longest_span(double budget, std::int64_t tokens
     if (entries < least) least = entries, best = length;
   }
   return best;
-}
-
-KVKEEP_INLINE ZoomBudget Sekv::zoom_budget(const Segments& segments, std::int64_t group, std::int64_t dim,
-                                           bool learned) const {
-  ZoomBudget b;
-  if (options_.budget > 0) b.entries = options_.budget;
-  if (options_.budget_share > 0) b.entries = options_.budget_share * segments.tokens;
-  b.resident = segments.entries(options_.memory.entries_per_span(group, dim, learned));
-  b.per_head = options_.variant == Variant::official;
-  return b;
 }
 
 KVKEEP_INLINE Decision Sekv::decide(Machine&, const Evidence& evidence) const {

@@ -10,10 +10,26 @@
 
 #include "kvkeep/core/protect.h"
 #include "kvkeep/memory/memory_options.h"
-#include "kvkeep/memory/router_parameters.h"
+#include "kvkeep/memory/segmenter.h"
 #include "kvkeep/policy/policy.h"
 
 namespace kvkeep {
+
+/// Weights of the losses of a router and rank gates, for traces that train them (kvlab/router_training.h).
+struct TrainingOptions {
+  double zoom_weight = 1;
+  double recon_weight = 0.5;
+  double budget_weight = 0.1;   ///< as annealed at this step
+  double rank_weight = 0.1;     ///< of a kept component relative to a zoomed span, in the budget loss
+  double positive_weight = 10;  ///< of spans that should be zoomed
+  double coverage = 0.9;        ///< share of the teacher's attention to spans that those should hold
+  double temperature = 0.1;     ///< of the sigmoid that gives a zoom its gradient
+  bool published = false;       ///< reconstruction as a plain sum, zoomed spans counted without a gradient
+
+  /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
+  [[nodiscard]] std::vector<std::string> problems() const;
+  void describe(Fields& f);
+};
 
 struct SekvOptions {
   Variant variant = Variant::strict;  ///< official: the published budget, separate for each query head; the other
@@ -31,7 +47,7 @@ struct SekvOptions {
                             ///< min_span. In a trace it is 128
   SegmenterOptions segmenter;
   MemoryOptions memory;
-  TrainingOptions training;  ///< weights of the losses, for traces that train router and gates
+  TrainingOptions training;
 
   void describe(Fields& f);
 
@@ -84,9 +100,6 @@ class Sekv final : public KVPolicy {
   /// The same for a trace: no sketches, and max_span as it is. `learned`: a router decides what opens.
   [[nodiscard]] SegmenterOptions segmenter(std::int64_t tokens, std::int64_t group, std::int64_t dim,
                                            bool learned) const;
-  /// What zooming may use in addition to the entries that are always there.
-  [[nodiscard]] ZoomBudget zoom_budget(const Segments& segments, std::int64_t group, std::int64_t dim,
-                                       bool learned) const;
 
  private:
   /// max_span for a prompt under a budget of so many entries: the longest with which coarse entries, sketches and one

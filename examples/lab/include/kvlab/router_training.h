@@ -10,15 +10,20 @@
 #include <vector>
 
 #include "kvkeep/memory/rank_gates.h"
-#include "kvkeep/memory/router_parameters.h"
 #include "kvkeep/memory/segmenter.h"
+#include "kvkeep/policy/sekv.h"
 #include "kvlab/span_trace.h"
 #include "kvlab/tensor.h"
 
 namespace kvkeep::lm {
 
-/// As kvkeep::TrainedParameters, in LibTorch's tensors.
-using TrainedParameters = TrainedParametersOf<at::Tensor>;
+/// As kvkeep::TrainedParameters, of one layer, in LibTorch's tensors: f32, f16, bf16 or f64 as input, f64 as gradients.
+struct TrainedParameters {
+  Tensor projections;                  ///< [Hq, d', D] W
+  Tensor thresholds;                   ///< [Hq] tau
+  std::array<Tensor, 3> gate_weights;  ///< as RankGates
+  std::array<Tensor, 3> gate_biases;
+};
 
 /// Keys and values of one layer of one prompt, and the positions that query them.
 struct TrainingPrompt {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/memory/segmenter.h"
 #include "kvkeep/parts/folds.h"
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"

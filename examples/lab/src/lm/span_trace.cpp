@@ -7,6 +7,7 @@
 #include "kvkeep/policy/sekv.h"
 #include "kvkeep/trace/check_tensor.h"
 #include "kvkeep/version.h"
+#include "kvlab/span_memory.h"
 #include "span_layer.h"
 
 namespace kvkeep::trace {
@@ -91,7 +92,7 @@ Tensor table_of(std::span<const Span> spans) {
 
 namespace {
 
-Tensor shown_rows(const SpanStore& spans, KvSide side) {
+Tensor shown_rows(const lm::SpanStore& spans, KvSide side) {
   std::int64_t tokens = 0;
   for (const Span& s : spans.spans()) tokens += s.length();
   Tensor rows = empty({spans.kv_heads(), tokens, spans.dim()}, Dtype::f32);
@@ -103,8 +104,8 @@ Tensor shown_rows(const SpanStore& spans, KvSide side) {
   return rows;
 }
 
-void add_folded(const SpanMemory& memory, Result& result) {
-  const SpanStore& spans = memory.spans;
+void add_folded(const lm::SpanMemory& memory, Result& result) {
+  const lm::SpanStore& spans = memory.spans;
   Tensor ranks = empty({spans.size(), spans.kv_heads(), 2}, Dtype::i32), centred = empty(ranks.sizes(), Dtype::u8);
   for (std::int64_t i = 0; i < ranks.numel(); ++i) {
     const SpanFactors& f =
@@ -149,26 +150,32 @@ Result replay_span(const io::SafetensorsFile& file, const KVPolicy& policy) {
       learned ? std::optional<Router>(std::in_place, parameters.projections, parameters.thresholds) : std::nullopt;
   const std::optional<RankGates> gates =
       gated ? std::optional<RankGates>(std::in_place, parameters.gate_weights, parameters.gate_biases) : std::nullopt;
-  const SpanMemory memory =
-      fold_prompt(layer.keys, layer.values, layer.nats(),
-                  segment(layer.nats(), sekv.segmenter(layer.keys.size(1), layer.group(), layer.dim(), learned)),
-                  factors, gates ? &*gates : nullptr);
+  const lm::SpanMemory memory =
+      lm::fold_prompt(layer.keys, layer.values, layer.nats(),
+                      segment(layer.nats(), sekv.segmenter(layer.keys.size(1), layer.group(), layer.dim(), learned)),
+                      factors, gates ? &*gates : nullptr);
 
-  OpenAttention open = attend_rows(memory.dense_keys, memory.dense_values, layer.queries, layer.scale);
-  const Tensor coarse = coarse_logits(memory.spans, layer.queries, layer.scale);
-  const Tensor relevance = learned ? router->relevance(memory.spans, router->norms(memory.spans), layer.queries)
-                                   : estimated_mass(coarse, open);
-  const ZoomBudget budget = sekv.zoom_budget(memory.segments, layer.group(), layer.dim(), learned);
-  const Tensor zoomed = within_budget(relevance, learned ? router->wanted(relevance) : wanted_by_mass(relevance, zoom),
-                                      memory.spans, budget, zoom.heads);
-  merge_spans(open, memory.spans, layer.queries, layer.scale, coarse, zoomed);
+  OpenAttention open = lm::attend_rows(memory.dense_keys, memory.dense_values, layer.queries, layer.scale);
+  const Tensor coarse = lm::coarse_logits(memory.spans, layer.queries, layer.scale);
+  const Tensor relevance =
+      learned ? lm::relevance(*router, memory.spans, lm::router_norms(*router, memory.spans), layer.queries)
+              : lm::estimated_mass(coarse, open);
+  const cpu::ZoomBudget budget{
+      .entries = o.memory.entries_after(memory.segments.tokens),
+      .resident = memory.segments.entries(o.memory.entries_per_span(layer.group(), layer.dim(), learned)),
+      .per_head = o.memory.published_budget};
+  const Tensor zoomed =
+      lm::within_budget(relevance, learned ? lm::wanted(*router, relevance) : lm::wanted_by_mass(relevance, zoom),
+                        memory.spans, budget, zoom.heads);
+  lm::merge_spans(open, memory.spans, layer.queries, layer.scale, coarse, zoomed);
 
   Result result;
   add_folded(memory, result);
   result.tensors.emplace_back("relevance", relevance);
   result.tensors.emplace_back("zoomed", zoomed);
-  result.tensors.emplace_back("output", open.close());
-  result.tensors.emplace_back("output_full", attend_rows(layer.keys, layer.values, layer.queries, layer.scale).close());
+  result.tensors.emplace_back("output", lm::closed(open));
+  result.tensors.emplace_back("output_full",
+                              lm::closed(lm::attend_rows(layer.keys, layer.values, layer.queries, layer.scale)));
   const std::int64_t near = memory.near_bytes() + (learned ? 4 * layer.queries.size(1) * memory.spans.size() : 0),
                      far = memory.spans.far_bytes();
   Tensor bytes = empty({2}, Dtype::i64);

@@ -1,6 +1,8 @@
 #pragma once
 /// Reading a memory of folded spans: which of them each query opens, and all of them in one softmax with the rows that
-/// stayed. Source and differences: router.h, memory_attention.h.
+/// stayed. Source: SeKV (AmirAbaskohi/SeKV). Differs: the heads that share keys share a budget and never exceed it; if
+/// resident entries alone exceed it, nothing opens (the published code raises an error); an opened span is read in
+/// factored form, so no token row is formed; entries that do not count are left out (published: 1e-6 of them stays).
 
 #include <cstdint>
 #include <limits>
@@ -10,6 +12,13 @@
 #include "kvkeep/memory/router.h"
 
 namespace kvkeep {
+
+/// Softmaxes that are still open: entries may be merged into them in any order, with the same result up to rounding.
+struct OpenAttention {
+  Tensor top;  ///< f32 [n, Hq] largest logit so far; -inf: no entry
+  Tensor sum;  ///< f32 [n, Hq] sum of exp(logit - top)
+  Tensor out;  ///< f32 [n, Hq, D] sum of exp(logit - top) * value
+};
 
 /// One row of a layer, as it is read.
 struct MemoryRow {
@@ -25,7 +34,7 @@ struct Reading {
                                                              ///< ones, coarse ones and those of opened spans
   double entries_per_span = 1;                               ///< what a folded span counts as
   double entries_per_token = 0;                              ///< what every token in it adds
-  bool per_head = false;                                     ///< ZoomBudget::per_head
+  bool per_head = false;  ///< each query head has `entries` to itself, and opening a span takes L - 1 (published)
 };
 
 /// Counts of a reading.
