@@ -1,12 +1,11 @@
 // What is left of folded spans: golden numbers, what must hold for any rows, and the bytes.
 
 #include "kvkeep/memory/span_store.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
+
+#include <numeric>
 
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
@@ -19,11 +18,11 @@ using Rank = FactorOptions::Rank;
 using Centred = FactorOptions::Centred;
 
 /// A linear congruential generator: numbers that anybody can make again.
-at::Tensor counted(std::int64_t seed, std::vector<std::int64_t> shape) {
-  at::Tensor t = at::zeros(shape, at::TensorOptions().dtype(at::kFloat));
+Array counted(std::int64_t seed, std::vector<std::int64_t> shape) {
+  Array t = Array::zeros(shape, Dtype::f32);
   for (std::int64_t i = 0; i < t.numel(); ++i) {
     seed = (1103515245 * seed + 12345) % 2147483648;
-    t.data_ptr<float>()[i] = static_cast<float>(static_cast<double>(seed) / 2147483648.0 - 0.5);
+    t.data<float>()[i] = static_cast<float>(static_cast<double>(seed) / 2147483648.0 - 0.5);
   }
   return t;
 }
@@ -32,12 +31,21 @@ const std::vector<float> kFive{2, 0, 1, 1, 4};
 
 SpanStore five(const FactorOptions& o) { return {counted(1, {1, 5, 8}), counted(2, {1, 5, 8}), kFive, {{0, 5}}, o}; }
 
-double squares(const at::Tensor& t) { return t.to(c10::ScalarType::Double).square().sum().item<double>(); }
+double squares(const Array& t) {
+  const Array wide = t.to(Dtype::f64).contiguous();
+  return std::inner_product(wide.data<double>(), wide.data<double>() + wide.numel(), wide.data<double>(), 0.0);
+}
+/// Of a - b.
+double squares(const Array& a, const Array& b) {
+  const Array rest = a.to(Dtype::f64).clone(), less = b.to(Dtype::f64).contiguous();
+  for (std::int64_t i = 0; i < rest.numel(); ++i) rest.data<double>()[i] -= less.data<double>()[i];
+  return squares(rest);
+}
 
 /// Sum of squares of what a zoom does not show.
 double left_out(const FoldedPrompt& p, const SpanStore& spans, std::int64_t s, KvSide side) {
   const Span at = spans.spans()[static_cast<std::size_t>(s)];
-  return squares((side == KvSide::keys ? p.keys : p.values).narrow(1, at.begin, at.length()) - spans.rows(s, side));
+  return squares((side == KvSide::keys ? p.keys : p.values).narrow(1, at.begin, at.length()), spans.rows(s, side));
 }
 
 TEST(SpanStore, HasTheSingularValuesOfAFixedMatrix) {
@@ -66,10 +74,9 @@ TEST(SpanStore, LeavesOutTheSquaresOfTheComponentsItDoesNotKeep) {  // S-16 with
         o.rank = Rank::max, o.max_rank = rank, o.raw = false, o.centred = centred;
         const SpanStore spans(p.keys, p.values, p.surprisal, {{0, length}}, o);
         o.max_rank = 64;
-        const at::Tensor values = SpanStore(p.keys, p.values, p.surprisal, {{0, length}}, o).singular_values(),
-                         all = values.to(at::kDouble).square();
+        const Array all = SpanStore(p.keys, p.values, p.surprisal, {{0, length}}, o).singular_values();
         for (const KvSide side : {KvSide::keys, KvSide::values}) {
-          const double tail = all.select(2, static_cast<int>(side)).narrow(2, rank, 64 - rank).sum().item<double>();
+          const double tail = squares(all.select(2, static_cast<int>(side)).narrow(2, rank, 64 - rank));
           EXPECT_NEAR(left_out(p, spans, 0, side), tail, 1e-5 * (1 + tail)) << length << " tokens, rank " << rank;
         }
         const double now = left_out(p, spans, 0, KvSide::keys);
@@ -109,10 +116,10 @@ TEST(SpanStore, KeepsTheFewestComponentsThatTheEnergyRuleAllows) {
 TEST(SpanStore, CentresWhereThatLeavesLessOut) {
   // Keys: +-1 along one axis, and a token beside it that alone surprises. Centred on it, all others lie beside their
   // axis. Values: far from the origin, close together.
-  at::Tensor keys = at::zeros({1, 8, 4}), values = at::full({1, 8, 4}, 3.0F);
+  Array keys = Array::zeros({1, 8, 4}), values = Array::full({1, 8, 4}, 3.0F);
   for (int t = 0; t < 8; ++t)
-    keys.data_ptr<float>()[4 * t] = t % 2 == 0 ? 1.0F : -1.0F, values.data_ptr<float>()[4 * t + t % 4] += 0.1F;
-  keys.data_ptr<float>()[4 * 2 + 1] = 0.3F;
+    keys.data<float>()[4 * t] = t % 2 == 0 ? 1.0F : -1.0F, values.data<float>()[4 * t + t % 4] += 0.1F;
+  keys.data<float>()[4 * 2 + 1] = 0.3F;
   std::vector<float> surprisal(8);
   surprisal[2] = 1;
   FactorOptions o;
@@ -121,12 +128,12 @@ TEST(SpanStore, CentresWhereThatLeavesLessOut) {
   EXPECT_FALSE(spans.factors(0, 0, KvSide::keys).centred);
   EXPECT_TRUE(spans.factors(0, 0, KvSide::values).centred);
   o.centred = Centred::always;
-  EXPECT_LT(squares(keys - torch_tensor(spans.rows(0, KvSide::keys))),
-            squares(keys - torch_tensor(SpanStore(keys, values, surprisal, {{0, 8}}, o).rows(0, KvSide::keys))));
+  EXPECT_LT(squares(keys, Array(spans.rows(0, KvSide::keys))),
+            squares(keys, Array(SpanStore(keys, values, surprisal, {{0, 8}}, o).rows(0, KvSide::keys))));
 }
 
 TEST(SpanStore, HoldsEqualRowsAsTheirCoarseEntryAlone) {  // S-6, and the rule of rounding noise
-  at::Tensor keys = normals(*std::make_unique<oracle::Random>(33), {1, 1, 8}).expand({1, 6, 8}).contiguous();
+  const Array keys = Array::cat(std::vector<Array>(6, normals(33, {1, 1, 8})), 1);
   for (const Rank rank : {Rank::energy, Rank::max})
     for (const Dtype store : {Dtype::f32, Dtype::bf16}) {
       FactorOptions o;
@@ -137,7 +144,7 @@ TEST(SpanStore, HoldsEqualRowsAsTheirCoarseEntryAlone) {  // S-6, and the rule o
         EXPECT_FALSE(spans.factors(s, 0, KvSide::keys).raw);
         EXPECT_EQ(spans.row(0).zoom_entries(s), 0);
       }
-      EXPECT_EQ(apart(spans.rows(0, KvSide::keys), keys.narrow(1, 0, 5).to(torch_dtype(store))), 0);
+      EXPECT_EQ(apart(spans.rows(0, KvSide::keys), keys.narrow(1, 0, 5).to(store)), 0);
       EXPECT_EQ(spans.far_bytes(), 0);
     }
 }
@@ -162,7 +169,7 @@ TEST(SpanStore, NeverStoresMoreThanTheRows) {
       if (spans.factors(s, 0, KvSide::keys).raw) {
         EXPECT_EQ(
             apart(spans.rows(s, KvSide::keys),
-                  p.keys.narrow(1, spans.spans()[static_cast<std::size_t>(s)].begin, length).to(torch_dtype(store))),
+                  p.keys.narrow(1, spans.spans()[static_cast<std::size_t>(s)].begin, length).to(store)),
             0);
         EXPECT_EQ(spans.row(0).zoom_entries(s), static_cast<double>(length));
       }
@@ -195,7 +202,7 @@ TEST(SpanStore, KeepsWhatGatesNameForKeysAndValuesAlike) {
         for (const KvSide side : {KvSide::keys, KvSide::values}) {
           const std::int64_t at = ((s * 2 + h) * 2 + static_cast<int>(side)) * kRank;
           const Span span = spans.spans()[static_cast<std::size_t>(s)];
-          const at::Tensor rows =
+          const Array rows =
               (side == KvSide::keys ? p.keys : p.values).select(0, h).narrow(0, span.begin, span.length());
           double expected = squares(rows);
           int kept = 0;
@@ -213,7 +220,7 @@ TEST(SpanStore, KeepsWhatGatesNameForKeysAndValuesAlike) {
           gaps += gap && !soft;
           EXPECT_EQ(spans.factors(s, h, side).rank, kept);
           EXPECT_FALSE(spans.factors(s, h, side).centred);
-          EXPECT_NEAR(squares(rows - spans.rows(s, side).select(0, h)), expected, 1e-4 * (1 + squares(rows)));  // S-16
+          EXPECT_NEAR(squares(rows, spans.rows(s, side).select(0, h)), expected, 1e-4 * (1 + squares(rows)));  // S-16
         }
   }
   EXPECT_GT(gaps, 0) << "some kept components are not the largest";
@@ -238,7 +245,7 @@ TEST(SpanStore, RefusesRowsThatAreNotFiniteAndGatesThatDoNotFit) {
   EXPECT_THROW(static_cast<void>(p.fold(o)), InvalidArgument);
   EXPECT_THROW(SpanStore(p.keys, p.values, p.surprisal, {{30, 41}}, {}), InvalidArgument);
   EXPECT_THROW(SpanStore(p.keys, p.values.narrow(1, 0, 39), p.surprisal, {{0, 5}}, {}), InvalidArgument);
-  p.keys.data_ptr<float>()[8 * 12] = std::nanf("");
+  p.keys.data<float>()[8 * 12] = std::nanf("");
   try {
     SpanStore(p.keys, p.values, p.surprisal, {{10, 20}}, {});
     ADD_FAILURE();
