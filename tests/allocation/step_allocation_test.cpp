@@ -1,8 +1,5 @@
 // What a step allocates, and what is left where it cannot. A program of its own: it replaces operator new.
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -13,8 +10,8 @@
 #include <functional>
 #include <new>
 
+#include "arrays.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 
 namespace {
 
@@ -48,6 +45,9 @@ void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std
 namespace kvkeep {
 namespace {
 
+using testing::Array;
+using testing::normals;
+
 constexpr std::int32_t kLayers = 2, kQueryHeads = 4, kKvHeads = 2, kDim = 8, kCapacity = 96, kPageSize = 4;
 
 ModelSpec model() {
@@ -73,11 +73,11 @@ class Engine {
       : keeper(model(), make_policy(policy), provided()), pool(2 * kCapacity / kPageSize, kPageSize), pages(pool) {
     for (std::int32_t l = 0; l < kLayers; ++l) {
       if (paged)
-        layers.emplace_back(PagedKv{at::randn({pool.capacity(), kPageSize, kKvHeads, kDim}),
-                                    at::randn({pool.capacity(), kPageSize, kKvHeads, kDim})});
+        layers.emplace_back(PagedKv{normals(random, {pool.capacity(), kPageSize, kKvHeads, kDim}),
+                                    normals(random, {pool.capacity(), kPageSize, kKvHeads, kDim})});
       else
         layers.emplace_back(
-            DenseKv{at::randn({2, kKvHeads, kCapacity, kDim}), at::randn({2, kKvHeads, kCapacity, kDim})});
+            DenseKv{normals(random, {2, kKvHeads, kCapacity, kDim}), normals(random, {2, kKvHeads, kCapacity, kDim})});
     }
     for (const SequenceId id : ids) {
       keeper.join(id, 3, 9);
@@ -96,7 +96,7 @@ class Engine {
   void bring(std::int32_t tokens) {
     indptr = {0, tokens, 2 * tokens};
     queries.clear();
-    for (std::int32_t l = 0; l < kLayers; ++l) queries.push_back(at::randn({2 * tokens, kQueryHeads, kDim}));
+    for (std::int32_t l = 0; l < kLayers; ++l) queries.push_back(normals(random, {2 * tokens, kQueryHeads, kDim}));
     if (!table.defined()) return;
     for (const SequenceId id : ids) static_cast<void>(pages.append(id, tokens));
     table = pages.table(ids);
@@ -117,7 +117,7 @@ class Engine {
                  .indptr = indptr,
                  .queries = queries[static_cast<std::size_t>(layer)],
                  .basis = QueryBasis::post_rope},
-                {at::full({tokens, kQueryHeads, kDim}, 0.0F), at::full({tokens, kQueryHeads}, 0.0F)});
+                {Array::zeros({tokens, kQueryHeads, kDim}), Array::zeros({tokens, kQueryHeads})});
   }
   void grow() {
     for (std::int32_t& length : lengths) length += indptr[1];
@@ -135,7 +135,7 @@ class Engine {
                                     : std::array{std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values})
         add(side.bytes(), static_cast<std::size_t>(side.nbytes()));
     add(lengths.data(), lengths.size() * 4);
-    if (table.defined()) add(table.const_data_ptr(), table.nbytes());
+    if (table.defined()) add(table.bytes(), static_cast<std::size_t>(table.nbytes()));
     seen.push_back(text(pool.free_pages()));
     const auto* const folds = keeper.find<parts::Folds>();
     for (const SequenceId id : ids) {
@@ -151,14 +151,15 @@ class Engine {
     return seen;
   }
 
+  oracle::Random random{1};
   std::vector<SequenceId> ids{1, 2};
   Keeper keeper;
   PagePool pool;
   PagedSequences pages;
   std::vector<LayerKv> layers;
-  at::Tensor table;
+  Array table;
   std::vector<std::int32_t> lengths = std::vector<std::int32_t>(2 * kLayers * kKvHeads, 3), indptr;
-  std::vector<at::Tensor> queries;
+  std::vector<Array> queries;
 };
 
 /// Runs a call, letting one allocation after the other fail, until it comes through. Where it does not, everything is
@@ -181,14 +182,13 @@ void come_through(Engine& engine, const std::string& what, const std::function<v
   }
 }
 
-class OutOfMemory : public testing::TestWithParam<std::tuple<const char*, bool>> {};
+class OutOfMemory : public ::testing::TestWithParam<std::tuple<const char*, bool>> {};
 
 TEST_P(OutOfMemory, LeavesEverythingAsItWas) {
-  at::set_num_threads(1);
   Engine engine(std::get<0>(GetParam()), std::get<1>(GetParam()));
   std::int32_t events = 0;
   std::int64_t failures = 0;
-  for (std::int32_t step = 0; step < 14 && !testing::Test::HasFatalFailure(); ++step) {
+  for (std::int32_t step = 0; step < 14 && !::testing::Test::HasFatalFailure(); ++step) {
     engine.bring(step == 0 ? 6 : 1);
     for (std::int32_t layer = 0; layer < kLayers; ++layer) {
       come_through(
@@ -208,13 +208,13 @@ TEST_P(OutOfMemory, LeavesEverythingAsItWas) {
 
 INSTANTIATE_TEST_SUITE_P(
     Policies, OutOfMemory,
-    testing::Combine(
-        testing::Values("streaming,budget=8,interval=4,sink=2,recent=1", "tova,budget=8,interval=4,sink=1,recent=1",
-                        "ams-tova,budget=8,interval=4,sink=1,recent=1,min_segment=2,max_segment=4,min_quota=1",
-                        "h2o,budget=8,interval=4,sink=1,recent=1", "expected,budget=8,interval=4,sink=1,recent=1",
-                        "adakv,budget=8,interval=4,sink=1,recent=1,scorer.window=2",
-                        "knorm,budget=8,interval=4,sink=1,recent=1,rest=fold,min_span=2"),
-        testing::Bool()));
+    ::testing::Combine(
+        ::testing::Values("streaming,budget=8,interval=4,sink=2,recent=1", "tova,budget=8,interval=4,sink=1,recent=1",
+                          "ams-tova,budget=8,interval=4,sink=1,recent=1,min_segment=2,max_segment=4,min_quota=1",
+                          "h2o,budget=8,interval=4,sink=1,recent=1", "expected,budget=8,interval=4,sink=1,recent=1",
+                          "adakv,budget=8,interval=4,sink=1,recent=1,scorer.window=2",
+                          "knorm,budget=8,interval=4,sink=1,recent=1,rest=fold,min_span=2"),
+        ::testing::Bool()));
 
 TEST(IdleStep, AllocatesNothing) {
   for (const char* policy : {"streaming,budget=24,interval=16", "tova,budget=24,interval=16,recent=2",

@@ -1,9 +1,6 @@
 // The allocators beside AMS: examples by hand, slow second implementations on random events, and what must hold
 // whatever the scores are.
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,9 +11,10 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "arrays.h"
 #include "kvkeep/allot/head_marks.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
+#include "loop_threads.h"
 #include "oracle/allocators_oracle.h"
 #include "oracle/random_case.h"
 #include "scorer_case.h"
@@ -26,6 +24,9 @@ namespace {
 
 using oracle::AllotHead;
 using oracle::Random;
+using testing::Array;
+using testing::LoopThreads;
+using testing::normals;
 using testing::ScorerArrangement;
 using testing::ScorerCase;
 using Ints = std::vector<std::int32_t>;
@@ -56,7 +57,7 @@ ModelSpec small_spec(std::int32_t heads, std::int32_t dim = 1) {
 
 Decision decision_with(const std::vector<float>& scores) {
   Decision decision;
-  decision.scores.data = at::empty({static_cast<std::int64_t>(scores.size())}, at::TensorOptions().dtype(at::kFloat));
+  decision.scores.data = Array::empty({static_cast<std::int64_t>(scores.size())}, Dtype::f32);
   std::copy(scores.begin(), scores.end(), decision.scores.data.data<float>());
   return decision;
 }
@@ -408,7 +409,7 @@ TEST(Chunks, ShareOneSelectionOfLayersAndHeadsWhereThePolicySaysSo) {
       std::int32_t length = 40;
       std::vector<LayerKv> layers;
       for (std::size_t l = 0; l < spec.layers.size(); ++l)
-        layers.emplace_back(DenseKv{at::randn({1, 2, length, 4}), at::randn({1, 2, length, 4})});
+        layers.emplace_back(DenseKv{normals(2 * l + 1, {1, 2, length, 4}), normals(2 * l + 2, {1, 2, length, 4})});
       Keeper keeper(spec, make_policy("chunkkv-knorm,budget=20,interval=4,sink=1,recent=2,prefill=cut,chunk=3,share=" +
                                       share + ",heads=" + heads));
       keeper.join(id, length);
@@ -569,7 +570,6 @@ std::vector<std::unique_ptr<Allocator>> all_allocators() {
 }
 
 TEST(Allocators, DecideASequenceWithoutRegardToItsBatchItsPlaceAndTheThreads) {  // B14
-  const int threads = at::get_num_threads();
   for (const auto& allocator : all_allocators())
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
       const ScorerCase c(seed, {.longest = 90, .most_queries = 1, .ragged = false});
@@ -585,9 +585,11 @@ TEST(Allocators, DecideASequenceWithoutRegardToItsBatchItsPlaceAndTheThreads) { 
       };
       Event together(c, {});
       score(together);
-      at::set_num_threads(1);
-      const KeepSet all = together.kept(*allocator);
-      at::set_num_threads(std::max(threads, 3));
+      const KeepSet all = [&] {
+        const LoopThreads one(1);
+        return together.kept(*allocator);
+      }();
+      const LoopThreads three(3);
       for (std::int32_t s = 0; s < c.sequences(); ++s) {
         Event alone(c, {.order = {s}, .transposed = true, .tight = true});
         score(alone);
@@ -602,7 +604,6 @@ TEST(Allocators, DecideASequenceWithoutRegardToItsBatchItsPlaceAndTheThreads) { 
         }
       }
     }
-  at::set_num_threads(threads);
 }
 
 TEST(Allocators, WorkspaceGrowsWithTheSlotsAndNotWithTheirSquare) {

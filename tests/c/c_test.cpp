@@ -1,6 +1,5 @@
 // The C interface beside the Keeper: the same slots, pages and errors.
 
-#include <ATen/dlpack.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -13,19 +12,11 @@
 namespace kvkeep::c_test {
 namespace {
 
+using testing::Array;
 using namespace engines;
 using namespace c_engine;
 
 // Structs of version 2: fields may be added at their ends, nothing else.
-static_assert(sizeof(kvkeep_tensor) == sizeof(DLTensor) && offsetof(kvkeep_tensor, shape) == offsetof(DLTensor, shape));
-static_assert(offsetof(kvkeep_tensor, ndim) == offsetof(DLTensor, ndim));
-static_assert(offsetof(kvkeep_tensor, dtype) == offsetof(DLTensor, dtype));
-static_assert(offsetof(kvkeep_tensor, byte_offset) == offsetof(DLTensor, byte_offset));
-static_assert(offsetof(kvkeep_tensor, device) == offsetof(DLTensor, device) && KVKEEP_CPU == int{kDLCPU});
-static_assert(KVKEEP_CUDA == int{kDLCUDA} && KVKEEP_CUDA_HOST == int{kDLCUDAHost} && KVKEEP_INT == int{kDLInt});
-static_assert(KVKEEP_UINT == int{kDLUInt} && KVKEEP_FLOAT == int{kDLFloat} && KVKEEP_BFLOAT == int{kDLBfloat});
-static_assert(KVKEEP_BOOL == int{kDLBool} && KVKEEP_FLOAT8_E4M3 == int{kDLFloat8_e4m3fn});
-static_assert(KVKEEP_FLOAT8_E5M2 == int{kDLFloat8_e5m2});
 static_assert(sizeof(kvkeep_layer) == 12 && offsetof(kvkeep_model, layers) == 64 && sizeof(kvkeep_model) == 88 &&
               sizeof(kvkeep_layer_rope) == 32);
 static_assert(offsetof(kvkeep_provided, accelerator) == 40 && sizeof(kvkeep_provided) == 48);
@@ -233,8 +224,8 @@ TEST(CInterface, NarrowsAPromptLayerByLayer) {
   ASSERT_EQ(kvkeep_join(c.get(), 1, 0, -1), KVKEEP_OK);
   std::vector<LayerKv> layers;
   for (std::size_t l = 0; l < kLayers; ++l)
-    layers.emplace_back(DenseKv{numbers.keys[l].transpose(0, 1).unsqueeze(0).contiguous(),
-                                numbers.values[l].transpose(0, 1).unsqueeze(0).contiguous()});
+    layers.emplace_back(DenseKv{numbers.keys[l].permute({1, 0, 2}).unsqueeze(0).contiguous(),
+                                numbers.values[l].permute({1, 0, 2}).unsqueeze(0).contiguous()});
   Ints lengths(kRows, 60), lengths_of_c = lengths;
   const CacheView view{.layers = layers, .sequences = numbers.ids, .lengths = {lengths, kRows}};
   const Observation seen{.layer = 0, .sequences = numbers.ids, .indptr = numbers.indptr, .queries = numbers.queries[0]};
@@ -245,8 +236,7 @@ TEST(CInterface, NarrowsAPromptLayerByLayer) {
   std::vector<kvkeep_layer_cache> layers_of_c;
   for (const LayerKv& layer : layers) {
     const auto& kv = std::get<DenseKv>(layer);
-    layers_of_c.push_back(
-        {KVKEEP_DENSE, arrays.of(torch_tensor(kv.keys)), arrays.of(torch_tensor(kv.values)), nullptr, nullptr});
+    layers_of_c.push_back({KVKEEP_DENSE, arrays.of(Array(kv.keys)), arrays.of(Array(kv.values)), nullptr, nullptr});
   }
   kvkeep_observation seen_by_c{};
   seen_by_c.size = sizeof seen_by_c;
@@ -374,7 +364,7 @@ TEST(CInterface, SaysWhatIsWrong) {
   ASSERT_EQ(kvkeep_logical_length(c.keeper.get(), 1, &length), KVKEEP_OK);
   EXPECT_EQ(length, 0) << "what was refused was not recorded";
   kvkeep_report report{};
-  c.keys[0] = at::Tensor();
+  c.keys[0] = Array();
   expect_failed(c.call(kvkeep_step, {1}, report), KVKEEP_INVALID_ARGUMENT, "cache: keys is NULL");
   expect_failed(kvkeep_step(c.keeper.get(), nullptr, nullptr), KVKEEP_INVALID_ARGUMENT, "cache is NULL");
   expect_failed(kvkeep_truncate(c.keeper.get(), 1, -1), KVKEEP_INVALID_ARGUMENT, "given -1; allowed 0 to that");

@@ -4,10 +4,10 @@
 
 #include <numeric>
 
+#include "arrays.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/keep/rerotate.h"
-#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::rope_test {
@@ -72,8 +72,8 @@ TEST(Rerotate, OfAPrunedCacheEqualsRotatingThePrunedKeysAfresh) {
   rerotated_equals_rotated_afresh<float>(Dtype::f32, 2e-6);
 }
 TEST(Rerotate, HoldsInHalfPrecision) {
-  rerotated_equals_rotated_afresh<c10::Half>(Dtype::f16, 8e-3);
-  rerotated_equals_rotated_afresh<c10::BFloat16>(Dtype::bf16, 6e-2);
+  rerotated_equals_rotated_afresh<Half>(Dtype::f16, 8e-3);
+  rerotated_equals_rotated_afresh<BFloat16>(Dtype::bf16, 6e-2);
 }
 
 TEST(Rerotate,

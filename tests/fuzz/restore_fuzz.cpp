@@ -1,9 +1,6 @@
 // Whatever a file holds that is whole by its checksum: restore() refuses it and changes nothing, or the sequence can go
 // on, be cut back and leave.
 
-#include <ATen/ops/cat.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,13 +10,14 @@
 #include <filesystem>
 #include <string_view>
 
+#include "arrays.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
 namespace {
 
 using namespace kvkeep;
+using kvkeep::testing::Array;
 
 constexpr std::int32_t kHeads = 2, kDim = 8, kCapacity = 160;
 
@@ -37,7 +35,8 @@ struct Engine {
       make_policy(
           "ams-tova,budget=24,interval=4,recent=4,window=3,sink=1,rest=fold,memory.max_span=8,memory.min_span=2"),
       {.surprisal = true, .reads_folded = true}};
-  std::vector<LayerKv> cache{DenseKv{at::zeros({1, kHeads, kCapacity, kDim}), at::zeros({1, kHeads, kCapacity, kDim})}};
+  std::vector<LayerKv> cache{
+      DenseKv{Array::zeros({1, kHeads, kCapacity, kDim}), Array::zeros({1, kHeads, kCapacity, kDim})}};
   std::vector<std::int32_t> lengths = {0, 0};
   oracle::Random random{5};
 
@@ -45,15 +44,15 @@ struct Engine {
     const SequenceId id = 1;
     const std::vector<std::int32_t> indptr{0, tokens};
     const auto& kv = std::get<DenseKv>(cache.front());
-    at::Tensor queries = at::zeros({tokens, kHeads, kDim}), out = at::zeros({tokens, kHeads, kDim}),
-               lse = at::zeros({tokens, kHeads});
+    const Array queries = Array::zeros({tokens, kHeads, kDim}), out = Array::zeros({tokens, kHeads, kDim}),
+                lse = Array::zeros({tokens, kHeads});
     for (std::int32_t h = 0; h < kHeads; ++h)
       for (std::int32_t t = 0; t < tokens; ++t)
         for (std::int32_t d = 0; d < kDim; ++d) {
           const std::int64_t slot = (std::int64_t{h} * kCapacity + lengths[static_cast<std::size_t>(h)] + t) * kDim + d;
           kv.keys.data<float>()[slot] = static_cast<float>(random.normal());
           kv.values.data<float>()[slot] = static_cast<float>(random.normal());
-          queries.data_ptr<float>()[(t * kHeads + h) * kDim + d] = static_cast<float>(random.normal());
+          queries.data<float>()[(t * kHeads + h) * kDim + d] = static_cast<float>(random.normal());
         }
     const Observation seen{
         .layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = queries, .basis = QueryBasis::post_rope};
@@ -91,7 +90,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const std::size_t at = data[1] | static_cast<std::size_t>(data[2] & 0x7f) << 8;
     if (data[2] & 0x80)
       t = (data[3] & 1) != 0 && t.size(0) > 0
-              ? Tensor(at::cat({t, t.narrow(0, 0, 1 + static_cast<std::int64_t>(at) % t.size(0))}, 0))
+              ? Tensor(Array::cat({t, t.narrow(0, 0, 1 + static_cast<std::int64_t>(at) % t.size(0))}))
               : clone(t.narrow(0, 0, static_cast<std::int64_t>(at) % (t.size(0) + 1)));
     else if (t.nbytes() >= 4)
       std::memcpy(t.bytes() + at % (static_cast<std::size_t>(t.nbytes()) / 4) * 4, data + 3, 4);

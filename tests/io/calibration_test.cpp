@@ -1,9 +1,8 @@
 // Calibration files: both layouts hold the same numbers, and what is damaged or hostile is refused with a sentence.
 
 #include "kvkeep/io/calibration.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -18,6 +17,8 @@
 
 namespace kvkeep::calibration_test {
 namespace {
+
+using testing::Array;
 
 namespace fs = std::filesystem;
 using Bytes = std::string;
@@ -160,11 +161,8 @@ TEST_F(CalibrationFile, MissingFilesAndFoldersAreRefused) {
 
 TEST_F(CalibrationFile, OurLayoutIsRefusedForEveryFieldThatIsWrong) {
   const fs::path file = folder_ / "c.safetensors";
-  const auto zeros = [](std::initializer_list<std::int64_t> shape) {
-    return at::full(shape, 0.5F, at::TensorOptions(at::kFloat));
-  };
-  const auto written = [&](const std::map<std::string, std::string>& change, const at::Tensor& mean,
-                           const at::Tensor& modulus) {
+  const auto zeros = [](std::initializer_list<std::int64_t> shape) { return Array::full(shape, 0.5F, Dtype::f32); };
+  const auto written = [&](const std::map<std::string, std::string>& change, const Array& mean, const Array& modulus) {
     std::map<std::string, std::string> metadata{
         {"kvkeep_calibration", "1"}, {"head_dim", "4"}, {"rope_style", "half"}, {"inv_freq", "[1, 0.1]"}};
     for (const auto& [key, value] : change) {
@@ -176,7 +174,7 @@ TEST_F(CalibrationFile, OurLayoutIsRefusedForEveryFieldThatIsWrong) {
     io::write_safetensors(file, {{"q_mean", mean}, {"q_abs_mean", modulus}}, metadata);
     return content(file);
   };
-  const at::Tensor mean = zeros({2, 3, 2, 2}), modulus = zeros({2, 3, 2});
+  const Array mean = zeros({2, 3, 2, 2}), modulus = zeros({2, 3, 2});
   EXPECT_EQ(read_calibration(written({{"layers", "[5, 3]"}}, mean, modulus), "x").heads.count({5, 2}), 1U);
   EXPECT_TRUE(read_calibration(written({{"inv_freq", ""}}, mean, modulus), "x").inv_freq.empty());
   for (const auto& [key, value, word] :
@@ -203,7 +201,7 @@ TEST_F(CalibrationFile, OurLayoutIsRefusedForEveryFieldThatIsWrong) {
   expect_refused(written({}, zeros({2, 3, 2, 3}), modulus), "do not match");
   expect_refused(written({}, zeros({2, 2, 2, 2}), modulus), "do not match");
   expect_refused(written({}, zeros({2, 3, 4}), modulus), "q_mean");
-  expect_refused(written({}, mean.to(at::ScalarType::Double), modulus), "f64");
+  expect_refused(written({}, mean.to(Dtype::f64), modulus), "f64");
   expect_refused(written({}, zeros({0, 3, 2, 2}), zeros({0, 3, 2})), "q_mean");
   io::write_safetensors(file, {{"q_mean", mean}},
                         {{"kvkeep_calibration", "1"}, {"head_dim", "4"}, {"rope_style", "half"}});
@@ -287,8 +285,8 @@ TEST_F(CalibrationFile, ViewsThatLeaveTheirStorageAreRefused) {
 TEST_F(CalibrationFile, ReadsStoragesOfOtherWidths) {
   Bytes halves, brains, doubles;
   for (const double x : {1.5, -2.0, 0.25, 4.0, 0.0, 0.0, 0.0, 0.0}) {
-    halves += little(c10::Half(static_cast<float>(x)).x, 2);
-    brains += little(c10::BFloat16(static_cast<float>(x)).x, 2);
+    halves += little(Half(static_cast<float>(x)).bits, 2);
+    brains += little(BFloat16(static_cast<float>(x)).bits, 2);
     doubles += little(std::bit_cast<std::uint64_t>(x), 8);
   }
   for (const auto& [type, storage] : {std::pair<const char*, Bytes>{"HalfStorage", halves},

@@ -1,8 +1,6 @@
 #include "kvkeep/io/gguf.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -21,6 +19,8 @@
 
 namespace kvkeep::io::gguf_test {
 namespace {
+
+using testing::Array;
 
 namespace fs = std::filesystem;
 namespace gguf = testing::gguf;
@@ -42,9 +42,8 @@ void expect_refused(const GgufParts& parts, std::initializer_list<const char*> n
   expect_refused(parts.bytes(), named);
 }
 
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
-         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+bool same_bits(const Array& a, const Array& b) {
+  return a.dtype() == b.dtype() && a.sizes() == b.sizes() && std::memcmp(a.bytes(), b.bytes(), a.nbytes()) == 0;
 }
 
 // tests/golden/gguf/make.py
@@ -56,9 +55,10 @@ TEST(Gguf, WidensEveryTypeToTheBitsOfThePythonPackage) {
   EXPECT_EQ(file.names(),
             (Names{"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}));
   for (const std::string_view name : file.names()) {
-    const at::Tensor expected = widened.tensor(name);
+    const Array expected = widened.tensor(name);
     EXPECT_EQ(file.described(name).type, name);
-    EXPECT_EQ(file.described(name).shape, expected.sizes().vec()) << name;
+    EXPECT_EQ(file.described(name).shape, std::vector<std::int64_t>(expected.sizes().begin(), expected.sizes().end()))
+        << name;
     EXPECT_TRUE(same_bits(file.tensor(name), expected)) << name;
     EXPECT_TRUE(same_bits(file.tensor(name, Dtype::f16), widened.tensor(std::string(name) + ".f16"))) << name;
     EXPECT_TRUE(same_bits(file.tensor(name, Dtype::bf16), widened.tensor(std::string(name) + ".bf16"))) << name;
@@ -153,19 +153,18 @@ TEST(Gguf, SaysWhichKeyIsMissingOrOfAnotherType) {
 
 TEST(Gguf, ShapesAreRowMajorFromNoneToFourDimensions) {
   GgufParts parts;
-  parts.tensor("scalar", {}, gguf::F32, raw(2.5F)).tensor("vector", at::arange(5, at::TensorOptions(at::kHalf)));
-  parts.tensor("matrix", at::arange(6, at::TensorOptions(at::kFloat)).reshape({2, 3}))
-      .tensor("cube", at::arange(24, at::TensorOptions(at::kBFloat16)).reshape({1, 2, 3, 4}));
+  parts.tensor("scalar", {}, gguf::F32, raw(2.5F)).tensor("vector", Array::range(0, 5, Dtype::f16));
+  parts.tensor("matrix", Array::range(0, 6, Dtype::f32).reshape({2, 3}))
+      .tensor("cube", Array::range(0, 24, Dtype::bf16).reshape({1, 2, 3, 4}));
   parts.tensor("empty", {3, 0, 7}, gguf::F32, "").tensor("no_blocks", {4, 0}, gguf::Q4_K, "");
   const GgufFile file = file_of(parts);
   EXPECT_EQ(file.names(), (Names{"scalar", "vector", "matrix", "cube", "empty", "no_blocks"}));
   EXPECT_EQ(file.tensor("scalar").dim(), 0);
   EXPECT_EQ(file.tensor("scalar").data<float>()[0], 2.5F);
-  EXPECT_TRUE(at::equal(file.tensor("vector"), at::arange(5, at::TensorOptions(at::kFloat))));
+  EXPECT_TRUE(Array(file.tensor("vector")).equal(Array::range(0, 5, Dtype::f32)));
   EXPECT_EQ(file.described("matrix").shape, (std::vector<std::int64_t>{2, 3}));
-  EXPECT_TRUE(at::equal(file.tensor("matrix"), at::arange(6, at::TensorOptions(at::kFloat)).reshape({2, 3})));
-  EXPECT_TRUE(at::equal(file.tensor("cube", Dtype::bf16),
-                        at::arange(24, at::TensorOptions(at::kBFloat16)).reshape({1, 2, 3, 4})));
+  EXPECT_TRUE(Array(file.tensor("matrix")).equal(Array::range(0, 6, Dtype::f32).reshape({2, 3})));
+  EXPECT_TRUE(Array(file.tensor("cube", Dtype::bf16)).equal(Array::range(0, 24, Dtype::bf16).reshape({1, 2, 3, 4})));
   EXPECT_EQ(file.tensor("empty", Dtype::f16).sizes(), Shape({3, 0, 7}));
   EXPECT_EQ(file.tensor("no_blocks").sizes(), Shape({4, 0}));
 }
@@ -179,32 +178,32 @@ TEST(Gguf, ManyThreadsWidenWhatOneDoes) {
   parts.tensor("x", {static_cast<std::uint64_t>(blocks * 32)}, gguf::Q4_0, bytes);
   const GgufFile file = file_of(parts);
   for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
-    const at::Tensor x = torch_tensor(file.tensor("x", dtype)).to(at::kFloat);
+    const Array x = Array(file.tensor("x", dtype)).to(Dtype::f32);
     for (std::int64_t i = 0; i < blocks * 32; ++i) {
       const auto byte = static_cast<int>(i / 32 % 251);
-      ASSERT_EQ(x.const_data_ptr<float>()[i], static_cast<float>((i % 32 < 16 ? byte & 15 : byte >> 4) - 8)) << i;
+      ASSERT_EQ(x.data<float>()[i], static_cast<float>((i % 32 < 16 ? byte & 15 : byte >> 4) - 8)) << i;
     }
   }
 }
 
 TEST(Gguf, TensorsAndCopiesOutliveTheFileObject) {
   std::optional<GgufFile> copy;
-  at::Tensor x;
+  Array x;
   {
     GgufParts parts;
-    parts.texts("tokens", {"first", "second"}).tensor("x", at::arange(4, at::TensorOptions(at::kFloat)));
+    parts.texts("tokens", {"first", "second"}).tensor("x", Array::range(0, 4, Dtype::f32));
     const GgufFile file = file_of(parts);
     x = file.tensor("x");
     copy = file;
   }
   EXPECT_EQ(copy->strings("tokens"), (Names{"first", "second"}));
-  x.mutable_data_ptr<float>()[0] = 7;  // its memory is its own
+  x.data<float>()[0] = 7;  // its memory is its own
   EXPECT_EQ(copy->tensor("x").data<float>()[0], 0);
 }
 
 TEST(Gguf, AsksForTensorsByNameAndDtype) {
   GgufParts parts;
-  parts.tensor("x", at::arange(4, at::TensorOptions(at::kFloat)));
+  parts.tensor("x", Array::range(0, 4, Dtype::f32));
   const GgufFile file = file_of(parts);
   EXPECT_TRUE(file.has("x") && !file.has("y") && !file.has_key("x"));
   EXPECT_NE(message_of<InvalidArgument>([&] { (void)file.tensor("y"); }).find("lying.gguf has no tensor 'y'"),
@@ -277,14 +276,13 @@ TEST(Gguf, RefusesALyingAlignment) {
     GgufParts parts;
     parts.alignment = alignment;
     parts.whole("general.alignment", alignment)
-        .tensor("a", at::arange(3, at::TensorOptions(at::kFloat)))
-        .tensor("b", at::arange(5, at::TensorOptions(at::kHalf)));
-    EXPECT_TRUE(at::equal(file_of(parts).tensor("b"), at::arange(5, at::TensorOptions(at::kFloat)))) << alignment;
+        .tensor("a", Array::range(0, 3, Dtype::f32))
+        .tensor("b", Array::range(0, 5, Dtype::f16));
+    EXPECT_TRUE(Array(file_of(parts).tensor("b")).equal(Array::range(0, 5, Dtype::f32))) << alignment;
   }
   // The data would begin behind the end of the file.
-  expect_refused(
-      GgufParts().whole("general.alignment", 1U << 31).tensor("a", at::arange(3, at::TensorOptions(at::kFloat))),
-      {"'a'", "truncated"});
+  expect_refused(GgufParts().whole("general.alignment", 1U << 31).tensor("a", Array::range(0, 3, Dtype::f32)),
+                 {"'a'", "truncated"});
 }
 
 TEST(Gguf, RefusesALyingTensorByName) {
@@ -364,8 +362,7 @@ TEST(Gguf, EveryTruncationOfAFileIsRefused) {
       .texts("tokens", {"a", "bc"})
       .list<float>("scores", gguf::f32, {1, 2})
       .truth("flag", true);
-  parts.tensor("x", at::arange(5, at::TensorOptions(at::kFloat)))
-      .tensor("y", {1, 32}, gguf::Q8_0, std::string(34, '\1'));
+  parts.tensor("x", Array::range(0, 5, Dtype::f32)).tensor("y", {1, 32}, gguf::Q8_0, std::string(34, '\1'));
   const std::string whole = parts.bytes();
   EXPECT_NO_THROW((void)GgufFile::from_bytes(whole));
   for (std::size_t n = 0; n < whole.size(); ++n) {
@@ -400,8 +397,8 @@ TEST(Gguf, OpensARealModel) {
   EXPECT_EQ(tokens[1], "<|im_start|>");
   EXPECT_EQ(file.whole_numbers("tokenizer.ggml.token_type").size(), 49152U);
   EXPECT_EQ(file.strings("tokenizer.ggml.merges").size(), 48900U);
-  const at::Tensor embedding = file.tensor("token_embd.weight", Dtype::bf16);
-  EXPECT_EQ(embedding.sizes().vec(), (std::vector<std::int64_t>{49152, 576}));
+  const Array embedding = file.tensor("token_embd.weight", Dtype::bf16);
+  EXPECT_EQ(embedding.sizes(), Shape({49152, 576}));
 }
 
 }  // namespace

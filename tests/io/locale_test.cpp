@@ -1,7 +1,6 @@
 // Files are the same bytes under every locale: what an engine writes under one that groups digits is read under the
 // classic one, and vice versa.
 
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -9,13 +8,15 @@
 #include <locale>
 #include <map>
 
+#include "arrays.h"
 #include "engines.h"
 #include "kvkeep/io/calibration.h"
-#include "kvkeep/torch.h"
 #include "kvkeep/trace/event_trace.h"
 
 namespace kvkeep::locale_test {
 namespace {
+
+using testing::Array;
 
 /// 12.345,5 where C++ says 12345.5.
 class Grouping final : public std::numpunct<char> {
@@ -67,7 +68,7 @@ TEST_P(Locales, KeepSavedSequencesWhole) {
 }
 
 TEST_P(Locales, KeepTensorsCalibrationsAndTracesWhole) {
-  const at::Tensor large = at::full({1234, 5}, 0.5F);
+  const Array large = Array::full({1234, 5}, 0.5F);
   {
     const Under locale(writes_grouped());
     io::write_safetensors(file_, {{"first", large}, {"second", large}}, {{"count", text(12345)}});
@@ -75,7 +76,7 @@ TEST_P(Locales, KeepTensorsCalibrationsAndTracesWhole) {
   {
     const Under locale(!writes_grouped());
     const io::SafetensorsFile file = io::SafetensorsFile::open(file_);
-    EXPECT_TRUE(torch_tensor(file.tensor("second")).equal(large));
+    EXPECT_TRUE(Array(file.tensor("second")).equal(large));
     EXPECT_EQ(file.metadata().at("count"), "12345");
   }
   Calibration calibration{.head_dim = 4,
@@ -100,9 +101,9 @@ TEST_P(Locales, KeepTensorsCalibrationsAndTracesWhole) {
 }
 
 TEST_P(Locales, KeepReplayedTracesWhole) {
-  const auto i32 = at::TensorOptions(at::kInt);
-  at::Tensor positions = at::full({1, 1500}, 0, i32);
-  for (std::int32_t t = 0; t < 1500; ++t) positions.data_ptr<std::int32_t>()[t] = t;
+  const auto i32 = Dtype::i32;
+  Array positions = Array::full({1, 1500}, 0, i32);
+  for (std::int32_t t = 0; t < 1500; ++t) positions.data<std::int32_t>()[t] = t;
   const std::map<std::string, std::string> metadata{{"kvkeep_trace", "1"},
                                                     {"kind", "event"},
                                                     {"rope_style", "half"},
@@ -112,8 +113,8 @@ TEST_P(Locales, KeepReplayedTracesWhole) {
   {
     const Under locale(writes_grouped());
     io::write_safetensors(file_,
-                          {{"keys", at::full({1, 1, 1500, 4}, 0.5F)},
-                           {"values", at::full({1, 1, 1500, 4}, 0.5F)},
+                          {{"keys", Array::full({1, 1, 1500, 4}, 0.5F)},
+                           {"values", Array::full({1, 1, 1500, 4}, 0.5F)},
                            {"positions", positions}},
                           metadata);
     const trace::Result result =

@@ -1,10 +1,6 @@
 #include "kvkeep/io/safetensors.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
-#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -26,6 +22,8 @@
 
 namespace kvkeep::io::safetensors_test {
 namespace {
+
+using testing::Array;
 
 namespace fs = std::filesystem;
 
@@ -73,12 +71,16 @@ void expect_refused(const std::string& bytes, std::initializer_list<const char*>
 
 TEST_F(Safetensors, ComeBackBitForBitInEveryDtype) {
   std::vector<std::pair<std::string, Tensor>> tensors;
-  using S = at::ScalarType;
-  for (const S dtype : {S::Double, S::Float, S::Half, S::BFloat16, S::Long, S::Int, S::Short, S::Char, S::Byte, S::Bool,
-                        S::UInt16, S::UInt32, S::UInt64})
-    tensors.emplace_back(c10::toString(dtype), at::arange(3, 24, at::TensorOptions(S::Int)).reshape({3, 7}).to(dtype));
-  tensors.emplace_back("empty", at::zeros({0, 4}, at::TensorOptions(S::Half)));
-  tensors.emplace_back("scalar", at::ones({}, at::TensorOptions(S::Float)));
+  for (const Dtype dtype :
+       {Dtype::f64, Dtype::f32, Dtype::f16, Dtype::bf16, Dtype::i64, Dtype::i32, Dtype::i16, Dtype::i8, Dtype::u8,
+        Dtype::boolean, Dtype::u16, Dtype::u32, Dtype::u64, Dtype::f8_e4m3, Dtype::f8_e5m2}) {
+    const Array all = Array::empty({3, 7}, dtype);
+    for (std::int64_t i = 0; i < all.nbytes(); ++i)
+      all.bytes()[i] = static_cast<std::byte>(dtype == Dtype::boolean ? i % 2 : 7 * i);
+    tensors.emplace_back(name_of(dtype), all);
+  }
+  tensors.emplace_back("empty", Array::zeros({0, 4}, Dtype::f16));
+  tensors.emplace_back("scalar", Array::full({}, 1));
   const fs::path path = folder_ / "all.safetensors";
   write_safetensors(path, tensors, {{"kind", "event"}, {"quote\"", "line\nbreak"}});
 
@@ -97,9 +99,8 @@ TEST_F(Safetensors, ComeBackBitForBitInEveryDtype) {
 }
 
 TEST_F(Safetensors, AreWrittenTheSameTwiceWithAnAlignedHeader) {
-  const std::vector<std::pair<std::string, Tensor>> tensors{
-      {"b", at::ones({3}, at::TensorOptions(at::ScalarType::Byte))},
-      {"a", at::ones({2, 2}, at::TensorOptions(at::kFloat)).t()}};
+  const std::vector<std::pair<std::string, Tensor>> tensors{{"b", Array::full({3}, 1, Dtype::u8)},
+                                                            {"a", Array::full({2, 2}, 1).permute({1, 0})}};
   write_safetensors(folder_ / "1", tensors);
   write_safetensors(folder_ / "2", tensors);
   const auto bytes = [](const fs::path& path) {
@@ -186,10 +187,7 @@ TEST_F(Safetensors, RefuseNamesAndFieldsSaidTwice) {
 
 TEST_F(Safetensors, EveryTruncationOfAFileIsRefused) {
   const fs::path path = folder_ / "whole.safetensors";
-  write_safetensors(
-      path,
-      {{"a", at::ones({5}, at::TensorOptions(at::kFloat))}, {"b", at::ones({3, 3}, at::TensorOptions(at::kHalf))}},
-      {{"k", "v"}});
+  write_safetensors(path, {{"a", Array::full({5}, 1)}, {"b", Array::full({3, 3}, 1, Dtype::f16)}}, {{"k", "v"}});
   std::ifstream in(path, std::ios::binary);
   const std::string whole{std::istreambuf_iterator<char>(in), {}};
   ASSERT_EQ(refusal(whole), "");
@@ -210,14 +208,12 @@ TEST_F(Safetensors, NamesTheFileAndTheTensorThatIsNotThere) {
 }
 
 TEST_F(Safetensors, WritingRefusesWithoutLeavingAnythingBehind) {
-  const at::Tensor x = at::ones({2}, at::TensorOptions(at::kFloat));
+  const Array x = Array::full({2}, 1);
   EXPECT_THROW(write_safetensors(folder_ / "f", {{"a", x}, {"a", x}}), InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_ / "f", {{"__metadata__", x}}), InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_ / "f", {{"\xff", x}}), InvalidArgument);
-  EXPECT_THROW(write_safetensors(folder_ / "f", {{"a", at::Tensor()}}), InvalidArgument);
-  EXPECT_THROW(
-      write_safetensors(folder_ / "f", {{"a", at::empty({1}, at::TensorOptions(at::ScalarType::ComplexFloat))}}),
-      InvalidArgument);
+  EXPECT_THROW(write_safetensors(folder_ / "f", {{"a", Array()}}), InvalidArgument);
+  EXPECT_THROW(write_safetensors(folder_ / "f", {{"a", Array::empty({1}, Dtype::complex64)}}), InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_ / "absent" / "f", {{"a", x}}), InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_, {{"a", x}}), InvalidArgument);
   EXPECT_EQ(files(), 0U);
@@ -333,23 +329,23 @@ TEST_F(Safetensors, APipeIsRefusedAtOnce) {
 // An earlier version mapped every file: to cut it ended the process (SIGBUS).
 TEST_F(Safetensors, ACopyOutlivesItsFile) {
   const fs::path path = folder_ / "cut.safetensors";
-  const at::Tensor values = at::arange(100000, at::TensorOptions(at::kFloat));
+  const Array values = Array::range(0, 100000);
   write_safetensors(path, {{"values", values}});
   const SafetensorsFile file = SafetensorsFile::read(path);
-  const at::Tensor before = file.tensor("values");
+  const Array before = file.tensor("values");
   fs::resize_file(path, 100);
   EXPECT_TRUE(before.equal(values));
-  EXPECT_TRUE(torch_tensor(file.tensor("values")).equal(values));
+  EXPECT_TRUE(Array(file.tensor("values")).equal(values));
   EXPECT_THROW((void)SafetensorsFile::read(path), InvalidArgument);
 }
 
 TEST_F(Safetensors, AStateIsReadFromACopy) {
   const fs::path path = folder_ / "state";
-  const at::Tensor values = at::arange(100000, at::TensorOptions(at::kFloat));
+  const Array values = Array::range(0, 100000);
   write_state(path, {{"values", values}}, {{"policy", "{}"}});
   const StateFile state = StateFile::open(path);
   fs::resize_file(path, 100);
-  EXPECT_TRUE(torch_tensor(state.tensor("values", Dtype::f32, {-1})).equal(values));
+  EXPECT_TRUE(Array(state.tensor("values", Dtype::f32, {-1})).equal(values));
   EXPECT_THROW((void)StateFile::open(path), InvalidArgument);
 }
 

@@ -1,17 +1,16 @@
 // Compaction: opaque bytes, in place, in order; nothing else is touched.
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/index_select.h>
-#include <ATen/ops/randint.h>
 #include <gtest/gtest.h>
 
+#include "arrays.h"
 #include "kvkeep/keep/compact.h"
-#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::compact_test {
 namespace {
+
+using testing::Array;
+using testing::whole_numbers;
 
 std::vector<std::int32_t> random_keep(oracle::Random& random, std::int32_t length) {
   std::vector<std::int32_t> kept;
@@ -23,25 +22,23 @@ std::vector<std::int32_t> random_keep(oracle::Random& random, std::int32_t lengt
 
 TEST(Compact, MovesExactlyTheKeptBytesForAnyDtypeHeadSizeAndStride) {  // B21, B24, B25
   oracle::Random random(7);
-  for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16, c10::ScalarType::Char, c10::ScalarType::Byte})
+  for (const auto dtype : {Dtype::f32, Dtype::f16, Dtype::bf16, Dtype::i8, Dtype::u8})
     for (const std::int64_t dim : {1, 3, 64, 80, 96, 128, 192, 256})
       for (const std::int64_t length : {0, 1, 2, 17, 64, 127, 128, 129}) {
         const std::int64_t capacity = length + 3;
         // A transposed parent ([B, capacity, H, D]) and an odd offset: strided, misaligned rows with canaries around.
-        at::Tensor parent = at::randint(0, 100, {2, capacity, 3, dim + 1}).to(dtype);
-        at::Tensor keys = parent.permute({0, 2, 1, 3}).slice(3, 1);
-        const at::Tensor before = keys.clone(), parent_before = parent.clone();
+        Array parent = whole_numbers(random, 100, {2, capacity, 3, dim + 1}, dtype);
+        Array keys = parent.permute({0, 2, 1, 3}).narrow(3, 1, dim);
+        const Array before = keys.clone(), parent_before = parent.clone();
         const auto kept = random_keep(random, static_cast<std::int32_t>(length));
         const auto bytes = static_cast<std::int64_t>(keys.element_size());
-        compact_slots({static_cast<std::byte*>(keys[1][2].data_ptr()), keys.stride(2) * bytes, dim * bytes}, kept);
-        at::Tensor index = at::empty({static_cast<std::int64_t>(kept.size())}, at::TensorOptions(at::kInt));
-        std::copy(kept.begin(), kept.end(), index.data_ptr<std::int32_t>());
+        compact_slots({static_cast<std::byte*>(keys[1][2].bytes()), keys.stride(2) * bytes, dim * bytes}, kept);
         const auto n = static_cast<std::int64_t>(kept.size());
-        ASSERT_TRUE(keys[1][2].slice(0, 0, n).equal(at::index_select(before[1][2], 0, index)));
-        ASSERT_TRUE(keys[1][2].slice(0, length).equal(before[1][2].slice(0, length)))
+        ASSERT_TRUE(keys[1][2].narrow(0, 0, n).equal(gather(before[1][2], 0, kept)));
+        ASSERT_TRUE(keys[1][2].narrow(0, length, 3).equal(before[1][2].narrow(0, length, 3)))
             << "slots past the row are canaries";
         ASSERT_TRUE(keys[0].equal(before[0])) << "another sequence's rows";
-        ASSERT_TRUE(parent.slice(3, 0, 1).equal(parent_before.slice(3, 0, 1))) << "bytes between the rows";
+        ASSERT_TRUE(parent.narrow(3, 0, 1).equal(parent_before.narrow(3, 0, 1))) << "bytes between the rows";
       }
 }
 
@@ -51,19 +48,21 @@ TEST(Compact, MovesWhatDoesNotFitInTheCaches) {
   ModelSpec spec;
   spec.query_heads = spec.kv_heads = 1, spec.key_dim = spec.value_dim = 32;
   spec.layers.resize(1);
-  const auto rows = [] { return at::randint(0, 1 << 20, {1, 1, kSlots, 32}).to(at::kFloat); };
+  oracle::Random random(8);
+  const auto rows = [&] { return whole_numbers(random, 1 << 20, {1, 1, kSlots, 32}); };
   std::vector<LayerKv> layers{DenseKv{rows(), rows()}};
-  const at::Tensor keys = torch_tensor(std::get<DenseKv>(layers[0]).keys), before = keys.clone();
+  const Array keys = Array(std::get<DenseKv>(layers[0]).keys), before = keys.clone();
   const SequenceId id = 0;
   std::int32_t length = kSlots;
   const std::int32_t first[] = {0};
   const RowTable table =
       make_rows(spec, {.layers = layers, .sequences = {&id, 1}, .lengths = {{&length, 1}}}, first, first);
-  const at::Tensor odd = at::arange(1, kSlots, 2, at::TensorOptions(at::kInt));
-  const KeepSet keep{odd, {0, odd.numel()}};
+  std::vector<std::int32_t> odd;
+  for (std::int32_t slot = 1; slot < kSlots; slot += 2) odd.push_back(slot);
+  const KeepSet keep{Array::of(odd), {0, std::ssize(odd)}};
   ASSERT_GT(bytes_to_move(table, keep), 16 << 20);
   compact(table, keep);
-  EXPECT_TRUE(keys[0][0].slice(0, 0, odd.numel()).equal(at::index_select(before[0][0], 0, odd)));
+  EXPECT_TRUE(keys[0][0].narrow(0, 0, std::ssize(odd)).equal(gather(before[0][0], 0, odd)));
 }
 
 TEST(Compact, RefusesSlotsThatDoNotAscendBeforeTheFirstByteMoves) {
@@ -74,20 +73,19 @@ TEST(Compact, RefusesSlotsThatDoNotAscendBeforeTheFirstByteMoves) {
                  .softmax_scale = 0,
                  .rope = {},
                  .layers = std::vector<LayerSpec>(2)};
-  const auto rows = [] { return at::randint(0, 100, {1, 1, 8, 4}).to(at::kFloat); };
+  oracle::Random random(9);
+  const auto rows = [&] { return whole_numbers(random, 100, {1, 1, 8, 4}); };
   std::vector<LayerKv> layers{DenseKv{rows(), rows()}, DenseKv{rows(), rows()}};
   const SequenceId id = 0;
   std::int32_t length = 8;
   const std::int32_t all[] = {0, 1}, due[] = {0};
   const RowTable table =
       make_rows(spec, {.layers = layers, .sequences = {&id, 1}, .lengths = {{&length, 1}}}, all, due);
-  const at::Tensor before = torch_tensor(std::get<DenseKv>(layers[0]).keys).clone();
+  const Array before = Array(std::get<DenseKv>(layers[0]).keys).clone();
   for (const std::vector<std::int32_t>& bad :
        {std::vector<std::int32_t>{3, 4, 5, 5}, {3, 4, 6, 5}, {3, 4, 5, 8}, {3, 4, -1, 2}}) {
-    at::Tensor slots = at::empty({4}, at::TensorOptions(at::kInt));
-    std::copy(bad.begin(), bad.end(), slots.data_ptr<std::int32_t>());
-    EXPECT_THROW(compact(table, {slots, {0, 2, 4}}), InvalidArgument);  // the second row is the bad one
-    EXPECT_TRUE(torch_tensor(std::get<DenseKv>(layers[0]).keys).equal(before));
+    EXPECT_THROW(compact(table, {Array::of(bad), {0, 2, 4}}), InvalidArgument);  // the second row is the bad one
+    EXPECT_TRUE(Array(std::get<DenseKv>(layers[0]).keys).equal(before));
   }
 }
 

@@ -2,11 +2,8 @@
 // that knows what every slot must hold.
 
 #include "kvkeep/keep/paged_sequences.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/randint.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -22,6 +19,8 @@
 namespace kvkeep::paged_sequences_test {
 namespace {
 
+using testing::Array;
+using testing::whole_numbers;
 using Ints = std::vector<std::int32_t>;
 
 Ints pages_of(const PagedSequences& sequences, SequenceId id) {
@@ -141,9 +140,9 @@ TEST(PagedSequences, TheTableHoldsPagesInOrderAndMinusOneBehindThem) {
   PagedSequences sequences(pool);
   ASSERT_TRUE(sequences.admit(1, 1).given() && sequences.admit(2, 5).given() && sequences.admit(3, 0).given());
   const SequenceId order[] = {2, 3, 1};
-  const at::Tensor table = sequences.table(order);
+  const Array table = sequences.table(order);
   ASSERT_EQ(table.sizes(), (std::vector<std::int64_t>{3, 3}));
-  const std::int32_t* p = table.const_data_ptr<std::int32_t>();
+  const std::int32_t* p = table.data<std::int32_t>();
   EXPECT_EQ(Ints(p, p + 9), (Ints{1, 2, 3, -1, -1, -1, 0, -1, -1}));
   EXPECT_EQ(sequences.table({}).sizes(), (std::vector<std::int64_t>{0, 1}));
 }
@@ -190,14 +189,15 @@ TEST(PagedSequences, RowsOfUnequalLengthMayWriteAnySharedPageFromTheShortestOn) 
 }
 
 TEST(CopyPages, CopiesTheSlotsInUseOfEverySideAndNothingElse) {
+  oracle::Random random(21);
   for (const PageLayout layout : {PageLayout::slot_head, PageLayout::head_slot}) {
     const bool slot_first = layout == PageLayout::slot_head;
     const std::vector<std::int64_t> middle =
         slot_first ? std::vector<std::int64_t>{4, 3} : std::vector<std::int64_t>{3, 4};
-    const at::Tensor both = at::randint(0, 100, {5, 2, middle[0], middle[1], 6}).to(at::kBFloat16);
-    const at::Tensor scales = at::randint(0, 100, {5, middle[0], middle[1]});
+    const Array both = whole_numbers(random, 100, {5, 2, middle[0], middle[1], 6}, Dtype::bf16);
+    const Array scales = whole_numbers(random, 100, {5, middle[0], middle[1]}, Dtype::i64);
     const PagedKv kv{both.select(1, 0), both.select(1, 1), layout, scales, {}};
-    const at::Tensor before = both.clone(), scales_before = scales.clone();
+    const Array before = both.clone(), scales_before = scales.clone();
     const LayerKv layers[] = {kv, std::monostate{}};
     const PageCopy copies[] = {{.from = 1, .to = 4, .slots = 3}, {.from = 4, .to = 0, .slots = 1}};
     copy_pages(layers, copies);
@@ -210,7 +210,7 @@ TEST(CopyPages, CopiesTheSlotsInUseOfEverySideAndNothingElse) {
         EXPECT_TRUE(scales[page].select(slot_dim - 1, slot).equal(scales_before[from].select(slot_dim - 1, slot)))
             << page << " " << slot;
       }
-    const at::Tensor after = both.clone();
+    const Array after = both.clone();
     for (const PageCopy& bad : {PageCopy{0, 5, 1}, PageCopy{-1, 0, 1}, PageCopy{0, 1, 5}, PageCopy{2, 2, 1}}) {
       const PageCopy two[] = {{.from = 1, .to = 2, .slots = 4}, bad};
       EXPECT_THROW(copy_pages(layers, two), InvalidArgument);
@@ -237,7 +237,7 @@ class Serving {
         sequences_(pool_),
         keeper_(spec(), make_policy(policy)) {
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      const auto side = [&] { return at::full({pages_, size_, kHeads, 1}, -1, at::TensorOptions().dtype(at::kFloat)); };
+      const auto side = [&] { return Array::full({pages_, size_, kHeads, 1}, -1, Dtype::f32); };
       layers_.emplace_back(PagedKv{side(), side(), PageLayout::slot_head});
     }
   }
@@ -449,13 +449,13 @@ class Serving {
     const Ints before = lengths;
     Ints holders;
     for (std::int32_t page = 0; page < pages_; ++page) holders.push_back(pool_.references(page));
-    const std::vector<at::Tensor> bytes = everything();
+    const std::vector<Array> bytes = everything();
     Report report;
     try {
       report = keeper_.apply(plan, view);
     } catch (const StateError&) {
       ++count["events without pages"];
-      const std::vector<at::Tensor> now = everything();
+      const std::vector<Array> now = everything();
       for (std::size_t side = 0; side < now.size(); ++side)
         ASSERT_TRUE(now[side].equal(bytes[side])) << "a refused event has moved something";
       ASSERT_EQ(before, lengths);
@@ -471,7 +471,7 @@ class Serving {
       for (const std::int32_t slot : plan.decision.keep->row(r)) kept.push_back(tags[static_cast<std::size_t>(slot)]);
       tags = std::move(kept);
     }
-    const std::vector<at::Tensor> now = everything();
+    const std::vector<Array> now = everything();
     std::set<std::int32_t> taken;
     for (const PageMove& move : report.pages) {
       model_.at(view.sequences[static_cast<std::size_t>(move.sequence)]).since_event = 0;
@@ -488,10 +488,10 @@ class Serving {
     count["freed by events"] += report.pages_freed;
   }
 
-  [[nodiscard]] std::vector<at::Tensor> everything() const {
-    std::vector<at::Tensor> sides;
+  [[nodiscard]] std::vector<Array> everything() const {
+    std::vector<Array> sides;
     for (const LayerKv& layer : layers_)
-      for (const at::Tensor side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values})
+      for (const Array side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values})
         sides.push_back(side.clone());
     return sides;
   }

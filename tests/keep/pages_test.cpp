@@ -1,8 +1,6 @@
 // Paged caches: the same event as in a dense cache, on whatever pages a sequence holds; nobody else's pages are
 // touched; pages are really given back.
 
-#include <ATen/ops/full.h>
-#include <ATen/ops/randint.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,13 +8,16 @@
 #include <numeric>
 #include <set>
 
+#include "arrays.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keep/compact.h"
-#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::pages_test {
 namespace {
+
+using testing::Array;
+using testing::whole_numbers;
 
 /// A plain allocator that also knows what nobody may do.
 class CountedPages final : public PageAllocator {
@@ -44,7 +45,7 @@ class CountedPages final : public PageAllocator {
 struct Case {
   static constexpr std::int32_t kHeads = 2, kLayers = 2;
 
-  Case(oracle::Random& random, std::int32_t page_size, PageLayout layout, at::ScalarType dtype, std::int32_t sequences,
+  Case(oracle::Random& random, std::int32_t page_size, PageLayout layout, Dtype dtype, std::int32_t sequences,
        bool scales)
       : size(page_size),
         spec{.query_heads = 2,
@@ -69,7 +70,7 @@ struct Case {
     std::iota(order.begin(), order.end(), 0);
     for (std::size_t i = order.size(); i > 1; --i)
       std::swap(order[i - 1], order[static_cast<std::size_t>(random.between(0, static_cast<std::int32_t>(i) - 1))]);
-    block_table = at::full({sequences, widest + 1}, 77777, at::TensorOptions().dtype(at::kInt));
+    block_table = Array::full({sequences, widest + 1}, 77777, Dtype::i32);
     holders.assign(static_cast<std::size_t>(pool), 0);
     std::size_t next = 0;
     for (std::int32_t s = 0; s < sequences; ++s)
@@ -89,12 +90,12 @@ struct Case {
                                                                              : std::vector<std::int64_t>{kHeads, size};
     for (std::int32_t l = 0; l < kLayers; ++l) {
       const auto side = [&](std::int64_t dim) {
-        return at::randint(0, 120, {pool, middle[0], middle[1], dim + 2}).to(dtype).slice(3, 1, 1 + dim);
+        return whole_numbers(random, 120, {pool, middle[0], middle[1], dim + 2}, dtype).narrow(3, 1, dim);
       };
       PagedKv kv{side(5), side(3), layout};
       if (scales) {
-        kv.key_scales = at::randint(0, 1000, {pool, middle[0], middle[1]}).to(at::kFloat);
-        kv.value_scales = at::randint(0, 1000, {pool, middle[0], middle[1]}).to(at::kFloat);
+        kv.key_scales = whole_numbers(random, 1000, {pool, middle[0], middle[1]});
+        kv.value_scales = whole_numbers(random, 1000, {pool, middle[0], middle[1]});
       }
       layers.emplace_back(kv);
     }
@@ -105,17 +106,17 @@ struct Case {
   }
 
   /// Tensors of a layer by name.
-  [[nodiscard]] std::vector<at::Tensor> sides(std::int32_t layer) const {
+  [[nodiscard]] std::vector<Array> sides(std::int32_t layer) const {
     const auto& kv = std::get<PagedKv>(layers[static_cast<std::size_t>(layer)]);
-    std::vector<at::Tensor> found{kv.keys, kv.values};
-    for (const at::Tensor t : {kv.key_scales, kv.value_scales})
+    std::vector<Array> found{kv.keys, kv.values};
+    for (const Array t : {kv.key_scales, kv.value_scales})
       if (t.defined()) found.push_back(t.unsqueeze(3));
     return found;
   }
 
-  /// One slot of one side, through LibTorch alone.
-  [[nodiscard]] at::Tensor slot(const at::Tensor& side, PageLayout layout, std::int64_t page, std::int64_t offset,
-                                std::int64_t head) const {
+  /// One slot of one side, by its array alone.
+  [[nodiscard]] Array slot(const Array& side, PageLayout layout, std::int64_t page, std::int64_t offset,
+                           std::int64_t head) const {
     return layout == PageLayout::slot_head ? side[page][offset][head] : side[page][head][offset];
   }
 
@@ -124,7 +125,7 @@ struct Case {
   std::vector<SequenceId> ids;
   std::vector<std::int32_t> lengths, holders;
   std::vector<LayerKv> layers;
-  at::Tensor block_table;
+  Array block_table;
 
  private:
   bool sharing_ = true;
@@ -184,7 +185,7 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
   oracle::Random random(static_cast<std::uint64_t>(size * 2 + (layout == PageLayout::slot_head ? 1 : 0)));
   std::int64_t copies = 0, linked = 0, freed = 0;
   for (int round = 0; round < 60; ++round) {
-    const at::ScalarType dtype = round % 3 == 0 ? at::kFloat : round % 3 == 1 ? at::kBFloat16 : c10::ScalarType::Byte;
+    const Dtype dtype = round % 3 == 0 ? Dtype::f32 : round % 3 == 1 ? Dtype::bf16 : Dtype::u8;
     Case c(random, size, layout, dtype, random.between(1, 4), round % 2 == 0);
     CountedPages pages(c.holders);
     CacheView view = c.view();
@@ -201,10 +202,10 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
       continue;
     }
     take_pages(moves, &pages, c.holders);
-    std::vector<std::vector<at::Tensor>> before;
+    std::vector<std::vector<Array>> before;
     for (std::int32_t l = 0; l < Case::kLayers; ++l) {
       before.emplace_back();
-      for (const at::Tensor& side : c.sides(l)) before.back().push_back(side.clone());
+      for (const Array& side : c.sides(l)) before.back().push_back(side.clone());
     }
     compact(table, keep, moves);
 
@@ -230,7 +231,7 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
       const auto move =
           std::find_if(moves.begin(), moves.end(), [&](const PageMove& m) { return m.sequence == row.sequence; });
       const auto kept = keep.row(r);
-      const std::vector<at::Tensor> sides = c.sides(row.layer);
+      const std::vector<Array> sides = c.sides(row.layer);
       for (std::size_t j = 0; j < kept.size(); ++j)
         for (std::size_t side = 0; side < sides.size(); ++side) {
           const auto page = move->after[j / static_cast<std::size_t>(size)],
@@ -242,7 +243,7 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
         }
     }
     for (std::int32_t l = 0; l < Case::kLayers; ++l) {
-      const std::vector<at::Tensor> sides = c.sides(l);
+      const std::vector<Array> sides = c.sides(l);
       for (std::size_t side = 0; side < sides.size(); ++side)
         for (std::int32_t p = 0; p < c.pool; ++p)
           if (!writable.contains(p))

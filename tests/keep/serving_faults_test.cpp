@@ -10,10 +10,6 @@
 // - an option that the resolved policy does not state: Registry.ListsEveryOptionOfEveryPolicy
 //   (tests/policy/registry_test.cpp).
 
-#include <ATen/ops/cat.h>
-#include <ATen/ops/matmul.h>
-#include <ATen/ops/softmax.h>
-#include <ATen/ops/stack.h>
 #include <sys/mman.h>
 
 #include <limits>
@@ -26,6 +22,7 @@
 namespace kvkeep::serving_faults_test {
 namespace {
 
+using testing::Array;
 using namespace engines;
 using testing::message_of;
 
@@ -51,12 +48,12 @@ const Numbers& text_of(SequenceId id) {
 /// The next tokens of each sequence: whatever the steps are, an engine is fed the same text.
 Numbers next_of(const Engine& engine, const Work& work) {
   Numbers step;
-  std::vector<at::Tensor> parts;
-  const auto joined = [&](std::vector<at::Tensor> Numbers::* side, std::size_t layer) {
+  std::vector<Array> parts;
+  const auto joined = [&](std::vector<Array> Numbers::* side, std::size_t layer) {
     parts.clear();
     for (const auto& [id, tokens] : work)
       parts.push_back((text_of(id).*side)[layer].narrow(0, engine.keeper.logical_length(id), tokens));
-    return at::cat(parts);
+    return Array::cat(parts);
   };
   for (const auto& [id, tokens] : work) {
     step.ids.push_back(id);
@@ -101,20 +98,20 @@ void expect_holds(const Engine& engine, SequenceId id, std::int32_t first = 0) {
 }
 
 /// A copy of every byte of a cache.
-std::vector<at::Tensor> bytes_of(std::span<const LayerKv> layers) {
-  std::vector<at::Tensor> sides;
+std::vector<Array> bytes_of(std::span<const LayerKv> layers) {
+  std::vector<Array> sides;
   for (const LayerKv& layer : layers)
     std::visit(
         [&](const auto& kv) {
           if constexpr (!std::is_same_v<std::decay_t<decltype(kv)>, std::monostate>)
-            for (const at::Tensor side : {kv.keys, kv.values}) sides.push_back(side.clone());
+            for (const Array side : {kv.keys, kv.values}) sides.push_back(side.clone());
         },
         layer);
   return sides;
 }
 
-bool same_bytes(const std::vector<at::Tensor>& before, std::span<const LayerKv> layers) {
-  const std::vector<at::Tensor> after = bytes_of(layers);
+bool same_bytes(const std::vector<Array>& before, std::span<const LayerKv> layers) {
+  const std::vector<Array> after = bytes_of(layers);
   return std::equal(before.begin(), before.end(), after.begin(), after.end(), same_bits);
 }
 
@@ -142,12 +139,12 @@ class Watched final : public KVPolicy {
 void expect_newest_queries(const Evidence& evidence, const RowGroup& group, SequenceId id, std::int32_t count) {
   const QueryView& held = group.queries;
   ASSERT_EQ(held.count, count) << "layer " << group.layer << ", sequence " << id;
-  const at::Tensor& queries = text_of(id).queries[static_cast<std::size_t>(group.layer)];
+  const Array& queries = text_of(id).queries[static_cast<std::size_t>(group.layer)];
   for (std::int32_t i = 0; i < count; ++i) {
     const std::int32_t position = group.next_position - count + i;
     ASSERT_EQ(held.position(i), position);
     for (std::int32_t h = 0; h < evidence.spec.query_heads; ++h)
-      ASSERT_EQ(std::memcmp(held.at(i, h), queries[position][h].const_data_ptr(), kKeyDim * sizeof(float)), 0)
+      ASSERT_EQ(std::memcmp(held.at(i, h), queries[position][h].bytes(), kKeyDim * sizeof(float)), 0)
           << "query of position " << position << ", head " << h << ", layer " << group.layer << ", sequence " << id;
   }
 }
@@ -160,9 +157,7 @@ TEST(ServingFaults, APolicyThatIsOffAsksForNothingAndTouchesNothing) {
   void* const nowhere =
       mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // a read or write ends us
   ASSERT_NE(nowhere, MAP_FAILED);
-  const auto side = [&](std::int64_t dim) {
-    return at::from_blob(nowhere, {1, kHeads, kTokens, dim}, at::TensorOptions().dtype(at::kFloat));
-  };
+  const auto side = [&](std::int64_t dim) { return Array(nowhere, Dtype::f32, {1, kHeads, kTokens, dim}); };
   Keeper keeper(model(), make_policy("full"), {.queries = false});
   EXPECT_EQ(keeper.queries_read(), 0);
   EXPECT_THROW(Keeper(model(), make_policy(kRkv), {.queries = false}), InvalidArgument) << "one that is on asks";
@@ -240,7 +235,7 @@ TEST(ServingFaults, PositionsMayBeFarBeyondTheTokensOfAStep) {
       DenseEngine far(policy, false, Dtype::f32), near(policy, false, Dtype::f32);
       for (Engine* const engine : std::initializer_list<Engine*>{&far, &near}) {
         if (recorded)
-          engine->record = [engine](std::int32_t layer, const at::Tensor& queries, const at::Tensor&) {
+          engine->record = [engine](std::int32_t layer, const Array& queries, const Array&) {
             engine->keeper.record(layer, queries);
           };
         engine->join(1);
@@ -444,18 +439,25 @@ TEST(ServingFaults, TheResolvedPolicyStatesWhatAClassDoesByDefault) {
 TEST(ServingFaults, ABudgetLargerThanTheRunIsTheRunWithoutAPolicy) {
   const auto attended = [](const Engine& engine,
                            SequenceId id) {  // of the newest token, over all slots, in every layer
-    std::vector<at::Tensor> outputs;
+    std::vector<Array> outputs;
     for (std::int32_t r = 0; r < kRows; ++r) {
-      std::vector<at::Tensor> keys, values;
-      for (std::int32_t s = 0; s < engine.lengths.at(id)[static_cast<std::size_t>(r)]; ++s) {
-        keys.push_back(engine.slot_of(id, r / kHeads, r % kHeads, s, false).to(at::kFloat));
-        values.push_back(engine.slot_of(id, r / kHeads, r % kHeads, s, true).to(at::kFloat));
+      const Array& queries = text_of(id).queries[static_cast<std::size_t>(r / kHeads)];
+      for (std::int32_t h = r % kHeads * 2; h < r % kHeads * 2 + 2; ++h) {
+        const float* query = queries[engine.keeper.logical_length(id) - 1][h].data<float>();
+        const Array out = Array::zeros({kValueDim});
+        double all = 0;
+        for (std::int32_t s = 0; s < engine.lengths.at(id)[static_cast<std::size_t>(r)]; ++s) {
+          const Array key = engine.slot_of(id, r / kHeads, r % kHeads, s, false).to(Dtype::f32),
+                      value = engine.slot_of(id, r / kHeads, r % kHeads, s, true).to(Dtype::f32);
+          const double p = std::exp(std::inner_product(query, query + kKeyDim, key.data<float>(), 0.0));
+          all += p;
+          for (std::int64_t d = 0; d < kValueDim; ++d)
+            out.data<float>()[d] += static_cast<float>(p * static_cast<double>(value.data<float>()[d]));
+        }
+        outputs.push_back(out.mul_(1 / all));
       }
-      const at::Tensor& queries = text_of(id).queries[static_cast<std::size_t>(r / kHeads)];
-      const at::Tensor query = queries[engine.keeper.logical_length(id) - 1].narrow(0, r % kHeads * 2, 2);
-      outputs.push_back(at::matmul(at::softmax(at::matmul(query, at::stack(keys).t()), -1), at::stack(values)));
     }
-    return at::cat(outputs);
+    return Array::cat(outputs);
   };
   // 130 tokens: the second form ends one token before its first event.
   for (const std::string method : {"rkv", "ams-tova", "snapkv", "h2o", "keydiff", "adakv-snapkv"})
@@ -542,7 +544,7 @@ TEST(ServingFaults, APlanOfTheStepBeforeIsRefusedOnceNewTokensWereObserved) {
   std::ranges::copy(engine.flat, engine.lengths[1].begin());
   feed(engine, {{1, 1}});
   const auto before = bytes_of(engine.layers);
-  const at::Tensor table = engine.block_table.clone();
+  const Array table = engine.block_table.clone();
   const std::int32_t free = engine.pool.free_pages();
   EXPECT_NE(message_of<StateError>([&] { engine.keeper.apply(plan, engine.view()); }).find("the plan is out of date"),
             std::string::npos);
@@ -645,7 +647,7 @@ TEST(ServingFaults, PagesOfAnEventAreForOthersInTheSameStep) {
   EXPECT_EQ(engine.keeper.totals().pages_freed, 7);
   for (const std::int32_t page : report.pages[0].freed) EXPECT_EQ(engine.pool.references(page), 0);
   for (std::int32_t p = 0; p < 10; ++p)
-    EXPECT_EQ(engine.block_table.const_data_ptr<std::int32_t>()[p],
+    EXPECT_EQ(engine.block_table.data<std::int32_t>()[p],
               p < 3 ? report.pages[0].after[static_cast<std::size_t>(p)] : -1);
   ASSERT_TRUE(engine.sequences.admit(2, 40).given()) << "in the same step";
   for (const std::int32_t page : engine.sequences.pages(2))
@@ -670,21 +672,21 @@ class MovingEngine final : public Engine {
   explicit MovingEngine(const std::string& policy) : Engine(make_policy(policy), false, nullptr) {
     for (std::int32_t l = 0; l < kLayers; ++l)
       layers.emplace_back(
-          DenseKv{at::full({3, kHeads, 128, kKeyDim}, 9.0F), at::full({3, kHeads, 128, kValueDim}, 9.0F)});
+          DenseKv{Array::full({3, kHeads, 128, kKeyDim}, 9.0F), Array::full({3, kHeads, 128, kValueDim}, 9.0F)});
   }
   /// The rows of a sequence go to another place, whose rows are lost. What stays behind is no number.
   void move(SequenceId id, std::int32_t to) {
     const std::int32_t from = std::exchange(place[id], to);
     for (const LayerKv& layer : layers)
-      for (const at::Tensor side : {std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values}) {
+      for (const Array side : {std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values}) {
         side[to].copy_(side[from]);
         side[from].fill_(std::numeric_limits<float>::quiet_NaN());
       }
   }
-  [[nodiscard]] at::Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                   bool value) const override {
+  [[nodiscard]] Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                              bool value) const override {
     const auto& kv = std::get<DenseKv>(layers[static_cast<std::size_t>(layer)]);
-    return torch_tensor(value ? kv.values : kv.keys)[place.at(id)][head][slot];
+    return Array(value ? kv.values : kv.keys)[place.at(id)][head][slot];
   }
   std::map<SequenceId, std::int32_t> place;
 

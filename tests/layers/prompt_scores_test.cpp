@@ -5,8 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include "arrays.h"
 #include "kvkeep/layers/layer_selector.h"
-#include "kvkeep/torch.h"
 #include "prompts.h"
 
 namespace kvkeep::prompt_scores_test {
@@ -69,7 +69,7 @@ TEST(PromptScores, DoNotDependOnTheOtherPrompts) {
   second.keys[0] = both.keys[1];
   second.queries[0] = both.queries[1];
   const PromptScores a = both.scores({.window = 4}), b = second.scores({.window = 4});
-  EXPECT_TRUE(torch_tensor(a.tokens.narrow(0, 26, 13)).equal(b.tokens));
+  EXPECT_TRUE(Array(a.tokens.narrow(0, 26, 13)).equal(b.tokens));
 }
 
 TEST(PromptScores, LeadToTheLayerWhereTheRankingSettles) {

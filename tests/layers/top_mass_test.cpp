@@ -2,9 +2,8 @@
 // must.
 
 #include "kvkeep/layers/top_mass.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -78,8 +77,8 @@ TEST(TopMass, RanksNaNLastAndLetsItHoldNothing) {
   constexpr std::int32_t kLength = 400;
   const Prompts prompts(1, 1, 4, {kLength}, 1, 1);
   const RowTable table = prompts.table();
-  const at::Tensor sums = at::full({kLength}, kNaN, at::TensorOptions().dtype(at::kFloat));
-  float* of = sums.data_ptr<float>();
+  const Array sums = Array::full({kLength}, kNaN, Dtype::f32);
+  float* of = sums.data<float>();
   for (std::int32_t t = 0; t < kLength; t += 20) of[t] = 0.05F;  // twenty numbers that hold everything
   const KeepSet keep = keep_top_mass(table, sums, {.mass = 0.75, .window = 1});
   std::vector<std::int32_t> want{0};

@@ -1,18 +1,16 @@
 // Sketches of folded keys: what they tell of a query, that they find the one token it asks for, and that they travel
 // with their spans.
 
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
+#include "arrays.h"
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/memory/row_zoom.h"
-#include "kvkeep/torch.h"
 #include "plain_memory.h"
 #include "scorer_case.h"
 
@@ -34,9 +32,9 @@ struct Sketched {
   }
 
   /// Spans that a query opens by a share of attention above `mass`, beside dense rows of log-sum-exp 0.
-  [[nodiscard]] std::vector<std::int32_t> opened(const at::Tensor& query, double mass) const {
+  [[nodiscard]] std::vector<std::int32_t> opened(const Array& query, double mass) const {
     const std::int64_t dim = query.size(2);
-    OpenAttention open{at::zeros({1, 1}), at::full({1, 1}, 1.0F), at::zeros({1, 1, dim})};
+    OpenAttention open{Array::zeros({1, 1}), Array::full({1, 1}, 1.0F), Array::zeros({1, 1, dim})};
     ZoomOptions zoom;
     zoom.rule = ZoomOptions::Rule::mass, zoom.mass = mass;
     const MemoryRow row{.spans = &store.row(0), .dense = 1};
@@ -46,7 +44,7 @@ struct Sketched {
     return which.front();
   }
 
-  at::Tensor keys, values;
+  Array keys, values;
   FoldedHeads store;
 };
 
@@ -54,15 +52,14 @@ TEST(KeySketch, HoldsTheSignsOfEveryKeyBesideItsCoarseKey) {
   for (const int dim : {1, 7, 32, 33, 128}) {
     const Sketched p(static_cast<std::uint64_t>(dim), 3, 7, dim, true);
     const SpanRow& row = p.store.row(0);
-    const at::Tensor coarse = coarse_of(row, KvSide::keys);
+    const Array coarse = coarse_of(row, KvSide::keys);
     const std::int64_t words = KeySketch::words(dim);
     EXPECT_EQ(row.tokens(), 21);
     EXPECT_EQ(row.near_bytes(), 3 * (8 * dim + 4) + 21 * (4 * words + 2));
     for (std::int64_t t = 0; t < 21; ++t) {
       double squares = 0, sum = 0;
       for (std::int64_t d = 0; d < dim; ++d) {
-        const double x = static_cast<double>(p.keys.const_data_ptr<float>()[t * dim + d]) -
-                         coarse.const_data_ptr<float>()[t / 7 * dim + d];
+        const double x = static_cast<double>(p.keys.data<float>()[t * dim + d]) - coarse.data<float>()[t / 7 * dim + d];
         squares += x * x, sum += std::abs(x);
         if (std::abs(x) > 1e-5)
           EXPECT_EQ(row.sketch().signs[KeySketch::at(t, d / 32, words)] >> (d % 32) & 1U, x > 0 ? 1U : 0U);
@@ -74,13 +71,13 @@ TEST(KeySketch, HoldsTheSignsOfEveryKeyBesideItsCoarseKey) {
 }
 
 /// Shares of attention in fp64, from the sketch as it is told: [heads, spans].
-std::vector<double> plain_mass(const SpanRow& row, const at::Tensor& queries, double scale,
+std::vector<double> plain_mass(const SpanRow& row, const Array& queries, double scale,
                                const std::vector<float>& dense) {
   const std::int64_t heads = queries.size(0), dim = row.dim(), words = KeySketch::words(dim);
   const auto* coarse = reinterpret_cast<const float*>(row.coarse(KvSide::keys));
   std::vector<double> mass;
   for (std::int64_t h = 0; h < heads; ++h) {
-    const float* q = queries.const_data_ptr<float>() + h * dim;
+    const float* q = queries.data<float>() + h * dim;
     std::vector<double> logits;
     for (std::int64_t s = 0; s < row.size(); ++s)
       for (std::int64_t t = row.tokens_before(s); t < row.tokens_before(s + 1); ++t) {
@@ -106,13 +103,12 @@ std::vector<double> plain_mass(const SpanRow& row, const at::Tensor& queries, do
   return mass;
 }
 
-std::vector<float> told_mass(const SpanRow& row, const at::Tensor& queries, double scale,
-                             const std::vector<float>& dense) {
+std::vector<float> told_mass(const SpanRow& row, const Array& queries, double scale, const std::vector<float>& dense) {
   const std::int64_t heads = queries.size(0);
   std::vector<float> coarse(static_cast<std::size_t>(heads * row.size())), mass(coarse.size());
   cpu::ZoomScratch scratch;
-  cpu::coarse_logits(row, queries.const_data_ptr<float>(), heads, static_cast<float>(scale), coarse.data(), scratch);
-  cpu::sketch_mass(row, queries.const_data_ptr<float>(), heads, static_cast<float>(scale), coarse.data(), dense.data(),
+  cpu::coarse_logits(row, queries.data<float>(), heads, static_cast<float>(scale), coarse.data(), scratch);
+  cpu::sketch_mass(row, queries.data<float>(), heads, static_cast<float>(scale), coarse.data(), dense.data(),
                    mass.data(), scratch);
   return mass;
 }
@@ -126,7 +122,7 @@ TEST(KeySketch, TellsTheSharesOfAttentionThatItsSignsGive) {
           const Sketched p(static_cast<std::uint64_t>(dim + length), 13, length, dim, true);
           oracle::Random random(3);
           const int heads = 1 + dim % 6;
-          at::Tensor queries = normals(random, {heads, dim}, size);
+          Array queries = normals(random, {heads, dim}, size);
           queries[0][0].mul_(40);  // one number outweighs the others
           std::vector<float> dense;
           for (int h = 0; h < heads; ++h) dense.push_back(static_cast<float>(3 * random.normal()));
@@ -146,9 +142,9 @@ TEST(KeySketch, TellsNothingOfAQueryThatIsNotFinite) {
     const Sketched p(1, 5, 16, 40, true);
     for (const float wrong : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
       oracle::Random random(3);
-      at::Tensor queries = normals(random, {2, 40});
+      Array queries = normals(random, {2, 40});
       const std::vector<float> dense{0, 0}, whole = told_mass(p.store.row(0), queries, 0.2, dense);
-      queries[0][17] = wrong;
+      queries[0][17].fill_(wrong);
       const std::vector<float> told = told_mass(p.store.row(0), queries, 0.2, dense);
       for (std::size_t s = 0; s < 5; ++s) {
         EXPECT_FALSE(told[s] > 0);
@@ -164,7 +160,7 @@ TEST(KeySketch, FindsTheSpanThatHoldsTheTokenAQueryAsksFor) {
     for (std::uint64_t seed = 0; seed < 40; ++seed) {
       const Sketched with(seed, 24, 16, dim, true), without(seed, 24, 16, dim, false);
       const std::int64_t token = 5 + static_cast<std::int64_t>(seed) * 9;
-      const at::Tensor query = with.keys.narrow(1, token, 1).clone().mul_(2);
+      const Array query = with.keys.narrow(1, token, 1).clone().mul_(2);
       const auto span = static_cast<std::int32_t>(token / 16);
       const auto a = with.opened(query, 0.3), b = without.opened(query, 0.3);
       told += std::ranges::find(a, span) != a.end(), by_mean += std::ranges::find(b, span) != b.end();
@@ -180,7 +176,7 @@ TEST(KeySketch, TravelsWithSpansThatAreAppended) {
   for (const int first : {1, 15, 16, 17, 40}) {
     const std::int64_t dim = 40;
     oracle::Random random(7);
-    const at::Tensor keys = normals(random, {1, 80, dim});
+    const Array keys = normals(random, {1, 80, dim});
     FactorOptions o;
     o.sketch = true;
     const std::vector<float> alike(80, 1.0F);

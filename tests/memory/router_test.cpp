@@ -6,6 +6,7 @@
 
 #include <limits>
 
+#include "arrays.h"
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
 #include "plain_memory.h"

@@ -1,9 +1,8 @@
 // Files of trained routers: what is written is read, and what does not fit is refused by name.
 
 #include "kvkeep/memory/routing_file.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
-#include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -32,7 +31,8 @@ class RoutingFile : public ::testing::Test {
     fs::create_directories(folder_);
     oracle::Random random(7);
     parameters_.projections = normals(random, {kLayers, kHeads, kInner, kDim});
-    parameters_.thresholds = normals(random, {kLayers, kHeads}, 0.1) + 0.8;
+    parameters_.thresholds = normals(random, {kLayers, kHeads}, 0.1);
+    for (int i = 0; i < kLayers * kHeads; ++i) parameters_.thresholds.data<float>()[i] += 0.8F;
     const std::int64_t widths[] = {kMaxRank + kDim, kWidth, kWidth, kMaxRank};
     for (std::size_t i = 0; i < 3; ++i)
       parameters_.gate_weights[i] = normals(random, {widths[i + 1], widths[i]}),
@@ -47,7 +47,7 @@ class RoutingFile : public ::testing::Test {
   }
 
   /// What the reader says of a file with one tensor changed, dropped (undefined) or added.
-  [[nodiscard]] std::string refusal(const std::string& name, const at::Tensor& instead,
+  [[nodiscard]] std::string refusal(const std::string& name, const Array& instead,
                                     const std::map<std::string, std::string>& metadata = {}) const {
     std::vector<std::pair<std::string, Tensor>> tensors{{"W", parameters_.projections},
                                                         {"tau", parameters_.thresholds}};
@@ -101,17 +101,18 @@ TEST_F(RoutingFile, GivesBackTheSameRoutersAndGates) {
     }
   }
   oracle::Random random(12);
-  const at::Tensor spectra =
-                       std::get<0>(normals(random, {5, kMaxRank}).abs().sort(1, true)).to(c10::ScalarType::Double),
-                   keys = normals(random, {5, kDim}).to(c10::ScalarType::Double);
+  const Array spectra = normals(random, {5, kMaxRank}).to(Dtype::f64), keys = normals(random, {5, kDim}).to(Dtype::f64);
+  for (std::int64_t i = 0; i < spectra.numel(); ++i) spectra.data<double>()[i] = std::abs(spectra.data<double>()[i]);
+  for (double* row = spectra.data<double>(); row < spectra.data<double>() + spectra.numel(); row += kMaxRank)
+    std::sort(row, row + kMaxRank, std::greater<>());
   EXPECT_EQ(apart(routing.gates->gates(spectra, keys),
                   RankGates(parameters_.gate_weights, parameters_.gate_biases).gates(spectra, keys)),
             0);
 }
 
 TEST_F(RoutingFile, MayHaveNoGatesNoMetadataAndHalfPrecision) {
-  io::write_safetensors(file_, {{"W", torch_tensor(parameters_.projections).to(at::kBFloat16)},
-                                {"tau", torch_tensor(parameters_.thresholds).to(at::kHalf)}});
+  io::write_safetensors(file_, {{"W", Array(parameters_.projections).to(Dtype::bf16)},
+                                {"tau", Array(parameters_.thresholds).to(Dtype::f16)}});
   const Routing routing = Routing::read(file_);
   EXPECT_FALSE(routing.gates.has_value());
   EXPECT_TRUE(routing.model_name.empty());
@@ -123,12 +124,12 @@ TEST_F(RoutingFile, MayHaveNoGatesNoMetadataAndHalfPrecision) {
 }
 
 TEST_F(RoutingFile, NamesTheTensorThatIsMissingUnknownMisshapenOrNotFinite) {
-  const at::Tensor w = parameters_.projections, tau = parameters_.thresholds;
+  const Array w = parameters_.projections, tau = parameters_.thresholds;
   expect_named(refusal("W", {}), {"small.router.safetensors", "\"W\"", "missing"});
   expect_named(refusal("tau", {}), {"\"tau\"", "missing", "[3, 4]"});
   expect_named(refusal("tau", tau.narrow(1, 0, 3)), {"\"tau\"", "[3, 3]", "[3, 4]"});
   expect_named(refusal("W", w.select(0, 0)), {"\"W\"", "[4, 5, 6]", "[layers, query heads, d', head size]"});
-  expect_named(refusal("W", w.to(c10::ScalarType::Double)), {"\"W\"", "f64", "f32, f16 or bf16"});
+  expect_named(refusal("W", w.to(Dtype::f64)), {"\"W\"", "f64", "f32, f16 or bf16"});
   expect_named(refusal("W", w.narrow(0, 0, 0)), {"\"W\"", "[0, 4, 5, 6]"});
   expect_named(refusal("g_phi.mlp.2.bias", {}), {"\"g_phi.mlp.2.bias\"", "missing", "[7]"});
   expect_named(refusal("g_phi.mlp.2.weight", parameters_.gate_weights[2]), {"\"g_phi.mlp.2.", "[4"});
@@ -136,8 +137,8 @@ TEST_F(RoutingFile, NamesTheTensorThatIsMissingUnknownMisshapenOrNotFinite) {
                {"\"g_phi.mlp.0.weight\"", "[7, 9]", "10"});
   expect_named(refusal("g_phi.mlp.1.weight", w), {"\"g_phi.mlp.1.weight\"", "not known"});
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-    at::Tensor broken = w.clone();
-    broken.data_ptr<float>()[17] = bad;
+    Array broken = w.clone();
+    broken.data<float>()[17] = bad;
     expect_named(refusal("W", broken), {"\"W\"", "NaN or infinity"});
   }
   expect_named(refusal("W", w, {{"kvkeep_router", "2"}}), {"version 2", "allowed 1"});
@@ -182,7 +183,7 @@ TEST_F(RoutingFile, IsWrittenWholeOrNotAtAll) {
   broken.thresholds = parameters_.thresholds.narrow(0, 0, 2);
   EXPECT_THROW(write_routing(file_, broken), InvalidArgument);
   broken = parameters_;
-  broken.gate_biases[1] = at::Tensor();
+  broken.gate_biases[1] = Array();
   EXPECT_THROW(write_routing(file_, broken), InvalidArgument);
   EXPECT_EQ(Routing::read(file_).model_name, "first");
   EXPECT_EQ(std::distance(fs::directory_iterator(folder_), fs::directory_iterator()), 1);

@@ -2,10 +2,8 @@
 // logits.
 
 #include "kvkeep/memory/segmenter.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,6 +15,7 @@
 namespace kvkeep::segmenter_test {
 namespace {
 
+using testing::Array;
 using Ints = std::vector<std::int32_t>;
 using Spans = std::vector<Span>;
 
@@ -154,12 +153,11 @@ TEST(Segmenter, RefusesOptionsThatMakeNoSense) {
 TEST(PromptSurprisal, IsTheLogSumExpLessTheTokensLogitWhateverTheBlocks) {
   oracle::Random random(22);
   constexpr int kTokens = 11, kVocabulary = 9001;
-  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
-    at::Tensor logits = at::empty({kTokens, kVocabulary}, at::TensorOptions().dtype(at::kFloat));
-    for (std::int64_t i = 0; i < logits.numel(); ++i)
-      logits.data_ptr<float>()[i] = static_cast<float>(5 * random.normal());
+  for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+    Array logits = Array::empty({kTokens, kVocabulary}, Dtype::f32);
+    for (std::int64_t i = 0; i < logits.numel(); ++i) logits.data<float>()[i] = static_cast<float>(5 * random.normal());
     logits = logits.to(dtype);
-    const at::Tensor stored = logits.to(c10::ScalarType::Double);
+    const Array stored = logits.to(Dtype::f64);
     Ints ids;
     for (int t = 0; t < kTokens; ++t) ids.push_back(random.between(0, kVocabulary - 1));
     PromptSurprisal surprisal(ids);
@@ -170,20 +168,20 @@ TEST(PromptSurprisal, IsTheLogSumExpLessTheTokensLogitWhateverTheBlocks) {
     }
     EXPECT_EQ(surprisal.values()[0], 0);
     for (int t = 1; t < kTokens; ++t) {
-      const double* row = stored.const_data_ptr<double>() + std::int64_t{t - 1} * kVocabulary;
+      const double* row = stored.data<double>() + std::int64_t{t - 1} * kVocabulary;
       double sum = 0;
       for (int v = 0; v < kVocabulary; ++v) sum += std::exp(row[v]);
       EXPECT_NEAR(surprisal.values()[static_cast<std::size_t>(t)],
                   std::log(sum) - row[ids[static_cast<std::size_t>(t)]], 2e-5)
-          << t << " " << c10::toString(dtype);
+          << t << " " << dtype;
     }
   }
 }
 
 TEST(PromptSurprisal, StaysBetweenZeroAndFiftyForAnyLogits) {
   const float inf = HUGE_VALF;
-  at::Tensor logits = at::full({5, 3}, 0.0F);
-  float* row = logits.data_ptr<float>();
+  Array logits = Array::full({5, 3}, 0.0F);
+  float* row = logits.data<float>();
   row[0] = -inf;  // token 1 has no probability at all
   row[3] = std::nanf("");
   row[6] = inf;
@@ -197,11 +195,11 @@ TEST(PromptSurprisal, StaysBetweenZeroAndFiftyForAnyLogits) {
 
 TEST(PromptSurprisal, RefusesMoreRowsThanTokensAndIdsThatAreNotThere) {
   PromptSurprisal surprisal({0, 7});
-  EXPECT_THROW(surprisal.see(at::full({3, 8}, 0.0F)), InvalidArgument);
-  EXPECT_THROW(surprisal.see(at::full({1, 7}, 0.0F)), InvalidArgument);
-  EXPECT_THROW(surprisal.see(at::full({8}, 0.0F)), InvalidArgument);
+  EXPECT_THROW(surprisal.see(Array::full({3, 8}, 0.0F)), InvalidArgument);
+  EXPECT_THROW(surprisal.see(Array::full({1, 7}, 0.0F)), InvalidArgument);
+  EXPECT_THROW(surprisal.see(Array::full({8}, 0.0F)), InvalidArgument);
   EXPECT_EQ(surprisal.seen(), 0);
-  surprisal.see(at::full({2, 8}, 0.0F));
+  surprisal.see(Array::full({2, 8}, 0.0F));
   EXPECT_NEAR(surprisal.values()[1], std::log(8.0), 1e-6);
 }
 

@@ -18,6 +18,7 @@
 namespace kvkeep::pin_test {
 namespace {
 
+using testing::Array;
 using namespace engines;
 using testing::FoldingEngine;
 using testing::message_of;
@@ -424,7 +425,7 @@ TEST(KeeperPins, ComeBackFromAFile) {
     for (const bool value : {false, true}) {
       const auto side = [&](Fed& run) {
         const auto& kv = std::get<DenseKv>(run.engine.layers[static_cast<std::size_t>(l)]);
-        return torch_tensor(value ? kv.values : kv.keys);
+        return Array(value ? kv.values : kv.keys);
       };
       side(there).copy_(side(here));
     }

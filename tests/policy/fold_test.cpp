@@ -1,10 +1,6 @@
 // Policies that fold, behind a keeper: nothing is lost, nothing of another sequence is seen, and what cannot be done is
 // refused before anything moves.
 
-#include <ATen/ops/full.h>
-#include <ATen/ops/isfinite.h>
-#include <ATen/ops/isnan.h>
-#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -77,8 +73,7 @@ TEST(Fold, ReadsNothingButCoarseEntriesWhereNothingIsOpened) {
         values.push_back(value);
       };
       for (std::int64_t t = 0; t < engine.keeper.physical_length(1, l, h); ++t)
-        add(torch_tensor(kv.keys)[0][h][t].const_data_ptr<float>(),
-            torch_tensor(kv.values)[0][h][t].const_data_ptr<float>(), 0);
+        add(Array(kv.keys)[0][h][t].data<float>(), Array(kv.values)[0][h][t].data<float>(), 0);
       for (std::int64_t i = 0; i < row.size(); ++i)
         add(reinterpret_cast<const float*>(row.coarse(KvSide::keys)) + i * FoldingEngine::kDim,
             reinterpret_cast<const float*>(row.coarse(KvSide::values)) + i * FoldingEngine::kDim,
@@ -89,8 +84,7 @@ TEST(Fold, ReadsNothingButCoarseEntriesWhereNothingIsOpened) {
         for (std::size_t d = 0; d < out.size(); ++d) out[d] += std::exp(logits[i]) * values[i][d];
       }
       for (std::size_t d = 0; d < out.size(); ++d)
-        EXPECT_NEAR(engine.outputs[static_cast<std::size_t>(l)][0][2 * h].const_data_ptr<float>()[d], out[d] / sum,
-                    2e-5);
+        EXPECT_NEAR(engine.outputs[static_cast<std::size_t>(l)][0][2 * h].data<float>()[d], out[d] / sum, 2e-5);
     }
 }
 
@@ -302,7 +296,7 @@ TEST(Fold, TakesNoSurprisalForTokensThatDidNotComeAndNoQueriesBeforeRope) {
             std::string::npos);
   const std::vector<SequenceId> ids{1};
   const std::vector<std::int32_t> indptr{0, 1};
-  const at::Tensor q = at::zeros({1, 4, 16}), out = at::zeros({1, 4, 16}), lse = at::zeros({1, 4});
+  const Array q = Array::zeros({1, 4, 16}), out = Array::zeros({1, 4, 16}), lse = Array::zeros({1, 4});
   EXPECT_NE(message_of([&] {
               engine.keeper.part<parts::Folds>().view({.layer = 0, .sequences = ids, .indptr = indptr, .queries = q},
                                                       {out, lse});
@@ -311,7 +305,7 @@ TEST(Fold, TakesNoSurprisalForTokensThatDidNotComeAndNoQueriesBeforeRope) {
   EXPECT_NE(message_of([&] {
               engine.keeper.part<parts::Folds>().view(
                   {.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope},
-                  {out, at::zeros({1, 3})});
+                  {out, Array::zeros({1, 3})});
             }).find("has the wrong shape"),
             std::string::npos);
 }
@@ -354,11 +348,11 @@ TEST(Fold, LeavesAttentionThatIsNotANumberAsItIs) {
   run(engine, 1, 100, 1);
   const std::vector<SequenceId> ids{1};
   const std::vector<std::int32_t> indptr{0, 1};
-  const at::Tensor q = at::ones({1, 4, 16}), out = at::full({1, 4, 16}, std::nanf("")),
-                   lse = at::full({1, 4}, std::nanf(""));
+  const Array q = Array::full({1, 4, 16}, 1), out = Array::full({1, 4, 16}, std::nanf("")),
+              lse = Array::full({1, 4}, std::nanf(""));
   engine.keeper.part<parts::Folds>().view(
       {.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}, {out, lse});
-  EXPECT_TRUE(at::isnan(out).all().item<bool>());
+  for (std::int64_t i = 0; i < out.numel(); ++i) EXPECT_TRUE(std::isnan(out.data<float>()[i])) << i;
 }
 
 // ---- Faults
@@ -373,12 +367,12 @@ struct Snapshot {
         spans.push_back(engine.keeper.part<parts::Folds>().spans(id, l, h).size());
       }
       if (const auto* dense = std::get_if<DenseKv>(&engine.cache[static_cast<std::size_t>(l)]))
-        keys.push_back(torch_tensor(dense->keys).clone());
+        keys.push_back(Array(dense->keys).clone());
     }
   }
   std::vector<std::int32_t> positions;
   std::vector<std::int64_t> spans;
-  std::vector<at::Tensor> keys;
+  std::vector<Array> keys;
 };
 
 TEST(Fold, RefusesKeysThatAreNotNumbersBeforeAnythingMoves) {
@@ -480,7 +474,7 @@ struct Told final : KVPolicy {
       for (std::int32_t slot = 4; slot < row.length; ++slot) slots.push_back(slot);
       d.keep->indptr.push_back(static_cast<std::int64_t>(slots.size()));
     }
-    d.keep->slots = at::empty({static_cast<std::int64_t>(slots.size())}, at::TensorOptions().dtype(at::kInt));
+    d.keep->slots = Array::empty({static_cast<std::int64_t>(slots.size())}, Dtype::i32);
     std::ranges::copy(slots, d.keep->slots.data<std::int32_t>());
     d.fold = fold;
     return d;

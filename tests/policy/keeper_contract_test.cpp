@@ -1,9 +1,6 @@
 // What the Keeper promises an engine whatever it is given: who stands twice is refused, what throws changes nothing,
 // positions are no token counts, neighbours do not matter, memory comes back.
 
-#include <ATen/ops/full.h>
-#include <ATen/ops/randn.h>
-#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,14 +9,16 @@
 #include <limits>
 #include <numeric>
 
+#include "arrays.h"
 #include "kvkeep/core/columns.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 #include "message_of.h"
 
 namespace kvkeep::keeper_contract_test {
 namespace {
 
+using testing::Array;
+using testing::normals;
 using Ints = std::vector<std::int32_t>;
 using Ids = std::vector<SequenceId>;
 using testing::message_of;
@@ -40,8 +39,8 @@ class Line {
   explicit Line(const std::string& policy, ModelSpec spec = model(), std::int64_t capacity = 256)
       : spec_(spec), keeper(std::move(spec), make_policy(policy)) {
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
-      layers.emplace_back(
-          DenseKv{at::randn({4, spec_.kv_heads, capacity, 8}), at::randn({4, spec_.kv_heads, capacity, 8})});
+      layers.emplace_back(DenseKv{normals(random_, {4, spec_.kv_heads, capacity, 8}),
+                                  normals(random_, {4, spec_.kv_heads, capacity, 8})});
   }
 
   void join(SequenceId id, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {}) {
@@ -52,11 +51,11 @@ class Line {
 
   /// The same number of new tokens for every sequence, in every layer. `spoil` may change the queries of a layer.
   void observe(std::int32_t tokens, const Ints& positions = {},
-               const std::function<void(std::int32_t, at::Tensor&)>& spoil = {}) {
+               const std::function<void(std::int32_t, Array&)>& spoil = {}) {
     Ints indptr;
     for (std::size_t i = 0; i <= ids.size(); ++i) indptr.push_back(static_cast<std::int32_t>(i) * tokens);
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l) {
-      at::Tensor queries = at::randn({indptr.back(), spec_.query_heads, 8});
+      Array queries = normals(random_, {indptr.back(), spec_.query_heads, 8});
       if (spoil) spoil(l, queries);
       keeper.observe({.layer = l, .sequences = ids, .indptr = indptr, .queries = queries, .positions = positions});
     }
@@ -71,6 +70,7 @@ class Line {
 
  private:
   ModelSpec spec_;
+  oracle::Random random_{1};
 
  public:
   Keeper keeper;
@@ -124,9 +124,9 @@ TEST(KeeperContract, RefusesAPageThatIsNamedMoreOftenThanItIsHeld) {
   Line line(kStreaming);
   line.join(1, 12);
   line.join(2, 12);
-  line.layers = {PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})}};
-  at::Tensor table = at::zeros({2, 3}, at::TensorOptions().dtype(at::kInt));
-  const auto name = [&](const Ints& pages) { std::ranges::copy(pages, table.data_ptr<std::int32_t>()); };
+  line.layers = {PagedKv{normals(1, {8, 4, 1, 8}), normals(2, {8, 4, 1, 8})}};
+  Array table = Array::zeros({2, 3}, Dtype::i32);
+  const auto name = [&](const Ints& pages) { std::ranges::copy(pages, table.data<std::int32_t>()); };
   CacheView view = line.view();
   view.block_table = table;
   name({0, 1, 2, 5, 2, 6});
@@ -186,9 +186,9 @@ class FailingPages final : public PageAllocator {
 struct PagedLine {
   explicit PagedLine(std::int32_t also_held) : line(kStreaming), pages(8, 4) {
     line.join(1, 16);
-    line.layers = {PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})}};
-    for (std::int32_t p = 0; p < 4; ++p) table.data_ptr<std::int32_t>()[p] = pages.pool.take();
-    for (std::int32_t p = 0; p < also_held; ++p) pages.pool.retain(table.data_ptr<std::int32_t>()[p]);
+    line.layers = {PagedKv{normals(3, {8, 4, 1, 8}), normals(4, {8, 4, 1, 8})}};
+    for (std::int32_t p = 0; p < 4; ++p) table.data<std::int32_t>()[p] = pages.pool.take();
+    for (std::int32_t p = 0; p < also_held; ++p) pages.pool.retain(table.data<std::int32_t>()[p]);
   }
   CacheView view() {
     CacheView view = line.view();
@@ -198,7 +198,7 @@ struct PagedLine {
   }
   Line line;
   FailingPages pages;
-  at::Tensor table = at::full({1, 4}, -1, at::TensorOptions().dtype(at::kInt));
+  Array table = Array::full({1, 4}, -1, Dtype::i32);
 };
 
 TEST(KeeperContract, HasSettledAnEventBeforeItGivesBackPages) {
@@ -208,7 +208,7 @@ TEST(KeeperContract, HasSettledAnEventBeforeItGivesBackPages) {
   EXPECT_THROW(paged.line.keeper.step(view), std::runtime_error);
   EXPECT_EQ(paged.line.lengths[0], 6);
   EXPECT_EQ(paged.line.keeper.physical_length(1, 0, 0), 6);
-  EXPECT_EQ(paged.table.data_ptr<std::int32_t>()[2], -1);
+  EXPECT_EQ(paged.table.data<std::int32_t>()[2], -1);
   EXPECT_EQ(paged.pages.pool.free_pages(), 4 + 1) << "the page after the one that failed came back";
   paged.line.observe(1);
   view = paged.view();
@@ -261,8 +261,8 @@ TEST(KeeperContract, RefusesASlidingLayerInThePagesOfTheTable) {
   PagePool pool(8, 4);
   PagedSequences sequences(pool);
   ASSERT_TRUE(sequences.admit(1, 12).given());
-  line.layers = {PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})},
-                 PagedKv{at::randn({8, 4, 1, 8}), at::randn({8, 4, 1, 8})}};
+  line.layers = {PagedKv{normals(5, {8, 4, 1, 8}), normals(6, {8, 4, 1, 8})},
+                 PagedKv{normals(7, {8, 4, 1, 8}), normals(8, {8, 4, 1, 8})}};
   CacheView view = line.view();
   view.block_table = sequences.table(line.ids);
   view.pages = &pool;
@@ -359,8 +359,8 @@ TEST(KeeperContract, TakesTokensBackToThePositionAfterTheLastThatIsLeft) {
 
 TEST(KeeperContract, TakesTokensBackToWhatTheLastEventLeft) {
   Line line("knorm,budget=6,interval=2,sink=2,recent=0,prefill=cut");
-  torch_tensor(std::get<DenseKv>(line.layers[0]).keys)[0][0][11] =
-      100.0F;  // the newest token is dropped, so that no kept slot tells the next position
+  Array(std::get<DenseKv>(line.layers[0]).keys)[0][0][11].fill_(
+      100);  // the newest token is dropped, so that no kept slot tells the next position
   line.join(1);
   line.observe(12, {0, 1, 2, 3, 4, 5, 20, 21, 22, 23, 24, 40});
   ASSERT_EQ(line.step().cuts.size(), 1U);
@@ -420,8 +420,7 @@ TEST(KeeperContract, AsksAgainAboutTokensThatGotNoAnswer) {
       line.keeper.restore(2, file);
       line.ids = {2};
     } else {
-      line.observe(1, {},
-                   [](std::int32_t, at::Tensor& queries) { queries.fill_(std::numeric_limits<float>::quiet_NaN()); });
+      line.observe(1, {}, [](std::int32_t, Array& queries) { queries.fill_(std::numeric_limits<float>::quiet_NaN()); });
       EXPECT_EQ(line.step().unscored.size(), 1U);
     }
     line.observe(1);
@@ -439,7 +438,7 @@ TEST(KeeperContract, RestoresHowQueriesAreTaken) {
   here.keeper.observe({.layer = 0,
                        .sequences = {&id, 1},
                        .indptr = indptr,
-                       .queries = at::randn({5, 1, 8}),
+                       .queries = normals(9, {5, 1, 8}),
                        .basis = QueryBasis::post_rope});
   here.keeper.save(id, file);
   there.keeper.restore(id, file);
@@ -450,7 +449,7 @@ TEST(KeeperContract, RestoresHowQueriesAreTaken) {
 
 TEST(KeeperContract, RefusesUnequalRowsUnderOneLength) {
   Line line("threshold-knorm,threshold=-1,budget=10,interval=2,sink=1,recent=1,prefill=cut", model(1, 2));
-  at::Tensor keys = torch_tensor(std::get<DenseKv>(line.layers[0]).keys);
+  Array keys = Array(std::get<DenseKv>(line.layers[0]).keys);
   keys.fill_(0.1F);
   keys.select(1, 1).fill_(10.0F);  // none of the second head's passes
   line.join(1);
@@ -462,8 +461,8 @@ TEST(KeeperContract, RefusesUnequalRowsUnderOneLength) {
 
 TEST(KeeperContract, CountsScalesInBytes) {
   Line line("streaming,bytes=150,interval=2,sink=1,recent=1,prefill=cut");
-  const auto rows = [] { return at::full({4, 1, 256, 8}, 1, at::TensorOptions(at::kChar)); };
-  const auto scales = [] { return at::full({4, 1, 256}, 1.0F, at::TensorOptions(at::kFloat)); };
+  const auto rows = [] { return Array::full({4, 1, 256, 8}, 1, Dtype::i8); };
+  const auto scales = [] { return Array::full({4, 1, 256}, 1.0F, Dtype::f32); };
   line.layers = {DenseKv{rows(), rows(), scales(), scales()}};
   line.join(1);
   line.observe(12);
@@ -521,7 +520,7 @@ TEST(KeeperContract, RefusesPositionsThatNoTokenCanFollow) {
   surprised.join(1);
   const SequenceId id = 1;
   const Ints indptr{0, 1}, far{1 << 28};
-  const at::Tensor query = at::randn({1, 1, 8});
+  const Array query = normals(10, {1, 1, 8});
   EXPECT_THROW(surprised.observe({.layer = 0,
                                   .sequences = {&id, 1},
                                   .indptr = indptr,
@@ -543,8 +542,8 @@ TEST(KeeperContract, LeavesASequenceAloneWhoseQueriesAreNotFiniteAndCutsTheOther
   line.step();
   std::int64_t told = 0;
   for (std::int32_t t = 0; t < 20; ++t) {
-    line.observe(1, {}, [t](std::int32_t layer, at::Tensor& queries) {
-      if (t == 2 && layer == 1) queries[1][0][3] = std::numeric_limits<float>::quiet_NaN();
+    line.observe(1, {}, [t](std::int32_t layer, Array& queries) {
+      if (t == 2 && layer == 1) queries[1][0][3].fill_(std::numeric_limits<float>::quiet_NaN());
     });
     const Report report = line.step();
     EXPECT_LT(line.lengths[0], 20) << "sequence 1 is cut as if it were alone, step " << t;
@@ -565,8 +564,8 @@ TEST(KeeperContract, LetsAnyFullLayerShowTheTokensOfAPolicyWithoutQueries) {
   const SequenceId id = 1;
   const Ints indptr{0, 1};
   std::int32_t length = 0;
-  CacheView view{.layers = {DenseKv{at::zeros({1, 1, 16, 8}), at::zeros({1, 1, 16, 8})},
-                            DenseKv{at::zeros({1, 1, 16, 8}), at::zeros({1, 1, 16, 8})}},
+  CacheView view{.layers = {DenseKv{Array::zeros({1, 1, 16, 8}), Array::zeros({1, 1, 16, 8})},
+                            DenseKv{Array::zeros({1, 1, 16, 8}), Array::zeros({1, 1, 16, 8})}},
                  .sequences = {&id, 1},
                  .lengths = {{&length, 1}}};
   for (std::int32_t t = 0; t < 20; ++t) {
@@ -588,8 +587,7 @@ TEST(Columns, GiveBackTheMemoryOfALongPrompt) {
   std::vector<std::int64_t> indptr{0};
   for (int r = 1; r <= 4; ++r) indptr.push_back(r * kKept);
   Decision decision;
-  KeepSet& keep = decision.keep.emplace(
-      KeepSet{.slots = at::zeros({4 * kKept}, at::TensorOptions().dtype(at::kInt)), .indptr = indptr});
+  KeepSet& keep = decision.keep.emplace(KeepSet{.slots = Array::zeros({4 * kKept}, Dtype::i32), .indptr = indptr});
   for (std::int32_t j = 0; j < 4 * kKept; ++j) keep.slots.data<std::int32_t>()[j] = j % kKept * 2;
   decision.credit = empty({kLong}, Dtype::f32);
   std::iota(decision.credit->data<float>(), decision.credit->data<float>() + kLong, 0.0F);
@@ -640,7 +638,7 @@ TEST(Keeper, RefusesQueriesBeforeRopeThatNothingCanTurn) {
   spec.layers.resize(1);
   const SequenceId id = 1;
   const std::int32_t indptr[] = {0, 2};
-  const Observation before{.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = at::randn({2, 2, 4})};
+  const Observation before{.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = normals(11, {2, 2, 4})};
   Keeper keeper(spec, make_policy("tova,budget=8"));
   keeper.join(id);
   const std::string says = "queries are taken before RoPE, but the model spec does not state the RoPE of layer 0";

@@ -1,13 +1,12 @@
 // begin_step() and record() beside observe(): the same slots, whatever steps come; what they refuse.
 
-#include <ATen/ops/cat.h>
-
 #include "engines.h"
 #include "message_of.h"
 
 namespace kvkeep::keeper_step_test {
 namespace {
 
+using testing::Array;
 using namespace engines;
 
 using Work = std::vector<std::pair<SequenceId, std::int32_t>>;
@@ -16,9 +15,9 @@ const char* const kTova = "ams-tova,budget=24,interval=8,recent=4,window=6,min_s
 
 /// Files queries at once, with rows of padding behind them.
 void record_padded(Engine& engine, std::int64_t padding) {
-  engine.record = [&engine, padding](std::int32_t layer, const at::Tensor& queries, const at::Tensor&) {
-    const at::Tensor rows = at::full({padding, 4, kKeyDim}, 1e30, at::TensorOptions().dtype(at::kFloat));
-    engine.keeper.record(layer, at::cat({queries, rows}));
+  engine.record = [&engine, padding](std::int32_t layer, const Array& queries, const Array&) {
+    const Array rows = Array::full({padding, 4, kKeyDim}, 1e30, Dtype::f32);
+    engine.keeper.record(layer, Array::cat({queries, rows}));
   };
 }
 
@@ -92,8 +91,8 @@ TEST(KeeperStep, RefusesWhatItCannotFile) {
   const SequenceId id = 1;
   const Ints two{0, 2};
   const StepTokens tokens{.sequences = {&id, 1}, .indptr = two};
-  const auto queries = [](std::int64_t rows, at::ScalarType type = at::kFloat) {
-    return Tensor(at::full({rows, 4, kKeyDim}, 1, at::TensorOptions().dtype(type)));
+  const auto queries = [](std::int64_t rows, Dtype type = Dtype::f32) {
+    return Tensor(Array::full({rows, 4, kKeyDim}, 1, type));
   };
   Keeper keeper(model(), make_policy(kTova));
   keeper.join(id);
@@ -108,7 +107,7 @@ TEST(KeeperStep, RefusesWhatItCannotFile) {
   EXPECT_NE(testing::message_of<StateError>([&] { keeper.record(0, queries(65)); }).find("65 queries of layer 0"),
             std::string::npos);
   EXPECT_NE(testing::message_of<InvalidArgument>([&] {
-              keeper.record(1, queries(2, at::kHalf));
+              keeper.record(1, queries(2, Dtype::f16));
             }).find("are f16, but the step began with f32"),
             std::string::npos);
   EXPECT_NE(testing::message_of<InvalidArgument>([&] { keeper.record(2, queries(2)); }).find("layer 2 is out of range"),
@@ -141,7 +140,7 @@ TEST(KeeperStep, RefusesWhatItCannotFile) {
       testing::message_of<InvalidArgument>([&] { keeper.begin_step(turned); }).find("after RoPE, unlike earlier ones"),
       std::string::npos);
   EXPECT_NE(testing::message_of<InvalidArgument>([&] {
-              keeper.record(0, queries(2), Tensor(at::full({2, 4}, 1.0F)));
+              keeper.record(0, queries(2), Tensor(Array::full({2, 4}, 1.0F)));
             }).find("log-sum-exps of layer 0 are given, unlike what begin_step() was told"),
             std::string::npos);
   EXPECT_NE(testing::message_of<InvalidArgument>([&] {
@@ -149,7 +148,7 @@ TEST(KeeperStep, RefusesWhatItCannotFile) {
                               .sequences = tokens.sequences,
                               .indptr = two,
                               .queries = queries(2),
-                              .log_sum_exp = Tensor(at::full({2, 3}, 1.0F))});
+                              .log_sum_exp = Tensor(Array::full({2, 3}, 1.0F))});
             }).find("log-sum-exps of layer 0 are f32 in 2 dimensions [2, 3] on cpu; allowed f32 [2, 4]"),
             std::string::npos);
   EXPECT_EQ(keeper.logical_length(id), 2) << "nothing was counted";

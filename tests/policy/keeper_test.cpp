@@ -1,22 +1,20 @@
 // The line, in an engine's order of calls: sequences join, grow, are cut, take tokens back, leave.
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/randn.h>
-#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <numeric>
 #include <random>
 
+#include "arrays.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 #include "message_of.h"
 
 namespace kvkeep::keeper_test {
 namespace {
+
+using testing::Array;
+using testing::normals;
 
 /// A toy engine: random K, V and queries that depend on (sequence, layer, position) only, so that any schedule feeds
 /// the same numbers.
@@ -35,7 +33,7 @@ class Engine {
         length_(static_cast<std::size_t>(places), 0) {
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
       cache_.emplace_back(
-          DenseKv{at::full({places, 2, capacity, 8}, -7.0F), at::full({places, 2, capacity, 6}, -9.0F)});
+          DenseKv{Array::full({places, 2, capacity, 8}, -7.0F), Array::full({places, 2, capacity, 6}, -9.0F)});
   }
 
   struct Work {
@@ -56,7 +54,7 @@ class Engine {
       indptr.push_back(indptr.back() + w.tokens);
     }
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l) {
-      at::Tensor queries = at::empty({indptr.back(), 4, 8}, at::TensorOptions().dtype(at::kFloat));
+      Array queries = Array::empty({indptr.back(), 4, 8}, Dtype::f32);
       std::int64_t row = 0;
       for (const Work& w : work)
         for (std::int32_t t = 0; t < w.tokens; ++t, ++row) {
@@ -114,11 +112,11 @@ class Engine {
         const auto positions = keeper.positions(w.id, l, h);
         for (std::size_t s = 0; s < positions.size(); ++s) {
           const auto& dense = std::get<DenseKv>(cache_[static_cast<std::size_t>(l)]);
-          at::Tensor both = at::empty({2, 8}), both_values = at::empty({2, 6});
+          Array both = Array::empty({2, 8}), both_values = Array::empty({2, 6});
           fill(both, w.id, l, positions[s], 1);
           fill(both_values, w.id, l, positions[s], 2);
-          if (!torch_tensor(dense.keys)[w.place][h][static_cast<std::int64_t>(s)].equal(both[h])) return false;
-          if (!torch_tensor(dense.values)[w.place][h][static_cast<std::int64_t>(s)].equal(both_values[h])) return false;
+          if (!Array(dense.keys)[w.place][h][static_cast<std::int64_t>(s)].equal(both[h])) return false;
+          if (!Array(dense.values)[w.place][h][static_cast<std::int64_t>(s)].equal(both_values[h])) return false;
         }
       }
     return true;
@@ -135,14 +133,14 @@ class Engine {
   }
 
  private:
-  static void fill(const at::Tensor& rows, SequenceId id, std::int32_t layer, std::int64_t position, int what) {
+  static void fill(const Array& rows, SequenceId id, std::int32_t layer, std::int64_t position, int what) {
     std::uint64_t x = (static_cast<std::uint64_t>(id) * 1000003 + static_cast<std::uint64_t>(layer)) * 1000003 +
                       static_cast<std::uint64_t>(position) * 31 + static_cast<std::uint64_t>(what);
-    at::Tensor numbers = at::empty(rows.sizes(), at::TensorOptions().dtype(at::kFloat));
+    Array numbers = Array::empty(rows.sizes(), Dtype::f32);
     for (std::int64_t i = 0; i < numbers.numel(); ++i) {
       x = (x + 0x9E3779B97F4A7C15ULL) * 0xBF58476D1CE4E5B9ULL;
       x ^= x >> 29;
-      numbers.data_ptr<float>()[i] = static_cast<float>(static_cast<double>(x >> 40) / 8388608.0 - 1.0);
+      numbers.data<float>()[i] = static_cast<float>(static_cast<double>(x >> 40) / 8388608.0 - 1.0);
     }
     rows.copy_(numbers);
   }
@@ -619,7 +617,7 @@ TEST(Keeper, LeavesOtherLayersAlone) {  // sliding and shared layers
   engine.step({{1, 0, 20}});
   engine.step({{1, 0, 20}}, false);
   const CacheView view = engine.view();
-  const at::Tensor sliding = torch_tensor(std::get<DenseKv>(view.layers[1]).keys).clone();
+  const Array sliding = Array(std::get<DenseKv>(view.layers[1]).keys).clone();
   engine.keeper.step(view);
   EXPECT_TRUE(sliding.equal(std::get<DenseKv>(view.layers[1]).keys));
   EXPECT_THROW(static_cast<void>(engine.keeper.positions(1, 1, 0)), InvalidArgument);
@@ -638,10 +636,10 @@ TEST(Keeper, APrefixThatItNeverSawIsKeptTrackOf) {
   keeper.join(7, 10);
   const SequenceId id = 7;
   const std::int32_t indptr[] = {0, 2};
-  keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = at::randn({2, 2, 4})});
+  keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = normals(1, {2, 2, 4})});
   EXPECT_EQ(keeper.logical_length(7), 12);
   std::int32_t length = 12;
-  CacheView view{.layers = {DenseKv{at::randn({1, 1, 16, 4}), at::randn({1, 1, 16, 4})}},
+  CacheView view{.layers = {DenseKv{normals(2, {1, 1, 16, 4}), normals(3, {1, 1, 16, 4})}},
                  .sequences = {&id, 1},
                  .lengths = {{&length, 1}}};
   keeper.step(view);
@@ -670,7 +668,7 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
   engine.step({{1, 0, 30}});
   const SequenceId id = 1, stranger = 99;
   const std::int32_t indptr[] = {0, 1};
-  const at::Tensor q = at::randn({1, 4, 8});
+  const Array q = normals(4, {1, 4, 8});
   const auto observe = [&](Observation o) { return [&engine, o] { engine.keeper.observe(o); }; };
   expect_refused<StateError>(engine, observe({.layer = 0, .sequences = {&stranger, 1}, .indptr = indptr, .queries = q}),
                              "sequence 99 is not known");
@@ -679,13 +677,13 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
   expect_refused<InvalidArgument>(engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr}),
                                   "needs the last 8");
   expect_refused<InvalidArgument>(
-      engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = at::randn({1, 4, 9})}),
+      engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = normals(5, {1, 4, 9})}),
       "allowed [1, 4, 8]");
   expect_refused<InvalidArgument>(
-      engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q.to(at::kInt)}),
+      engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q.to(Dtype::i32)}),
       "allowed f32, f16, bf16");
   expect_refused<InvalidArgument>(
-      engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q.to(at::kBFloat16)}),
+      engine, observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = q.to(Dtype::bf16)}),
       "allowed one dtype");
   expect_refused<InvalidArgument>(
       engine,
@@ -707,15 +705,17 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers.pop_back(); }),
                                   "the view has 2 layers");
   expect_refused<InvalidArgument>(
-      engine, plan_with([](CacheView& v) { std::get<DenseKv>(v.layers[1]).keys = at::zeros({1, 3, 64, 8}); }),
+      engine, plan_with([](CacheView& v) { std::get<DenseKv>(v.layers[1]).keys = Array::zeros({1, 3, 64, 8}); }),
       "layer 1");
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[2] = std::monostate{}; }),
                                   "layer 2 has no rows");
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[0] = PagedKv{}; }),
                                   "allowed 4 [pages, page_size, 2, 8]");
-  const auto pages = [](std::int64_t size) { return PagedKv{at::zeros({9, size, 2, 8}), at::zeros({9, size, 2, 6})}; };
-  const auto table = [](std::int32_t page) { return at::full({1, 64}, page, at::TensorOptions().dtype(at::kInt)); };
-  const auto paged = [&](std::int64_t size, const at::Tensor& block_table) {
+  const auto pages = [](std::int64_t size) {
+    return PagedKv{Array::zeros({9, size, 2, 8}), Array::zeros({9, size, 2, 6})};
+  };
+  const auto table = [](std::int32_t page) { return Array::full({1, 64}, page, Dtype::i32); };
+  const auto paged = [&](std::int64_t size, const Array& block_table) {
     return plan_with([&, size](CacheView& v) {
       for (auto& l : v.layers)
         if (!std::holds_alternative<std::monostate>(l)) l = pages(size);
@@ -729,13 +729,13 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
                                   plan_with([&](CacheView& v) { v.layers[0] = pages(16), v.block_table = table(0); }),
                                   "as in the first layer");
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) {
-                                    v.layers[0] = DenseKv{at::zeros({1, 2, 64, 8}, at::TensorOptions(at::kInt)),
+                                    v.layers[0] = DenseKv{Array::zeros({1, 2, 64, 8}, Dtype::i32),
                                                           std::get<DenseKv>(v.layers[0]).values};
                                   }),
                                   "layer 1 holds");
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) {
                                     for (auto& l : v.layers)
-                                      l = DenseKv{torch_tensor(std::get<DenseKv>(l).keys).to(at::kDouble),
+                                      l = DenseKv{Array(std::get<DenseKv>(l).keys).to(Dtype::f64),
                                                   std::get<DenseKv>(l).values};
                                   }),
                                   "allowed f32, f16, bf16");
@@ -751,8 +751,8 @@ TEST(Keeper, LeavesASequenceAsItIsWhereAQueryIsNotFiniteAndNamesIt) {
   engine.step({{1, 0, 31}});
   const SequenceId id = 1;
   const std::int32_t indptr[] = {0, 1};
-  at::Tensor q = at::randn({1, 4, 8});
-  q[0][2][5] = std::numeric_limits<float>::quiet_NaN();
+  Array q = normals(6, {1, 4, 8});
+  q[0][2][5].fill_(std::numeric_limits<float>::quiet_NaN());
   for (std::int32_t l = 0; l < 3; ++l)
     engine.keeper.observe({.layer = l, .sequences = {&id, 1}, .indptr = indptr, .queries = q});
   std::int32_t length = 32, place = 0;
@@ -775,7 +775,7 @@ TEST(Keeper, AMissedLayerIsNamed) {
   const SequenceId id = 1;
   const std::int32_t indptr[] = {0, 1};
   for (const std::int32_t l : {0, 2})
-    engine.keeper.observe({.layer = l, .sequences = {&id, 1}, .indptr = indptr, .queries = at::randn({1, 4, 8})});
+    engine.keeper.observe({.layer = l, .sequences = {&id, 1}, .indptr = indptr, .queries = normals(7, {1, 4, 8})});
   std::int32_t length = 32;
   CacheView view = engine.view();
   view.lengths.data = {&length, 1};

@@ -1,9 +1,6 @@
 // Prompts that are narrowed while they run, in an engine's order of calls: layer by layer, beside other prompts and
 // decoding sequences, in dense and paged caches.
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -12,10 +9,13 @@
 
 #include "kvkeep/parts/prompts.h"
 #include "layer_by_layer_engine.h"
+#include "loop_threads.h"
 
 namespace kvkeep::narrow_test {
 namespace {
 
+using testing::Array;
+using testing::LoopThreads;
 using namespace layer_by_layer;
 
 /// What a policy's pass makes of one prompt by itself.
@@ -31,7 +31,7 @@ Alone alone(const std::string& text, SequenceId id, std::int32_t tokens, QueryBa
   prompt.spec = model();
   for (std::int32_t l = 0; l < kLayers; ++l)
     for (const Side side : {Side::key, Side::query}) {
-      float* out = (side == Side::key ? prompt.keys : prompt.queries)[static_cast<std::size_t>(l)].data_ptr<float>();
+      float* out = (side == Side::key ? prompt.keys : prompt.queries)[static_cast<std::size_t>(l)].data<float>();
       for (std::int32_t h = 0; h < heads_of(side); ++h)
         for (std::int32_t t = 0; t < tokens; ++t, out += kKeyDim) fill(out, kKeyDim, id, l, t, t, h, side);
     }
@@ -443,9 +443,9 @@ struct Sight {
     rows = engine.kept(1);
     for (const LayerKv& layer : engine.layers) {
       if (const auto* dense = std::get_if<DenseKv>(&layer))
-        sides.insert(sides.end(), {torch_tensor(dense->keys).clone(), torch_tensor(dense->values).clone()});
+        sides.insert(sides.end(), {Array(dense->keys).clone(), Array(dense->values).clone()});
       if (const auto* paged = std::get_if<PagedKv>(&layer))
-        sides.insert(sides.end(), {torch_tensor(paged->keys).clone(), torch_tensor(paged->values).clone()});
+        sides.insert(sides.end(), {Array(paged->keys).clone(), Array(paged->values).clone()});
     }
     if (engine.block_table.defined()) sides.push_back(engine.block_table.clone());
     const PromptReport* report = engine.keeper.part<parts::Prompts>().report_of(1);
@@ -462,7 +462,7 @@ struct Sight {
   std::int32_t free;
   std::int64_t dropped;
   std::vector<Ints> rows;
-  std::vector<at::Tensor> sides;
+  std::vector<Array> sides;
 };
 
 template <class E>
@@ -503,11 +503,12 @@ TEST_P(Narrow, RefusesWhatDoesNotFitBeforeAnythingChanges) {
   expect_refused<StateError>(engine, "layer 3 of the prompt of sequence 1; layer 2 comes next",
                              with([](Observation& o, CacheView&) { o.layer = 3; }));
   expect_refused<InvalidArgument>(engine, "has no queries",
-                                  with([](Observation& o, CacheView&) { o.queries = at::Tensor(); }));
-  expect_refused<InvalidArgument>(
-      engine, "allowed [", with([](Observation& o, CacheView&) { o.queries = at::empty({5, kQueryHeads, kKeyDim}); }));
+                                  with([](Observation& o, CacheView&) { o.queries = Array(); }));
+  expect_refused<InvalidArgument>(engine, "allowed [", with([](Observation& o, CacheView&) {
+                                    o.queries = Array::empty({5, kQueryHeads, kKeyDim});
+                                  }));
   expect_refused<InvalidArgument>(engine, "allowed f32, f16, bf16", with([](Observation& o, CacheView&) {
-                                    o.queries = torch_tensor(o.queries).to(at::kInt);
+                                    o.queries = Array(o.queries).to(Dtype::i32);
                                   }));
   expect_refused<InvalidArgument>(engine, "one length per sequence",
                                   with([](Observation&, CacheView& v) { v.lengths.rows_per_sequence = 1; }));
@@ -519,7 +520,7 @@ TEST_P(Narrow, RefusesWhatDoesNotFitBeforeAnythingChanges) {
   expect_refused<InvalidArgument>(engine, "sequence 1 is named twice", with([](Observation& o, CacheView&) {
                                     static const Ints both{0, 70, 140};
                                     o.sequences = twice, o.indptr = both,
-                                    o.queries = at::full({140, kQueryHeads, kKeyDim}, 0.5F);
+                                    o.queries = Array::full({140, kQueryHeads, kKeyDim}, 0.5F);
                                   }));
   const Ints fewer{0, engine.indptr[1] - 1, engine.indptr[2]};
   expect_refused<InvalidArgument>(engine, "tokens of sequence 1",
@@ -538,14 +539,14 @@ TEST_P(Narrow, RefusesWhatDoesNotFitBeforeAnythingChanges) {
   expect_refused<InvalidArgument>(engine, "layers", with([](Observation&, CacheView& v) { v.layers.pop_back(); }));
   if (GetParam() > 0) {
     expect_refused<InvalidArgument>(engine, "block table",
-                                    with([](Observation&, CacheView& v) { v.block_table = at::Tensor(); }));
+                                    with([](Observation&, CacheView& v) { v.block_table = Array(); }));
     const std::int32_t page = engine.pages.pages(2).front();
     engine.pool.retain(page);
     expect_refused<InvalidArgument>(engine, "is held by 2 sequences", with([](Observation&, CacheView&) {}));
     engine.pool.give_back(page);
   }
-  at::Tensor broken = engine.queries.clone();
-  broken[engine.indptr[2] - 1][3][2] = std::numeric_limits<float>::quiet_NaN();
+  Array broken = engine.queries.clone();
+  broken[engine.indptr[2] - 1][3][2].fill_(std::numeric_limits<float>::quiet_NaN());
   expect_refused<InvalidArgument>(engine, "query of head 3", with([&](Observation& o, CacheView&) {
                                     o.queries = broken;
                                   }));  // of the second: the first is not cut either
@@ -582,7 +583,7 @@ TEST_P(Narrow, ChecksTheViewInLayersThatNeedNothingOfIt) {
   }
   expect_refused<InvalidArgument>(engine, "block table", [&] {
     CacheView view = engine.view();
-    view.block_table = at::Tensor();
+    view.block_table = Array();
     static_cast<void>(engine.keeper.part<parts::Prompts>().narrow(
         {.layer = kLayers - 1, .sequences = engine.active, .indptr = engine.indptr, .queries = engine.queries}, view));
   });
@@ -599,7 +600,7 @@ TEST(Narrow, RefusesObservationsOfOtherTokensThanWentOn) {
     engine.observe(l);
     engine.narrow(l);
   }
-  const at::Tensor all = at::full({70, kQueryHeads, kKeyDim}, 0.5F);
+  const Array all = Array::full({70, kQueryHeads, kKeyDim}, 0.5F);
   const SequenceId id = 1;
   const Ints indptr{0, 70}, right{0, 24};
   expect_refused<StateError>(engine, "layer 2 passes 70 tokens of sequence 1; 24 continued to it", [&] {
@@ -648,9 +649,10 @@ TEST(Narrow, ReadsPositionsThatTheEngineGives) {  // logical, with gaps
   Ints indptr{0, 20};
   std::vector<LayerKv> layers;
   for (std::int32_t l = 0; l < kLayers; ++l)
-    layers.emplace_back(DenseKv{at::full({1, kHeads, 20, kKeyDim}, 1.0F), at::full({1, kHeads, 20, kValueDim}, 1.0F)});
+    layers.emplace_back(
+        DenseKv{Array::full({1, kHeads, 20, kKeyDim}, 1.0F), Array::full({1, kHeads, 20, kValueDim}, 1.0F)});
   const CacheView view{.layers = layers, .sequences = {&id, 1}, .lengths = {lengths, kRows}};
-  const at::Tensor queries = at::full({20, kQueryHeads, kKeyDim}, 0.5F);
+  const Array queries = Array::full({20, kQueryHeads, kKeyDim}, 0.5F);
   Ints left = positions;
   for (std::int32_t l = 0; l < kLayers; ++l) {
     indptr[1] = static_cast<std::int32_t>(left.size());
@@ -683,13 +685,14 @@ TEST(Narrow, RunsOverAModelOfOneRow) {
   const SequenceId id = 1;
   const Ints indptr{0, 20};
   Ints lengths{20};
-  const CacheView view{.layers = {DenseKv{at::full({1, 1, 20, kKeyDim}, 1.0F), at::full({1, 1, 20, kValueDim}, 1.0F)}},
-                       .sequences = {&id, 1},
-                       .lengths = {lengths, 1}};
+  const CacheView view{
+      .layers = {DenseKv{Array::full({1, 1, 20, kKeyDim}, 1.0F), Array::full({1, 1, 20, kValueDim}, 1.0F)}},
+      .sequences = {&id, 1},
+      .lengths = {lengths, 1}};
   const Observation o{.layer = 0,
                       .sequences = {&id, 1},
                       .indptr = indptr,
-                      .queries = at::full({20, kQueryHeads, kKeyDim}, 0.5F),
+                      .queries = Array::full({20, kQueryHeads, kKeyDim}, 0.5F),
                       .basis = QueryBasis::post_rope};
   keeper.observe(o);
   static_cast<void>(keeper.part<parts::Prompts>().narrow(o, view));
@@ -698,14 +701,13 @@ TEST(Narrow, RunsOverAModelOfOneRow) {
 }
 
 TEST(Narrow, GivesTheSameBitsWithAnyNumberOfThreads) {
-  const int threads = at::get_num_threads();
   for (const char* policy :
        {kOnePass[1], kOnePass[2], kOnePass[7], "asl-2pass,budget=20,window=6,min_layer=1,threshold=0.6"}) {
     std::vector<std::vector<Ints>> rows;
     std::vector<PromptReport> reports;
-    std::vector<at::Tensor> sides;
+    std::vector<Array> sides;
     for (const int count : {1, 2, 2}) {
-      at::set_num_threads(count);
+      const LoopThreads threads(count);
       Engine engine(text(
           policy, "+ams-tova,budget=16,interval=4,sink=1,recent=2,window=8,min_segment=2,max_segment=8,min_quota=1"));
       engine.join(1), engine.join(2);
@@ -714,13 +716,12 @@ TEST(Narrow, GivesTheSameBitsWithAnyNumberOfThreads) {
       for (int n = 0; n < 9; ++n) engine.step({{1, 1}, {2, 1}});
       rows.push_back(engine.kept(1));
       reports.push_back(*engine.keeper.part<parts::Prompts>().report_of(1));
-      sides.push_back(torch_tensor(std::get<DenseKv>(engine.layers[4]).keys).clone());
+      sides.push_back(Array(std::get<DenseKv>(engine.layers[4]).keys).clone());
       EXPECT_EQ(rows.back(), rows.front());
       expect_same(reports.back(), reports.front());
       EXPECT_TRUE(sides.back().equal(sides.front()));
     }
   }
-  at::set_num_threads(threads);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 namespace kvkeep::paged_keeper_test {
 namespace {
 
+using testing::Array;
 using namespace engines;
 
 struct PolicyCase {
@@ -96,9 +97,9 @@ TEST_P(PagedKeeper, MovesValuesThatLieWithinKeysOnce) {
 /// Everything an event may write, before and after.
 struct Sight {
   Sight(const PagedEngine& engine, const std::vector<SequenceId>& ids)
-      : table(torch_tensor(engine.sequences.table(ids)).clone()), lengths(engine.lengths) {
+      : table(Array(engine.sequences.table(ids)).clone()), lengths(engine.lengths) {
     for (const LayerKv& layer : engine.layers)
-      for (const at::Tensor side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values})
+      for (const Array side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values})
         sides.push_back(side.clone());
     for (std::int32_t p = 0; p < engine.pool.capacity(); ++p) references.push_back(engine.pool.references(p));
     for (const SequenceId id : ids)
@@ -113,9 +114,9 @@ struct Sight {
     return table.equal(other.table) && lengths == other.lengths && references == other.references &&
            positions == other.positions;
   }
-  at::Tensor table;
+  Array table;
   std::map<SequenceId, Ints> lengths;
-  std::vector<at::Tensor> sides;
+  std::vector<Array> sides;
   Ints references;
   std::vector<Ints> positions;
 };
@@ -222,13 +223,12 @@ TEST(PagedRows, LieWhereTheirOffsetsSayBeyondTwoToThe31Elements) {  // B22: addr
   std::byte nowhere[64];
   const std::int64_t slot = kHeads * 128, page = kSize * slot;
   const auto side = [&](std::int64_t) {
-    return at::from_blob(nowhere, {kPages, kSize, kHeads, 128}, {page, slot, 128, 1},
-                         at::TensorOptions().dtype(at::kBFloat16));
+    return Array(nowhere, Dtype::bf16, {kPages, kSize, kHeads, 128}, {page, slot, 128, 1});
   };
   const PagedKv kv{side(0), side(0), PageLayout::slot_head};
-  at::Tensor table = at::full({1, 3}, 0, at::TensorOptions().dtype(at::kInt));
+  Array table = Array::full({1, 3}, 0, Dtype::i32);
   const std::int32_t pages[] = {4'999'999, 0, 2'000'003};
-  std::copy_n(pages, 3, table.data_ptr<std::int32_t>());
+  std::copy_n(pages, 3, table.data<std::int32_t>());
   const SequenceId id = 1;
   std::int32_t length = 41;
   const CacheView view{.layers = {kv, kv}, .sequences = {&id, 1}, .lengths = {{&length, 1}}, .block_table = table};
@@ -246,9 +246,8 @@ TEST(PagedRows, LieWhereTheirOffsetsSayBeyondTwoToThe31Elements) {  // B22: addr
   EXPECT_GT(pages[0] * page, std::int64_t{1} << 31);
 
   // A dense cache as large: place 3000 of 4000, slot 8000 of 10000.
-  const at::Tensor dense =
-      at::from_blob(nowhere, {4000, kHeads, 10000, 128}, {kHeads * 10000 * 128, 10000 * 128, 128, 1},
-                    at::TensorOptions().dtype(at::kFloat));
+  const Array dense =
+      Array(nowhere, Dtype::f32, {4000, kHeads, 10000, 128}, {kHeads * 10000 * 128, 10000 * 128, 128, 1});
   const std::int64_t elements = (std::int64_t{3000} * kHeads + 1) * 10000 * 128 + std::int64_t{8000} * 128;
   EXPECT_EQ(reinterpret_cast<std::intptr_t>(dense_address(dense, 3000, 1).at(8000)) -
                 reinterpret_cast<std::intptr_t>(nowhere),

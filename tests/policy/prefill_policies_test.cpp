@@ -6,8 +6,8 @@
 #include <optional>
 #include <set>
 
+#include "arrays.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 #include "layered_prompt.h"
 
 namespace kvkeep::prefill_policies_test {
@@ -320,9 +320,9 @@ TEST(Asl, DoesNotDependOnTheScaleOfTheScores) {  // A-12
     for (std::int32_t l = 0; l < prompt.shape.layers && selectors[0].layer() < 0; ++l) {
       if (!selectors[0].wants(l)) continue;
       const PromptLayer layer(prompt, l, prompt.all(), 6);
-      const at::Tensor scores = prompt_scores(layer.evidence(), {.window = 6, .pool = 5}).tokens;
+      const Array scores = prompt_scores(layer.evidence(), {.window = 6, .pool = 5}).tokens;
       for (std::size_t i = 0; i < 3; ++i) {
-        std::vector<float> scaled(scores.const_data_ptr<float>(), scores.const_data_ptr<float>() + scores.numel());
+        std::vector<float> scaled(scores.data<float>(), scores.data<float>() + scores.numel());
         for (float& x : scaled) x *= i == 0 ? 1.0F : i == 1 ? 0.125F : 1024.0F;
         static_cast<void>(selectors[i].see(l, scaled));
       }
@@ -337,7 +337,7 @@ TEST(Asl, DoesNotDependOnTheScaleOfTheScores) {  // A-12
 
 TEST(Asl, OfEqualScoresNarrowsToTheLowerIndexAndStoresTheLargerSlot) {
   LayeredPrompt prompt({.tokens = 20}, 1);
-  for (at::Tensor& keys : prompt.keys) keys.zero_();
+  for (Array& keys : prompt.keys) keys.fill_(0);
   const Outcome out = run("fastkv,budget=8,window=3,pool=1,layer=2,cache=7", prompt);
   EXPECT_EQ(out.tokens, (Ints{0, 1, 2, 3, 4, 17, 18, 19}));
   EXPECT_EQ(out.kept[0][0], (Ints{13, 14, 15, 16, 17, 18, 19}));
@@ -522,16 +522,16 @@ TEST(GemFilter, DoesWhatPlainLoopsDo) {
       const Doubles scores = prompt.last_query(layer, prompt.all(), pool);
       ASSERT_TRUE(none_better(scores, out.tokens, 1e-3));
       const PromptLayer evidence(prompt, layer, prompt.all(), 1);
-      const at::Tensor got = last_query_scores(evidence.evidence(), pool);
+      const Array got = last_query_scores(evidence.evidence(), pool);
       for (std::size_t j = 0; j < scores.size(); ++j)
-        ASSERT_NEAR(got.const_data_ptr<float>()[j], scores[j], 1e-4 * (1 + std::abs(scores[j])));
+        ASSERT_NEAR(got.data<float>()[j], scores[j], 1e-4 * (1 + std::abs(scores[j])));
     }
   });
 }
 
 TEST(GemFilter, OfEqualScoresTakesTheLowerIndex) {
   LayeredPrompt prompt({.tokens = 20}, 1);
-  for (at::Tensor& keys : prompt.keys) keys.zero_();
+  for (Array& keys : prompt.keys) keys.fill_(0);
   EXPECT_EQ(run("gemfilter,budget=4,layer=1,pool=1", prompt).tokens, (Ints{0, 1, 2, 3})) << "no window is forced";
   EXPECT_EQ(best_tokens(std::vector<float>{1, 3, 3, 2, 3}, 2), (Ints{1, 2}));
   EXPECT_EQ(best_tokens(std::vector<float>{1, std::nanf(""), -5, 2, 3}, 4), (Ints{0, 2, 3, 4})) << "NaN last";
@@ -540,7 +540,7 @@ TEST(GemFilter, OfEqualScoresTakesTheLowerIndex) {
 
 TEST(GemFilter, RefusesQueriesThatAreNotFinite) {
   LayeredPrompt prompt({}, 1);
-  prompt.queries[2][1][59][3] = std::numeric_limits<float>::infinity();
+  prompt.queries[2][1][59][3].fill_(std::numeric_limits<float>::infinity());
   EXPECT_THROW(static_cast<void>(run("gemfilter,budget=4,layer=2", prompt)), InvalidArgument);
   EXPECT_EQ(run("gemfilter,budget=4,layer=1", prompt).tokens.size(), 4U);
 }
@@ -642,19 +642,19 @@ TEST(PromptScores, SumsAndMassesAreThoseOfPlainLoops) {
           for (std::size_t t = 0; t < want.size(); ++t)
             ASSERT_NEAR(scores.sums.data<float>()[static_cast<std::size_t>(h * 41) + t], want[t], 1e-5 * window);
         }
-        const at::Tensor mass = token_mass(layer.evidence(), scores.sums, window);
+        const Array mass = token_mass(layer.evidence(), scores.sums, window);
         const Doubles want = prompt.masses(0, prompt.all(), window);
         ASSERT_EQ(mass.numel(), 41 - window);
-        for (std::size_t t = 0; t < want.size(); ++t) ASSERT_NEAR(mass.const_data_ptr<float>()[t], want[t], 1e-5);
+        for (std::size_t t = 0; t < want.size(); ++t) ASSERT_NEAR(mass.data<float>()[t], want[t], 1e-5);
 
         const KeepSet own = keep_top_mass(layer.evidence(), {.mass = 0.7, .window = window}),
                       same = keep_top_mass(layer.table, scores.sums, {.mass = 0.7, .window = window});
         if (kind == PromptScoreOptions::Pool::average) {
           EXPECT_EQ(own.indptr, same.indptr);
-          EXPECT_TRUE(torch_tensor(own.slots).equal(same.slots));
+          EXPECT_TRUE(Array(own.slots).equal(same.slots));
         }
       }
-    EXPECT_THROW(static_cast<void>(keep_top_mass(PromptLayer(prompt, 0, prompt.all(), 1).table, at::empty({3}),
+    EXPECT_THROW(static_cast<void>(keep_top_mass(PromptLayer(prompt, 0, prompt.all(), 1).table, Array::empty({3}),
                                                  {.mass = 0.5, .window = 1})),
                  InvalidArgument);
   });
@@ -669,15 +669,15 @@ TEST(AttentionSum, WeighsEachQueryAsPlainLoopsDo) {
         {0, 0}};  // rows of one table may have windows of their own: those of a narrow one are the newest weights
     std::vector<float> weights;
     for (int i = 0; i < 20; ++i) weights.push_back(0.25F * static_cast<float>(1 + i % 7));
-    const at::Tensor got = attention_sum(layer.evidence(), windows, weights),
-                     ones = attention_sum(layer.evidence(), windows, std::vector<float>(20, 1.0F)),
-                     none = attention_sum(layer.evidence(), windows);
+    const Array got = attention_sum(layer.evidence(), windows, weights),
+                ones = attention_sum(layer.evidence(), windows, std::vector<float>(20, 1.0F)),
+                none = attention_sum(layer.evidence(), windows);
     EXPECT_TRUE(ones.equal(none)) << "weights of 1 change nothing";
     for (std::int32_t h = 0; h < 3; ++h) {
       const std::int32_t window = windows[static_cast<std::size_t>(h)].queries;
       const Doubles want = prompt.group_sums(0, prompt.all(), h, window, {weights.end() - window, weights.end()});
       for (std::size_t t = 0; t < want.size(); ++t)
-        ASSERT_NEAR(got.const_data_ptr<float>()[static_cast<std::size_t>(h * 45) + t], want[t], 1e-4)
+        ASSERT_NEAR(got.data<float>()[static_cast<std::size_t>(h * 45) + t], want[t], 1e-4)
             << "head " << h << ", slot " << t;
     }
     EXPECT_THROW(static_cast<void>(attention_sum(layer.evidence(), windows, std::vector<float>(19, 1.0F))),

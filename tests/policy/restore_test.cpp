@@ -1,8 +1,6 @@
 // Sequences that are saved and come back elsewhere: they go on to the same bits, and a file that does not fit changes
 // nothing.
 
-#include <ATen/ops/cat.h>
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include "engines.h"
@@ -17,6 +15,7 @@
 namespace kvkeep::restore_test {
 namespace {
 
+using testing::Array;
 using testing::FoldingEngine;
 using testing::message_of;
 
@@ -116,8 +115,8 @@ void expect_goes_on(FoldingEngine& here, FoldingEngine& there, SequenceId id, in
 
 TEST(Restore, GoesOnToTheSameBitsWithEverythingThatWasFolded) {
   const File weights("router");
-  write_routing(weights.path, {.projections = at::full({2, 4, 3, 16}, 0.25F),
-                               .thresholds = at::full({2, 4}, 0.6F),
+  write_routing(weights.path, {.projections = Array::full({2, 4, 3, 16}, 0.25F),
+                               .thresholds = Array::full({2, 4}, 0.6F),
                                .gate_weights = {},
                                .gate_biases = {}});
   for (const std::string& policy :
@@ -249,7 +248,7 @@ TEST(Restore, TakesBackTokensWhoseQueriesNobodyReads) {
   const std::string policy = "tova,budget=64,interval=32,recent=4";
   engines::DenseEngine here(policy, true, Dtype::f32), there(policy, true, Dtype::f32),
       forged(policy, true, Dtype::f32);
-  const auto observe = [](engines::Engine& engine, std::int32_t tokens, const at::Tensor& queries) {
+  const auto observe = [](engines::Engine& engine, std::int32_t tokens, const Array& queries) {
     const SequenceId id = 1;
     const engines::Ints indptr{0, tokens};
     for (std::int32_t l = 0; l < engines::kLayers; ++l)
@@ -258,7 +257,7 @@ TEST(Restore, TakesBackTokensWhoseQueriesNobodyReads) {
     for (std::int32_t& length : engine.lengths.at(id)) length += tokens;
   };
   here.join(1);
-  observe(here, 40, at::full({40, 4, engines::kKeyDim}, 1.0F));
+  observe(here, 40, Array::full({40, 4, engines::kKeyDim}, 1.0F));
   static_cast<void>(here.cut({1}));
   observe(here, 10, {});
   static_cast<void>(here.cut({1}));
@@ -269,7 +268,7 @@ TEST(Restore, TakesBackTokensWhoseQueriesNobodyReads) {
     engine->keeper.truncate(1, 43);
     EXPECT_EQ(engine->keeper.logical_length(1), 43);
     for (std::int32_t& length : engine->lengths.at(1)) length -= 7;
-    observe(*engine, 60, at::full({60, 4, engines::kKeyDim}, 1.0F));
+    observe(*engine, 60, Array::full({60, 4, engines::kKeyDim}, 1.0F));
     EXPECT_EQ(engine->cut({1}).cuts.size(), 1U);
   }
   expect_same_sequence(here.keeper, 1, there.keeper, 1, engines::kLayers, engines::kHeads);
@@ -372,12 +371,12 @@ TEST(Restore, RefusesMoreQueriesThanItHasSeenTokens) {
   for (const int more : {1, 2, 11}) {
     StateTensors tensors;
     for (const std::string& name : honest.names()) {
-      at::Tensor t = honest.tensor(name);
-      if (name == "queries.positions") t = at::cat({at::full({more}, 0, t.options()), t}, 0);
+      Array t = honest.tensor(name);
+      if (name == "queries.positions") t = Array::cat({Array::full({more}, 0, t.dtype()), t}, 0);
       if (name == "queries") {
-        std::vector<std::int64_t> shape = t.sizes().vec();
+        Shape shape = t.sizes();
         shape[1] = more;
-        t = at::cat({at::full(shape, 0, t.options()), t}, 1);
+        t = Array::cat({Array::full(shape, 0, t.dtype()), t}, 1);
       }
       tensors.emplace_back(name, t);
     }
@@ -423,7 +422,7 @@ TEST(Restore, RefusesToSaveInTheMiddleOfAStepAndAnUnknownSequence) {
   const File file("middle");
   engines::DenseEngine engine(kRkv, true, Dtype::f32);
   engine.join(1);
-  const at::Tensor queries = at::full({3, 4, engines::kKeyDim}, 0.5F);
+  const Array queries = Array::full({3, 4, engines::kKeyDim}, 0.5F);
   const SequenceId id = 1;
   const std::vector<std::int32_t> indptr{0, 3};
   engine.keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = queries});
@@ -504,7 +503,7 @@ TEST(Restore, TrustsNoNumberOfAFileThatIsWhole) {
       const bool resized = random.between(0, 4) == 0;
       if (resized && t.dim() > 0 && t.size(0) > 0) {
         t = random.between(0, 1) == 0 ? clone(t.narrow(0, 0, t.size(0) - 1))
-                                      : Tensor(at::cat({t, t.narrow(0, 0, 1)}, 0));
+                                      : Tensor(Array::cat({t, t.narrow(0, 0, 1)}, 0));
       } else if (t.nbytes() >= 4) {
         const std::int32_t values[] = {-1, 0, 1, 7, 100, 1 << 30, INT32_MAX, INT32_MIN};
         const std::int32_t value = values[random.between(0, 7)];

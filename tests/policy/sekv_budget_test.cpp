@@ -1,7 +1,6 @@
 // A budget of folded spans opens one, or is refused with the numbers: when the policy is made, or, where it depends on
 // the model's heads, when a model is known.
 
-#include <ATen/ops/mul.h>
 #include <gtest/gtest.h>
 
 #include <charconv>
@@ -10,11 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "arrays.h"
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/policy/sekv.h"
-#include "kvkeep/torch.h"
 #include "message_of.h"
 #include "plain_memory.h"
 
@@ -151,7 +150,7 @@ struct Prompt {
     const auto s = static_cast<std::size_t>(random.between(0, static_cast<int>(row.size()) - 1));
     const Span& span = folded.spans[s];
     const std::int64_t token = random.between(span.begin, span.end - 1);
-    const at::Tensor query = keys.narrow(1, token, 1).mul(2);
+    const Array query = keys.narrow(1, token, 1).clone().mul_(2);
     OpenAttention open = plain_attention(dense_keys, dense_values, query, 1 / std::sqrt(static_cast<double>(kDim)));
     const MemoryOptions& memory = options_of(policy).memory;
     const MemoryRow read{.spans = &row, .dense = dense_keys.size(1)};
@@ -166,7 +165,7 @@ struct Prompt {
 
   oracle::Random random;
   std::int32_t tokens;
-  at::Tensor keys, values;
+  Array keys, values;
   Tensor dense_keys, dense_values;
   FoldedHeads folded;
   double resident = 0, allowed = 0;

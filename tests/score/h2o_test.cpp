@@ -1,8 +1,6 @@
 // H2O: the running sum against plain loops at one event, and against a simulation that attends token by token over
 // many.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,6 +14,8 @@
 
 namespace kvkeep::testing::h2o_test {
 namespace {
+
+using testing::Array;
 
 ScorerOracle plain(int window) {
   return [window](const oracle::ScorerInput& in) { return oracle::h2o(in, window); };
@@ -44,9 +44,9 @@ TEST(H2O, OfTheWorkedExample) {  // slot 0 comes with a tally of 5; the queries 
   table.rows[0].tally_length = 1;
   const Evidence evidence{cache.spec(), table, QueryBasis::post_rope};
   WindowAttention none;
-  const at::Tensor g = H2O().score(evidence, even_limits(table, 2), none).data;
+  const Array g = H2O().score(evidence, even_limits(table, 2), none).data;
   const double want[] = {5 + 1.0 / 4 + 1.0 / 8, 3.0 / 4 + 3.0 / 8, 4.0 / 8};
-  for (int t = 0; t < 3; ++t) EXPECT_NEAR(g.data_ptr<float>()[t], want[t], 1e-6) << t;
+  for (int t = 0; t < 3; ++t) EXPECT_NEAR(g.data<float>()[t], want[t], 1e-6) << t;
 }
 
 constexpr std::int32_t kLayers = 2, kHeads = 2, kGroup = 3, kDim = 4;
@@ -101,7 +101,7 @@ int run_beside_simulation(const std::string& policy, std::int32_t tokens, bool o
   Keeper keeper(spec, make_policy(policy));
   std::vector<LayerKv> cache;
   for (std::int32_t l = 0; l < kLayers; ++l)
-    cache.emplace_back(DenseKv{at::zeros({1, kHeads, 80, kDim}), at::zeros({1, kHeads, 80, 1})});
+    cache.emplace_back(DenseKv{Array::zeros({1, kHeads, 80, kDim}), Array::zeros({1, kHeads, 80, 1})});
   std::vector<SimulatedRow> rows(kLayers * kHeads);
   const SequenceId id = 3;
   std::int32_t length = 0, position = 0;
@@ -111,14 +111,14 @@ int run_beside_simulation(const std::string& policy, std::int32_t tokens, bool o
     const std::int32_t count = position == 0 ? 17 : 1 + position % 3;
     const std::int32_t indptr[] = {0, count};
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      at::Tensor queries = at::empty({count, kHeads * kGroup, kDim});
+      Array queries = Array::empty({count, kHeads * kGroup, kDim});
       for (std::int32_t i = 0; i < count; ++i) {
         for (std::int32_t q = 0; q < kHeads * kGroup; ++q)
-          std::ranges::copy(numbers(l, q, position + i, 0), queries[i][q].data_ptr<float>());
+          std::ranges::copy(numbers(l, q, position + i, 0), queries[i][q].data<float>());
         for (std::int32_t h = 0; h < kHeads; ++h) {
-          std::ranges::copy(numbers(l, h, position + i, 1),
-                            torch_tensor(std::get<DenseKv>(cache[static_cast<std::size_t>(l)]).keys)[0][h][length + i]
-                                .data_ptr<float>());
+          std::ranges::copy(
+              numbers(l, h, position + i, 1),
+              Array(std::get<DenseKv>(cache[static_cast<std::size_t>(l)]).keys)[0][h][length + i].data<float>());
           rows[static_cast<std::size_t>(l * kHeads + h)].attend(l, h, position + i, spec.scale());
         }
       }

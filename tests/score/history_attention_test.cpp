@@ -8,8 +8,8 @@
 #include <cmath>
 #include <limits>
 
+#include "arrays.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 #include "library_event.h"
 #include "oracle/random_case.h"
 #include "oracle/window_oracle.h"
@@ -17,6 +17,7 @@
 namespace kvkeep::history_attention_test {
 namespace {
 
+using testing::Array;
 using testing::OracleCache;
 
 /// Windows and first slots of every row, and what the oracle makes of them.
@@ -41,10 +42,10 @@ Asked ask(const oracle::Sequence& s, int window, int first, HistoryOptions optio
 void expect_as_in_plain_loops(const oracle::Sequence& s, int window, int first, HistoryOptions options) {
   const OracleCache cache({s});
   const Asked asked = ask(s, window, first, options);
-  const at::Tensor got = history_attention(cache.evidence(), asked.windows, options, asked.first);
+  const Array got = history_attention(cache.evidence(), asked.windows, options, asked.first);
   for (std::size_t h = 0; h < asked.want.size(); ++h)
     for (std::size_t t = 0; t < asked.want[h].size(); ++t)
-      ASSERT_NEAR(got.data_ptr<float>()[cache.table().rows[h].first + static_cast<std::int64_t>(t)], asked.want[h][t],
+      ASSERT_NEAR(got.data<float>()[cache.table().rows[h].first + static_cast<std::int64_t>(t)], asked.want[h][t],
                   1e-6 + 1e-4 * asked.want[h][t])
           << "head " << h << ", slot " << t;
 }
@@ -104,13 +105,13 @@ TEST(HistoryAttention, OfTwoHeadsIsAMeanOfSharesOrASoftmaxOfTheLargestLogits) {
       hand_made({ln2, -ln2, 0, 9}, {1, -1}, 2);  // logits of the history: ln2 -ln2 0 and -ln2 ln2 0
   const OracleCache cache({s});
   const std::vector<RowWindow> windows = {{1, 3}};
-  const at::Tensor mean = history_attention(cache.evidence(), windows, {.group = GroupReduce::mean_prob});
-  const at::Tensor largest = history_attention(cache.evidence(), windows, {.group = GroupReduce::max_logit});
+  const Array mean = history_attention(cache.evidence(), windows, {.group = GroupReduce::mean_prob});
+  const Array largest = history_attention(cache.evidence(), windows, {.group = GroupReduce::max_logit});
   const float want_mean[] = {2.5F / 7, 2.5F / 7, 2.0F / 7, 0},
               want_largest[] = {0.4F, 0.4F, 0.2F, 0};  // (4/7 + 1/7) / 2; 2 : 2 : 1
   for (int t = 0; t < 4; ++t) {
-    EXPECT_NEAR(mean.data_ptr<float>()[t], want_mean[t], 1e-6) << t;
-    EXPECT_NEAR(largest.data_ptr<float>()[t], want_largest[t], 1e-6) << t;
+    EXPECT_NEAR(mean.data<float>()[t], want_mean[t], 1e-6) << t;
+    EXPECT_NEAR(largest.data<float>()[t], want_largest[t], 1e-6) << t;
   }
 }
 
@@ -119,9 +120,9 @@ TEST(HistoryAttention, CountsTheNewestQueryTwiceWhereAsked) {
   const oracle::Sequence s = hand_made({ln3, 0, 0, 0}, {0, 1}, 1);  // the older query sees 1/2 1/2, the newest 3/4 1/4
   const OracleCache cache({s});
   const std::vector<RowWindow> windows = {{2, 2}};
-  const at::Tensor got = history_attention(cache.evidence(), windows, {.newest_counts = 2});
-  EXPECT_NEAR(got.data_ptr<float>()[0], (0.5 + 2 * 0.75) / 3, 1e-6);
-  EXPECT_NEAR(got.data_ptr<float>()[1], (0.5 + 2 * 0.25) / 3, 1e-6);
+  const Array got = history_attention(cache.evidence(), windows, {.newest_counts = 2});
+  EXPECT_NEAR(got.data<float>()[0], (0.5 + 2 * 0.75) / 3, 1e-6);
+  EXPECT_NEAR(got.data<float>()[1], (0.5 + 2 * 0.25) / 3, 1e-6);
 }
 
 TEST(HistoryAttention, SumsToOneOverTheSliceAndIsZeroOutside) {
@@ -132,12 +133,12 @@ TEST(HistoryAttention, SumsToOneOverTheSliceAndIsZeroOutside) {
     for (int h = 0; h < c.sequence.Hkv; ++h) windows.push_back({1, oracle::history_of(c.sequence, h, 1)});
     ASSERT_GT(windows[0].history, 3);
     const std::vector<std::int32_t> first(windows.size(), 2);
-    const at::Tensor got = history_attention(cache.evidence(), windows, {group}, first);
+    const Array got = history_attention(cache.evidence(), windows, {group}, first);
     for (std::size_t r = 0; r < windows.size(); ++r) {
       const Row& row = cache.table().rows[r];
       double sum = 0;
       for (std::int32_t t = 0; t < row.length; ++t) {
-        const float share = got.data_ptr<float>()[row.first + t];
+        const float share = got.data<float>()[row.first + t];
         if (t < 2 || t >= windows[r].history) EXPECT_EQ(share, 0) << t;
         sum += share;
       }
@@ -155,8 +156,8 @@ TEST(HistoryAttention, GivesEqualKeysEqualBitsWhereverTheyLie) {
   const OracleCache cache({s});
   std::vector<RowWindow> windows(static_cast<std::size_t>(s.Hkv), {1, history});
   for (const GroupReduce group : {GroupReduce::mean_prob, GroupReduce::max_logit}) {
-    const at::Tensor got = history_attention(cache.evidence(), windows, {group});
-    for (const int t : {1, 5, 7, 13, history - 1}) EXPECT_EQ(got.data_ptr<float>()[t], got.data_ptr<float>()[3]) << t;
+    const Array got = history_attention(cache.evidence(), windows, {group});
+    for (const int t : {1, 5, 7, 13, history - 1}) EXPECT_EQ(got.data<float>()[t], got.data<float>()[3]) << t;
   }
 }
 
@@ -172,10 +173,10 @@ TEST(HistoryAttention, OfARowDependsOnNothingButTheRow) {
       const Asked asked = ask(s, window, 0, {group});
       std::vector<RowWindow> windows;
       for (int n = 0; n < 3; ++n) windows.insert(windows.end(), asked.windows.begin(), asked.windows.end());
-      const at::Tensor one = history_attention(alone.evidence(), asked.windows, {group}),
-                       three = history_attention(together.evidence(), windows, {group});
+      const Array one = history_attention(alone.evidence(), asked.windows, {group}),
+                  three = history_attention(together.evidence(), windows, {group});
       const std::int64_t begin = together.table().rows[static_cast<std::size_t>(s.Hkv)].first;
-      ASSERT_TRUE(three.slice(0, begin, begin + one.numel()).equal(one)) << seed;
+      ASSERT_TRUE(three.narrow(0, begin, one.numel()).equal(one)) << seed;
     }
 }
 

@@ -1,7 +1,5 @@
 // Scorers that read no queries: KeyDiff, Knorm, random.
 
-#include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -9,18 +7,20 @@
 #include <set>
 #include <tuple>
 
+#include "arrays.h"
 #include "oracle/key_oracle.h"
 #include "scorer_case.h"
 
 namespace kvkeep::key_scorers_test {
 namespace {
 
+using testing::Array;
 using testing::expect_equal_slots_score_equal_bits;
 using testing::expect_scorer_laws;
 using testing::expect_scores_agree;
 
 /// One row of keys [T, D], to be cut to half.
-std::vector<float> score_row(const Scorer& scorer, const at::Tensor& keys) {
+std::vector<float> score_row(const Scorer& scorer, const Array& keys) {
   const ModelSpec spec{.query_heads = 1,
                        .kv_heads = 1,
                        .key_dim = static_cast<std::int32_t>(keys.size(1)),
@@ -31,7 +31,7 @@ std::vector<float> score_row(const Scorer& scorer, const at::Tensor& keys) {
   const SequenceId id = 0;
   std::int32_t length = static_cast<std::int32_t>(keys.size(0));
   const std::int32_t zero = 0;
-  const at::Tensor rows = keys.unsqueeze(0).unsqueeze(0).contiguous();
+  const Array rows = keys.unsqueeze(0).unsqueeze(0).contiguous();
   CacheView view;
   view.layers = {DenseKv{rows, rows}};
   view.sequences = {&id, 1};
@@ -48,7 +48,7 @@ std::vector<float> score_row(const Scorer& scorer, const at::Tensor& keys) {
 TEST(KeyDiff,
      ScoresTheOneKeyThatPointsElsewhereHighest) {  // directions (1,0) three times and (0,1): the mean is (0.75, 0.25)
   const std::vector<float> g =
-      score_row(KeyDiff(), at::tensor({1.0F, 0.0F, 5.0F, 0.0F, 0.0F, 2.0F, 0.1F, 0.0F}).view({4, 2}));
+      score_row(KeyDiff(), Array::of({1.0F, 0.0F, 5.0F, 0.0F, 0.0F, 2.0F, 0.1F, 0.0F}).reshape({4, 2}));
   const float length = std::sqrt(0.75F * 0.75F + 0.25F * 0.25F);
   EXPECT_NEAR(g[0], -0.75F / length, 1e-6F);
   EXPECT_NEAR(g[1], -0.75F / length, 1e-6F);
@@ -58,10 +58,10 @@ TEST(KeyDiff,
 
 TEST(KeyDiff, RanksByAgeWhereTheDirectionsCancelAndScoresZeroKeysZero) {
   for (const float g :
-       score_row(KeyDiff(), at::tensor({1.0F, 2.0F, -1.0F, -2.0F, 3.0F, 1.0F, -3.0F, -1.0F}).view({4, 2})))
+       score_row(KeyDiff(), Array::of({1.0F, 2.0F, -1.0F, -2.0F, 3.0F, 1.0F, -3.0F, -1.0F}).reshape({4, 2})))
     EXPECT_EQ(g, 0.0F);
-  for (const float g : score_row(KeyDiff(), at::tensor({0.0F, 0.0F, 0.0F, 0.0F}).view({2, 2}))) EXPECT_EQ(g, 0.0F);
-  EXPECT_EQ(score_row(KeyDiff(), at::tensor({0.0F, 0.0F, 1.0F, 1.0F}).view({2, 2}))[0], 0.0F);
+  for (const float g : score_row(KeyDiff(), Array::of({0.0F, 0.0F, 0.0F, 0.0F}).reshape({2, 2}))) EXPECT_EQ(g, 0.0F);
+  EXPECT_EQ(score_row(KeyDiff(), Array::of({0.0F, 0.0F, 1.0F, 1.0F}).reshape({2, 2}))[0], 0.0F);
 }
 
 TEST(KeyDiff, AgreesWithPlainLoopsOnRandomEvents) {
@@ -79,7 +79,7 @@ TEST(KeyDiff, ObeysTheLawsOfScorers) {
 TEST(KeyDiff, NeedsRoomForTheMeanOnlyHoweverLongTheRow) { EXPECT_EQ(KeyDiff::workspace_bytes(128), 128 * 12 + 32 * 4); }
 
 TEST(Knorm, ScoresMinusTheNorm) {
-  const std::vector<float> g = score_row(Knorm(), at::tensor({3.0F, 4.0F, 0.0F, 0.0F, -5.0F, 12.0F}).view({3, 2}));
+  const std::vector<float> g = score_row(Knorm(), Array::of({3.0F, 4.0F, 0.0F, 0.0F, -5.0F, 12.0F}).reshape({3, 2}));
   EXPECT_FLOAT_EQ(g[0], -5);
   EXPECT_EQ(g[1], 0);
   EXPECT_FLOAT_EQ(g[2], -13);
@@ -187,7 +187,7 @@ TEST(RandomScorer, DrawsBySeedLayerHeadAndPositionNotBySlot) {
 }
 
 TEST(RandomScorer, DrawsEvenly) {
-  const std::vector<float> g = score_row(RandomScorer({1}), at::zeros({20000, 1}));
+  const std::vector<float> g = score_row(RandomScorer({1}), Array::zeros({20000, 1}));
   double sum = 0, square = 0;
   for (const float x : g) sum += x, square += x * x;
   EXPECT_NEAR(sum / 20000, 0.5, 0.01);

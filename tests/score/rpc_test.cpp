@@ -11,6 +11,7 @@
 namespace kvkeep::testing::rpc_test {
 namespace {
 
+using testing::Array;
 using Style = RpcOptions::Style;
 using Heads = RpcOptions::Heads;
 
@@ -57,17 +58,17 @@ TEST(Rpc, OfTheWorkedExample) {  // two queries; the prompt is slot 0
   const OracleCache cache({s});
   const Limits limits = even_limits(cache.table(), 4, 1);
   WindowAttention none;
-  const at::Tensor official = Rpc({2, 1, Style::official, Heads::all}).score(cache.evidence(), limits, none).data;
+  const Array official = Rpc({2, 1, Style::official, Heads::all}).score(cache.evidence(), limits, none).data;
   const double want[] = {0, 1.2, 0.4, 0.4, 0, 0};  // the newest, twice
-  for (int t = 0; t < 6; ++t) EXPECT_NEAR(official.data_ptr<float>()[t], want[t], 1e-6) << t;
-  const at::Tensor pooled = Rpc({2, 3, Style::official, Heads::all}).score(cache.evidence(), limits, none).data;
+  for (int t = 0; t < 6; ++t) EXPECT_NEAR(official.data<float>()[t], want[t], 1e-6) << t;
+  const Array pooled = Rpc({2, 3, Style::official, Heads::all}).score(cache.evidence(), limits, none).data;
   const double want_pooled[] = {0, 1.6 / 3, 2.0 / 3, 0.8 / 3, 0, 0};
-  for (int t = 0; t < 6; ++t) EXPECT_NEAR(pooled.data_ptr<float>()[t], want_pooled[t], 1e-6) << t;
-  const at::Tensor fixed = Rpc({2, 1, Style::fixed, Heads::group}).score(cache.evidence(), limits, none).data;
+  for (int t = 0; t < 6; ++t) EXPECT_NEAR(pooled.data<float>()[t], want_pooled[t], 1e-6) << t;
+  const Array fixed = Rpc({2, 1, Style::fixed, Heads::group}).score(cache.evidence(), limits, none).data;
   const double e = std::exp(9.0), older = e + 4, newest = e + 5;
   const double want_fixed[] = {
       e / older + e / newest, 1 / older + 3 / newest, 2 / older + 1 / newest, 1 / older + 1 / newest, 0, 0};
-  for (int t = 0; t < 6; ++t) EXPECT_NEAR(fixed.data_ptr<float>()[t], want_fixed[t], 1e-6) << t;
+  for (int t = 0; t < 6; ++t) EXPECT_NEAR(fixed.data<float>()[t], want_fixed[t], 1e-6) << t;
 }
 
 TEST(Rpc, OfficialBringsThePublishedScheduleAndFixedDoesNot) {

@@ -1,8 +1,8 @@
 // The harness itself, on scorers that are known: it must pass what is right and see what is wrong.
 
 #include "scorer_case.h"
+#include "arrays.h"
 
-#include <ATen/ops/empty.h>
 #include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>
 
@@ -12,6 +12,8 @@
 
 namespace kvkeep::testing::scorer_case_test {
 namespace {
+
+using testing::Array;
 
 /// TOVA with heads "group", in plain loops.
 oracle::ScorerOutput tova_group(const oracle::ScorerInput& in) {
@@ -57,7 +59,7 @@ class Leaky final : public Scorer {
   [[nodiscard]] std::string_view name() const override { return "leaky"; }
   [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   [[nodiscard]] Scores score(const Evidence& evidence, const Limits&, const WindowAttention&) const override {
-    Scores scores{at::empty({evidence.table.slots}, at::TensorOptions().dtype(at::kFloat))};
+    Scores scores{Array::empty({evidence.table.slots}, Dtype::f32)};
     float* g = scores.data.data<float>();
     for (const Row& row : evidence.table.rows)
       std::iota(g + row.first, g + row.first + row.length, leaks_ ? static_cast<float>(evidence.table.slots) : 0.0F);

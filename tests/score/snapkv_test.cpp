@@ -10,6 +10,8 @@
 namespace kvkeep::testing::snapkv_test {
 namespace {
 
+using testing::Array;
+
 constexpr SnapKVOptions::Style kStyles[] = {SnapKVOptions::Style::snapkv, SnapKVOptions::Style::rkv};
 
 ScorerOracle plain(const SnapKVOptions& o) {
@@ -45,13 +47,13 @@ TEST(SnapKV, OfTheWorkedExample) {  // one query that sees 1 : 2 : 5 : 8 of 16 p
   const OracleCache cache({s});
   const Limits limits = even_limits(cache.table(), 2);
   WindowAttention none;
-  const at::Tensor published = SnapKV({.window = 4, .pool = 3}).score(cache.evidence(), limits, none).data;
-  const at::Tensor rkv =
+  const Array published = SnapKV({.window = 4, .pool = 3}).score(cache.evidence(), limits, none).data;
+  const Array rkv =
       SnapKV({.window = 4, .pool = 3, .style = SnapKVOptions::Style::rkv}).score(cache.evidence(), limits, none).data;
   const double want[] = {3.0 / 48, 8.0 / 48, 7.0 / 48, 0}, want_rkv[] = {0.25, 0.625, 0.625, 0};
   for (int t = 0; t < 4; ++t) {
-    EXPECT_NEAR(published.data_ptr<float>()[t], want[t], 1e-6) << t;
-    EXPECT_NEAR(rkv.data_ptr<float>()[t], want_rkv[t], 1e-6) << t;
+    EXPECT_NEAR(published.data<float>()[t], want[t], 1e-6) << t;
+    EXPECT_NEAR(rkv.data<float>()[t], want_rkv[t], 1e-6) << t;
   }
 }
 
@@ -63,14 +65,14 @@ TEST(SnapKV, TakesTheWindowAttentionThatIsThereAndLeavesItAsItWas) {
   WindowAttention none,
       own = window_attention(cache.evidence(), row_windows(cache.evidence(), limits, 6, false), {.usage = true});
   ASSERT_GT(own.windows[0].queries, 0) << c.description;
-  const at::Tensor want = snapkv.score(cache.evidence(), limits, none).data;
-  const at::Tensor before = torch_tensor(own.usage).clone();
-  EXPECT_TRUE(torch_tensor(snapkv.score(cache.evidence(), limits, own).data).equal(want));
-  EXPECT_TRUE(torch_tensor(own.usage).equal(before));
-  torch_tensor(own.usage).fill_(2);  // it is that which is read
-  EXPECT_FALSE(torch_tensor(snapkv.score(cache.evidence(), limits, own).data).equal(want));
+  const Array want = snapkv.score(cache.evidence(), limits, none).data;
+  const Array before = Array(own.usage).clone();
+  EXPECT_TRUE(Array(snapkv.score(cache.evidence(), limits, own).data).equal(want));
+  EXPECT_TRUE(Array(own.usage).equal(before));
+  Array(own.usage).fill_(2);  // it is that which is read
+  EXPECT_FALSE(Array(snapkv.score(cache.evidence(), limits, own).data).equal(want));
   for (RowWindow& w : own.windows) --w.queries;  // and only where the windows are the same
-  EXPECT_TRUE(torch_tensor(snapkv.score(cache.evidence(), limits, own).data).equal(want));
+  EXPECT_TRUE(Array(snapkv.score(cache.evidence(), limits, own).data).equal(want));
 }
 
 TEST(SnapKV, ProtectsItsWindow) {

@@ -2,9 +2,8 @@
 // scorers.
 
 #include "kvkeep/score/triattention.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
-#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -18,6 +17,7 @@
 namespace kvkeep::triattention_test {
 namespace {
 
+using testing::Array;
 using Options = TriAttentionOptions;
 using testing::ScorerCaseOptions;
 
@@ -57,7 +57,7 @@ class Calibrated final : public Scorer {
     calibration.inv_freq.clear();
     const TriAttention scorer(std::move(calibration), options_);
     if (scorer.problems(evidence.spec).empty()) return scorer.score(evidence, limits, seen);
-    return {at::zeros({evidence.table.slots}, at::TensorOptions(at::kFloat))};
+    return {Array::zeros({evidence.table.slots}, Dtype::f32)};
   }
 
  private:

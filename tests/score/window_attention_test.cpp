@@ -1,21 +1,22 @@
 // Window attention against plain loops in double: GQA groups, head sizes, dtypes, both query bases, every instruction
 // set of the machine.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
 
 #include <cmath>
 #include <numeric>
 
+#include "arrays.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 #include "library_event.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::window_attention_test {
 namespace {
+
+using testing::Array;
+using testing::normals;
 
 Limits every_row_due(const RowTable& table, std::int32_t budget) {
   Limits limits = even_limits(table, budget);
@@ -26,14 +27,14 @@ Limits every_row_due(const RowTable& table, std::int32_t budget) {
 /// One layer, one sequence, positions 0..T-1, window queries at the last positions.
 struct Case {
   ModelSpec spec;
-  at::Tensor keys;     ///< [1, Hkv, T, D]
-  at::Tensor values;   ///< [1, Hkv, T, Dv]
-  at::Tensor queries;  ///< f32 [W, Hq, D] before RoPE
+  Array keys;     ///< [1, Hkv, T, D]
+  Array values;   ///< [1, Hkv, T, Dv]
+  Array queries;  ///< f32 [W, Hq, D] before RoPE
   std::int32_t length, window;
 };
 
 Case make_case(std::int32_t group, std::int32_t kv_heads, std::int32_t dim, std::int32_t length, std::int32_t window,
-               at::ScalarType dtype) {
+               Dtype dtype) {
   Case c;
   c.spec = {.query_heads = group * kv_heads,
             .kv_heads = kv_heads,
@@ -43,9 +44,10 @@ Case make_case(std::int32_t group, std::int32_t kv_heads, std::int32_t dim, std:
             .rope = {},
             .layers = std::vector<LayerSpec>(1)};
   for (std::int32_t f = 0; f < dim / 2; ++f) c.spec.rope.inv_freq.push_back(std::pow(1e4, -2.0 * f / dim));
-  c.keys = at::randn({1, kv_heads, length, dim}).to(dtype);
-  c.values = at::randn({1, kv_heads, length, dim / 2 + 1}).to(dtype);
-  c.queries = at::randn({window, group * kv_heads, dim});
+  oracle::Random random(static_cast<std::uint64_t>(length * 1000 + dim));
+  c.keys = normals(random, {1, kv_heads, length, dim}).to(dtype);
+  c.values = normals(random, {1, kv_heads, length, dim / 2 + 1}).to(dtype);
+  c.queries = normals(random, {window, group * kv_heads, dim});
   c.length = length;
   c.window = window;
   return c;
@@ -62,7 +64,7 @@ WindowAttention run(const Case& c, QueryBasis basis) {
       query_positions(static_cast<std::size_t>(c.window));
   std::iota(positions.begin(), positions.end(), 0);
   std::iota(query_positions.begin(), query_positions.end(), c.length - c.window);
-  at::Tensor queries = c.queries.clone();
+  Array queries = c.queries.clone();
   if (basis == QueryBasis::post_rope) {
     const auto pairs = static_cast<std::int64_t>(c.spec.rope.inv_freq.size());
     std::vector<float> cosines(c.spec.rope.inv_freq.size()), sines(cosines.size());
@@ -70,11 +72,11 @@ WindowAttention run(const Case& c, QueryBasis basis) {
       rope_at(c.spec.rope, query_positions[static_cast<std::size_t>(i)], cosines.data(), sines.data());
       for (std::int32_t h = 0; h < c.spec.query_heads; ++h)
         rope_rotate(c.spec.rope.style, pairs, cosines.data(), sines.data(),
-                    queries.data_ptr<float>() + (i * c.spec.query_heads + h) * c.spec.key_dim);
+                    queries.data<float>() + (i * c.spec.query_heads + h) * c.spec.key_dim);
     }
   }
   for (Row& row : table.rows) row.positions = positions.data();
-  table.groups[0].queries = {.data = static_cast<const std::byte*>(queries.const_data_ptr()),
+  table.groups[0].queries = {.data = static_cast<const std::byte*>(queries.bytes()),
                              .token_stride = queries.stride(0) * 4,
                              .head_stride = queries.stride(1) * 4,
                              .positions = query_positions.data(),
@@ -88,8 +90,8 @@ WindowAttention run(const Case& c, QueryBasis basis) {
 
 void expect_as_in_plain_loops(const Case& c, const WindowAttention& got) {
   const auto group = c.spec.group();
-  const at::Tensor k64 = c.keys.to(c10::ScalarType::Double).contiguous();
-  const double* keys = k64.data_ptr<double>();
+  const Array k64 = c.keys.to(Dtype::f64).contiguous();
+  const double* keys = k64.data<double>();
   const std::int32_t W = got.windows[0].queries, history = got.windows[0].history;
   for (std::int32_t h = 0; h < c.spec.kv_heads; ++h) {
     std::vector<double> usage(static_cast<std::size_t>(c.length), 0), newest(usage);
@@ -97,8 +99,8 @@ void expect_as_in_plain_loops(const Case& c, const WindowAttention& got) {
       for (std::int32_t i = c.window - W; i < c.window; ++i) {
         const std::int32_t at = c.length - c.window + i;
         std::vector<double> q(static_cast<std::size_t>(c.spec.key_dim));
-        const float* raw = c.queries.data_ptr<float>() + (i * c.spec.query_heads + h * group + g) *
-                                                             c.spec.key_dim;  // query head h reads KV head h / group
+        const float* raw = c.queries.data<float>() + (i * c.spec.query_heads + h * group + g) *
+                                                         c.spec.key_dim;  // query head h reads KV head h / group
         for (std::int32_t f = 0; f < c.spec.key_dim / 2; ++f) {
           const double a = at * c.spec.rope.inv_freq[static_cast<std::size_t>(f)];
           const std::int32_t second = f + c.spec.key_dim / 2;
@@ -134,14 +136,14 @@ void expect_as_in_plain_loops(const Case& c, const WindowAttention& got) {
 TEST(WindowAttention, MapsQueryHeadsToKvHeadsByContiguousGroups) {  // B15
   for (const std::int32_t group : {1, 2, 3, 4, 7, 8})
     for (const std::int32_t kv_heads : {1, 3}) {
-      const Case c = make_case(group, kv_heads, 16, 53, 5, at::kFloat);
+      const Case c = make_case(group, kv_heads, 16, 53, 5, Dtype::f32);
       expect_as_in_plain_loops(c, run(c, QueryBasis::pre_rope));
     }
 }
 
 TEST(WindowAttention, ReadsEveryHeadSizeAndDtype) {  // B25
   for (const std::int32_t dim : {2, 64, 80, 96, 128, 192, 256})
-    for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16})
+    for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16})
       for (const std::int32_t length : {2, 13, 64, 65, 131}) {
         const Case c = make_case(2, 2, dim, length, std::min(length, 9), dtype);
         expect_as_in_plain_loops(c, run(c, QueryBasis::pre_rope));
@@ -149,14 +151,14 @@ TEST(WindowAttention, ReadsEveryHeadSizeAndDtype) {  // B25
 }
 
 TEST(WindowAttention, TakesQueriesBeforeOrAfterRoPE) {  // B16: the basis is a named argument
-  const Case c = make_case(3, 2, 32, 100, 12, at::kFloat);
+  const Case c = make_case(3, 2, 32, 100, 12, Dtype::f32);
   const WindowAttention before = run(c, QueryBasis::pre_rope), after = run(c, QueryBasis::post_rope);
   expect_as_in_plain_loops(c, before);
   expect_as_in_plain_loops(c, after);
 }
 
 TEST(WindowAttention, OfAWindowAsLongAsTheCacheStillHasAHistoryOfOne) {
-  const Case c = make_case(2, 1, 8, 20, 20, at::kFloat);
+  const Case c = make_case(2, 1, 8, 20, 20, Dtype::f32);
   const WindowAttention got = run(c, QueryBasis::pre_rope);
   EXPECT_EQ(got.windows[0].queries, 19);
   EXPECT_EQ(got.windows[0].history, 1);
@@ -164,8 +166,8 @@ TEST(WindowAttention, OfAWindowAsLongAsTheCacheStillHasAHistoryOfOne) {
 }
 
 TEST(WindowAttention, GivesEqualKeysEqualBitsWhereverTheyLie) {  // what the tie rule stands on
-  Case c = make_case(2, 1, 80, 97, 4, at::kFloat);
-  for (const std::int64_t t : {1, 5, 7, 31, 90}) c.keys[0][0][t] = c.keys[0][0][3];
+  Case c = make_case(2, 1, 80, 97, 4, Dtype::f32);
+  for (const std::int64_t t : {1, 5, 7, 31, 90}) c.keys[0][0][t].copy_(c.keys[0][0][3]);
   const WindowAttention got = run(c, QueryBasis::pre_rope);
   for (const std::int64_t t : {1, 5, 7, 31, 90}) {
     EXPECT_EQ(got.usage.data<float>()[t], got.usage.data<float>()[3]) << t;
@@ -175,9 +177,9 @@ TEST(WindowAttention, GivesEqualKeysEqualBitsWhereverTheyLie) {  // what the tie
 
 TEST(WindowAttention,
      OfOneQueryGivesEqualKeysEqualBitsInPairsAndAlone) {  // 111 slots: blocks of 32, then of 12, then single ones
-  for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+  for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
     Case c = make_case(7, 1, 128, 111, 1, dtype);
-    for (const std::int64_t t : {4, 17, 63, 97, 108, 110}) c.keys[0][0][t] = c.keys[0][0][3];
+    for (const std::int64_t t : {4, 17, 63, 97, 108, 110}) c.keys[0][0][t].copy_(c.keys[0][0][3]);
     const WindowAttention got = run(c, QueryBasis::pre_rope);
     expect_as_in_plain_loops(c, got);
     for (const std::int64_t t : {4, 17, 63, 97, 108, 110})
@@ -193,7 +195,7 @@ TEST(WindowAttention, AgreesOnEveryInstructionSetOfThisMachine) {  // the plain 
     hwy::SetSupportedTargetsForTest(target);
     hwy::GetChosenTarget().Update(hwy::SupportedTargets());
     SCOPED_TRACE(hwy::TargetName(target));
-    for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+    for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
       const Case c = make_case(7, 2, 64, 77, 6, dtype);
       expect_as_in_plain_loops(c, run(c, QueryBasis::pre_rope));
       const Case one = make_case(7, 2, 64, 111, 1, dtype);
@@ -225,9 +227,9 @@ TEST(Allocator, LeavesTheCallersScoresAlone) {  // B18
                                           {.usage = true, .newest = true});
   Decision decision;
   decision.scores = Tova().score(cache.evidence(), limits, seen);
-  const at::Tensor before = torch_tensor(decision.scores.data).clone();
+  const Array before = Array(decision.scores.data).clone();
   MassSegmented({.min_segment = 4, .max_segment = 16}).allot(cache.evidence(), limits, decision.scores, seen, decision);
-  EXPECT_TRUE(torch_tensor(decision.scores.data).equal(before));
+  EXPECT_TRUE(Array(decision.scores.data).equal(before));
 }
 
 }  // namespace

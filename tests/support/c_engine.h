@@ -13,23 +13,25 @@
 
 namespace kvkeep::c_engine {
 
+using testing::Array;
 using namespace engines;
 
 /// Tensors as C sees them, as long as this lives.
 class Arrays {
  public:
-  const kvkeep_tensor* of(const at::Tensor& t) {
+  /// `before`: numbers of its memory that it does not begin with.
+  const kvkeep_tensor* of(const Array& t, std::int64_t before = 0) {
     if (!t.defined()) return nullptr;
     kept_.push_back(t);
     kvkeep_tensor& made = made_.emplace_back();
-    made.data = t.storage().mutable_data();
-    made.byte_offset = static_cast<std::uint64_t>(t.storage_offset()) * t.element_size();
-    made.device = {t.is_cuda() ? KVKEEP_CUDA : KVKEEP_CPU, t.is_cuda() ? t.device().index() : 0};
+    made.byte_offset = static_cast<std::uint64_t>(before * t.element_size());
+    made.data = t.bytes() - made.byte_offset;
+    made.device = {t.device().is_cuda() ? KVKEEP_CUDA : KVKEEP_CPU, t.device().index};
     made.ndim = static_cast<std::int32_t>(t.dim());
-    made.dtype = {static_cast<std::uint8_t>(t.scalar_type() == at::kInt        ? KVKEEP_INT
-                                            : t.scalar_type() == at::kBFloat16 ? KVKEEP_BFLOAT
-                                            : t.scalar_type() == at::kByte     ? KVKEEP_UINT
-                                                                               : KVKEEP_FLOAT),
+    made.dtype = {static_cast<std::uint8_t>(t.dtype() == Dtype::i32    ? KVKEEP_INT
+                                            : t.dtype() == Dtype::bf16 ? KVKEEP_BFLOAT
+                                            : t.dtype() == Dtype::u8   ? KVKEEP_UINT
+                                                                       : KVKEEP_FLOAT),
                   static_cast<std::uint8_t>(8 * t.element_size()), 1};
     made.shape = const_cast<std::int64_t*>(kept_.back().sizes().data());
     made.strides = const_cast<std::int64_t*>(kept_.back().strides().data());
@@ -41,7 +43,7 @@ class Arrays {
   }
 
  private:
-  std::deque<at::Tensor> kept_;
+  std::deque<Array> kept_;
   std::deque<kvkeep_tensor> made_;
 };
 
@@ -93,12 +95,11 @@ class CEngine {
  public:
   /// `provided` is of the device `there`. `ragged`: every row has a length of its own.
   explicit CEngine(const char* policy, std::int32_t page_size = 0, const kvkeep_provided* provided = nullptr,
-                   at::Device there = at::kCPU, bool ragged = false)
+                   Device there = Device{}, bool ragged = false)
       : keeper(make(policy, provided)),
         pool(page_size > 0 ? 1600 / page_size : 0, std::max(page_size, 1)),
         device(there),
         rows(ragged ? kRows : 1) {
-    const auto f32 = at::TensorOptions(at::kFloat).device(device);
     for (std::int32_t l = 0; l < kLayers; ++l) {
       const auto sizes = [&](std::int64_t dim) {
         return page_size > 0 ? std::vector<std::int64_t>{pool.capacity(), kHeads, page_size, dim}
@@ -107,7 +108,7 @@ class CEngine {
       const auto side = [&](std::int64_t dim) {
         std::vector<std::int64_t> all = sizes(dim);
         ++all[0];
-        return at::full(all, 9, f32).narrow(0, 1, all[0] - 1);
+        return Array::full(all, 9, Dtype::f32, device).narrow(0, 1, all[0] - 1);
       };
       keys.push_back(side(kKeyDim));
       values.push_back(side(kValueDim));
@@ -123,20 +124,20 @@ class CEngine {
     lengths[id] = Ints(kRows, 0);
   }
 
-  [[nodiscard]] at::Tensor slot_of(std::int64_t id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                   bool value) const {
+  [[nodiscard]] Array slot_of(std::int64_t id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                              bool value) const {
     return slot_in((value ? values : keys)[static_cast<std::size_t>(layer)], id, head, slot);
   }
   [[nodiscard]] static std::int32_t start_of(std::int64_t id) { return static_cast<std::int32_t>(3 * id); }
   /// The same in a layer's side, or a copy of it.
-  [[nodiscard]] at::Tensor slot_in(const at::Tensor& all, std::int64_t id, std::int32_t head, std::int32_t slot) const {
+  [[nodiscard]] Array slot_in(const Array& all, std::int64_t id, std::int32_t head, std::int32_t slot) const {
     if (!paged) return all[id][head][start_of(id) + slot];
     return all[pages.at(id)[static_cast<std::size_t>(slot / pool.page_size())]][head][slot % pool.page_size()];
   }
 
   /// What `queries` of earlier calls showed may be gone then: the device has passed it.
   void feed(const Numbers& numbers) {
-    std::vector<at::Tensor> new_keys, new_values;
+    std::vector<Array> new_keys, new_values;
     for (std::size_t l = 0; l < kLayers; ++l) {
       new_keys.push_back(numbers.keys[l].to(device));
       new_values.push_back(numbers.values[l].to(device));
@@ -194,15 +195,15 @@ class CEngine {
     Arrays arrays;
     std::vector<kvkeep_layer_cache> layers;
     for (std::size_t l = 0; l < kLayers; ++l)
-      layers.push_back(
-          {paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, arrays.of(keys[l]), arrays.of(values[l]), nullptr, nullptr});
+      layers.push_back({paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, arrays.of(keys[l], keys[l].stride(0)),
+                        arrays.of(values[l], values[l].stride(0)), nullptr, nullptr});
     Ints flat, places, starts;
-    at::Tensor table = at::full({std::ssize(ids), 400}, -1, at::TensorOptions(at::kInt));
+    Array table = Array::full({std::ssize(ids), 400}, -1, Dtype::i32);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       flat.insert(flat.end(), lengths.at(ids[i]).begin(), lengths.at(ids[i]).begin() + rows);
       places.push_back(static_cast<std::int32_t>(ids[i]));
       starts.push_back(start_of(ids[i]));
-      std::copy(pages[ids[i]].begin(), pages[ids[i]].end(), table.mutable_data_ptr<std::int32_t>() + 400 * i);
+      std::copy(pages[ids[i]].begin(), pages[ids[i]].end(), table.data<std::int32_t>() + 400 * i);
     }
     kvkeep_cache cache{};
     cache.size = sizeof cache;
@@ -238,11 +239,11 @@ class CEngine {
 
   Kept keeper;
   PagePool pool;
-  at::Device device;
+  Device device;
   std::int32_t rows;  ///< lengths of a sequence in the cache
   bool paged = false;
   bool records = false;  ///< kvkeep_begin_step() and kvkeep_record() instead of kvkeep_observe()
-  std::vector<at::Tensor> keys, values;
+  std::vector<Array> keys, values;
   std::map<std::int64_t, Ints> lengths;
   std::map<std::int64_t, Ints> pages;
   kvkeep_page_allocator allocator{};
@@ -254,10 +255,10 @@ class CEngine {
 /// Slots, positions and rows are those of an engine in C++.
 inline void expect_same(const Engine& cpp, const CEngine& c) {
   const Engine::OnHost copy(cpp);
-  std::vector<at::Tensor> keys, values;
+  std::vector<Array> keys, values;
   for (std::size_t l = 0; l < kLayers; ++l) {
-    keys.push_back(c.keys[l].to(c10::kCPU));
-    values.push_back(c.values[l].to(c10::kCPU));
+    keys.push_back(c.keys[l].to(Device{}));
+    values.push_back(c.values[l].to(Device{}));
   }
   for (const auto& [id, lengths] : c.lengths)
     for (std::int32_t r = 0; r < kRows; ++r) {

@@ -2,9 +2,6 @@
 /// Engines around a keeper, dense and paged, on the CPU or on a device: what they hold after any steps can be compared
 /// slot by slot.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -13,12 +10,13 @@
 #include <map>
 #include <numeric>
 
+#include "arrays.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::engines {
 
+using testing::Array;
 using Ints = std::vector<std::int32_t>;
 
 inline constexpr std::int32_t kLayers = 2, kHeads = 2, kRows = kLayers * kHeads, kKeyDim = 8, kValueDim = 6;
@@ -44,14 +42,8 @@ inline constexpr int kForms = 4;
 struct Numbers {
   std::vector<SequenceId> ids;
   Ints indptr{0};
-  std::vector<at::Tensor> keys, values, queries;
+  std::vector<Array> keys, values, queries;
 };
-
-inline at::Tensor random_numbers(oracle::Random& random, std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
-  at::Tensor numbers = at::empty({tokens, heads, dim}, at::TensorOptions().dtype(at::kFloat));
-  for (std::int64_t i = 0; i < numbers.numel(); ++i) numbers.data_ptr<float>()[i] = static_cast<float>(random.normal());
-  return numbers;
-}
 
 inline Numbers numbers_of(oracle::Random& random, const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
   Numbers step;
@@ -60,9 +52,9 @@ inline Numbers numbers_of(oracle::Random& random, const std::vector<std::pair<Se
     step.indptr.push_back(step.indptr.back() + tokens);
   }
   for (std::int32_t l = 0; l < kLayers; ++l) {
-    step.keys.push_back(random_numbers(random, step.indptr.back(), kHeads, kKeyDim));
-    step.values.push_back(random_numbers(random, step.indptr.back(), kHeads, kValueDim));
-    step.queries.push_back(random_numbers(random, step.indptr.back(), 4, kKeyDim));
+    step.keys.push_back(testing::normals(random, {step.indptr.back(), kHeads, kKeyDim}));
+    step.values.push_back(testing::normals(random, {step.indptr.back(), kHeads, kValueDim}));
+    step.queries.push_back(testing::normals(random, {step.indptr.back(), 4, kKeyDim}));
   }
   return step;
 }
@@ -77,8 +69,7 @@ inline Numbers latent(Numbers numbers) {
 inline std::vector<Tensor> output_projections(Device device) {
   oracle::Random random(99);
   std::vector<Tensor> all;
-  for (std::int32_t l = 0; l < kLayers; ++l)
-    all.push_back(random_numbers(random, 1, 10, 4 * kValueDim).squeeze(0).contiguous().to(torch_device(device)));
+  for (std::int32_t l = 0; l < kLayers; ++l) all.push_back(testing::normals(random, {10, 4 * kValueDim}).to(device));
   return all;
 }
 
@@ -112,12 +103,12 @@ class Engine {
     if (!keeper.policy().needs().given_scores) return;
     const Ints indptr{0, slots};
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      at::Tensor first = at::empty({slots, kHeads}, at::TensorOptions().dtype(at::kFloat));
+      Array first = Array::empty({slots, kHeads}, Dtype::f32);
       const OnHost copy(*this);
       for (std::int32_t h = 0; h < kHeads; ++h)
-        for (std::int32_t t = 0; t < slots; ++t) first[t][h] = slot_of(id, l, h, t, false)[0];
+        for (std::int32_t t = 0; t < slots; ++t) first[t][h].copy_(slot_of(id, l, h, t, false)[0]);
       keeper.part<parts::Given>().give(
-          {.layer = l, .sequences = {&id, 1}, .indptr = indptr, .scores = first.to(torch_device(keeper.device()))});
+          {.layer = l, .sequences = {&id, 1}, .indptr = indptr, .scores = first.to(keeper.device())});
     }
   }
 
@@ -139,9 +130,12 @@ class Engine {
                          .log_sum_exp = gives_log_sum_exp,
                          .positions = positions});
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      // Sent once: a copy from the host waits for the device.
-      const at::Tensor keys = numbers.keys[static_cast<std::size_t>(l)].to(torch_device(keeper.device())),
-                       values = numbers.values[static_cast<std::size_t>(l)].to(torch_device(keeper.device()));
+      // Sent once, as the cache holds them: a copy from the host waits for the device.
+      const auto sent = [&](const Array& side, bool value) {
+        return side.to(slot_of(numbers.ids.front(), l, 0, 0, value).dtype()).to(keeper.device());
+      };
+      const Array keys = sent(numbers.keys[static_cast<std::size_t>(l)], false),
+                  values = sent(numbers.values[static_cast<std::size_t>(l)], true);
       for (std::size_t i = 0; i < numbers.ids.size(); ++i)
         for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t)
           for (std::int32_t h = 0; h < kHeads; ++h) {
@@ -150,8 +144,8 @@ class Engine {
             slot_of(numbers.ids[i], l, h, slot, false).copy_(keys[t][h]);
             slot_of(numbers.ids[i], l, h, slot, true).copy_(values[t][h]);
           }
-      const at::Tensor queries = numbers.queries[static_cast<std::size_t>(l)].to(torch_device(keeper.device()));
-      const at::Tensor normalisers = gives_log_sum_exp ? log_sum_exps(numbers, l, places) : at::Tensor();
+      const Array queries = numbers.queries[static_cast<std::size_t>(l)].to(keeper.device());
+      const Array normalisers = gives_log_sum_exp ? log_sum_exps(numbers, l, places) : Array();
       if (record)
         record(l, queries, normalisers);
       else
@@ -166,7 +160,7 @@ class Engine {
             {.layer = l,
              .sequences = numbers.ids,
              .indptr = numbers.indptr,
-             .scores = numbers.keys[static_cast<std::size_t>(l)].select(2, 0).to(torch_device(keeper.device()))});
+             .scores = numbers.keys[static_cast<std::size_t>(l)].select(2, 0).to(keeper.device())});
     }
     for (std::size_t i = 0; i < numbers.ids.size(); ++i)
       for (std::int32_t& length : lengths.at(numbers.ids[i])) length += numbers.indptr[i + 1] - numbers.indptr[i];
@@ -192,15 +186,15 @@ class Engine {
     return keeper.workspace_bytes(lengthened_view(ids));
   }
 
-  [[nodiscard]] virtual at::Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                           bool value) const = 0;
+  [[nodiscard]] virtual Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                                      bool value) const = 0;
 
   /// While it lives, slot_of() gives slots of a copy on the host: one read of a device instead of one for every slot.
   class OnHost {
    public:
     explicit OnHost(const Engine& engine) : copy_(engine.copy_) {
-      const auto here = [](const Tensor& side) { return torch_tensor(side).to(c10::kCPU); };
-      if (torch_device(engine.keeper.device()).is_cpu()) return;
+      const auto here = [](const Tensor& side) { return Array(side).to(Device{}); };
+      if (engine.keeper.device().is_cpu()) return;
       for (const LayerKv& layer : engine.layers)
         if (const auto* dense = std::get_if<DenseKv>(&layer))
           copy_.emplace_back(DenseKv{here(dense->keys), here(dense->values)});
@@ -217,7 +211,7 @@ class Engine {
 
   Keeper keeper;
   /// Instead of observe(), in every layer of a step that begin_step() has counted.
-  std::function<void(std::int32_t layer, const at::Tensor& queries, const at::Tensor& log_sum_exp)> record;
+  std::function<void(std::int32_t layer, const Array& queries, const Array& log_sum_exp)> record;
   bool gives_log_sum_exp = false;
   bool no_say = false;  ///< the test means a policy whose scorer chooses nothing
   /// Between step() and finish().
@@ -237,33 +231,33 @@ class Engine {
 
  private:
   /// Of every query over all slots that it sees, as attention would have it. `places`: of the tokens.
-  [[nodiscard]] at::Tensor log_sum_exps(const Numbers& numbers, std::int32_t l, const Ints& places) const {
+  [[nodiscard]] Array log_sum_exps(const Numbers& numbers, std::int32_t l, const Ints& places) const {
     const ModelSpec spec = model();
     const RopeSpec& rope = spec.rope_of(l);
     const auto pairs = static_cast<std::int64_t>(rope.inv_freq.size());
     std::vector<float> cosines(rope.inv_freq.size()), sines(rope.inv_freq.size());
-    at::Tensor all = at::empty({numbers.indptr.back(), 4}, at::TensorOptions().dtype(at::kFloat));
+    Array all = Array::empty({numbers.indptr.back(), 4}, Dtype::f32);
     const OnHost copy(*this);
     for (std::size_t i = 0; i < numbers.ids.size(); ++i)
       for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t) {
         rope_at(rope, places[static_cast<std::size_t>(t)], cosines.data(), sines.data());
         for (std::int32_t hq = 0; hq < 4; ++hq) {
-          at::Tensor query = numbers.queries[static_cast<std::size_t>(l)][t][hq].clone();
-          rope_rotate(rope.style, pairs, cosines.data(), sines.data(), query.data_ptr<float>());
+          Array query = numbers.queries[static_cast<std::size_t>(l)][t][hq].clone();
+          rope_rotate(rope.style, pairs, cosines.data(), sines.data(), query.data<float>());
           const std::int32_t head = hq / 2,
                              before = lengths.at(numbers.ids[i])[static_cast<std::size_t>(l * kHeads + head)];
           double sum = 0;
           for (std::int32_t slot = 0; slot <= before + t - numbers.indptr[i]; ++slot) {
-            const at::Tensor key = slot_of(numbers.ids[i], l, head, slot, false).to(c10::kCPU, at::kFloat);
+            const Array key = slot_of(numbers.ids[i], l, head, slot, false).to(Device{}).to(Dtype::f32);
             double x = 0;
             for (std::int32_t d = 0; d < kKeyDim; ++d)
-              x += static_cast<double>(query.data_ptr<float>()[d]) * static_cast<double>(key.data_ptr<float>()[d]);
+              x += static_cast<double>(query.data<float>()[d]) * static_cast<double>(key.data<float>()[d]);
             sum += std::exp(x * model().scale());
           }
-          all.data_ptr<float>()[t * 4 + hq] = static_cast<float>(std::log(sum));
+          all.data<float>()[t * 4 + hq] = static_cast<float>(std::log(sum));
         }
       }
-    return all.to(torch_device(keeper.device()));
+    return all.to(keeper.device());
   }
 
   CacheView lengthened_view(const std::vector<SequenceId>& ids) {
@@ -288,17 +282,17 @@ class DenseEngine final : public Engine {
   DenseEngine(std::unique_ptr<KVPolicy> policy, bool ragged, Dtype dtype,
               std::shared_ptr<Machine> accelerator = nullptr, Form form = Form::apart)
       : Engine(std::move(policy), ragged, std::move(accelerator)) {
-    const auto there = at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(keeper.device()));
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      const at::Tensor keys = at::full({8, kHeads, 400, kKeyDim}, 9, there);
-      layers.emplace_back(DenseKv{
-          keys, form == Form::latent ? keys.narrow(3, 0, kValueDim) : at::full({8, kHeads, 400, kValueDim}, 9, there)});
+      const Array keys = Array::full({8, kHeads, 400, kKeyDim}, 9, dtype, keeper.device());
+      layers.emplace_back(DenseKv{keys, form == Form::latent
+                                            ? keys.narrow(3, 0, kValueDim)
+                                            : Array::full({8, kHeads, 400, kValueDim}, 9, dtype, keeper.device())});
     }
   }
-  [[nodiscard]] at::Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                   bool value) const override {
+  [[nodiscard]] Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                              bool value) const override {
     const auto& kv = std::get<DenseKv>(shown(layer));
-    return torch_tensor(value ? kv.values : kv.keys)[id][head][slot];
+    return Array(value ? kv.values : kv.keys)[id][head][slot];
   }
 
  private:
@@ -326,20 +320,21 @@ class PagedEngine final : public Engine {
         pool(slots / page_size, page_size),
         sequences(pool) {
     const std::int64_t pages = pool.capacity();
-    const auto there = at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(keeper.device()));
     const std::vector<std::int64_t> middle = layout == PageLayout::slot_head
                                                  ? std::vector<std::int64_t>{page_size, kHeads}
                                                  : std::vector<std::int64_t>{kHeads, page_size};
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      at::Tensor keys, values;
+      Array keys, values;
       if (form == Form::apart || form == Form::latent) {
-        keys = at::full({pages, middle[0], middle[1], kKeyDim}, 9, there);
-        values = form == Form::latent ? keys.narrow(3, 0, kValueDim)
-                                      : at::full({pages, middle[0], middle[1], kValueDim}, 9, there);
+        keys = Array::full({pages, middle[0], middle[1], kKeyDim}, 9, dtype, keeper.device());
+        values = form == Form::latent
+                     ? keys.narrow(3, 0, kValueDim)
+                     : Array::full({pages, middle[0], middle[1], kValueDim}, 9, dtype, keeper.device());
       } else {
         const bool sides_first = form == Form::sides_first;
-        const at::Tensor both =
-            at::full({sides_first ? 2 : pages, sides_first ? pages : 2, middle[0], middle[1], kKeyDim}, 9, there);
+        const Array both =
+            Array::full({sides_first ? 2 : pages, sides_first ? pages : 2, middle[0], middle[1], kKeyDim}, 9, dtype,
+                        keeper.device());
         keys = both.select(sides_first ? 0 : 1, 0);
         values = both.select(sides_first ? 0 : 1, 1).narrow(3, 0, kValueDim);
       }
@@ -350,11 +345,11 @@ class PagedEngine final : public Engine {
     for (std::int64_t p = 0; p < pages; ++p) taken.push_back(pool.take());
     for (std::size_t p = 0; p < taken.size(); ++p) pool.give_back(taken[p * 7919 % taken.size()]);
   }
-  [[nodiscard]] at::Tensor slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                   bool value) const override {
+  [[nodiscard]] Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
+                              bool value) const override {
     const auto& kv = std::get<PagedKv>(shown(layer));
-    const at::Tensor page = torch_tensor(
-        value ? kv.values : kv.keys)[sequences.pages(id)[static_cast<std::size_t>(slot / pool.page_size())]];
+    const Array page =
+        Array(value ? kv.values : kv.keys)[sequences.pages(id)[static_cast<std::size_t>(slot / pool.page_size())]];
     return layout_ == PageLayout::slot_head ? page[slot % pool.page_size()][head] : page[head][slot % pool.page_size()];
   }
 
@@ -365,7 +360,7 @@ class PagedEngine final : public Engine {
   PagePool pool;
   PagedSequences sequences;
   PageAllocator* allocator = &pool;  ///< whom events ask
-  at::Tensor block_table;
+  Array block_table;
   SharedPages shared_pages = SharedPages::copy;
 
  private:
@@ -390,9 +385,9 @@ class PagedEngine final : public Engine {
   void settle(const CacheView& view, const Report& report) override { sequences.settle(view, report.pages); }
 };
 
-inline bool same_bits(const at::Tensor& one, const at::Tensor& other) {
-  const at::Tensor a = one.to(c10::kCPU), b = other.to(c10::kCPU);
-  return a.nbytes() == b.nbytes() && std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+inline bool same_bits(const Array& one, const Array& other) {
+  const Array a = one.to(Device{}), b = other.to(Device{});
+  return a.nbytes() == b.nbytes() && std::memcmp(a.bytes(), b.bytes(), a.nbytes()) == 0;
 }
 
 inline void expect_alike(const Engine& dense, const Engine& paged) {

@@ -2,17 +2,13 @@
 /// An engine whose policy folds: a dense or paged cache, attention over the rows, view() behind it, and beside it what
 /// exact attention over everything gives. On a device, its own attention runs on the host all the same.
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
 #include <functional>
 #include <map>
 #include <numeric>
 
+#include "arrays.h"
 #include "folded_prompt.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 #include "plain_memory.h"
 
 namespace kvkeep::testing {
@@ -33,15 +29,15 @@ struct FoldingEngine {
                {.surprisal = true, .reads_folded = true, .accelerator = std::move(accelerator)}),
         pages(places * kCapacity / std::max(page_size, 1), std::max(page_size, 1)),
         sequences(pages) {
-    const auto options = at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(keeper.device()));
     for (std::int32_t l = 0; l < kLayers; ++l) {
       if (page_size == 0)
-        cache.emplace_back(DenseKv{at::zeros({places, kHeads, kCapacity, kDim}, options),
-                                   at::zeros({places, kHeads, kCapacity, kDim}, options)});
+        cache.emplace_back(DenseKv{Array::full({places, kHeads, kCapacity, kDim}, 0, dtype, keeper.device()),
+                                   Array::full({places, kHeads, kCapacity, kDim}, 0, dtype, keeper.device())});
       else
-        cache.emplace_back(PagedKv{at::zeros({places * kCapacity / page_size, kHeads, page_size, kDim}, options),
-                                   at::zeros({places * kCapacity / page_size, kHeads, page_size, kDim}, options),
-                                   PageLayout::head_slot});
+        cache.emplace_back(
+            PagedKv{Array::full({places * kCapacity / page_size, kHeads, page_size, kDim}, 0, dtype, keeper.device()),
+                    Array::full({places * kCapacity / page_size, kHeads, page_size, kDim}, 0, dtype, keeper.device()),
+                    PageLayout::head_slot});
     }
     paged = page_size > 0;
     for (std::int32_t p = places; p > 0; --p) free_places.push_back(p - 1);
@@ -73,7 +69,7 @@ struct FoldingEngine {
       for (std::int32_t t = 0; t < tokens; ++t) draw(s);
       lengths.insert(lengths.end(), s.lengths.begin(), s.lengths.end());
     }
-    at::Tensor table;
+    Array table;
     if (paged) table = sequences.table(ids), std::iota(places.begin(), places.end(), 0);
     std::vector<std::int32_t> after = lengths;
     for (std::size_t i = 0; i < ids.size(); ++i)
@@ -143,7 +139,7 @@ struct FoldingEngine {
   float poison = 0;                              ///< added to one number of the keys of the tokens that come
   std::vector<std::int32_t> free_places;
   std::map<SequenceId, Living> living;
-  std::vector<at::Tensor> outputs, exact;
+  std::vector<Array> outputs, exact;
 
  private:
   /// A token that resembles the one before it: what is factorised falls off.
@@ -162,14 +158,14 @@ struct FoldingEngine {
 
   void attend(std::int32_t layer, const std::vector<std::pair<SequenceId, std::int32_t>>& work,
               const std::vector<std::int32_t>& indptr, const CacheView& view) {
-    const auto floats = at::TensorOptions().dtype(at::kFloat);
+    const auto floats = Dtype::f32;
     const std::int64_t tokens = indptr.back();
     const std::vector<LayerKv> held = on_host();
     CacheView here = view;
     here.layers = held;
-    at::Tensor queries = at::zeros({tokens, kQueryHeads, kDim}, floats),
-               out = at::zeros({tokens, kQueryHeads, kDim}, floats), lse = at::zeros({tokens, kQueryHeads}, floats),
-               all = at::zeros({tokens, kQueryHeads, kDim}, floats);
+    Array queries = Array::zeros({tokens, kQueryHeads, kDim}, floats),
+          out = Array::zeros({tokens, kQueryHeads, kDim}, floats), lse = Array::zeros({tokens, kQueryHeads}, floats),
+          all = Array::zeros({tokens, kQueryHeads, kDim}, floats);
     for (std::size_t i = 0; i < work.size(); ++i) {
       const Living& s = living.at(work[i].first);
       const std::int32_t count = work[i].second, seen = static_cast<std::int32_t>(s.surprisal.size());
@@ -184,23 +180,23 @@ struct FoldingEngine {
           put(row.values, row.length - count + t, table.key_dtype,
               s.values.data() + ((token * kLayers + layer) * kHeads + h) * kDim);
         }
-        const at::Tensor keys = rows_of(row.keys, row.length, table.key_dtype),
-                         values = rows_of(row.values, row.length, table.key_dtype);
+        const Array keys = rows_of(row.keys, row.length, table.key_dtype),
+                    values = rows_of(row.values, row.length, table.key_dtype);
         for (std::int32_t t = 0; t < count; ++t) {
           const std::int64_t token = seen - count + t;
-          at::Tensor q = at::zeros({1, 2, kDim}, floats);
+          Array q = Array::zeros({1, 2, kDim}, floats);
           for (std::int32_t g = 0; g < 2; ++g)
             std::copy_n(s.queries.data() + ((token * kLayers + layer) * kQueryHeads + 2 * h + g) * kDim, kDim,
-                        q.data_ptr<float>() + g * kDim);
+                        q.data<float>() + g * kDim);
           queries[indptr[i] + t].narrow(0, 2 * h, 2).copy_(q[0]);
           const std::int64_t slots = row.length - count + t + 1;
           const OpenAttention open =
               plain_attention(keys.narrow(1, 0, slots), values.narrow(1, 0, slots), q, keeper.spec().scale());
-          out[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(closed(open))[0]);
-          lse[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(log_mass(open))[0]);
+          out[indptr[i] + t].narrow(0, 2 * h, 2).copy_(Array(closed(open))[0]);
+          lse[indptr[i] + t].narrow(0, 2 * h, 2).copy_(Array(log_mass(open))[0]);
           const OpenAttention exactly = plain_attention(whole(s.keys, layer, h, token + 1),
                                                         whole(s.values, layer, h, token + 1), q, keeper.spec().scale());
-          all[indptr[i] + t].narrow(0, 2 * h, 2).copy_(torch_tensor(closed(exactly))[0]);
+          all[indptr[i] + t].narrow(0, 2 * h, 2).copy_(Array(closed(exactly))[0]);
         }
       }
     }
@@ -209,7 +205,7 @@ struct FoldingEngine {
     for (const auto& [id, count] : work)
       for (std::int32_t t = count; first_position > 0 && t > 0; --t)
         positions.push_back(first_position + static_cast<std::int32_t>(living.at(id).surprisal.size()) - t);
-    const c10::Device there = torch_device(keeper.device());
+    const Device there = keeper.device();
     const Observation seen{.layer = layer,
                            .sequences = view.sequences,
                            .indptr = indptr,
@@ -221,14 +217,14 @@ struct FoldingEngine {
     keeper.observe(seen);
     if (views) keeper.part<parts::Folds>().view(seen, {out, lse});
     hold(false);
-    outputs.push_back(out.to(c10::kCPU)), exact.push_back(all);
+    outputs.push_back(out.to(Device{})), exact.push_back(all);
   }
 
   /// The cache, if it is on the host; else a copy of it.
   [[nodiscard]] std::vector<LayerKv> on_host() const {
     if (keeper.device().is_cpu()) return cache;
     std::vector<LayerKv> copies = cache;
-    for (LayerKv& layer : copies) each_side(layer, [](Tensor& side) { side = torch_tensor(side).to(c10::kCPU); });
+    for (LayerKv& layer : copies) each_side(layer, [](Tensor& side) { side = Array(side).to(Device{}); });
     return copies;
   }
   /// What was written there.
@@ -238,7 +234,7 @@ struct FoldingEngine {
       std::vector<Tensor> sides;
       each_side(held[l], [&](Tensor& side) { sides.push_back(side); });
       std::size_t next = 0;
-      each_side(cache[l], [&](Tensor& side) { torch_tensor(side).copy_(torch_tensor(sides[next++])); });
+      each_side(cache[l], [&](Tensor& side) { Array(side).copy_(Array(sides[next++])); });
     }
   }
   template <class Body>
@@ -252,23 +248,21 @@ struct FoldingEngine {
       if (dtype == Dtype::f32)
         reinterpret_cast<float*>(at.at(slot))[d] = from[d];
       else
-        reinterpret_cast<c10::BFloat16*>(at.at(slot))[d] = from[d];
+        reinterpret_cast<BFloat16*>(at.at(slot))[d] = BFloat16(from[d]);
   }
-  static at::Tensor rows_of(const SlotAddress& at, std::int64_t slots, Dtype dtype) {
-    at::Tensor rows = at::zeros({1, slots, kDim}, at::TensorOptions().dtype(at::kFloat));
+  static Array rows_of(const SlotAddress& at, std::int64_t slots, Dtype dtype) {
+    Array rows = Array::zeros({1, slots, kDim}, Dtype::f32);
     for (std::int64_t t = 0; t < slots; ++t)
       for (std::int32_t d = 0; d < kDim; ++d)
-        rows.data_ptr<float>()[t * kDim + d] =
-            dtype == Dtype::f32 ? reinterpret_cast<const float*>(at.at(t))[d]
-                                : static_cast<float>(reinterpret_cast<const c10::BFloat16*>(at.at(t))[d]);
+        rows.data<float>()[t * kDim + d] = dtype == Dtype::f32
+                                               ? reinterpret_cast<const float*>(at.at(t))[d]
+                                               : static_cast<float>(reinterpret_cast<const BFloat16*>(at.at(t))[d]);
     return rows;
   }
-  static at::Tensor whole(const std::vector<float>& numbers, std::int32_t layer, std::int32_t head,
-                          std::int64_t tokens) {
-    at::Tensor rows = at::zeros({1, tokens, kDim}, at::TensorOptions().dtype(at::kFloat));
+  static Array whole(const std::vector<float>& numbers, std::int32_t layer, std::int32_t head, std::int64_t tokens) {
+    Array rows = Array::zeros({1, tokens, kDim}, Dtype::f32);
     for (std::int64_t t = 0; t < tokens; ++t)
-      std::copy_n(numbers.data() + ((t * kLayers + layer) * kHeads + head) * kDim, kDim,
-                  rows.data_ptr<float>() + t * kDim);
+      std::copy_n(numbers.data() + ((t * kLayers + layer) * kHeads + head) * kDim, kDim, rows.data<float>() + t * kDim);
     return rows;
   }
 };

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
 namespace kvkeep::testing {
 
@@ -90,13 +90,12 @@ class GgufParts {
     return *this;
   }
   /// A tensor of f32, f16 or bf16 as it is.
-  GgufParts& tensor(std::string_view name, const at::Tensor& values) {
-    const at::Tensor data = values.contiguous();
-    const auto type = data.scalar_type() == at::kFloat  ? gguf::F32
-                      : data.scalar_type() == at::kHalf ? gguf::F16
-                                                        : gguf::BF16;
+  GgufParts& tensor(std::string_view name, const Array& values) {
+    const Array data = values.contiguous();
+    const auto type = data.dtype() == Dtype::f32 ? gguf::F32 : data.dtype() == Dtype::f16 ? gguf::F16 : gguf::BF16;
     const std::vector<std::uint64_t> shape(data.sizes().begin(), data.sizes().end());
-    return tensor(name, shape, type, std::string(static_cast<const char*>(data.const_data_ptr()), data.nbytes()));
+    return tensor(name, shape, type,
+                  std::string(reinterpret_cast<const char*>(data.bytes()), static_cast<std::size_t>(data.nbytes())));
   }
 
   [[nodiscard]] std::string bytes() const {

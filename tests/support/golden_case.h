@@ -12,10 +12,8 @@
 #include <string>
 #include <vector>
 
-#include <ATen/ops/full.h>
-
+#include "arrays.h"
 #include "kvkeep/io/safetensors.h"
-#include "kvkeep/torch.h"
 #include "kvkeep/trace/event_trace.h"
 
 namespace kvkeep::testing {
@@ -55,13 +53,15 @@ inline bool compared(const nlohmann::json& limits, std::int64_t sequence, std::i
   return slot >= pair[0].get<std::int64_t>() && slot < pair[1].get<std::int64_t>();
 }
 
+inline bool is_floating_point(const Tensor& t) { return is_scorable(t.dtype()) || t.dtype() == Dtype::f64; }
+
 /// Integers may carry more or fewer -1 at the end of the last dimension.
-inline at::Tensor padded(const at::Tensor& t, std::int64_t width) {
+inline Array padded(const Array& t, std::int64_t width) {
   if (t.dim() == 0 || t.size(-1) >= width) return t;
-  auto shape = t.sizes().vec();
-  shape.back() = width;
-  at::Tensor wide = at::full(shape, -1, t.options());
-  wide.slice(-1, 0, t.size(-1)).copy_(t);
+  Shape shape = t.sizes();
+  shape[shape.size() - 1] = width;
+  Array wide = Array::full(shape, -1, t.dtype());
+  wide.narrow(-1, 0, t.size(-1)).copy_(t);
   return wide;
 }
 
@@ -76,9 +76,9 @@ inline void expect_as_golden(const GoldenCase& c, const trace::Result& got) {
       ADD_FAILURE() << c.folder << ": the result has no " << name;
       continue;
     }
-    at::Tensor want = expected.tensor(name), have = found->second;
-    ASSERT_EQ(want.is_floating_point(), have.is_floating_point()) << c.folder << ": " << name;
-    if (!want.is_floating_point()) {
+    Array want = expected.tensor(name), have = found->second;
+    ASSERT_EQ(is_floating_point(want), is_floating_point(have)) << c.folder << ": " << name;
+    if (!is_floating_point(want)) {
       const std::int64_t width = std::max(want.size(-1), have.size(-1));
       want = padded(want, width);
       have = padded(have, width);
@@ -88,19 +88,18 @@ inline void expect_as_golden(const GoldenCase& c, const trace::Result& got) {
       continue;
     }
     const bool exact = rule.is_string();
-    if (exact && want.is_floating_point()) {
-      EXPECT_EQ(want.scalar_type(), have.scalar_type()) << c.folder << ": " << name;
+    if (exact && is_floating_point(want)) {
+      EXPECT_EQ(want.dtype(), have.dtype()) << c.folder << ": " << name;
     }
     const double atol = exact ? 0 : rule["atol"].get<double>(), rtol = exact ? 0 : rule["rtol"].get<double>();
     const auto limits = c.rules.value("compare_slots", nlohmann::json::object()).value(name, nlohmann::json());
-    const at::Tensor w = want.to(c10::ScalarType::Double).contiguous(),
-                     h = have.to(c10::ScalarType::Double).contiguous();
+    const Array w = want.to(Dtype::f64).contiguous(), h = have.to(Dtype::f64).contiguous();
     const std::int64_t last = w.dim() == 0 ? 1 : w.size(-1),
                        per_sequence = w.dim() == 0 || w.size(0) == 0 ? 1 : w.numel() / w.size(0);
     std::int64_t bad = 0;
     for (std::int64_t i = 0; i < w.numel(); ++i) {
       if (!compared(limits, i / per_sequence, i % last)) continue;
-      const double a = h.const_data_ptr<double>()[i], b = w.const_data_ptr<double>()[i];
+      const double a = h.data<double>()[i], b = w.data<double>()[i];
       const bool same =
           a == b || (std::isnan(a) && std::isnan(b)) || (!exact && std::abs(a - b) <= atol + rtol * std::abs(b));
       if (!same && bad++ == 0)

@@ -2,9 +2,6 @@
 /// An engine around a keeper that runs one layer after the other, for tests of prompts that are narrowed while they
 /// run.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,12 +9,13 @@
 #include <map>
 #include <set>
 
+#include "arrays.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 #include "layered_prompt.h"
 
 namespace kvkeep::layer_by_layer {
 
+using testing::Array;
 using testing::Ints;
 
 inline constexpr std::int32_t kLayers = 6, kHeads = 2, kQueryHeads = 4, kRows = kLayers * kHeads, kKeyDim = 8,
@@ -70,14 +68,14 @@ class Engine {
         page_size_(page_size),
         pool(page_size == 0 ? 0 : 8 * kCapacity / page_size, std::max(page_size, 1)),
         pages(pool) {
-    const auto there = at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(keeper.device()));
     for (std::int32_t l = 0; l < kLayers; ++l) {
       if (page_size == 0)
-        layers.emplace_back(DenseKv{at::full({8, kHeads, kCapacity, kKeyDim}, -7, there),
-                                    at::full({8, kHeads, kCapacity, kValueDim}, -9, there)});
+        layers.emplace_back(DenseKv{Array::full({8, kHeads, kCapacity, kKeyDim}, -7, dtype, keeper.device()),
+                                    Array::full({8, kHeads, kCapacity, kValueDim}, -9, dtype, keeper.device())});
       else
-        layers.emplace_back(PagedKv{at::full({pool.capacity(), page_size, kHeads, kKeyDim}, -7, there),
-                                    at::full({pool.capacity(), page_size, kHeads, kValueDim}, -9, there)});
+        layers.emplace_back(
+            PagedKv{Array::full({pool.capacity(), page_size, kHeads, kKeyDim}, -7, dtype, keeper.device()),
+                    Array::full({pool.capacity(), page_size, kHeads, kValueDim}, -9, dtype, keeper.device())});
     }
   }
 
@@ -132,9 +130,9 @@ class Engine {
       active.push_back(id);
       indptr.push_back(indptr.back() + static_cast<std::int32_t>(present[id].size()));
     }
-    queries = at::empty({indptr.back(), kQueryHeads, kKeyDim}, at::TensorOptions().dtype(at::kFloat));
+    queries = Array::empty({indptr.back(), kQueryHeads, kKeyDim}, Dtype::f32);
     const OnHost mirror(*this, l, true);
-    float* q = queries.data_ptr<float>();
+    float* q = queries.data<float>();
     for (const SequenceId id : active) {
       std::int32_t i = 0;
       for (const std::int32_t position : present[id]) {
@@ -150,7 +148,7 @@ class Engine {
         ++i;
       }
     }
-    queries = queries.to(torch_device(keeper.device()));
+    queries = queries.to(keeper.device());
     return {.layer = l, .sequences = active, .indptr = indptr, .queries = queries, .basis = basis};
   }
 
@@ -256,16 +254,16 @@ class Engine {
    public:
     explicit OnHost(const Engine& engine, std::int32_t layer = -1, bool writes = false)
         : engine_(engine), writes_(writes) {
-      if (torch_device(engine.keeper.device()).is_cpu()) return;
+      if (engine.keeper.device().is_cpu()) return;
       engine.copy_ = engine.layers;
       for (std::int32_t l = 0; l < kLayers; ++l)
         if (layer < 0 || l == layer)
-          each_side(l, [](const Tensor& there, Tensor& here) { here = torch_tensor(there).to(c10::kCPU); });
+          each_side(l, [](const Tensor& there, Tensor& here) { here = Array(there).to(Device{}); });
     }
     ~OnHost() {
       for (std::int32_t l = 0; writes_ && !engine_.copy_.empty() && l < kLayers; ++l)
         each_side(l, [](const Tensor& there, Tensor& here) {
-          if (here.device().is_cpu()) torch_tensor(there).copy_(torch_tensor(here));
+          if (here.device().is_cpu()) Array(there).copy_(Array(here));
         });
       engine_.copy_.clear();
     }
@@ -296,22 +294,20 @@ class Engine {
     if (t->device().is_cpu() && t->dtype() == Dtype::f32)
       std::copy_n(numbers, dim_of(side), t->data<float>() + first);
     else
-      torch_tensor(*t).flatten().narrow(0, first, dim_of(side)).copy_(on_host(numbers, side));
+      Array(*t).reshape({t->numel()}).narrow(0, first, dim_of(side)).copy_(on_host(numbers, side));
   }
   void get(float* numbers, SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t at, Side side) const {
     const auto [t, first] = slot(id, layer, head, at, side);
     if (t->device().is_cpu() && t->dtype() == Dtype::f32)
       std::copy_n(t->data<float>() + first, dim_of(side), numbers);
     else
-      on_host(numbers, side).copy_(torch_tensor(*t).flatten().narrow(0, first, dim_of(side)));
+      on_host(numbers, side).copy_(Array(*t).reshape({t->numel()}).narrow(0, first, dim_of(side)));
   }
 
   Keeper keeper;
 
  private:
-  static at::Tensor on_host(float* numbers, Side side) {
-    return at::from_blob(numbers, {dim_of(side)}, at::TensorOptions().dtype(at::kFloat));
-  }
+  static Array on_host(float* numbers, Side side) { return Array(numbers, Dtype::f32, {dim_of(side)}); }
   /// The side of a layer, and the number where a slot begins.
   [[nodiscard]] std::pair<const Tensor*, std::int64_t> slot(SequenceId id, std::int32_t layer, std::int32_t head,
                                                             std::int32_t at, Side side) const {
@@ -338,7 +334,7 @@ class Engine {
   std::set<SequenceId> gone;               ///< began afresh in this step
   std::vector<std::pair<std::int32_t, Narrowing>> narrowed;
   Ints flat, indptr, places;
-  at::Tensor queries, block_table;
+  Array queries, block_table;
 };
 
 }  // namespace kvkeep::layer_by_layer

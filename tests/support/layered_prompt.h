@@ -1,15 +1,13 @@
 #pragma once
 /// One prompt in all layers of a toy model, for tests of what happens while it runs, and plain loops in double over it.
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 #include <vector>
 
+#include "arrays.h"
 #include "kvkeep/core/evidence.h"
-#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::testing {
@@ -38,19 +36,19 @@ class LayeredPrompt {
             .rope = {},
             .layers = std::vector<LayerSpec>(static_cast<std::size_t>(shape.layers))};
     oracle::Random random(seed);
-    const auto around = [&](const at::Tensor& middle, std::int64_t heads, double noise) {
-      at::Tensor t = at::empty({heads, shape.tokens, shape.dim}, at::TensorOptions().dtype(at::kFloat));
+    const auto around = [&](const Array& middle, std::int64_t heads, double noise) {
+      Array t = Array::empty({heads, shape.tokens, shape.dim}, Dtype::f32);
       for (std::int64_t i = 0; i < t.numel(); ++i)
-        t.data_ptr<float>()[i] =
-            static_cast<float>((middle.defined() ? middle.const_data_ptr<float>()[i] : 0) + noise * random.normal());
+        t.data<float>()[i] =
+            static_cast<float>((middle.defined() ? middle.data<float>()[i] : 0) + noise * random.normal());
       return t;
     };
-    const at::Tensor key = around({}, spec.kv_heads, 1), query = around({}, spec.query_heads, 1);
+    const Array key = around({}, spec.kv_heads, 1), query = around({}, spec.query_heads, 1);
     const double settled_from = random.between(1, shape.layers);
     for (std::int32_t l = 0; l < shape.layers; ++l) {
       const double noise = l < settled_from ? 1.0 : 0.6 / (1 + (l - settled_from) * (l - settled_from));
-      keys.push_back(around(key, spec.kv_heads, noise).to(torch_dtype(shape.dtype)).contiguous());
-      queries.push_back(around(query, spec.query_heads, noise).to(torch_dtype(shape.dtype)).contiguous());
+      keys.push_back(around(key, spec.kv_heads, noise).to(shape.dtype).contiguous());
+      queries.push_back(around(query, spec.query_heads, noise).to(shape.dtype).contiguous());
     }
   }
 
@@ -61,9 +59,9 @@ class LayeredPrompt {
   }
 
   /// Numbers as doubles, [heads, tokens, dim].
-  [[nodiscard]] static Doubles doubles(const at::Tensor& t) {
-    const at::Tensor wide = t.to(c10::ScalarType::Double).contiguous();
-    return {wide.const_data_ptr<double>(), wide.const_data_ptr<double>() + wide.numel()};
+  [[nodiscard]] static Doubles doubles(const Array& t) {
+    const Array wide = t.to(Dtype::f64).contiguous();
+    return {wide.data<double>(), wide.data<double>() + wide.numel()};
   }
 
   /// Softmax of the newest `window` queries of one query head over the tokens present: [window][present].
@@ -166,7 +164,7 @@ class LayeredPrompt {
 
   PromptShape shape;
   ModelSpec spec;
-  std::vector<at::Tensor> keys, queries;  ///< [layers] [Hkv, T, D] and [Hq, T, D]
+  std::vector<Array> keys, queries;  ///< [layers] [Hkv, T, D] and [Hq, T, D]
 
  private:
   [[nodiscard]] double dot(const Doubles& q, std::int32_t i, const Doubles& k, std::int32_t j) const {
@@ -183,8 +181,8 @@ class PromptLayer {
   PromptLayer(const LayeredPrompt& prompt, std::int32_t layer, Ints present, std::int32_t queries)
       : spec_(prompt.spec), positions_(std::move(present)) {
     const auto n = static_cast<std::int32_t>(positions_.size()), dim = prompt.shape.dim;
-    const auto gathered = [&](const at::Tensor& from, std::int32_t first) {
-      at::Tensor rows = at::empty({from.size(0), n - first, dim}, from.options());
+    const auto gathered = [&](const Array& from, std::int32_t first) {
+      Array rows = Array::empty({from.size(0), n - first, dim}, from.dtype());
       for (std::int32_t i = first; i < n; ++i)
         rows.select(1, i - first).copy_(from.select(1, positions_[static_cast<std::size_t>(i)]));
       return rows;
@@ -195,7 +193,7 @@ class PromptLayer {
     table.key_dtype = table.value_dtype = prompt.shape.dtype;
     RowGroup group;
     group.layer = layer;
-    group.queries = {.data = static_cast<const std::byte*>(queries_.const_data_ptr()),
+    group.queries = {.data = static_cast<const std::byte*>(queries_.bytes()),
                      .dtype = prompt.shape.dtype,
                      .token_stride = width,
                      .head_stride = width * queries,
@@ -209,7 +207,7 @@ class PromptLayer {
     for (std::int32_t h = 0; h < prompt.shape.kv_heads; ++h) {
       Row row;
       row.layer = layer, row.head = h, row.length = n, row.first = table.slots;
-      row.keys = {static_cast<std::byte*>(keys_.data_ptr()) + h * n * width, width, width};
+      row.keys = {static_cast<std::byte*>(keys_.bytes()) + h * n * width, width, width};
       row.positions = positions_.data();
       table.slots += n;
       table.rows.push_back(row);
@@ -227,7 +225,7 @@ class PromptLayer {
  private:
   const ModelSpec& spec_;
   Ints positions_;
-  at::Tensor keys_, queries_;
+  Array keys_, queries_;
 };
 
 /// Places of the `count` best, ascending; equal ones: the lower index first.

@@ -1,9 +1,5 @@
 #include "library_event.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/full.h>
-
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -46,20 +42,17 @@ OracleCache::OracleCache(std::vector<oracle::Sequence> sequences, Dtype dtype, s
   std::int32_t longest = 0;
   for (const auto& s : sequences_) longest = std::max(longest, s.T);
   const auto batch = static_cast<std::int64_t>(sequences_.size());
-  const at::Tensor keys = at::full({batch, first.Hkv, longest + padding + 1, first.D},
-                                   std::numeric_limits<float>::quiet_NaN(), at::TensorOptions().dtype(at::kFloat));
+  const Array keys = Array::full({batch, first.Hkv, longest + padding + 1, first.D},
+                                 std::numeric_limits<float>::quiet_NaN(), Dtype::f32);
   for (std::int64_t b = 0; b < batch; ++b) {
     auto& s = sequences_[static_cast<std::size_t>(b)];
-    keys[b]
-        .slice(1, padding, padding + s.T)
-        .copy_(at::from_blob(s.keys.data(), {s.Hkv, s.T, s.D}, at::TensorOptions().dtype(at::kFloat)));
+    keys[b].narrow(1, padding, s.T).copy_(Array(s.keys.data(), Dtype::f32, {s.Hkv, s.T, s.D}));
     ids_.push_back(b);
     lengths_.push_back(s.T);
     starts_.push_back(padding);
-    queries_.push_back(
-        at::from_blob(s.queries.data(), {s.Hq, s.queries_seen(), s.D}, at::TensorOptions().dtype(at::kFloat)));
+    queries_.push_back(Array(s.queries.data(), Dtype::f32, {s.Hq, s.queries_seen(), s.D}));
   }
-  view_.layers.emplace_back(DenseKv{keys.to(torch_dtype(dtype)), keys.neg().to(torch_dtype(dtype))});
+  view_.layers.emplace_back(DenseKv{keys.to(dtype), keys.clone().mul_(-1).to(dtype)});
   view_.sequences = ids_;
   view_.lengths.data = lengths_;
   view_.starts = starts_;
@@ -84,9 +77,9 @@ OracleCache::OracleCache(std::vector<oracle::Sequence> sequences, Dtype dtype, s
   for (RowGroup& group : table_.groups) {
     group.pinned = pins_[static_cast<std::size_t>(group.sequence)].spans();
     const auto& s = sequences_[static_cast<std::size_t>(group.sequence)];
-    const at::Tensor& q = queries_[static_cast<std::size_t>(group.sequence)];
+    const Array& q = queries_[static_cast<std::size_t>(group.sequence)];
     if (s.queries_seen() == 0) continue;
-    group.queries = {.data = static_cast<const std::byte*>(q.const_data_ptr()),
+    group.queries = {.data = static_cast<const std::byte*>(q.bytes()),
                      .token_stride = q.stride(1) * 4,
                      .head_stride = q.stride(0) * 4,
                      .positions = s.query_positions.data(),

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "arrays.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 #include "oracle/event_oracle.h"
 
 namespace kvkeep::testing {
@@ -34,7 +34,7 @@ class OracleCache {
   ModelSpec spec_;
   std::vector<SequenceId> ids_;
   std::vector<std::int32_t> lengths_, starts_;
-  std::vector<at::Tensor> queries_;
+  std::vector<Array> queries_;
   CacheView view_;
   RowTable table_;
 };

@@ -7,17 +7,17 @@
 #include <map>
 #include <string>
 
+#include "arrays.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/policy/registry.h"
-#include "kvkeep/torch.h"
 #include "kvkeep/trace/event_trace.h"
 
 namespace kvkeep::testing {
 
 struct ReplayedTrace {
   trace::Result (*run)(const io::SafetensorsFile& file, const KVPolicy& policy);
-  std::map<std::string, at::Tensor> tensors = {};
+  std::map<std::string, Array> tensors = {};
   std::map<std::string, std::string> metadata = {};
 
   [[nodiscard]] trace::Result replay(const std::string& policy) const {

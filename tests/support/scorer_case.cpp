@@ -1,8 +1,5 @@
 #include "scorer_case.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
 
@@ -14,6 +11,9 @@
 #include <optional>
 #include <sstream>
 
+#include "arrays.h"
+#include "loop_threads.h"
+
 namespace kvkeep::testing {
 namespace {
 
@@ -24,18 +24,18 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 float rounded(double x, Dtype dtype) {
   const auto f = static_cast<float>(x);
-  if (dtype == Dtype::f16) return static_cast<float>(c10::Half(f));
-  if (dtype == Dtype::bf16) return static_cast<float>(c10::BFloat16(f));
+  if (dtype == Dtype::f16) return static_cast<float>(Half(f));
+  if (dtype == Dtype::bf16) return static_cast<float>(BFloat16(f));
   return f;
 }
 
 /// Writes a number that was rounded to the dtype before.
 void put(std::byte* to, float x, Dtype dtype) {
   if (dtype == Dtype::f16) {
-    const c10::Half h(x);
+    const Half h(x);
     std::memcpy(to, &h, sizeof h);
   } else if (dtype == Dtype::bf16) {
-    const c10::BFloat16 h(x);
+    const BFloat16 h(x);
     std::memcpy(to, &h, sizeof h);
   } else {
     std::memcpy(to, &x, sizeof x);
@@ -149,18 +149,6 @@ void each_counted_slot(const ScorerArrangement& arrangement, Body&& body) {
       if (!head.guarded(t)) body(row, head, t);
   }
 }
-
-/// Threads of LibTorch while it lives. One, where threads are not what is tested: idle ones spin.
-class Threads {
- public:
-  explicit Threads(int count) : before_(at::get_num_threads()) { at::set_num_threads(count); }
-  ~Threads() { at::set_num_threads(before_); }
-  Threads(const Threads&) = delete;
-  Threads& operator=(const Threads&) = delete;
-
- private:
-  int before_;
-};
 
 std::uint32_t bits(float x) {
   std::uint32_t b = 0;
@@ -368,13 +356,11 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
     }
     const std::int64_t batch = n + (layout.tight ? 0 : 2);
     const auto room = [&](std::int64_t dim) {
-      const auto nan = [&](std::initializer_list<std::int64_t> shape) {
-        return at::full(shape, kNaN, at::TensorOptions().dtype(at::kFloat));
-      };
+      const auto nan = [&](std::initializer_list<std::int64_t> shape) { return Array::full(shape, kNaN, Dtype::f32); };
       return layout.transposed ? nan({batch, capacity, spec.kv_heads, dim}).permute({0, 2, 1, 3})
                                : nan({batch, spec.kv_heads, capacity, dim});
     };
-    const at::Tensor keys = room(spec.key_dim), values = room(spec.value_dim);
+    const Array keys = room(spec.key_dim), values = room(spec.value_dim);
     for (std::int32_t i = 0; i < n; ++i) {
       const std::int32_t s = order_[static_cast<std::size_t>(i)], start = starts[static_cast<std::size_t>(i)],
                          place = places[static_cast<std::size_t>(i)];
@@ -389,16 +375,11 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
               k[static_cast<std::size_t>(t * in.D + dice.between(0, in.D - 1))] =
                   dice.one_of({kNaN, kInfinity, -kInfinity});
         }
-        keys[place][h]
-            .slice(0, start, start + head.T)
-            .copy_(at::from_blob(k.data(), {head.T, in.D}, at::TensorOptions().dtype(at::kFloat)));
-        values[place][h]
-            .slice(0, start, start + head.T)
-            .copy_(at::from_blob(v.data(), {head.T, in.Dv}, at::TensorOptions().dtype(at::kFloat)));
+        keys[place][h].narrow(0, start, head.T).copy_(Array(k.data(), Dtype::f32, {head.T, in.D}));
+        values[place][h].narrow(0, start, head.T).copy_(Array(v.data(), Dtype::f32, {head.T, in.Dv}));
       }
     }
-    view_.layers.emplace_back(
-        DenseKv{keys.to(torch_dtype(from.key_dtype_)), values.to(torch_dtype(from.value_dtype_))});
+    view_.layers.emplace_back(DenseKv{keys.to(from.key_dtype_), values.to(from.value_dtype_)});
     cached.push_back(l);
   }
   view_.sequences = ids;
@@ -475,7 +456,7 @@ Scores scores_of(const Scorer& scorer, const ScorerArrangement& arrangement) {
 
 void expect_scores_agree(const Scorer& scorer, const ScorerOracle& oracle, int cases, Tolerance tolerance,
                          const ScorerCaseOptions& options) {
-  const Threads one(1);
+  const LoopThreads one(1);
   std::int64_t compared = 0;
   for (int seed = 0; seed < oracle::random_case_count(cases); ++seed) {
     const ScorerCase c(static_cast<std::uint64_t>(seed), options);
@@ -509,7 +490,7 @@ void expect_scores_agree(const Scorer& scorer, const ScorerOracle& oracle, int c
 }
 
 void expect_scorer_laws(const Scorer& scorer, int cases, const ScorerCaseOptions& options) {
-  const Threads one(1);
+  const LoopThreads one(1);
   std::int64_t compared = 0;
   for (int seed = 0; seed < oracle::random_case_count(cases); ++seed) {
     const ScorerCase c(static_cast<std::uint64_t>(seed) + 1000003, options);
@@ -517,7 +498,7 @@ void expect_scorer_laws(const Scorer& scorer, int cases, const ScorerCaseOptions
     const Bits want = bits_of(scorer, arrangement);
     compared += static_cast<std::int64_t>(want.values.size());
     const Bits on_two_threads = [&] {
-      const Threads two(2);
+      const LoopThreads two(2);
       return bits_of(scorer, arrangement);
     }();
 
@@ -551,7 +532,7 @@ void expect_scorer_laws(const Scorer& scorer, int cases, const ScorerCaseOptions
 }
 
 void expect_equal_slots_score_equal_bits(const Scorer& scorer, int cases, const ScorerCaseOptions& options) {
-  const Threads one(1);
+  const LoopThreads one(1);
   std::int64_t compared = 0;
   for (int seed = 0; seed < oracle::random_case_count(cases); ++seed) {
     const ScorerCase c(static_cast<std::uint64_t>(seed) + 2000003, options);

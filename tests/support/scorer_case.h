@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 #include "oracle/random_case.h"
 #include "oracle/scorer_input.h"
 

@@ -2,11 +2,8 @@
 // of.
 
 #include "kvkeep/trace/event_trace.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include "replayed_trace.h"
@@ -14,22 +11,24 @@
 namespace kvkeep::event_trace_test {
 namespace {
 
+using testing::Array;
+
 constexpr const char* kPolicy = "tova,budget=8,sink=1,recent=1";
 
 /// i64 [1, count], ascending.
-at::Tensor wide(std::int64_t first, std::int64_t count) {
-  return at::arange(first, first + count, at::TensorOptions(c10::ScalarType::Long)).unsqueeze(0);
+Array wide(std::int64_t first, std::int64_t count) {
+  return Array::range(first, first + count, Dtype::i64).unsqueeze(0);
 }
 
 /// One layer of 24 slots, the newest 4 of them with queries.
 testing::ReplayedTrace event() {
-  const auto i32 = at::TensorOptions(at::kInt);
+  const auto i32 = Dtype::i32;
   return {trace::replay_event,
-          {{"keys", at::full({1, 1, 24, 4}, 0.5F)},
-           {"values", at::full({1, 1, 24, 4}, 0.5F)},
-           {"positions", at::arange(24, i32).unsqueeze(0)},
-           {"queries", at::full({1, 2, 4, 4}, 0.5F)},
-           {"query_positions", at::arange(20, 24, i32).unsqueeze(0)}},
+          {{"keys", Array::full({1, 1, 24, 4}, 0.5F)},
+           {"values", Array::full({1, 1, 24, 4}, 0.5F)},
+           {"positions", Array::range(0, 24, i32).unsqueeze(0)},
+           {"queries", Array::full({1, 2, 4, 4}, 0.5F)},
+           {"query_positions", Array::range(20, 24, i32).unsqueeze(0)}},
           {{"kvkeep_trace", "1"},
            {"kind", "event"},
            {"query_basis", "post_rope"},
@@ -102,22 +101,21 @@ TEST(EventTrace, RefusesNumbersOf64BitsThatDoNotFit32) {
   shifted.expect_refused(kPolicy, "positions holds 4294967296");
   queries.tensors["query_positions"] = wide(kWraps + 20, 4);
   queries.expect_refused(kPolicy, "query_positions holds 4294967316");
-  lengths.tensors["lengths"] = at::full({1}, kWraps + 12, at::TensorOptions(c10::ScalarType::Long));
+  lengths.tensors["lengths"] = Array::full({1}, kWraps + 12, Dtype::i64);
   lengths.expect_refused(kPolicy, "lengths holds 4294967308");
   testing::ReplayedTrace padded = event();
-  padded.tensors["positions"] = at::cat({wide(0, 20), wide(kWraps, 4)}, 1);
-  padded.tensors["lengths"] = at::full({1}, 20, at::TensorOptions(at::kInt));
+  padded.tensors["positions"] = Array::cat({wide(0, 20), wide(kWraps, 4)}, 1);
+  padded.tensors["lengths"] = Array::full({1}, 20, Dtype::i32);
   EXPECT_EQ(padded.replay(kPolicy).metadata.at("slots_kept"), "8") << "padding may hold anything";
 }
 
 TEST(EventTrace, KeepsWhatIsPinned) {
   testing::ReplayedTrace pinned = event();
-  pinned.tensors["pinned"] = at::arange(3, 9, 3, at::TensorOptions(at::kInt)).unsqueeze(0);
+  pinned.tensors["pinned"] = Array::of(std::vector<std::int32_t>{3, 6}).unsqueeze(0);
   pinned.expect_refused(kPolicy, "[spans, 3]");
   const auto spans = [](std::initializer_list<std::int64_t> numbers) {
-    at::Tensor t =
-        at::full({static_cast<std::int64_t>(numbers.size()) / 3, 3}, 0, at::TensorOptions(c10::ScalarType::Long));
-    std::copy(numbers.begin(), numbers.end(), t.data_ptr<std::int64_t>());
+    Array t = Array::full({static_cast<std::int64_t>(numbers.size()) / 3, 3}, 0, Dtype::i64);
+    std::copy(numbers.begin(), numbers.end(), t.data<std::int64_t>());
     return t;
   };
   pinned.tensors["pinned"] = spans({0, 3, 5, 0, 9, 10});
@@ -128,12 +126,12 @@ TEST(EventTrace, KeepsWhatIsPinned) {
     EXPECT_EQ(kept, (std::vector<std::int32_t>{0, 3, 4, 9, 20, 21, 22, 23}));
   }
   for (const auto& [numbers, words] :
-       std::vector<std::pair<at::Tensor, std::string>>{{spans({1, 3, 5}), "allowed a sequence from 0 to 0"},
-                                                       {spans({0, 5, 5}), "a begin below the end"},
-                                                       {spans({0, -1, 5}), "from 0 to 2147483647"},
-                                                       {spans({0, 1, std::int64_t{1} << 32}), "from 0 to 2147483647"},
-                                                       {spans({0, 3, 5, 0, 5, 6}), "spans that ascend"},
-                                                       {spans({0, 2, 20}), "holds 18 pinned slots"}}) {
+       std::vector<std::pair<Array, std::string>>{{spans({1, 3, 5}), "allowed a sequence from 0 to 0"},
+                                                  {spans({0, 5, 5}), "a begin below the end"},
+                                                  {spans({0, -1, 5}), "from 0 to 2147483647"},
+                                                  {spans({0, 1, std::int64_t{1} << 32}), "from 0 to 2147483647"},
+                                                  {spans({0, 3, 5, 0, 5, 6}), "spans that ascend"},
+                                                  {spans({0, 2, 20}), "holds 18 pinned slots"}}) {
     pinned.tensors["pinned"] = numbers;
     pinned.expect_refused(kPolicy, words);
   }

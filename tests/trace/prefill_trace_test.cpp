@@ -2,9 +2,8 @@
 // name of tensor or metadata.
 
 #include "kvkeep/trace/prefill_trace.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 
-#include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
@@ -122,7 +121,7 @@ TEST(PrefillTrace, PadsRowsThatKeepFewerSlotsThanTheLongest) {
   std::int64_t dropped = 0;
   bool uneven = false;
   for (std::int32_t l = 0; l < 9; ++l) {
-    const at::Tensor slots = *find(result, text("layer.", l, ".slots"));
+    const Array slots = *find(result, text("layer.", l, ".slots"));
     std::size_t longest = 0;
     for (std::int32_t h = 0; h < 3; ++h) {
       const Ints row = row_of(result, l, h), whole = ints(slots[h].contiguous());
@@ -187,7 +186,7 @@ TEST(PrefillTrace, RefusesTracesThatDoNotFitTheFormat) {
     change(trace);
     return trace;
   };
-  const auto f32 = [](std::vector<std::int64_t> shape) { return at::full(shape, 0.5F); };
+  const auto f32 = [](std::vector<std::int64_t> shape) { return Array::full(shape, 0.5F); };
   with([](Trace& t) { t.metadata.erase("num_layers"); }).expect_refused(kAsl, "metadata \"num_layers\" is missing");
   for (const char* bad : {"", "0", "-1", "nine", "9.0", "9 ", "4097", "99999999999"})
     with([&](Trace& t) {
@@ -199,7 +198,7 @@ TEST(PrefillTrace, RefusesTracesThatDoNotFitTheFormat) {
   for (const char* name : {"layer.4.keys", "layer.0.keys", "layer.8.queries"}) {
     with([&](Trace& t) { t.tensors.erase(name); }).expect_refused(kAsl, text("tensor \"", name, "\" is missing"));
     with([&](Trace& t) {
-      t.tensors[name] = t.tensors[name].to(at::kInt);
+      t.tensors[name] = t.tensors[name].to(Dtype::i32);
     }).expect_refused(kAsl, text("tensor \"", name, "\" has shape"));
     with([&](Trace& t) {
       t.tensors[name] = t.tensors[name][0].contiguous();
@@ -215,7 +214,7 @@ TEST(PrefillTrace, RefusesTracesThatDoNotFitTheFormat) {
     t.tensors["layer.3.keys"] = f32({4, 60, 8});
   }).expect_refused(kAsl, "tensor \"layer.3.keys\" has shape [4, 60, 8]");
   with([&](Trace& t) {
-    t.tensors["layer.3.keys"] = t.tensors["layer.3.keys"].to(at::kBFloat16);
+    t.tensors["layer.3.keys"] = t.tensors["layer.3.keys"].to(Dtype::bf16);
   }).expect_refused(kAsl, "tensor \"layer.3.keys\" has shape [2, 60, 8] and dtype bf16");
   with([&](Trace& t) {
     t.tensors["layer.3.queries"] = f32({4, 19, 8});
@@ -232,8 +231,8 @@ TEST(PrefillTrace, RefusesTracesThatDoNotFitTheFormat) {
   with([&](Trace& t) {
     t.tensors["layer.0.queries"] = f32({4, 61, 8});
   }).expect_refused(kAsl, "tensor \"layer.0.queries\" has shape [4, 61, 8]");
-  at::Tensor broken = prompt.queries[2].narrow(1, 40, 20).clone();
-  broken[1][19][0] = std::nanf("");
+  Array broken = prompt.queries[2].narrow(1, 40, 20).clone();
+  broken[1][19][0].fill_(std::nanf(""));
   with([&](Trace& t) { t.tensors["layer.2.queries"] = broken; }).expect_refused(kAsl, "query of head 1 at position 59");
 }
 

@@ -198,8 +198,7 @@ void save_published_calibration(const std::filesystem::path& file, const Calibra
 }
 
 void use_published_calibrations() {
-  use_calibration_reader(
-      [](std::string_view bytes) { return bytes.starts_with("PK"); }, read_published_calibration);
+  use_calibration_reader([](std::string_view bytes) { return bytes.starts_with("PK"); }, read_published_calibration);
 }
 
 }  // namespace kvkeep::lm

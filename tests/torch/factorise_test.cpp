@@ -19,14 +19,14 @@
 #include <string>
 #include <vector>
 
-#include "folded_prompt.h"
+#include "arrays.h"
+#include "kvkeep/torch.h"
 #include "scorer_case.h"
 
 namespace kvkeep::factorise_test {
 namespace {
 
 using cpu::Factorisation;
-using testing::apart;
 using testing::for_every_instruction_set;
 using testing::normals;
 using Rank = FactorOptions::Rank;
@@ -36,7 +36,7 @@ constexpr at::ScalarType kFloat64 = c10::ScalarType::Double;
 
 /// f64 [rows, columns].
 at::Tensor random_matrix(oracle::Random& random, int rows, int columns) {
-  return normals(random, {rows, columns}).to(kFloat64);
+  return torch_tensor(normals(random, {rows, columns})).to(kFloat64);
 }
 
 /// [L, D] with these singular values; as many as there is room for.

@@ -1,0 +1,20 @@
+// Memory of arrays on a GPU: LibTorch's.
+
+#include <ATen/ops/empty.h>
+
+#include "arrays.h"
+#include "kvkeep/torch.h"
+
+namespace kvkeep {
+namespace {
+
+const bool kSaid = [] {
+  testing::empty_on_device = [](const Shape& sizes, Dtype dtype, Device device) -> Tensor {
+    return at::empty({sizes.data(), sizes.size()},
+                     at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(device)));
+  };
+  return true;
+}();
+
+}  // namespace
+}  // namespace kvkeep
