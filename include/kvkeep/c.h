@@ -303,7 +303,8 @@ typedef struct kvkeep_report {
 } kvkeep_report;
 
 /// Decides and moves. report: may be NULL. On a GPU, where the scores decide how many slots stay, `report` may say
-/// pending, from kvkeep_apply(), too: lengths and pages are those before the event until kvkeep_finish().
+/// pending, from kvkeep_apply(), too: lengths and pages are those before the event until kvkeep_finish(). Without a
+/// report they complete the event themselves, and wait.
 KVKEEP_C_API kvkeep_status kvkeep_step(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);
 /// Decides, and moves nothing. The keeper remembers the plan until the next one.
 KVKEEP_C_API kvkeep_status kvkeep_plan(kvkeep_keeper* keeper, const kvkeep_cache* cache, kvkeep_report* report);

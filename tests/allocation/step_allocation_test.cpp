@@ -84,10 +84,11 @@ class Engine {
       if (paged) static_cast<void>(pages.admit(id, 3));
     }
     if (paged) table = pages.table(ids);
+    keeper.bind(layers);
   }
 
   [[nodiscard]] CacheView view() {
-    CacheView view{.layers = layers, .sequences = ids, .lengths = {lengths, kLayers * kKvHeads}};
+    CacheView view{.sequences = ids, .lengths = {lengths, kLayers * kKvHeads}};
     if (table.defined()) view.block_table = table, view.pages = &pool;
     return view;
   }
@@ -199,7 +200,7 @@ TEST_P(OutOfMemory, LeavesEverythingAsItWas) {
     CacheView view = engine.view();
     Report report;
     come_through(engine, text("step ", step), [&] { report = engine.keeper.step(view); }, failures);
-    if (engine.table.defined()) engine.pages.settle(view, report.pages);
+    if (engine.table.defined()) engine.pages.settle(engine.ids, report.pages);
     events += report.cuts.empty() ? 0 : 1;
   }
   EXPECT_GE(events, 2);
@@ -232,7 +233,7 @@ TEST(IdleStep, AllocatesNothing) {
         engine.grow();
         const Report report = engine.keeper.step(view);
         const long after = allocations;
-        if (paged) engine.pages.settle(view, report.pages);
+        if (paged) engine.pages.settle(engine.ids, report.pages);
         if (step < 40) continue;  // columns and rings have come to their size
         EXPECT_EQ(observed - before, 0) << policy << ", observe at step " << step;
         if (!report.cuts.empty()) continue;

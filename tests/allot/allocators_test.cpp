@@ -413,7 +413,8 @@ TEST(Chunks, ShareOneSelectionOfLayersAndHeadsWhereThePolicySaysSo) {
       Keeper keeper(spec, make_policy("chunkkv-knorm,budget=20,interval=4,sink=1,recent=2,prefill=cut,chunk=3,share=" +
                                       share + ",heads=" + heads));
       keeper.join(id, length);
-      keeper.step({.layers = layers, .sequences = {&id, 1}, .lengths = {{&length, 1}}});
+      keeper.bind(layers);
+      keeper.step({{&id, 1}, {{&length, 1}}});
       for (std::int32_t head = 0; head < 2; ++head) {
         const auto first = keeper.positions(id, 0, share == "union" ? 0 : head);
         ASSERT_EQ(first.size(), 20U);

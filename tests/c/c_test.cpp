@@ -165,7 +165,7 @@ TEST(CInterface, HasNothingPendingAndNoWorkspaceOnTheCpu) {
   kvkeep_report report{};
   ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK);
   c.feed(numbers_of(random, {{1, 20}}));
-  ASSERT_EQ(c.call(kvkeep_launch, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
   EXPECT_EQ(report.num_cuts, 1);
   EXPECT_EQ(report.pending, 0);
   EXPECT_EQ(c.lengths.at(1)[0], 48);
@@ -175,16 +175,10 @@ TEST(CInterface, HasNothingPendingAndNoWorkspaceOnTheCpu) {
   const auto ask = [&](const kvkeep_cache& cache) { return kvkeep_workspace_bytes(c.keeper.get(), &cache, &bytes); };
   ASSERT_EQ(c.call(ask, {1}, report, false), KVKEEP_OK) << kvkeep_last_error();
   EXPECT_EQ(bytes, 0);
-  const auto unlucky = [&](const kvkeep_cache& cache) {
-    report.size = offsetof(kvkeep_report, pending);
-    return kvkeep_launch(c.keeper.get(), &cache, &report);
-  };
-  EXPECT_EQ(c.call(unlucky, {1}, report, false), KVKEEP_INVALID_ARGUMENT);
-  EXPECT_NE(std::string(kvkeep_last_error()).find("without room for `pending`"), std::string::npos);
   const auto older = [&](const kvkeep_cache& cache) {
     report.size = offsetof(kvkeep_report, slots_kept);
     report.slots_kept = -1;
-    return kvkeep_launch(c.keeper.get(), &cache, &report);
+    return kvkeep_step(c.keeper.get(), &cache, &report);
   };
   EXPECT_EQ(c.call(older, {1}, report, false), KVKEEP_OK) << "a program that was compiled before slots were counted";
   EXPECT_EQ(report.slots_kept, -1);
@@ -227,7 +221,8 @@ TEST(CInterface, NarrowsAPromptLayerByLayer) {
     layers.emplace_back(DenseKv{numbers.keys[l].permute({1, 0, 2}).unsqueeze(0).contiguous(),
                                 numbers.values[l].permute({1, 0, 2}).unsqueeze(0).contiguous()});
   Ints lengths(kRows, 60), lengths_of_c = lengths;
-  const CacheView view{.layers = layers, .sequences = numbers.ids, .lengths = {lengths, kRows}};
+  cpp.bind(layers);
+  const CacheView view{numbers.ids, {lengths, kRows}};
   const Observation seen{.layer = 0, .sequences = numbers.ids, .indptr = numbers.indptr, .queries = numbers.queries[0]};
   cpp.observe(seen);
   const LayerReport expected = cpp.part<parts::Prompts>().narrow(seen, view);
@@ -246,13 +241,13 @@ TEST(CInterface, NarrowsAPromptLayerByLayer) {
   seen_by_c.queries = arrays.of(numbers.queries[0]);
   kvkeep_cache cache{};
   cache.size = sizeof cache;
-  cache.layers = layers_of_c.data();
   cache.num_sequences = 1;
   cache.sequences = numbers.ids.data();
   cache.lengths = lengths_of_c.data();
   cache.rows_per_sequence = kRows;
   kvkeep_layer_report report{};
   report.size = sizeof report;
+  ASSERT_EQ(kvkeep_bind(c.get(), layers_of_c.data()), KVKEEP_OK) << kvkeep_last_error();
   ASSERT_EQ(kvkeep_observe(c.get(), &seen_by_c), KVKEEP_OK) << kvkeep_last_error();
   ASSERT_EQ(kvkeep_narrow(c.get(), &seen_by_c, &cache, &report), KVKEEP_OK) << kvkeep_last_error();
   ASSERT_EQ(report.num_prompts, std::ssize(expected.prompts));

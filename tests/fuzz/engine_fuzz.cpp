@@ -182,8 +182,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
           places.push_back(static_cast<std::int32_t>(bytes.bent(static_cast<std::int64_t>(2 - i))));
       if (!paged && bytes.next() % 4 == 0)
         for (std::size_t i = 0; i < n; ++i) starts.push_back(static_cast<std::int32_t>(bytes.bent(bytes.below(3))));
-      CacheView view{.layers = cache,
-                     .sequences = ids,
+      CacheView view{.sequences = ids,
                      .lengths = {given, rows},
                      .places = places,
                      .starts = starts,
@@ -199,6 +198,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       std::vector<std::map<std::int32_t, std::vector<float>>> kept(n * static_cast<std::size_t>(rows) * 2);
       Plan plan;
       try {
+        if (keeper.layers().empty()) keeper.bind(cache);
         plan = keeper.plan(view);
       } catch (const Error&) {
         if (arena != arena_before || table != table_before || given != lengths_before) fail("plan() wrote");

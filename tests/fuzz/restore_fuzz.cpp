@@ -59,7 +59,8 @@ struct Engine {
     keeper.observe(seen);
     for (std::int32_t& length : lengths) length += tokens;
     keeper.part<parts::Folds>().view(seen, {out, lse});
-    keeper.step({.layers = cache, .sequences = {&id, 1}, .lengths = {lengths, kHeads}});
+    keeper.bind(cache);
+    keeper.step({{&id, 1}, {lengths, kHeads}});
   }
 };
 

@@ -55,8 +55,7 @@ TEST(Compact, MovesWhatDoesNotFitInTheCaches) {
   const SequenceId id = 0;
   std::int32_t length = kSlots;
   const std::int32_t first[] = {0};
-  const RowTable table =
-      make_rows(spec, {.layers = layers, .sequences = {&id, 1}, .lengths = {{&length, 1}}}, first, first);
+  const RowTable table = make_rows(spec, layers, {{&id, 1}, {{&length, 1}}}, first, first);
   std::vector<std::int32_t> odd;
   for (std::int32_t slot = 1; slot < kSlots; slot += 2) odd.push_back(slot);
   const KeepSet keep{Array::of(odd), {0, std::ssize(odd)}};
@@ -79,8 +78,7 @@ TEST(Compact, RefusesSlotsThatDoNotAscendBeforeTheFirstByteMoves) {
   const SequenceId id = 0;
   std::int32_t length = 8;
   const std::int32_t all[] = {0, 1}, due[] = {0};
-  const RowTable table =
-      make_rows(spec, {.layers = layers, .sequences = {&id, 1}, .lengths = {{&length, 1}}}, all, due);
+  const RowTable table = make_rows(spec, layers, {{&id, 1}, {{&length, 1}}}, all, due);
   const Array before = Array(std::get<DenseKv>(layers[0]).keys).clone();
   for (const std::vector<std::int32_t>& bad :
        {std::vector<std::int32_t>{3, 4, 5, 5}, {3, 4, 6, 5}, {3, 4, 5, 8}, {3, 4, -1, 2}}) {

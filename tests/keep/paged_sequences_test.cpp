@@ -152,18 +152,16 @@ TEST(PagedSequences, TakeOverAnEventOnceAndOnlyTheOneThatHappened) {
   PagedSequences sequences(pool);
   ASSERT_TRUE(sequences.admit(1, 8).given());
   const SequenceId id = 1;
-  Ints length{4};
-  const CacheView view{.layers = {}, .sequences = {&id, 1}, .lengths = {length}};
-  PageMove move{.before = {0, 1, 2, 3}, .after = {0, 3}, .freed = {1, 2}};
+  PageMove move{.before = {0, 1, 2, 3}, .after = {0, 3}, .freed = {1, 2}, .longest = 4, .shortest = 4};
   pool.give_back(1);
   pool.give_back(2);
-  length[0] = 5;
-  EXPECT_THROW(sequences.settle(view, {&move, 1}), StateError) << "5 slots are not 2 pages";
-  length[0] = 4;
-  sequences.settle(view, {&move, 1});
+  move.longest = 5;
+  EXPECT_THROW(sequences.settle({&id, 1}, {&move, 1}), StateError) << "5 slots are not 2 pages";
+  move.longest = 4;
+  sequences.settle({&id, 1}, {&move, 1});
   EXPECT_EQ(pages_of(sequences, 1), (Ints{0, 3}));
   EXPECT_EQ(sequences.length(1), 4);
-  EXPECT_THROW(sequences.settle(view, {&move, 1}), StateError) << "a second time";
+  EXPECT_THROW(sequences.settle({&id, 1}, {&move, 1}), StateError) << "a second time";
   sequences.release(1);
   EXPECT_EQ(pool.free_pages(), 6);
 }
@@ -173,11 +171,8 @@ TEST(PagedSequences, RowsOfUnequalLengthMayWriteAnySharedPageFromTheShortestOn) 
   PagedSequences sequences(pool);
   ASSERT_TRUE(sequences.admit(1, 6).given());
   const SequenceId id = 1;
-  Ints lengths{6, 3, 99};  // a layer without rows of its own stands last
-  const LayerKv paged = PagedKv{};
-  const CacheView view{.layers = {paged, paged, std::monostate{}}, .sequences = {&id, 1}, .lengths = {lengths, 3}};
-  const PageMove move{.before = {0, 1, 2}, .after = {0, 1, 2}, .freed = {}};
-  sequences.settle(view, {&move, 1});
+  const PageMove move{.before = {0, 1, 2}, .after = {0, 1, 2}, .freed = {}, .longest = 6, .shortest = 3};
+  sequences.settle({&id, 1}, {&move, 1});
   EXPECT_THROW(sequences.fork(2, 1, 4), InvalidArgument) << "one row holds 3 slots";
   sequences.fork(2, 1, 3);
   const PageGrant grant = sequences.append(1, 1);
@@ -239,6 +234,7 @@ class Serving {
     for (std::int32_t l = 0; l < kLayers; ++l) {
       const auto side = [&] { return Array::full({pages_, size_, kHeads, 1}, -1, Dtype::f32); };
       layers_.emplace_back(PagedKv{side(), side(), PageLayout::slot_head});
+      keeper_.bind(layers_);
     }
   }
 
@@ -436,11 +432,7 @@ class Serving {
     }
     for (std::int32_t l = 0; l < kLayers; ++l)
       keeper_.observe({.layer = l, .sequences = ids, .indptr = indptr, .queries = {}});
-    CacheView view{.layers = layers_,
-                   .sequences = ids,
-                   .lengths = {lengths},
-                   .block_table = sequences_.table(ids),
-                   .pages = &pool_};
+    CacheView view{.sequences = ids, .lengths = {lengths}, .block_table = sequences_.table(ids), .pages = &pool_};
     cut(view, lengths);
   }
 
@@ -461,7 +453,7 @@ class Serving {
       ASSERT_EQ(before, lengths);
       return check();  // due again at the next step
     }
-    sequences_.settle(view, report.pages);
+    sequences_.settle(view.sequences, report.pages);
     for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
       if (!plan.decision.keep) break;
       const Row& row = plan.table.rows[r];

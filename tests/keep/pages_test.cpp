@@ -101,9 +101,7 @@ struct Case {
     }
   }
 
-  [[nodiscard]] CacheView view() {
-    return {.layers = layers, .sequences = ids, .lengths = {lengths}, .block_table = block_table};
-  }
+  [[nodiscard]] CacheView view() { return {.sequences = ids, .lengths = {lengths}, .block_table = block_table}; }
 
   /// Tensors of a layer by name.
   [[nodiscard]] std::vector<Array> sides(std::int32_t layer) const {
@@ -189,7 +187,7 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
     Case c(random, size, layout, dtype, random.between(1, 4), round % 2 == 0);
     CountedPages pages(c.holders);
     CacheView view = c.view();
-    const RowTable table = make_rows(c.spec, view, kAllLayers, everyone(c));
+    const RowTable table = make_rows(c.spec, c.layers, view, kAllLayers, everyone(c));
     const KeepSet keep = random_keep(random, c, table, static_cast<Draw>(round / 3 % 3));
     std::vector<PageMove> moves = plan_pages(table, keep, c.ids, &pages, SharedPages::copy);
     std::int32_t wanted = 0, free = 0;

@@ -164,9 +164,8 @@ TEST(ServingFaults, APolicyThatIsOffAsksForNothingAndTouchesNothing) {
   const SequenceId id = 1;
   keeper.join(id);
   std::int32_t length = 0;
-  CacheView view{.layers = {DenseKv{side(kKeyDim), side(kValueDim)}, DenseKv{side(kKeyDim), side(kValueDim)}},
-                 .sequences = {&id, 1},
-                 .lengths = {{&length, 1}}};
+  keeper.bind({DenseKv{side(kKeyDim), side(kValueDim)}, DenseKv{side(kKeyDim), side(kValueDim)}});
+  const CacheView view{{&id, 1}, {{&length, 1}}};
   for (std::int32_t n = 0; n < 300; ++n) {
     const Ints indptr{0, n == 0 ? 100 : 1};
     for (std::int32_t l = 0; l < kLayers; ++l) keeper.observe({.layer = l, .sequences = {&id, 1}, .indptr = indptr});
@@ -494,7 +493,7 @@ void feed(Layered& engine, const std::vector<Layered::Work>& work) {
 Report apply(Layered& engine, const Plan& plan) {
   const CacheView view = engine.view();
   Report report = engine.keeper.apply(plan, view);
-  engine.pages.settle(view, report.pages);
+  engine.pages.settle(view.sequences, report.pages);
   for (std::size_t i = 0; i < engine.ids.size(); ++i)
     std::copy_n(engine.flat.begin() + static_cast<std::ptrdiff_t>(i) * layer_by_layer::kRows, layer_by_layer::kRows,
                 engine.lengths[engine.ids[i]].begin());
@@ -673,6 +672,7 @@ class MovingEngine final : public Engine {
     for (std::int32_t l = 0; l < kLayers; ++l)
       layers.emplace_back(
           DenseKv{Array::full({3, kHeads, 128, kKeyDim}, 9.0F), Array::full({3, kHeads, 128, kValueDim}, 9.0F)});
+    keeper.bind(layers);
   }
   /// The rows of a sequence go to another place, whose rows are lost. What stays behind is no number.
   void move(SequenceId id, std::int32_t to) {
@@ -696,7 +696,7 @@ class MovingEngine final : public Engine {
   CacheView view_of(const std::vector<SequenceId>& ids) override {
     places_.clear();
     for (const SequenceId id : ids) places_.push_back(place.at(id));
-    return {.layers = layers, .sequences = ids, .lengths = {}, .places = places_};
+    return {.sequences = ids, .lengths = {}, .places = places_};
   }
   void settle(const CacheView&, const Report&) override {}
   Ints places_;

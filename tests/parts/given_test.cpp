@@ -53,6 +53,7 @@ class Engine {
       else
         layers.emplace_back(
             DenseKv{zeros({8, kHeads, kCapacity, 1}, Dtype::f32), zeros({8, kHeads, kCapacity, 1}, Dtype::f32)});
+    keeper.bind(layers);
   }
 
   void join(SequenceId id, std::int32_t cached = 0, std::optional<std::int32_t> prompt = {}) {
@@ -94,7 +95,7 @@ class Engine {
       flat.insert(flat.end(), lengths[id].begin(), lengths[id].end());
       places.push_back(static_cast<std::int32_t>(id));
     }
-    const Report report = keeper.step({.layers = layers, .sequences = ids, .lengths = {flat, kRows}, .places = places});
+    const Report report = keeper.step({ids, {flat, kRows}, places});
     for (std::size_t i = 0; i < ids.size(); ++i)
       std::copy_n(flat.begin() + static_cast<std::ptrdiff_t>(i) * kRows, kRows, lengths[ids[i]].begin());
     return report;

@@ -477,7 +477,7 @@ TEST(KeeperPins, MakeOlderPlansOutdated) {
   run.engine.feed(numbers_of(run.random, {{1, 10}}));
   std::vector<SequenceId> ids{1};
   Ints lengths(kRows, 10), places{1};
-  const CacheView view{.layers = run.engine.layers, .sequences = ids, .lengths = {lengths, kRows}, .places = places};
+  const CacheView view{.sequences = ids, .lengths = {lengths, kRows}, .places = places};
   const Plan plan = run.keeper().plan(view);
   run.keeper().part<parts::Pins>().pin(1, 0, 4);
   EXPECT_THROW(static_cast<void>(run.keeper().apply(plan, view)), StateError);

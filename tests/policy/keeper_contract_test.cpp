@@ -41,6 +41,12 @@ class Line {
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
       layers.emplace_back(DenseKv{normals(random_, {4, spec_.kv_heads, capacity, 8}),
                                   normals(random_, {4, spec_.kv_heads, capacity, 8})});
+    keeper.bind(layers);
+  }
+  /// Another cache.
+  void bind(std::vector<LayerKv> all) {
+    layers = std::move(all);
+    keeper.bind(layers);
   }
 
   void join(SequenceId id, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {}) {
@@ -61,7 +67,7 @@ class Line {
     }
     for (std::int32_t& length : lengths) length += tokens;
   }
-  CacheView view() { return {.layers = layers, .sequences = ids, .lengths = {lengths}}; }
+  CacheView view() { return {.sequences = ids, .lengths = {lengths}}; }
   Report step() { return keeper.step(view()); }
   Ints positions(SequenceId id) const {
     const auto held = keeper.positions(id, 0, 0);
@@ -124,7 +130,7 @@ TEST(KeeperContract, RefusesAPageThatIsNamedMoreOftenThanItIsHeld) {
   Line line(kStreaming);
   line.join(1, 12);
   line.join(2, 12);
-  line.layers = {PagedKv{normals(1, {8, 4, 1, 8}), normals(2, {8, 4, 1, 8})}};
+  line.bind({PagedKv{normals(1, {8, 4, 1, 8}), normals(2, {8, 4, 1, 8})}});
   Array table = Array::zeros({2, 3}, Dtype::i32);
   const auto name = [&](const Ints& pages) { std::ranges::copy(pages, table.data<std::int32_t>()); };
   CacheView view = line.view();
@@ -186,7 +192,7 @@ class FailingPages final : public PageAllocator {
 struct PagedLine {
   explicit PagedLine(std::int32_t also_held) : line(kStreaming), pages(8, 4) {
     line.join(1, 16);
-    line.layers = {PagedKv{normals(3, {8, 4, 1, 8}), normals(4, {8, 4, 1, 8})}};
+    line.bind({PagedKv{normals(3, {8, 4, 1, 8}), normals(4, {8, 4, 1, 8})}});
     for (std::int32_t p = 0; p < 4; ++p) table.data<std::int32_t>()[p] = pages.pool.take();
     for (std::int32_t p = 0; p < also_held; ++p) pages.pool.retain(table.data<std::int32_t>()[p]);
   }
@@ -246,6 +252,7 @@ struct Unordered final : KVPolicy {
 TEST(KeeperContract, LosesNoPageWhereTheMoveFails) {
   PagedLine paged(2);  // the first page is shared, and would be copied
   paged.line.keeper = Keeper(model(), std::make_unique<Unordered>());
+  paged.line.keeper.bind(paged.line.layers);
   paged.line.keeper.join(1, 16);
   const std::int32_t free = paged.pages.pool.free_pages();
   EXPECT_THROW(paged.line.keeper.step(paged.view()), InvalidArgument);
@@ -261,18 +268,19 @@ TEST(KeeperContract, RefusesASlidingLayerInThePagesOfTheTable) {
   PagePool pool(8, 4);
   PagedSequences sequences(pool);
   ASSERT_TRUE(sequences.admit(1, 12).given());
-  line.layers = {PagedKv{normals(5, {8, 4, 1, 8}), normals(6, {8, 4, 1, 8})},
-                 PagedKv{normals(7, {8, 4, 1, 8}), normals(8, {8, 4, 1, 8})}};
+  std::vector<LayerKv> layers{PagedKv{normals(5, {8, 4, 1, 8}), normals(6, {8, 4, 1, 8})},
+                              PagedKv{normals(7, {8, 4, 1, 8}), normals(8, {8, 4, 1, 8})}};
   CacheView view = line.view();
   view.block_table = sequences.table(line.ids);
   view.pages = &pool;
-  const std::string message = message_of<InvalidArgument>([&] { line.keeper.step(view); });
+  const std::string message = message_of<InvalidArgument>([&] { line.bind(layers); });
   EXPECT_NE(message.find("layer 1 has a sliding window and uses pages of the shared block table"), std::string::npos)
       << message;
   EXPECT_EQ(line.lengths[0], 12);
-  view.layers[1] = std::monostate{};
+  layers[1] = std::monostate{};
+  line.bind(layers);
   const Report report = line.keeper.step(view);
-  sequences.settle(view, report.pages);
+  sequences.settle(line.ids, report.pages);
   EXPECT_EQ(line.lengths[0], 6);
 }
 
@@ -463,7 +471,7 @@ TEST(KeeperContract, CountsScalesInBytes) {
   Line line("streaming,bytes=150,interval=2,sink=1,recent=1,prefill=cut");
   const auto rows = [] { return Array::full({4, 1, 256, 8}, 1, Dtype::i8); };
   const auto scales = [] { return Array::full({4, 1, 256}, 1.0F, Dtype::f32); };
-  line.layers = {DenseKv{rows(), rows(), scales(), scales()}};
+  line.bind({DenseKv{rows(), rows(), scales(), scales()}});
   line.join(1);
   line.observe(12);
   const Report report = line.step();
@@ -564,10 +572,9 @@ TEST(KeeperContract, LetsAnyFullLayerShowTheTokensOfAPolicyWithoutQueries) {
   const SequenceId id = 1;
   const Ints indptr{0, 1};
   std::int32_t length = 0;
-  CacheView view{.layers = {DenseKv{Array::zeros({1, 1, 16, 8}), Array::zeros({1, 1, 16, 8})},
-                            DenseKv{Array::zeros({1, 1, 16, 8}), Array::zeros({1, 1, 16, 8})}},
-                 .sequences = {&id, 1},
-                 .lengths = {{&length, 1}}};
+  keeper.bind({DenseKv{Array::zeros({1, 1, 16, 8}), Array::zeros({1, 1, 16, 8})},
+               DenseKv{Array::zeros({1, 1, 16, 8}), Array::zeros({1, 1, 16, 8})}});
+  const CacheView view{{&id, 1}, {{&length, 1}}};
   for (std::int32_t t = 0; t < 20; ++t) {
     keeper.observe({.layer = t * 7 % 3 % 2, .sequences = {&id, 1}, .indptr = indptr});
     ++length;
@@ -689,14 +696,10 @@ TEST(Keeper, RefusesTensorsWithoutAnAddress) {
   EXPECT_NE(message_of<InvalidArgument>([&] { keeper.observe(seen); }).find("queries of layer 0 have no address"),
             std::string::npos);
   EXPECT_EQ(keeper.logical_length(id), 0);
-  std::int32_t length = 0;
   for (const bool value : {false, true}) {
     const Tensor there = zeros({1, 1, 16, 8}, Dtype::f32), nowhere(nullptr, Dtype::f32, {1, 1, 16, 8});
-    const CacheView view{.layers = {DenseKv{value ? there : nowhere, value ? nowhere : there}},
-                         .sequences = {&id, 1},
-                         .lengths = {{&length, 1}}};
     EXPECT_NE(message_of<InvalidArgument>([&] {
-                static_cast<void>(keeper.step(view));
+                keeper.bind({DenseKv{value ? there : nowhere, value ? nowhere : there}});
               }).find(value ? "values of layer 0 have no address" : "keys of layer 0 have no address"),
               std::string::npos);
   }
@@ -718,6 +721,7 @@ TEST(KeeperContract, ReadsNoStrideOfWhatTheEngineGivesAlongADimensionOfOne) {
     Keeper keeper(model(), make_policy(policy), {.given_scores = true});
     for (const SequenceId id : ids) keeper.join(id);
     const DenseKv rows{zeros({2, 1, 16, 8}, Dtype::f32), zeros({2, 1, 16, 8}, Dtype::f32)};
+    keeper.bind({rows});
     std::vector<std::int32_t> lengths{0, 0};
     for (const Ints& tokens : {Ints{3, 2}, Ints{1, 0}, Ints{0, 1}}) {
       const std::int32_t indptr[] = {0, tokens[0], tokens[0] + tokens[1]};
@@ -730,7 +734,7 @@ TEST(KeeperContract, ReadsNoStrideOfWhatTheEngineGivesAlongADimensionOfOne) {
       if (auto* of_engine = keeper.find<parts::Given>())
         of_engine->give({.layer = 0, .sequences = ids, .indptr = indptr, .scores = given(indptr[2], {1})});
       for (std::size_t i = 0; i < 2; ++i) lengths[i] += tokens[i];
-      keeper.step({.layers = {rows}, .sequences = ids, .lengths = {lengths}});
+      keeper.step({ids, {lengths}});
     }
     EXPECT_EQ(keeper.logical_length(1), 4);
     EXPECT_EQ(keeper.logical_length(2), 3);

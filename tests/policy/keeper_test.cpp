@@ -14,6 +14,7 @@ namespace kvkeep::keeper_test {
 namespace {
 
 using testing::Array;
+using testing::message_of;
 using testing::normals;
 
 /// A toy engine: random K, V and queries that depend on (sequence, layer, position) only, so that any schedule feeds
@@ -34,6 +35,7 @@ class Engine {
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
       cache_.emplace_back(
           DenseKv{Array::full({places, 2, capacity, 8}, -7.0F), Array::full({places, 2, capacity, 6}, -9.0F)});
+    keeper.bind(cache_);
   }
 
   struct Work {
@@ -86,7 +88,7 @@ class Engine {
     return report;
   }
 
-  CacheView view() { return {.layers = cache_, .sequences = ids_, .lengths = {lengths_}, .places = places_}; }
+  CacheView view() { return {.sequences = ids_, .lengths = {lengths_}, .places = places_}; }
 
   void join(SequenceId id, std::optional<std::int32_t> prompt = {}) {
     keeper.join(id, 0, prompt);
@@ -616,10 +618,10 @@ TEST(Keeper, LeavesOtherLayersAlone) {  // sliding and shared layers
   engine.join(1);
   engine.step({{1, 0, 20}});
   engine.step({{1, 0, 20}}, false);
-  const CacheView view = engine.view();
-  const Array sliding = Array(std::get<DenseKv>(view.layers[1]).keys).clone();
-  engine.keeper.step(view);
-  EXPECT_TRUE(sliding.equal(std::get<DenseKv>(view.layers[1]).keys));
+  const auto keys = [&] { return Array(std::get<DenseKv>(engine.keeper.layers()[1]).keys); };
+  const Array sliding = keys().clone();
+  engine.keeper.step(engine.view());
+  EXPECT_TRUE(sliding.equal(keys()));
   EXPECT_THROW(static_cast<void>(engine.keeper.positions(1, 1, 0)), InvalidArgument);
   EXPECT_EQ(engine.keeper.physical_length(1, 2, 0), 24);
 }
@@ -639,10 +641,8 @@ TEST(Keeper, APrefixThatItNeverSawIsKeptTrackOf) {
   keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr, .queries = normals(1, {2, 2, 4})});
   EXPECT_EQ(keeper.logical_length(7), 12);
   std::int32_t length = 12;
-  CacheView view{.layers = {DenseKv{normals(2, {1, 1, 16, 4}), normals(3, {1, 1, 16, 4})}},
-                 .sequences = {&id, 1},
-                 .lengths = {{&length, 1}}};
-  keeper.step(view);
+  keeper.bind({DenseKv{normals(2, {1, 1, 16, 4}), normals(3, {1, 1, 16, 4})}});
+  keeper.step({{&id, 1}, {{&length, 1}}});
   EXPECT_EQ(length, 8);
   EXPECT_EQ(keeper.positions(7, 0, 0).back(), 11);
 }
@@ -695,6 +695,58 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
       "allowed 30 or more");
 
   engine.step({{1, 0, 4}}, false);
+  using Layers = std::vector<LayerKv>;
+  const auto bind = [&](const std::function<void(Layers&)>& change) {
+    return [&engine, change] {
+      Layers layers(engine.keeper.layers().begin(), engine.keeper.layers().end());
+      change(layers);
+      engine.keeper.bind(layers);
+    };
+  };
+  expect_refused<InvalidArgument>(engine, bind([](Layers& l) { l.pop_back(); }), "it has 2 layers");
+  expect_refused<InvalidArgument>(
+      engine, bind([](Layers& l) { std::get<DenseKv>(l[1]).keys = Array::zeros({1, 3, 64, 8}); }), "layer 1");
+  expect_refused<InvalidArgument>(engine, bind([](Layers& l) { l[2] = std::monostate{}; }), "layer 2 has no rows");
+  expect_refused<InvalidArgument>(engine, bind([](Layers& l) { l[0] = PagedKv{}; }),
+                                  "allowed 4 [pages, page_size, 2, 8]");
+  const auto pages = [](std::int64_t size) {
+    return PagedKv{Array::zeros({9, size, 2, 8}), Array::zeros({9, size, 2, 6})};
+  };
+  const auto paged = [&](std::int64_t size) {
+    return bind([&, size](Layers& l) {
+      for (auto& one : l)
+        if (!std::holds_alternative<std::monostate>(one)) one = pages(size);
+    });
+  };
+  expect_refused<InvalidArgument>(engine, paged(24), "pages of layer 0 hold 24 slots; allowed a power of two");
+  expect_refused<InvalidArgument>(engine, bind([&](Layers& l) { l[0] = pages(16); }), "as in the first layer");
+  expect_refused<InvalidArgument>(
+      engine,
+      bind([](Layers& l) { l[0] = DenseKv{Array::zeros({1, 2, 64, 8}, Dtype::i32), std::get<DenseKv>(l[0]).values}; }),
+      "layer 1 holds");
+  expect_refused<InvalidArgument>(
+      engine, bind([](Layers& l) { std::get<DenseKv>(l[1]).keys = std::get<DenseKv>(l[0]).keys; }), "share memory");
+  const Layers own(engine.keeper.layers().begin(), engine.keeper.layers().end());
+  const auto step_over = [&](const std::function<void(Layers&)>& change) {
+    return [&, change] {
+      bind(change)();
+      engine.keeper.step(engine.view());
+    };
+  };
+  expect_refused<InvalidArgument>(engine, step_over([](Layers& l) {
+                                    for (auto& one : l)
+                                      one = DenseKv{Array(std::get<DenseKv>(one).keys).to(Dtype::f64),
+                                                    std::get<DenseKv>(one).values};
+                                  }),
+                                  "allowed f32, f16, bf16");
+  paged(16)();
+  expect_refused<InvalidArgument>(engine, [&] { engine.keeper.step(engine.view()); }, "a paged layer needs one");
+  const Plan stale = [&] {
+    engine.keeper.bind(own);
+    return engine.keeper.plan(engine.view());
+  }();
+  engine.keeper.bind(own);
+  expect_refused<StateError>(engine, [&] { engine.keeper.apply(stale, engine.view()); }, "the plan is out of date");
   const auto plan_with = [&](const std::function<void(CacheView&)>& change) {
     return [&engine, change] {
       CacheView view = engine.view();
@@ -702,47 +754,22 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
       engine.keeper.step(view);
     };
   };
-  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers.pop_back(); }),
-                                  "the view has 2 layers");
-  expect_refused<InvalidArgument>(
-      engine, plan_with([](CacheView& v) { std::get<DenseKv>(v.layers[1]).keys = Array::zeros({1, 3, 64, 8}); }),
-      "layer 1");
-  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[2] = std::monostate{}; }),
-                                  "layer 2 has no rows");
-  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[0] = PagedKv{}; }),
-                                  "allowed 4 [pages, page_size, 2, 8]");
-  const auto pages = [](std::int64_t size) {
-    return PagedKv{Array::zeros({9, size, 2, 8}), Array::zeros({9, size, 2, 6})};
-  };
-  const auto table = [](std::int32_t page) { return Array::full({1, 64}, page, Dtype::i32); };
-  const auto paged = [&](std::int64_t size, const Array& block_table) {
-    return plan_with([&, size](CacheView& v) {
-      for (auto& l : v.layers)
-        if (!std::holds_alternative<std::monostate>(l)) l = pages(size);
-      v.block_table = block_table;
-    });
-  };
-  expect_refused<InvalidArgument>(engine, paged(16, {}), "a paged layer needs one");
-  expect_refused<InvalidArgument>(engine, paged(24, table(0)),
-                                  "pages of layer 0 hold 24 slots; allowed a power of two");
-  expect_refused<InvalidArgument>(engine,
-                                  plan_with([&](CacheView& v) { v.layers[0] = pages(16), v.block_table = table(0); }),
-                                  "as in the first layer");
-  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) {
-                                    v.layers[0] = DenseKv{Array::zeros({1, 2, 64, 8}, Dtype::i32),
-                                                          std::get<DenseKv>(v.layers[0]).values};
-                                  }),
-                                  "layer 1 holds");
-  expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) {
-                                    for (auto& l : v.layers)
-                                      l = DenseKv{Array(std::get<DenseKv>(l).keys).to(Dtype::f64),
-                                                  std::get<DenseKv>(l).values};
-                                  }),
-                                  "allowed f32, f16, bf16");
   std::int32_t wrong = 33;
   expect_refused<StateError>(engine, plan_with([&](CacheView& v) { v.lengths.data = {&wrong, 1}; }),
                              "kvkeep has seen 34");
   EXPECT_EQ(engine.keeper.plan(engine.view()).cuts.size(), 1U) << "after all that the event still runs";
+}
+
+TEST(Keeper, DecidesNothingBeforeACacheIsBound) {
+  Keeper keeper({.query_heads = 1, .kv_heads = 1, .key_dim = 4, .value_dim = 4, .layers = std::vector<LayerSpec>(1)},
+                make_policy("streaming,budget=4,interval=2,sink=1,recent=1"));
+  const SequenceId id = 1;
+  std::int32_t length = 6;
+  keeper.join(id, length);
+  EXPECT_TRUE(keeper.layers().empty());
+  EXPECT_EQ(message_of<StateError>([&] { keeper.step({{&id, 1}, {{&length, 1}}}); }),
+            "step: no cache is bound; allowed after bind()");
+  EXPECT_EQ(keeper.logical_length(id), 6);
 }
 
 TEST(Keeper, LeavesASequenceAsItIsWhereAQueryIsNotFiniteAndNamesIt) {

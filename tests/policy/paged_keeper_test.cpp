@@ -231,9 +231,10 @@ TEST(PagedRows, LieWhereTheirOffsetsSayBeyondTwoToThe31Elements) {  // B22: addr
   std::copy_n(pages, 3, table.data<std::int32_t>());
   const SequenceId id = 1;
   std::int32_t length = 41;
-  const CacheView view{.layers = {kv, kv}, .sequences = {&id, 1}, .lengths = {{&length, 1}}, .block_table = table};
+  const std::vector<LayerKv> cache{kv, kv};
+  const CacheView view{.sequences = {&id, 1}, .lengths = {{&length, 1}}, .block_table = table};
   const std::int32_t both[] = {0, 1}, first[] = {0};
-  const RowTable rows = make_rows(spec, view, both, first);
+  const RowTable rows = make_rows(spec, cache, view, both, first);
   ASSERT_EQ(rows.rows.size(), 4U);
   for (const Row& row : rows.rows)
     for (const std::int32_t t : {0, 5, 15, 16, 31, 32, 40}) {

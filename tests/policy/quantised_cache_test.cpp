@@ -107,7 +107,8 @@ class Engine {
   }
   Report cut() {
     const std::vector<SequenceId> ids{0};
-    CacheView view{.layers = layers, .sequences = ids, .lengths = {lengths, kLayers * kHeads}};
+    CacheView view{.sequences = ids, .lengths = {lengths, kLayers * kHeads}};
+    keeper.bind(layers);
     if (paged_) view.block_table = table_;
     const Report report = keeper.step(view);
     for (std::int32_t p = 0; p < kCapacity / kPage; ++p)  // one sequence: its pages in order
@@ -235,10 +236,11 @@ TEST(QuantisedCache, RefusesBlocksThatDoNotFillAHeadAndScalesThatAreNoNumbers) {
   const std::vector<SequenceId> ids{0};
   std::vector<std::int32_t> length{1};
   const Tensor blocks = zeros({1, kHeads, 4, 1}, Dtype::q4_0);
-  const CacheView view{
-      .layers = {DenseKv{blocks, blocks}, DenseKv{blocks, blocks}}, .sequences = ids, .lengths = {length, 1}};
+  const std::vector<LayerKv> cache{DenseKv{blocks, blocks}, DenseKv{blocks, blocks}};
+  const CacheView view{ids, {length, 1}};
   const std::vector<std::int32_t> layers{0, 1}, due{0};
-  const std::string message = testing::message_of<InvalidArgument>([&] { (void)make_rows(odd, view, layers, due); });
+  const std::string message =
+      testing::message_of<InvalidArgument>([&] { (void)make_rows(odd, cache, view, layers, due); });
   EXPECT_NE(message.find("q4_0, blocks of 32 numbers, in heads of 24"), std::string::npos) << message;
 }
 

@@ -393,7 +393,8 @@ TEST(Registry, RandomAttentionIsRandomWithDefaultsOfItsOwn) {
   const std::int32_t indptr[] = {0, kTokens - kPrompt};
   keeper.observe({.layer = 0, .sequences = {&id, 1}, .indptr = indptr});
   std::int32_t length = kTokens;
-  keeper.step({.layers = {rows}, .sequences = {&id, 1}, .lengths = {{&length, 1}}});
+  keeper.bind({rows});
+  keeper.step({{&id, 1}, {{&length, 1}}});
   for (std::int32_t head = 0; head < 2; ++head) {
     const auto kept = keeper.positions(id, 0, head);
     ASSERT_EQ(kept.size(), 40U);

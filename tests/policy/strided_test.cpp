@@ -26,7 +26,8 @@ TEST(Strided, KeepsEveryThirdSlotAndTheBestOfTheOthers) {
   const SequenceId id = 1;
   std::int32_t length = 8;
   keeper.join(id, length);
-  keeper.step({.layers = {rows}, .sequences = {&id, 1}, .lengths = {{&length, 1}}});
+  keeper.bind({rows});
+  keeper.step({{&id, 1}, {{&length, 1}}});
 
   const auto kept = keeper.positions(id, 0, 0);  // 0, 3 and 6 by the stride, 7 is recent, and 1 has the smallest key
   EXPECT_EQ(std::vector<std::int32_t>(kept.begin(), kept.end()), (std::vector<std::int32_t>{0, 1, 3, 6, 7}));

@@ -102,6 +102,7 @@ int run_beside_simulation(const std::string& policy, std::int32_t tokens, bool o
   std::vector<LayerKv> cache;
   for (std::int32_t l = 0; l < kLayers; ++l)
     cache.emplace_back(DenseKv{Array::zeros({1, kHeads, 80, kDim}), Array::zeros({1, kHeads, 80, 1})});
+  keeper.bind(cache);
   std::vector<SimulatedRow> rows(kLayers * kHeads);
   const SequenceId id = 3;
   std::int32_t length = 0, position = 0;
@@ -127,7 +128,7 @@ int run_beside_simulation(const std::string& policy, std::int32_t tokens, bool o
     }
     length += count;
     position += count;
-    const CacheView view{.layers = cache, .sequences = {&id, 1}, .lengths = {{&length, 1}}};
+    const CacheView view{{&id, 1}, {{&length, 1}}};
     const Plan plan = keeper.plan(view);
     if (!plan.decision.keep) {
       keeper.apply(plan, view);

@@ -32,11 +32,8 @@ std::vector<float> score_row(const Scorer& scorer, const Array& keys) {
   std::int32_t length = static_cast<std::int32_t>(keys.size(0));
   const std::int32_t zero = 0;
   const Array rows = keys.unsqueeze(0).unsqueeze(0).contiguous();
-  CacheView view;
-  view.layers = {DenseKv{rows, rows}};
-  view.sequences = {&id, 1};
-  view.lengths = {{&length, 1}, 1};
-  RowTable table = make_rows(spec, view, {&zero, 1}, {&zero, 1});
+  const std::vector<LayerKv> cache{DenseKv{rows, rows}};
+  RowTable table = make_rows(spec, cache, {{&id, 1}, {{&length, 1}}}, {&zero, 1}, {&zero, 1});
   std::vector<std::int32_t> positions(static_cast<std::size_t>(length));
   for (std::int32_t t = 0; t < length; ++t) positions[static_cast<std::size_t>(t)] = t;
   table.rows[0].positions = positions.data();

@@ -58,8 +58,8 @@ WindowAttention run(const Case& c, QueryBasis basis) {
   const SequenceId id = 0;
   std::int32_t length = c.length;
   const std::int32_t zero = 0;
-  CacheView view{.layers = {DenseKv{c.keys, c.values}}, .sequences = {&id, 1}, .lengths = {{&length, 1}}};
-  RowTable table = make_rows(c.spec, view, {&zero, 1}, {&zero, 1});
+  const std::vector<LayerKv> cache{DenseKv{c.keys, c.values}};
+  RowTable table = make_rows(c.spec, cache, {{&id, 1}, {{&length, 1}}}, {&zero, 1}, {&zero, 1});
   std::vector<std::int32_t> positions(static_cast<std::size_t>(c.length)),
       query_positions(static_cast<std::size_t>(c.window));
   std::iota(positions.begin(), positions.end(), 0);

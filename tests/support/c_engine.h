@@ -207,7 +207,6 @@ class CEngine {
     }
     kvkeep_cache cache{};
     cache.size = sizeof cache;
-    cache.layers = layers.data();
     cache.num_sequences = std::ssize(ids);
     cache.sequences = ids.data();
     cache.lengths = flat.data();
@@ -217,6 +216,9 @@ class CEngine {
     cache.block_table = paged ? arrays.of(table) : nullptr;
     cache.pages = paged ? &allocator : nullptr;
     report.size = sizeof report;
+    if (!bound)
+      if (const kvkeep_status status = kvkeep_bind(keeper.get(), layers.data()); status != KVKEEP_OK) return status;
+    bound = true;
     const kvkeep_status status = calls(cache);
     if (status != KVKEEP_OK || !moves) return status;
     for (std::size_t i = 0; i < ids.size(); ++i)
@@ -238,6 +240,7 @@ class CEngine {
   }
 
   Kept keeper;
+  bool bound = false;  ///< to the cache as it is now
   PagePool pool;
   Device device;
   std::int32_t rows;  ///< lengths of a sequence in the cache

@@ -288,6 +288,7 @@ class DenseEngine final : public Engine {
                                             ? keys.narrow(3, 0, kValueDim)
                                             : Array::full({8, kHeads, 400, kValueDim}, 9, dtype, keeper.device())});
     }
+    keeper.bind(layers);
   }
   [[nodiscard]] Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
                               bool value) const override {
@@ -305,7 +306,7 @@ class DenseEngine final : public Engine {
   void make_room(const Numbers&) override {}
   CacheView view_of(const std::vector<SequenceId>& ids) override {
     places_.assign(ids.begin(), ids.end());
-    return {.layers = layers, .sequences = ids, .lengths = {}, .places = places_};
+    return {.sequences = ids, .lengths = {}, .places = places_};
   }
   void settle(const CacheView&, const Report&) override {}
   Ints places_;
@@ -340,6 +341,7 @@ class PagedEngine final : public Engine {
       }
       layers.emplace_back(PagedKv{keys, values, layout});
     }
+    keeper.bind(layers);
     // Pages in no order: some are taken and given back before anything begins.
     Ints taken;
     for (std::int64_t p = 0; p < pages; ++p) taken.push_back(pool.take());
@@ -375,14 +377,10 @@ class PagedEngine final : public Engine {
   }
   CacheView view_of(const std::vector<SequenceId>& ids) override {
     block_table = sequences.table(ids);
-    return {.layers = layers,
-            .sequences = ids,
-            .lengths = {},
-            .block_table = block_table,
-            .pages = allocator,
-            .shared_pages = shared_pages};
+    return {
+        .sequences = ids, .lengths = {}, .block_table = block_table, .pages = allocator, .shared_pages = shared_pages};
   }
-  void settle(const CacheView& view, const Report& report) override { sequences.settle(view, report.pages); }
+  void settle(const CacheView& view, const Report& report) override { sequences.settle(view.sequences, report.pages); }
 };
 
 inline bool same_bits(const Array& one, const Array& other) {

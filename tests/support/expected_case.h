@@ -24,8 +24,8 @@ struct Small {
     const SequenceId id = 0;
     auto length = static_cast<std::int32_t>(keys.size(2));
     const std::int32_t zero = 0, count = static_cast<std::int32_t>(queries.size(0));
-    CacheView view{.layers = {DenseKv{keys, values}}, .sequences = {&id, 1}, .lengths = {{&length, 1}}};
-    RowTable table = make_rows(spec, view, {&zero, 1}, {&zero, 1});
+    const std::vector<LayerKv> cache{DenseKv{keys, values}};
+    RowTable table = make_rows(spec, cache, {{&id, 1}, {{&length, 1}}}, {&zero, 1}, {&zero, 1});
     std::vector<std::int32_t> positions(static_cast<std::size_t>(length)),
         query_positions(static_cast<std::size_t>(count));
     std::iota(positions.begin(), positions.end(), 0);

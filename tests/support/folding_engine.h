@@ -40,6 +40,7 @@ struct FoldingEngine {
                     PageLayout::head_slot});
     }
     paged = page_size > 0;
+    keeper.bind(cache);
     for (std::int32_t p = places; p > 0; --p) free_places.push_back(p - 1);
   }
 
@@ -75,8 +76,7 @@ struct FoldingEngine {
     for (std::size_t i = 0; i < ids.size(); ++i)
       for (std::int32_t r = 0; r < kLayers * kHeads; ++r)
         after[i * kLayers * kHeads + static_cast<std::size_t>(r)] += indptr[i + 1] - indptr[i];
-    const CacheView view{.layers = cache,
-                         .sequences = ids,
+    const CacheView view{.sequences = ids,
                          .lengths = {after, kLayers * kHeads},
                          .places = places,
                          .block_table = table,
@@ -91,7 +91,7 @@ struct FoldingEngine {
     hold(true);
     const Report report = keeper.step(view);
     hold(false);
-    if (paged) sequences.settle(view, report.pages);
+    if (paged) sequences.settle(ids, report.pages);
     for (std::size_t i = 0; i < ids.size(); ++i)
       std::copy_n(after.begin() + static_cast<std::ptrdiff_t>(i) * kLayers * kHeads, kLayers * kHeads,
                   living.at(ids[i]).lengths.begin());
@@ -161,8 +161,6 @@ struct FoldingEngine {
     const auto floats = Dtype::f32;
     const std::int64_t tokens = indptr.back();
     const std::vector<LayerKv> held = on_host();
-    CacheView here = view;
-    here.layers = held;
     Array queries = Array::zeros({tokens, kQueryHeads, kDim}, floats),
           out = Array::zeros({tokens, kQueryHeads, kDim}, floats), lse = Array::zeros({tokens, kQueryHeads}, floats),
           all = Array::zeros({tokens, kQueryHeads, kDim}, floats);
@@ -170,7 +168,7 @@ struct FoldingEngine {
       const Living& s = living.at(work[i].first);
       const std::int32_t count = work[i].second, seen = static_cast<std::int32_t>(s.surprisal.size());
       std::vector<std::int32_t> all_slots(1, static_cast<std::int32_t>(i));
-      const RowTable table = make_rows(keeper.spec(), here, std::span(&layer, 1), all_slots);
+      const RowTable table = make_rows(keeper.spec(), held, view, std::span(&layer, 1), all_slots);
       for (std::int32_t h = 0; h < kHeads; ++h) {
         const Row& row = table.rows[static_cast<std::size_t>(h)];
         for (std::int32_t t = 0; t < count; ++t) {

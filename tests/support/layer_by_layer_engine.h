@@ -77,6 +77,7 @@ class Engine {
             PagedKv{Array::full({pool.capacity(), page_size, kHeads, kKeyDim}, -7, dtype, keeper.device()),
                     Array::full({pool.capacity(), page_size, kHeads, kValueDim}, -9, dtype, keeper.device())});
     }
+    keeper.bind(layers);
   }
 
   struct Work {
@@ -164,7 +165,7 @@ class Engine {
     if (prompts == nullptr) return {};
     const LayerReport report = prompts->narrow(
         {.layer = l, .sequences = active, .indptr = indptr, .queries = queries, .basis = basis}, view());
-    if (page_size_ > 0) pages.settle(view(), report.pages);
+    if (page_size_ > 0) pages.settle(ids, report.pages);
     for (const Narrowing& n : report.prompts) {
       narrowed.emplace_back(l, n);
       if (!n.tokens) continue;
@@ -182,7 +183,7 @@ class Engine {
     if (page_size_ > 0) block_table = pages.table(ids);
     Report report = keeper.step(view());
     if (report.pending) report = keeper.finish(view());
-    if (page_size_ > 0) pages.settle(view(), report.pages);
+    if (page_size_ > 0) pages.settle(ids, report.pages);
     for (std::size_t i = 0; i < ids.size(); ++i)
       std::copy_n(flat.begin() + static_cast<std::ptrdiff_t>(i) * kRows, kRows, lengths[ids[i]].begin());
     return report;
@@ -190,7 +191,7 @@ class Engine {
 
   CacheView view() {
     places.assign(ids.begin(), ids.end());
-    CacheView all{.layers = layers, .sequences = ids, .lengths = {flat, kRows}};
+    CacheView all{.sequences = ids, .lengths = {flat, kRows}};
     if (page_size_ == 0)
       all.places = places;
     else

@@ -52,14 +52,11 @@ OracleCache::OracleCache(std::vector<oracle::Sequence> sequences, Dtype dtype, s
     starts_.push_back(padding);
     queries_.push_back(Array(s.queries.data(), Dtype::f32, {s.Hq, s.queries_seen(), s.D}));
   }
-  view_.layers.emplace_back(DenseKv{keys.to(dtype), keys.clone().mul_(-1).to(dtype)});
-  view_.sequences = ids_;
-  view_.lengths.data = lengths_;
-  view_.starts = starts_;
+  cache_.emplace_back(DenseKv{keys.to(dtype), keys.clone().mul_(-1).to(dtype)});
   std::vector<std::int32_t> due(sequences_.size());
   std::iota(due.begin(), due.end(), 0);
   const std::int32_t layer = 0;
-  table_ = make_rows(spec_, view_, {&layer, 1}, due);
+  table_ = make_rows(spec_, cache_, {.sequences = ids_, .lengths = {lengths_}, .starts = starts_}, {&layer, 1}, due);
   credit_.reserve(table_.rows.size());
   for (Row& row : table_.rows) {
     auto& s = sequences_[static_cast<std::size_t>(row.sequence)];

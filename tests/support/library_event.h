@@ -24,7 +24,7 @@ class OracleCache {
 
   [[nodiscard]] const RowTable& table() const { return table_; }
   [[nodiscard]] Evidence evidence() const { return {spec_, table_, QueryBasis::post_rope, Moment::step_end, true}; }
-  [[nodiscard]] const DenseKv& rows() const { return std::get<DenseKv>(view_.layers[0]); }
+  [[nodiscard]] const DenseKv& rows() const { return std::get<DenseKv>(cache_[0]); }
   [[nodiscard]] const ModelSpec& spec() const { return spec_; }
 
  private:
@@ -35,7 +35,7 @@ class OracleCache {
   std::vector<SequenceId> ids_;
   std::vector<std::int32_t> lengths_, starts_;
   std::vector<Array> queries_;
-  CacheView view_;
+  std::vector<LayerKv> cache_;
   RowTable table_;
 };
 

@@ -37,6 +37,7 @@ class RankEngine {
     for (std::int32_t l = 0; l < kLayers; ++l)
       layers.emplace_back(
           DenseKv{zeros({4, heads_, kCapacity, kDim}, Dtype::f32), zeros({4, heads_, kCapacity, kDim}, Dtype::f32)});
+    keeper.bind(layers);
   }
 
   void join(SequenceId id, std::optional<std::int32_t> prompt = {}) {
@@ -95,9 +96,7 @@ class RankEngine {
     settle();
   }
 
-  CacheView view() {
-    return {.layers = layers, .sequences = ids, .lengths = {flat, ragged_ ? kLayers * heads_ : 1}, .places = places};
-  }
+  CacheView view() { return {.sequences = ids, .lengths = {flat, ragged_ ? kLayers * heads_ : 1}, .places = places}; }
   /// Takes the lengths that an event wrote.
   void settle() {
     for (std::size_t i = 0; i < ids.size(); ++i)

@@ -351,7 +351,7 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
   std::vector<std::int32_t> cached;
   for (std::int32_t l = 0; l < spec.num_layers(); ++l) {
     if (spec.layers[static_cast<std::size_t>(l)].kind != LayerKind::full) {
-      view_.layers.emplace_back(std::monostate{});
+      cache_.emplace_back(std::monostate{});
       continue;
     }
     const std::int64_t batch = n + (layout.tight ? 0 : 2);
@@ -379,17 +379,14 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
         values[place][h].narrow(0, start, head.T).copy_(Array(v.data(), Dtype::f32, {head.T, in.Dv}));
       }
     }
-    view_.layers.emplace_back(DenseKv{keys.to(from.key_dtype_), values.to(from.value_dtype_)});
+    cache_.emplace_back(DenseKv{keys.to(from.key_dtype_), values.to(from.value_dtype_)});
     cached.push_back(l);
   }
-  view_.sequences = ids;
-  view_.lengths = {lengths, spec.num_layers() * spec.kv_heads};
-  view_.starts = starts;
-  view_.places = places;
   std::vector<std::int32_t> due(static_cast<std::size_t>(n));
   std::iota(due.begin(), due.end(), 0);
-  table_ = make_rows(spec, view_, cached, due);
-  view_.sequences = {}, view_.lengths = {}, view_.starts = {}, view_.places = {};
+  const CacheView view{
+      .sequences = ids, .lengths = {lengths, spec.num_layers() * spec.kv_heads}, .places = places, .starts = starts};
+  table_ = make_rows(spec, cache_, view, cached, due);
 
   for (Row& row : table_.rows) {
     const oracle::ScorerHead& head = input(row).heads[static_cast<std::size_t>(row.head)];

@@ -91,7 +91,7 @@ class ScorerArrangement {
   };
   const ScorerCase* from_;
   std::vector<std::int32_t> order_;
-  CacheView view_;
+  std::vector<LayerKv> cache_;
   std::vector<Ring> rings_;  ///< [groups]
   RowTable table_;
   Limits limits_;
