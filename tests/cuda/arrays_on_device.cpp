@@ -1,4 +1,4 @@
-// Memory of arrays on a GPU: LibTorch's.
+// Memory of arrays on a GPU, and their numbers of f8: LibTorch's.
 
 #include <ATen/ops/empty.h>
 
@@ -12,6 +12,9 @@ const bool kSaid = [] {
   testing::empty_on_device = [](const Shape& sizes, Dtype dtype, Device device) -> Tensor {
     return at::empty({sizes.data(), sizes.size()},
                      at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(device)));
+  };
+  testing::convert_f8 = [](const Tensor& from, Dtype dtype) -> Tensor {
+    return torch_tensor(from).to(torch_dtype(dtype));
   };
   return true;
 }();

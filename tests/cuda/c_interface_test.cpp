@@ -12,6 +12,7 @@
 namespace kvkeep::cuda::c_interface_test {
 namespace {
 
+using testing::Array;
 using namespace c_engine;
 
 /// An accelerator as C holds it, on the machine that the tests run on.
@@ -20,10 +21,10 @@ class CAccelerator {
   CAccelerator() {
 #if defined(KVKEEP_CUDA_MODEL)
     gpu = new kvkeep_accelerator{make_accelerator(Device{})};  // the model's device memory is the host's
-    device = at::kCPU;
+    device = Device{};
 #else
     EXPECT_EQ(kvkeep_cuda_accelerator_make(0, &gpu), KVKEEP_OK) << kvkeep_last_error();
-    device = at::Device(at::kCUDA, 0);
+    device = Device{Device::Kind::cuda, 0};
 #endif
     provided.size = sizeof provided;
     provided.queries = 1;
@@ -39,7 +40,7 @@ class CAccelerator {
 
   kvkeep_accelerator* gpu = nullptr;
   kvkeep_provided provided{};
-  at::Device device = at::kCPU;
+  Device device = Device{};
 };
 
 bool says(const std::string& what) { return std::string(kvkeep_last_error()).find(what) != std::string::npos; }
@@ -150,8 +151,8 @@ TEST_F(COnDevice, WorksInMemoryOfTheCaller) {
   const auto ask = [&](const kvkeep_cache& cache) { return kvkeep_workspace_bytes(c.keeper.get(), &cache, &bytes); };
   ASSERT_EQ(c.call(ask, {1}, report, false), KVKEEP_OK) << kvkeep_last_error();
   ASSERT_GT(bytes, 256);
-  const at::Tensor memory = at::full({bytes + 256}, 0, at::TensorOptions(at::kByte).device(accelerator.device));
-  const std::int64_t begin = (256 - reinterpret_cast<std::intptr_t>(memory.data_ptr()) % 256) % 256;
+  const Array memory = Array::full({bytes + 256}, 0, Dtype::u8, accelerator.device);
+  const std::int64_t begin = (256 - reinterpret_cast<std::intptr_t>(memory.bytes()) % 256) % 256;
   Arrays arrays;
   ASSERT_EQ(kvkeep_use_workspace(accelerator.gpu, arrays.of(memory.narrow(0, begin, bytes - 256))), KVKEEP_OK);
   EXPECT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_STATE_ERROR);
@@ -160,24 +161,24 @@ TEST_F(COnDevice, WorksInMemoryOfTheCaller) {
   ASSERT_EQ(kvkeep_use_workspace(accelerator.gpu, arrays.of(memory.narrow(0, begin, bytes))), KVKEEP_OK);
   ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
   EXPECT_EQ(report.num_cuts, 1);
-  EXPECT_EQ(kvkeep_use_workspace(accelerator.gpu, arrays.of(memory.to(at::kFloat))), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_EQ(kvkeep_use_workspace(accelerator.gpu, arrays.of(Array::zeros({bytes}, Dtype::f32).to(accelerator.device))), KVKEEP_INVALID_ARGUMENT);
   EXPECT_TRUE(says("workspace: not usable; given f32")) << kvkeep_last_error();
 }
 
 TEST_F(COnDevice, RefusesAnotherDeviceByBothNames) {
   CAccelerator accelerator;
   const CEngine c = accelerator.engine(kPolicy);
-  const std::string mine = device_of(accelerator.device).str(), other = accelerator.device.is_cpu() ? "cuda:3" : "cpu";
+  const std::string mine = accelerator.device.str(), other = accelerator.device.is_cpu() ? "cuda:3" : "cpu";
   const std::int64_t id = 1;
   const std::int32_t indptr[2] = {0, 1};
   ASSERT_EQ(kvkeep_join(c.keeper.get(), id, 0, -1), KVKEEP_OK);
   Arrays arrays;
-  const auto elsewhere = [&](const at::Tensor& t) {
+  const auto elsewhere = [&](const Array& t) {
     kvkeep_tensor moved = *arrays.of(t);
     moved.device = other == "cpu" ? decltype(moved.device){KVKEEP_CPU, 0} : decltype(moved.device){KVKEEP_CUDA, 3};
     return moved;
   };
-  const at::Tensor any = at::full({1, 4, kKeyDim}, 1, at::TensorOptions(at::kFloat));
+  const Array any = Array::full({1, 4, kKeyDim}, 1, Dtype::f32);
   const kvkeep_tensor queries = elsewhere(any), keys = elsewhere(c.keys[0]), values = elsewhere(c.values[0]);
   kvkeep_observation seen{};
   seen.size = sizeof seen;

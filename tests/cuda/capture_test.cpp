@@ -1,13 +1,15 @@
 // Events in CUDA graphs and on several streams: a replay is the event that was captured, whatever ran between; memory
 // lives as long as graphs and streams need it.
 
-#include <ATen/ops/randn.h>
+
+#include <ATen/ops/empty.h>
 
 #include <deque>
 #include <numeric>
 #include <optional>
 #include <set>
 
+#include "arrays.h"
 #include "captured_graph.h"
 #include "engines.h"
 #include "fresh_accelerator.h"
@@ -16,6 +18,7 @@
 namespace kvkeep::cuda::capture_test {
 namespace {
 
+using testing::Array;
 using namespace engines;
 
 using Ids = std::vector<SequenceId>;
@@ -73,7 +76,7 @@ class CapturedEvents : public OnDevice {
   void SetUp() override {
     OnDevice::SetUp();
     if (IsSkipped()) return;
-    side_.emplace(side_stream(torch_device(fresh_accelerator()->device())));
+    side_.emplace(side_stream(fresh_accelerator()->device()));
     guard_.emplace(*side_);
   }
   [[nodiscard]] const c10::Stream& stream() const { return *side_; }
@@ -149,18 +152,19 @@ TEST_F(CapturedEvents, MayBeTheSecondOfTheirSize) {
   spec.layers.resize(2);
   Keeper keeper(spec, make_policy(text("ams-tova,budget=", kBudget, ",interval=", kFull - kBudget)),
                 {.accelerator = fresh_accelerator()});
-  const auto there = at::TensorOptions().dtype(at::kFloat).device(torch_device(keeper.device()));
+  oracle::Random random(61);
+  const auto numbers = [&](const Shape& sizes) { return testing::normals(random, sizes).to(keeper.device()); };
   std::vector<LayerKv> layers;
   for (int l = 0; l < 2; ++l)
     layers.emplace_back(
-        DenseKv{at::randn({kSequences, 4, kFull, 32}, there), at::randn({kSequences, 4, kFull, 32}, there)});
+        DenseKv{numbers({kSequences, 4, kFull, 32}), numbers({kSequences, 4, kFull, 32})});
   std::vector<SequenceId> ids(kSequences);
   std::iota(ids.begin(), ids.end(), 0);
   Ints lengths;
   for (const SequenceId id : ids) keeper.join(id, kBudget), lengths.push_back(kBudget);
   const auto fill = [&] {
     const std::int32_t tokens = kFull - kBudget;
-    const at::Tensor queries = at::randn({kSequences * tokens, 8, 32}, there);
+    const Array queries = numbers({kSequences * tokens, 8, 32});
     Ints indptr{0};
     for (std::int32_t& length : lengths) length += tokens, indptr.push_back(indptr.back() + tokens);
     for (std::int32_t l = 0; l < 2; ++l)
@@ -192,10 +196,10 @@ class DecodeGraph {
         normalisers_(filled({kLayers, rows, 4}, engine)),
         graph_(stream, [&] {
           for (std::int32_t l = 0; l < kLayers; ++l)
-            engine.keeper.record(l, queries_[l], engine.gives_log_sum_exp ? normalisers_[l] : at::Tensor());
+            engine.keeper.record(l, queries_[l], engine.gives_log_sum_exp ? normalisers_[l] : Array());
         }) {}
   /// What the engine's attention would do before the graph reads it.
-  void place(std::int32_t layer, const at::Tensor& queries, const at::Tensor& normalisers) {
+  void place(std::int32_t layer, const Array& queries, const Array& normalisers) {
     queries_[layer].narrow(0, 0, queries.size(0)).copy_(queries);
     if (normalisers.defined()) normalisers_[layer].narrow(0, 0, queries.size(0)).copy_(normalisers);
   }
@@ -203,11 +207,11 @@ class DecodeGraph {
   [[nodiscard]] const CapturedGraph& graph() const { return graph_; }
 
  private:
-  static at::Tensor filled(at::IntArrayRef sizes, const Engine& engine) {
-    return at::full(sizes, 1e30, at::TensorOptions().dtype(at::kFloat).device(torch_device(engine.keeper.device())));
+  static Array filled(const Shape& sizes, const Engine& engine) {
+    return Array::full(sizes, 1e30, Dtype::f32, engine.keeper.device());
   }
 
-  at::Tensor queries_, normalisers_;
+  Array queries_, normalisers_;
   CapturedGraph graph_;
 };
 
@@ -217,7 +221,7 @@ using CapturedSteps = CapturedEvents;
 void expect_alike_through_graphs(const c10::Stream& stream, bool normalised) {
   Twins twins;
   DenseEngine& device = *twins.device;
-  const auto eager = [&](std::int32_t layer, const at::Tensor& queries, const at::Tensor& normalisers) {
+  const auto eager = [&](std::int32_t layer, const Array& queries, const Array& normalisers) {
     device.keeper.record(layer, queries, normalisers);
   };
   device.record = eager;
@@ -238,7 +242,7 @@ void expect_alike_through_graphs(const c10::Stream& stream, bool normalised) {
     }
     const Ids ids = step < 40 ? Ids{1, 2} : step < 70 ? Ids{2, 3, 1} : Ids{3};
     DecodeGraph& graph = graphs[ids.size() == 1 ? 0U : ids.size() == 2 && step % 2 == 0 ? 1U : 2U];
-    device.record = [&](std::int32_t layer, const at::Tensor& queries, const at::Tensor& normalisers) {
+    device.record = [&](std::int32_t layer, const Array& queries, const Array& normalisers) {
       graph.place(layer, queries, normalisers);
     };
     std::vector<std::pair<SequenceId, std::int32_t>> work;
@@ -279,7 +283,7 @@ TEST_F(CapturedEvents, ReadTheKeysOnceWhereTheEngineGaveItsLogSumExps) {
 TEST_F(CapturedSteps, AreRefusedWhereAGraphWouldReadAnotherTable) {
   Twins twins;
   DenseEngine& device = *twins.device;
-  device.record = [&](std::int32_t layer, const at::Tensor& queries, const at::Tensor&) {
+  device.record = [&](std::int32_t layer, const Array& queries, const Array&) {
     device.keeper.record(layer, queries);
   };
   const auto begin = [&](std::int32_t tokens) {
@@ -389,8 +393,8 @@ TEST_F(CapturedEvents, FindTheirMemoryThoughTablesColumnsAndWorkspaceGrewSince) 
   const WatchedMemory watched;
   const std::shared_ptr<Machine> accelerator = fresh_accelerator();
   const auto workspace = [&](std::int64_t bytes) {
-    const at::Tensor memory = at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte));
-    return memory.narrow(0, (256 - reinterpret_cast<std::intptr_t>(memory.data_ptr()) % 256) % 256, bytes);
+    const Array memory = at::empty({bytes + 256}, at::TensorOptions().dtype(at::kByte));  // which is watched
+    return memory.narrow(0, (256 - reinterpret_cast<std::intptr_t>(memory.bytes()) % 256) % 256, bytes);
   };
   accelerator->use_workspace(workspace(8 << 20));
   Twins twins(Dtype::f32, accelerator);
@@ -448,7 +452,7 @@ TEST_F(CapturedEvents, RunOnStreamsThatTheAllocatorIsToldOf) {
   static_cast<void>(watched.freed());
   EXPECT_TRUE(model::recorded().empty()) << "one stream is what memory is allocated for";
 
-  const c10::Stream other = side_stream(torch_device(twins.device->keeper.device()));
+  const c10::Stream other = side_stream(twins.device->keeper.device());
   const auto is_told = [&](const void* memory) {
     return std::ranges::any_of(model::recorded(), [&](const model::Recorded& one) {
       return one.memory == memory && one.stream == other.native_handle();

@@ -7,11 +7,13 @@
 #include <algorithm>
 
 #include "device.h"
+#include "kvkeep/torch.h"
 
 namespace kvkeep::cuda {
 
 /// A stream beside the default one, not current yet.
-inline c10::Stream side_stream(c10::Device device) {
+inline c10::Stream side_stream(const Device& on) {
+  const c10::Device device = torch_device(on);
   return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
 }
 

@@ -10,6 +10,7 @@
 namespace kvkeep::cuda::finish_test {
 namespace {
 
+using testing::Array;
 using namespace engines;
 
 const char* const kPolicy = "adakv-tova,budget=48,interval=12,recent=4";
@@ -39,15 +40,15 @@ DenseEngine dense(const std::shared_ptr<Machine>& accelerator, const char* polic
   return {policy, ragged, Dtype::f32, accelerator};
 }
 
-std::vector<at::Tensor> bytes_of(const Engine& engine) {
-  std::vector<at::Tensor> all;
+std::vector<Array> bytes_of(const Engine& engine) {
+  std::vector<Array> all;
   for (const LayerKv& layer : engine.layers)
     for (const Tensor& side : {std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values})
-      all.push_back(torch_tensor(side).clone());
+      all.push_back(Array(side).clone());
   return all;
 }
 
-void expect_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
+void expect_same(const std::vector<Array>& before, const std::vector<Array>& after) {
   for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(same_bits(before[i], after[i])) << "K or V number " << i;
 }
 
@@ -150,8 +151,8 @@ TEST_F(PendingEvents, RefuseWhatNeedsTheirLengthsByName) {
           names(message, text(operation, ": the event that cuts sequence 1 is pending; allowed after finish()")))
           << operation << ": " << message;
     };
-    const at::Tensor queries = of_one.queries[0].to(torch_device(keeper.device())),
-                     scores = of_one.keys[0].select(2, 0).to(torch_device(keeper.device()));
+    const Array queries = of_one.queries[0].to(keeper.device()),
+                     scores = of_one.keys[0].select(2, 0).to(keeper.device());
     refused("observe", [&] {
       return keeper.observe({.layer = 0, .sequences = {&one, 1}, .indptr = indptr, .queries = queries}), 0;
     });
@@ -264,7 +265,7 @@ TEST_F(PendingEvents, NeedALengthForEachRow) {
   for (const char* policy : {kPolicy, "threshold-knorm,threshold=-2,budget=48,interval=12"}) {
     DenseEngine device = dense(fresh_accelerator(), policy, false);
     make_due(device);
-    const std::vector<at::Tensor> before = bytes_of(device);
+    const std::vector<Array> before = bytes_of(device);
     EXPECT_TRUE(names(refusal<InvalidArgument>([&] { return device.cut({1, 2}).pending; }),
                       "but the view has one length per sequence; allowed one length per row"));
     expect_same(before, bytes_of(device));
@@ -277,7 +278,7 @@ TEST_F(PendingEvents, AreNotCaptured) {
   DenseEngine cpu = dense(nullptr), device = dense(fresh_accelerator());
   make_due(cpu);
   make_due(device);
-  const c10::Stream side = side_stream(torch_device(device.keeper.device()));
+  const c10::Stream side = side_stream(device.keeper.device());
   {
     const c10::StreamGuard guard(side);
     const std::string message =
@@ -297,7 +298,7 @@ TEST_F(PendingEvents, MoveRowsWithoutAnybodyWaiting) {
   DenseEngine cpu = dense(nullptr), device = dense(fresh_accelerator());
   make_due(cpu);
   make_due(device);
-  const std::vector<at::Tensor> before = bytes_of(device);
+  const std::vector<Array> before = bytes_of(device);
   device.while_pending = [&](const CacheView&, const Report&) { expect_same(before, bytes_of(device)); };
   model::hold_streams(true);
   EXPECT_EQ(device.cut({1, 2}).cuts.size(), 2U);

@@ -1,7 +1,6 @@
 // Policies that fold on a device: a keeper there keeps and folds the slots that a keeper on the CPU does, and attention
 // reads of them what it reads there.
 
-#include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -23,6 +22,7 @@
 namespace kvkeep::cuda::folded_memory_test {
 namespace {
 
+using testing::Array;
 using testing::FoldingEngine;
 using testing::message_of;
 using DeviceFolds = OnDevice;
@@ -226,7 +226,7 @@ TEST_F(DeviceFolds, LeaveRoomThatTheDeviceMayStillUse) {
 #endif
 
 TEST_F(DeviceFolds, AreNeitherMadeNorReadInACapture) {
-  const c10::Device there = torch_device(fresh_accelerator()->device());
+  const Device there = fresh_accelerator()->device();
   const c10::Stream side = side_stream(there);
   const c10::StreamGuard guard(side);
   FoldingEngine engine(kTova, 1, 0, Dtype::f32, fresh_accelerator());
@@ -235,8 +235,7 @@ TEST_F(DeviceFolds, AreNeitherMadeNorReadInACapture) {
   engine.step({{1, 1}});
   const std::vector<SequenceId> ids{1};
   const std::vector<std::int32_t> indptr{0, 1};
-  const at::Tensor q = at::zeros({1, 4, 16}, at::TensorOptions(there)), out = at::zeros_like(q),
-                   lse = at::zeros({1, 4}, at::TensorOptions(there));
+  const Array q = Array::zeros({1, 4, 16}).to(there), out = q.clone(), lse = Array::zeros({1, 4}).to(there);
   std::string said;
   const CapturedGraph graph(side, [&] {
     said = message_of<StateError>([&] {

@@ -19,6 +19,7 @@
 namespace kvkeep::cuda::keeper_test {
 namespace {
 
+using testing::Array;
 using namespace engines;
 
 struct Case {
@@ -457,14 +458,14 @@ TEST_F(DeviceLine, RefusesADtypeWithoutAKernelAndChangesNothing) {
     Numbers numbers = numbers_of(random, {{1, 40}});
     static_cast<void>(engine.step(numbers));  // the prompt is not cut
     engine.feed(numbers_of(random, {{1, 1}}));
-    const at::Tensor before = torch_tensor(std::get<DenseKv>(engine.layers[0]).keys).clone();
+    const Array before = Array(std::get<DenseKv>(engine.layers[0]).keys).clone();
     try {
       static_cast<void>(engine.cut({1}));
       FAIL() << dtype << " was scored";
     } catch (const Unsupported& error) {
       EXPECT_NE(std::string(error.what()).find(what), std::string::npos) << error.what();
     }
-    EXPECT_TRUE(same_bits(torch_tensor(std::get<DenseKv>(engine.layers[0]).keys), before));
+    EXPECT_TRUE(same_bits(Array(std::get<DenseKv>(engine.layers[0]).keys), before));
     EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 41);
     EXPECT_EQ(engine.keeper.totals().events, 0);
     DenseEngine moves("streaming,budget=24,interval=8,recent=2", false, dtype,
@@ -493,12 +494,12 @@ void expect_memory_is_enough(const char* policy) {
   ASSERT_GT(needed, 0);
   const std::int64_t bytes_needed = needed;
   const auto memory = [&](std::int64_t bytes) {
-    return at::empty({bytes + 256}, at::TensorOptions().dtype(c10::kByte).device(torch_device(first->device())));
+    return Array::empty({bytes + 256}, Dtype::u8, first->device());
   };
-  const auto aligned = [](const at::Tensor& m, std::int64_t bytes) {
-    return m.narrow(0, (256 - reinterpret_cast<std::intptr_t>(m.data_ptr()) % 256) % 256, bytes);
+  const auto aligned = [](const Array& m, std::int64_t bytes) {
+    return m.narrow(0, (256 - reinterpret_cast<std::intptr_t>(m.bytes()) % 256) % 256, bytes);
   };
-  const at::Tensor enough = memory(bytes_needed), little = memory(bytes_needed - 256);
+  const Array enough = memory(bytes_needed), little = memory(bytes_needed - 256);
   const std::shared_ptr<Machine> second = fresh_accelerator(), third = fresh_accelerator();
   second->use_workspace(aligned(enough, bytes_needed));
   run(second);
@@ -509,7 +510,7 @@ void expect_memory_is_enough(const char* policy) {
   } catch (const StateError& error) {
     EXPECT_NE(std::string(error.what()).find(text("needs ", bytes_needed)), std::string::npos) << error.what();
   }
-  EXPECT_THROW(third->use_workspace(little.narrow(0, 0, 1).to(at::kFloat)), InvalidArgument);
+  EXPECT_THROW(third->use_workspace(little.narrow(0, 0, 1).to(Dtype::f32)), InvalidArgument);
 }
 
 TEST_F(DeviceLine, WorksInTheMemoryItIsGivenAndSaysWhenThatIsTooLittle) {

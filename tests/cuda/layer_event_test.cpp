@@ -18,6 +18,7 @@
 namespace kvkeep::cuda::layer_event_test {
 namespace {
 
+using testing::Array;
 using namespace layer_by_layer;
 
 using DevicePrompts = OnDevice;
@@ -376,11 +377,11 @@ TEST_F(DevicePrompts, AreLeftAsTheyAreIfTheirKeysCannotBeRead) {
   engine.join(1), engine.join(2);
   engine.begin({{1, 70}, {2, 40}});
   engine.observe(0);
-  const at::Tensor before = torch_tensor(std::get<DenseKv>(engine.layers[0]).keys).clone();
+  const Array before = Array(std::get<DenseKv>(engine.layers[0]).keys).clone();
   const Ints lengths = engine.flat;
   const std::string said = testing::message_of<Unsupported>([&] { engine.narrow(0); });
   EXPECT_NE(said.find("keys of layer 0 are i8 without f32 scales"), std::string::npos) << said;
-  EXPECT_TRUE(torch_tensor(std::get<DenseKv>(engine.layers[0]).keys).equal(before));
+  EXPECT_TRUE(Array(std::get<DenseKv>(engine.layers[0]).keys).equal(before));
   EXPECT_EQ(engine.flat, lengths);
   EXPECT_EQ(engine.keeper.physical_length(1, 3, 0), 70);
   EXPECT_EQ(engine.keeper.part<parts::Prompts>().report_of(1)->entered, Ints(kLayers));
@@ -389,7 +390,7 @@ TEST_F(DevicePrompts, AreLeftAsTheyAreIfTheirKeysCannotBeRead) {
 
 TEST_F(DevicePrompts, AreNotNarrowedInACapture) {
   Engine engine("fastkv,budget=24,window=6,layer=0", 0, fresh_accelerator());
-  const c10::Stream stream = side_stream(torch_device(engine.keeper.device()));
+  const c10::Stream stream = side_stream(engine.keeper.device());
   const c10::StreamGuard guard(stream);
   engine.join(1);
   engine.begin({{1, 70}});

@@ -3,12 +3,13 @@
 #include "memory_attention.h"
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 #include "memory_case.h"
 
 namespace kvkeep::cuda::memory_attention_test {
 namespace {
 
+using testing::Array;
 using MemoryRoute = OnDevice;
 using MemoryMerge = OnDevice;
 using MemoryFetch = OnDevice;
@@ -54,7 +55,7 @@ std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const Devic
   for (std::size_t n = 0; n < c.sequences.size(); ++n)
     for (std::int64_t q = 0; q < c.shape.queries[n]; ++q, ++token) {
       const MemoryCase::Sequence& sequence = c.sequences[n];
-      const at::Tensor query = sequence.queries.narrow(0, q, 1).contiguous();
+      const Array query = sequence.queries.narrow(0, q, 1).contiguous();
       OpenAttention open = testing::plain_attention(sequence.dense_keys, sequence.dense_values, query, c.scale);
       std::vector<MemoryRow> rows;
       for (std::int64_t kv = 0; kv < c.shape.kv_heads; ++kv) rows.push_back({&sequence.spans.row(kv), c.shape.dense});
@@ -76,9 +77,9 @@ std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const Devic
               << what << ", span " << s << " has " << marked << " marks";
         }
       }
-      const at::Tensor answer = testing::closed(open), mass = testing::log_mass(open);
+      const Array answer = testing::closed(open), mass = testing::log_mass(open);
       for (std::int64_t h = 0; h < heads; ++h) {
-        const float want_mass = mass.const_data_ptr<float>()[h],
+        const float want_mass = mass.data<float>()[h],
                     got_mass = lse[static_cast<std::size_t>(token * heads + h)];
         if (std::isinf(want_mass))
           EXPECT_EQ(got_mass, want_mass) << what;
@@ -88,7 +89,7 @@ std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const Devic
         for (std::int64_t d = 0; d < dim; ++d)
           apart = std::max(apart,
                            std::abs(static_cast<double>(out[static_cast<std::size_t>((token * heads + h) * dim + d)]) -
-                                    answer.const_data_ptr<float>()[h * dim + d]));
+                                    answer.data<float>()[h * dim + d]));
         EXPECT_LE(apart, tolerance) << what << ", token " << token << ", head " << h;
       }
     }
@@ -179,7 +180,7 @@ TEST_F(MemoryMerge, LeavesRowsWithoutSpansAsTheyAre) {
 
 TEST_F(MemoryMerge, PassesOnWhatIsNotANumberToItsOwnHeadAlone) {
   const MemoryCase c(362, {.group = 2, .dim = 8, .lengths = {{3, 9, 4}}});
-  c.sequences[0].queries.data_ptr<float>()[3] = std::numeric_limits<float>::quiet_NaN();
+  c.sequences[0].queries.data<float>()[3] = std::numeric_limits<float>::quiet_NaN();
   in_every_order([&] {
     DeviceMemory there(c);
     set_rule(c, {.mass = 0.1}, there);

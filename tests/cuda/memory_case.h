@@ -1,19 +1,19 @@
 #pragma once
 /// Folded spans of some sequences and queries that read them: on the CPU, and the same on the device.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <memory>
 #include <numeric>
 
 #include "evidence_case.h"
 #include "folded_prompt.h"
-#include "kvkeep/torch.h"
+#include "arrays.h"
 #include "memory_attention.h"
 #include "plain_memory.h"
 
 namespace kvkeep::cuda {
+
+using testing::Array;
 
 struct MemoryShape {
   std::int32_t kv_heads = 1, group = 1, dim = 16;
@@ -29,7 +29,7 @@ class MemoryCase {
  public:
   struct Sequence {
     testing::FoldedHeads spans;
-    at::Tensor dense_keys, dense_values, queries;
+    Array dense_keys, dense_values, queries;
   };
 
   MemoryCase(std::uint64_t seed, MemoryShape given)
@@ -44,12 +44,12 @@ class MemoryCase {
         spans.push_back({tokens, tokens + length});
         tokens += length;
       }
-      at::Tensor keys = testing::normals(random, {heads, tokens, shape.dim}),
+      Array keys = testing::normals(random, {heads, tokens, shape.dim}),
                  values = testing::normals(random, {heads, tokens, shape.dim});
-      for (at::Tensor* side : {&keys, &values})  // neighbours resemble each other, so that factors have few components
+      for (Array* side : {&keys, &values})  // neighbours resemble each other, so that factors have few components
         for (std::int64_t h = 0; h < heads; ++h)
           for (std::int64_t i = shape.dim; i < tokens * shape.dim; ++i) {
-            float* row = side->data_ptr<float>() + h * tokens * shape.dim;
+            float* row = side->data<float>() + h * tokens * shape.dim;
             row[i] = 0.9F * row[i - shape.dim] + 0.4F * row[i];
           }
       const std::vector<float> surprisal(static_cast<std::size_t>(tokens), 1.0F);
@@ -57,7 +57,7 @@ class MemoryCase {
                            testing::normals(random, {heads, shape.dense, shape.dim}),
                            testing::normals(random, {heads, shape.dense, shape.dim}),
                            testing::normals(random, {shape.queries[n], query_heads, shape.dim}, shape.loudness)
-                               .to(torch_dtype(dtype_of(shape.query)))});
+                               .to(dtype_of(shape.query))});
     }
   }
 
@@ -94,11 +94,11 @@ class DeviceMemory {
         row.head = head, row.first_query = token, row.queries = s.queries[n];
       }
       token += s.queries[n];
-      append(queries, sequence.queries.const_data_ptr(), sequence.queries.numel() * element_bytes(s.query));
+      append(queries, sequence.queries.bytes(), sequence.queries.numel() * element_bytes(s.query));
       const OpenAttention open = c.open(n);
-      const at::Tensor closed = testing::closed(open), mass = testing::log_mass(open);
-      answers.insert(answers.end(), closed.const_data_ptr<float>(), closed.const_data_ptr<float>() + closed.numel());
-      masses.insert(masses.end(), mass.const_data_ptr<float>(), mass.const_data_ptr<float>() + mass.numel());
+      const Array closed = testing::closed(open), mass = testing::log_mass(open);
+      answers.insert(answers.end(), closed.data<float>(), closed.data<float>() + closed.numel());
+      masses.insert(masses.end(), mass.data<float>(), mass.data<float>() + mass.numel());
     }
     const auto spans = static_cast<std::size_t>(c.most_spans()), tokens = static_cast<std::size_t>(token),
                all = tokens * static_cast<std::size_t>(heads), kv = tokens * static_cast<std::size_t>(s.kv_heads);

@@ -8,6 +8,7 @@
 namespace kvkeep::cuda::plans_test {
 namespace {
 
+using testing::Array;
 using namespace engines;
 
 const char* const kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
@@ -36,11 +37,11 @@ class TwoDue {
     for (std::int32_t& length : engine.lengths.at(ids_[i])) length = view.lengths.at(0, 0);
     return report;
   }
-  [[nodiscard]] std::vector<at::Tensor> bytes() const {
-    std::vector<at::Tensor> all;
+  [[nodiscard]] std::vector<Array> bytes() const {
+    std::vector<Array> all;
     for (const LayerKv& layer : engine.layers)
       for (const Tensor& side : {std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values})
-        all.push_back(torch_tensor(side).clone());
+        all.push_back(Array(side).clone());
     return all;
   }
 
@@ -61,7 +62,7 @@ std::string refusal(Body&& body) {
   return "";
 }
 
-void expect_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
+void expect_same(const std::vector<Array>& before, const std::vector<Array>& after) {
   ASSERT_EQ(before.size(), after.size());
   for (std::size_t i = 0; i < before.size(); ++i)
     EXPECT_TRUE(same_bits(before[i], after[i])) << "K or V number " << i << " moved";
@@ -74,7 +75,7 @@ TEST_F(DevicePlans, ThatALaterOneReplacedAreRefusedBeforeAByteMoves) {
   const Plan first = device.plan(0), second = device.plan(1);
   ASSERT_EQ(first.cuts.size(), 1U);
   ASSERT_EQ(second.cuts.size(), 1U);
-  const std::vector<at::Tensor> before = device.bytes();
+  const std::vector<Array> before = device.bytes();
   EXPECT_NE(refusal([&] { return device.apply(first, 0); }).find("allowed the newest plan"), std::string::npos);
   expect_same(before, device.bytes());
   EXPECT_EQ(device.engine.keeper.physical_length(1, 0, 0), 62);
@@ -90,11 +91,11 @@ TEST_F(DevicePlans, WhoseMemoryWasTakenAwayAreRefused) {
   const std::shared_ptr<Machine> accelerator = fresh_accelerator();
   TwoDue device(accelerator);
   const Plan plan = device.plan(0);
-  const at::Tensor memory =
-      at::empty({1 << 22}, at::TensorOptions().dtype(c10::kByte).device(torch_device(accelerator->device())));
+  const Array memory =
+      Array::empty({1 << 22}, Dtype::u8, accelerator->device());
   accelerator->use_workspace(
-      memory.narrow(0, (256 - reinterpret_cast<std::intptr_t>(memory.data_ptr()) % 256) % 256, (1 << 22) - 256));
-  const std::vector<at::Tensor> before = device.bytes();
+      memory.narrow(0, (256 - reinterpret_cast<std::intptr_t>(memory.bytes()) % 256) % 256, (1 << 22) - 256));
+  const std::vector<Array> before = device.bytes();
   EXPECT_NE(refusal([&] { return device.apply(plan, 0); }).find("use_workspace()"), std::string::npos);
   expect_same(before, device.bytes());
 }
@@ -119,7 +120,7 @@ TEST_F(DevicePlans, OfAnotherKeeperAreRefusedBeforeAByteMoves) {
   TwoDue one(fresh_accelerator()), other(fresh_accelerator(), 32);
   const Plan own = one.plan(0), foreign = other.plan(0);
   EXPECT_EQ(own.version, foreign.version) << "else this would be no test";
-  const std::vector<at::Tensor> before = one.bytes();
+  const std::vector<Array> before = one.bytes();
   EXPECT_NE(refusal([&] { return one.apply(foreign, 0); }).find("not from this keeper"), std::string::npos);
   expect_same(before, one.bytes());
   EXPECT_EQ(one.apply(own, 0).cuts.size(), 1U);

@@ -12,6 +12,7 @@
 namespace kvkeep::cuda::quantised_test {
 namespace {
 
+using testing::Array;
 using namespace engines;
 
 enum class ScaleOf { slot, head, tensor };
@@ -21,9 +22,13 @@ constexpr ScaleOf kScalesOf[] = {ScaleOf::slot, ScaleOf::head, ScaleOf::tensor};
 constexpr std::int32_t kPageSize = 16;
 
 /// The numbers of a format nearest to some that are about 1, as f32.
-at::Tensor stored_as(Dtype format, const at::Tensor& numbers) {
-  return format == Dtype::i8 ? numbers.mul(40).round().clamp(-128, 127).add(0)  // no -0
-                             : numbers.to(torch_dtype(format)).to(at::kFloat);
+Array stored_as(Dtype format, const Array& numbers) {
+  const Array rounded = numbers.clone();
+  for (std::int64_t i = 0; format == Dtype::i8 && i < rounded.numel(); ++i) {
+    float& x = rounded.data<float>()[i];
+    x = std::clamp(std::nearbyint(40 * x), -128.0F, 127.0F) + 0.0F;  // no -0
+  }
+  return rounded.to(format).to(Dtype::f32);
 }
 
 /// An engine whose cache has 8 bits, and the scales of its cache.
@@ -36,8 +41,8 @@ class Quantised {
     using Kv = std::conditional_t<kPaged, PagedKv, DenseKv>;
     for (LayerKv& layer : engine_.layers) {
       Kv& kv = std::get<Kv>(layer);
-      kv.key_scales = add(torch_tensor(kv.keys));
-      kv.value_scales = add(torch_tensor(kv.values));
+      kv.key_scales = add(Array(kv.keys));
+      kv.value_scales = add(Array(kv.values));
     }
   }
 
@@ -51,16 +56,16 @@ class Quantised {
   }
 
   /// The scales of all slots as they are now, on the host.
-  [[nodiscard]] std::vector<at::Tensor> on_host() const {
-    std::vector<at::Tensor> here;
-    for (const at::Tensor& side : scales_) here.push_back(side.to(c10::kCPU));
+  [[nodiscard]] std::vector<Array> on_host() const {
+    std::vector<Array> here;
+    for (const Array& side : scales_) here.push_back(side.to(Device{}));
     return here;
   }
 
   /// The scale of a slot. `scales`: of all.
-  [[nodiscard]] at::Tensor scale_in(const std::vector<at::Tensor>& scales, SequenceId id, std::int32_t r,
+  [[nodiscard]] Array scale_in(const std::vector<Array>& scales, SequenceId id, std::int32_t r,
                                     std::int32_t t, bool value) const {
-    const at::Tensor& all = scales[static_cast<std::size_t>(r / kHeads * 2 + (value ? 1 : 0))];
+    const Array& all = scales[static_cast<std::size_t>(r / kHeads * 2 + (value ? 1 : 0))];
     if constexpr (kPaged)
       return all[engine_.sequences.pages(id)[static_cast<std::size_t>(t / kPageSize)]][t % kPageSize][r % kHeads];
     else
@@ -71,21 +76,25 @@ class Quantised {
   float any() { return static_cast<float>(0.02 * std::exp(random_.normal())); }
 
   /// Scales of all slots of one side.
-  at::Tensor add(const at::Tensor& rows) {
-    const at::Tensor one = at::empty({1, 1, 1}, at::TensorOptions().dtype(at::kFloat)).fill_(any());
-    at::Tensor scales = of_ == ScaleOf::slot   ? one.repeat({rows.size(0), rows.size(1), rows.size(2)})
-                        : of_ == ScaleOf::head ? (kPaged ? one.repeat({1, 1, kHeads}) : one.repeat({1, kHeads, 1}))
-                                               : one;
-    if (of_ == ScaleOf::head)
-      for (std::int32_t h = 0; h < kHeads; ++h) scales.select(kPaged ? 2 : 1, h).fill_(any());
-    scales_.push_back(scales.to(rows.device()).expand({rows.size(0), rows.size(1), rows.size(2)}));
-    return scales_.back();
+  Array add(const Array& rows) {
+    const Shape all{rows.size(0), rows.size(1), rows.size(2)};
+    const std::size_t heads = kPaged ? 2 : 1;
+    Shape own{1, 1, 1};
+    if (of_ == ScaleOf::slot) own = all;
+    if (of_ == ScaleOf::head) own[heads] = kHeads;
+    const Array numbers = Array::full(own, any());
+    for (std::int32_t h = 0; of_ == ScaleOf::head && h < kHeads; ++h) numbers.select(static_cast<int>(heads), h).fill_(any());
+    const Array there = numbers.to(rows.device());
+    Shape steps = there.strides();
+    for (std::size_t d = 0; d < all.size(); ++d)
+      if (own[d] != all[d]) steps[d] = 0;
+    return scales_.emplace_back(there.bytes(), Dtype::f32, all, steps, there.device(), there.owner());
   }
 
   AnyEngine& engine_;
   ScaleOf of_;
   oracle::Random random_;
-  std::vector<at::Tensor> scales_;  ///< [layers, 2]
+  std::vector<Array> scales_;  ///< [layers, 2]
 };
 
 /// Both are given the same numbers, the CPU in f32.
@@ -102,22 +111,22 @@ void expect_as_on_cpu(const char* policy, Dtype format, ScaleOf of, AnyEngine& d
   for (int n = 0; n < 30; ++n) {
     const std::vector<std::pair<SequenceId, std::int32_t>> work{{1, n == 0 ? 60 : 1}, {2, n == 0 ? 33 : 2}};
     Numbers numbers = numbers_of(random, work);
-    for (std::vector<at::Tensor>* side : {&numbers.keys, &numbers.values})
-      for (at::Tensor& of_layer : *side) of_layer = stored_as(format, of_layer);
+    for (std::vector<Array>* side : {&numbers.keys, &numbers.values})
+      for (Array& of_layer : *side) of_layer = stored_as(format, of_layer);
     device.feed(numbers);
     for (std::size_t i = 0; i < work.size(); ++i) cache.bring(work[i].first, work[i].second);
     Numbers read = numbers;
-    const std::vector<at::Tensor> scales = cache.on_host();
+    const std::vector<Array> scales = cache.on_host();
     for (std::int32_t l = 0; l < kLayers; ++l)
       for (const bool value : {false, true}) {
-        at::Tensor& rows = (value ? read.values : read.keys)[static_cast<std::size_t>(l)];
+        Array& rows = (value ? read.values : read.keys)[static_cast<std::size_t>(l)];
         rows = rows.clone();
         for (std::size_t i = 0; i < work.size(); ++i)
           for (std::int32_t h = 0; h < kHeads; ++h) {
             const auto [id, tokens] = work[i];
             const std::int32_t r = l * kHeads + h, length = device.lengths.at(id)[static_cast<std::size_t>(r)];
             for (std::int32_t t = 0; t < tokens; ++t)
-              rows[numbers.indptr[i] + t][h].mul_(cache.scale_in(scales, id, r, length - tokens + t, value));
+              rows[numbers.indptr[i] + t][h].mul_(static_cast<double>(cache.scale_in(scales, id, r, length - tokens + t, value).item()));
           }
       }
     cpu.feed(read);
@@ -134,14 +143,14 @@ void expect_as_on_cpu(const char* policy, Dtype format, ScaleOf of, AnyEngine& d
   }
   EXPECT_GE(events, 3);
   const Engine::OnHost copy(device);
-  const std::vector<at::Tensor> scales = cache.on_host();
+  const std::vector<Array> scales = cache.on_host();
   for (const auto& [id, lengths] : device.lengths)
     for (std::int32_t r = 0; r < kRows; ++r)
       for (std::int32_t t = 0; t < lengths[static_cast<std::size_t>(r)]; ++t)
         for (const bool value : {false, true}) {
-          const at::Tensor number = device.slot_of(id, r / kHeads, r % kHeads, t, value).to(at::kFloat),
+          const Array number = device.slot_of(id, r / kHeads, r % kHeads, t, value).to(Dtype::f32),
                            scale = cache.scale_in(scales, id, r, t, value);
-          ASSERT_TRUE(same_bits(number.mul(scale), cpu.slot_of(id, r / kHeads, r % kHeads, t, value)))
+          ASSERT_TRUE(same_bits(number.mul_(static_cast<double>(scale.item())), cpu.slot_of(id, r / kHeads, r % kHeads, t, value)))
               << "slot " << t << ", row " << r << ", sequence " << id;
         }
 }

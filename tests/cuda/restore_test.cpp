@@ -1,7 +1,6 @@
 // Sequences that are saved from a device or come back to one: they go on there, and on the CPU, as if they had never
 // left, and a file that does not fit changes nothing.
 
-#include <ATen/ops/cat.h>
 
 #include "captured_graph.h"
 #include "engines.h"
@@ -15,6 +14,7 @@
 namespace kvkeep::cuda::restore_test {
 namespace {
 
+using testing::Array;
 using namespace engines;
 using File = testing::StateFileOfATest;
 using testing::message_of;
@@ -172,7 +172,7 @@ TEST_F(DeviceState, IsNeitherSavedNorRestoredWhereAFileDoesNotFit) {
     for (const std::string& name : honest.names()) tensors.emplace_back(name, clone(honest.tensor(name)));
     Tensor& t = tensors[static_cast<std::size_t>(random.between(0, static_cast<int>(tensors.size()) - 1))].second;
     if (random.between(0, 4) == 0 && t.dim() > 0 && t.size(0) > 0) {
-      t = random.between(0, 1) == 0 ? clone(t.narrow(0, 0, t.size(0) - 1)) : Tensor(at::cat({t, t.narrow(0, 0, 1)}, 0));
+      t = random.between(0, 1) == 0 ? clone(t.narrow(0, 0, t.size(0) - 1)) : Tensor(Array::cat({t, t.narrow(0, 0, 1)}, 0));
     } else if (t.nbytes() >= 4) {
       const std::int32_t values[] = {-1, 0, 1, 7, 100, 1 << 30, INT32_MAX, INT32_MIN};
       const std::int32_t value = values[random.between(0, 7)];
@@ -207,7 +207,7 @@ TEST_F(DeviceState, IsNeitherSavedNorRestoredWhereAFileDoesNotFit) {
 TEST_F(DeviceState, IsNotSavedOrRestoredWhileTheStreamIsCaptured) {
   const Stay stay{"tova", "tova,budget=32,interval=8,sink=2,recent=4"};
   const File file("captured");
-  const c10::Stream side = side_stream(torch_device(fresh_accelerator()->device()));
+  const c10::Stream side = side_stream(fresh_accelerator()->device());
   const c10::StreamGuard guard(side);
   const auto engine = engine_of(stay, false, true);
   oracle::Random random(2);

@@ -11,10 +11,11 @@
 
 namespace kvkeep::testing {
 
-/// Memory off the CPU, where a program that tests a device says how to get it.
+/// What programs that test a device add (tests/cuda/arrays_on_device.cpp): memory there, and numbers of f8.
 inline Tensor (*empty_on_device)(const Shape& sizes, Dtype dtype, Device device) = nullptr;
+inline Tensor (*convert_f8)(const Tensor& from, Dtype dtype) = nullptr;
 
-/// Calls body(T{}) with the C++ type of a dtype; numbers of 8 bits without one are bytes.
+/// Calls body(T{}) with the C++ type of a dtype.
 template <class Body>
 decltype(auto) with_number(Dtype dtype, const Body& body) {
   switch (dtype) {
@@ -35,7 +36,7 @@ decltype(auto) with_number(Dtype dtype, const Body& body) {
     case Dtype::i8:
       return body(std::int8_t{});
     default:
-      KVKEEP_REQUIRE(element_size(dtype) == 1, "array: ", dtype, " has no C++ type");
+      KVKEEP_REQUIRE(dtype == Dtype::u8, "array: ", dtype, " has no C++ type here");
       return body(std::uint8_t{});
   }
 }
@@ -132,6 +133,8 @@ class Array : public Tensor {
   /// Of the CPU.
   [[nodiscard]] Array to(Dtype other) const {
     if (other == dtype()) return *this;
+    for (const Dtype f8 : {Dtype::f8_e4m3, Dtype::f8_e5m2})
+      if ((dtype() == f8 || other == f8) && convert_f8 != nullptr) return convert_f8(*this, other);
     const Array all = empty(sizes(), other);
     if (numel() > 0)
       with_number(dtype(), [&]<class From>(From) {
