@@ -23,7 +23,7 @@ static_assert(offsetof(kvkeep_provided, accelerator) == 40 && sizeof(kvkeep_prov
 static_assert(offsetof(kvkeep_observation, unread) == 64 && sizeof(kvkeep_observation) == 72);
 static_assert(offsetof(kvkeep_step_tokens, log_sum_exp) == 52 && sizeof(kvkeep_step_tokens) == 56);
 static_assert(sizeof(kvkeep_layer_cache) == 40 && sizeof(kvkeep_page_allocator) == 32);
-static_assert(offsetof(kvkeep_cache, pages) == 72 && sizeof(kvkeep_cache) == 80);
+static_assert(offsetof(kvkeep_cache, pages) == 64 && sizeof(kvkeep_cache) == 72);
 static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 32 && sizeof(kvkeep_unscored) == 16);
 static_assert(offsetof(kvkeep_report, pending) == 112 && offsetof(kvkeep_report, slots_chosen) == 128);
 static_assert(sizeof(kvkeep_report) == 136 && offsetof(kvkeep_totals, slots_chosen) == 72);

@@ -1,66 +1,30 @@
-// Calibration files: both layouts hold the same numbers, and what is damaged or hostile is refused with a sentence.
+// Calibration files: they come back as they were saved, and what is damaged or hostile is refused with a sentence.
 
 #include "kvkeep/io/calibration.h"
-#include "arrays.h"
 
 #include <gtest/gtest.h>
 
 #include <array>
-#include <bit>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 
+#include "arrays.h"
+#include "calibration_case.h"
 #include "kvkeep/io/safetensors.h"
-#include "oracle/random_case.h"
 #include "temporary_folder.h"
 
 namespace kvkeep::calibration_test {
 namespace {
 
 using testing::Array;
+using testing::content;
+using testing::expect_same;
+using testing::golden_calibration;
+using testing::sample_calibration;
 
 namespace fs = std::filesystem;
 using Bytes = std::string;
 
-fs::path golden(const std::string& name) { return fs::path(KVKEEP_TEST_GOLDEN_DIR) / "triattention" / name; }
-
-Bytes content(const fs::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
-
 class CalibrationFile : public testing::TemporaryFolder {};
-
-/// Two layers, one of them not the first.
-Calibration sample(std::int32_t head_dim = 12) {
-  oracle::Random random(11);
-  Calibration c{.head_dim = head_dim,
-                .rope_style = RopeStyle::interleaved,
-                .heads = {},
-                .inv_freq = {},
-                .attention_scaling = 1.25,
-                .model_name = "a \"name\""};
-  for (std::int32_t f = 0; f < head_dim / 2; ++f) c.inv_freq.push_back(1.0 / (1 + f));
-  for (const std::int32_t l : {1, 4})
-    for (std::int32_t h = 0; h < 12; ++h)
-      for (std::int32_t f = 0; f < head_dim / 2; ++f) {
-        c.heads[{l, h}].q_mean.emplace_back(static_cast<float>(random.normal()), static_cast<float>(random.normal()));
-        c.heads[{l, h}].q_abs_mean.push_back(static_cast<float>(random.unit()));
-      }
-  return c;
-}
-
-void expect_same(const Calibration& a, const Calibration& b) {
-  EXPECT_EQ(a.head_dim, b.head_dim);
-  EXPECT_EQ(a.rope_style, b.rope_style);
-  ASSERT_EQ(a.heads.size(), b.heads.size());
-  for (const auto& [place, head] : a.heads) {
-    ASSERT_TRUE(b.heads.contains(place)) << place.first << " " << place.second;
-    EXPECT_EQ(head.q_mean, b.heads.at(place).q_mean);
-    EXPECT_EQ(head.q_abs_mean, b.heads.at(place).q_abs_mean);
-  }
-}
 
 /// Refused with a sentence of ours that holds `word`.
 void expect_refused(const Bytes& bytes, const std::string& word) {
@@ -75,75 +39,54 @@ void expect_refused(const Bytes& bytes, const std::string& word) {
   }
 }
 
-TEST_F(CalibrationFile, BothLayoutsComeBackAsTheyWereSaved) {
-  const Calibration c = sample();
-  for (const auto layout : {CalibrationLayout::safetensors, CalibrationLayout::published}) {
-    const fs::path file = folder_ / "no extension that says which";
-    save_calibration(file, c, layout);
-    const Calibration back = load_calibration(file);
-    expect_same(c, back);
-    EXPECT_EQ(back.inv_freq, c.inv_freq);
-    EXPECT_EQ(back.attention_scaling, c.attention_scaling);
-    EXPECT_EQ(back.model_name, c.model_name);
-    const Bytes first = content(file);
-    save_calibration(file, c, layout);
-    EXPECT_EQ(first, content(file)) << "the same numbers make the same bytes";
-  }
-}
-
-TEST_F(CalibrationFile, FilesOfThePublishedToolHoldWhatOursHold) {
-  int both = 0;
-  for (const auto& entry : fs::directory_iterator(golden(""))) {
-    if (!fs::exists(entry.path() / "calibration.pt")) continue;
-    SCOPED_TRACE(entry.path().string());
-    expect_same(load_calibration(entry.path() / "calibration.pt"),
-                load_calibration(entry.path() / "calibration.safetensors"));
-    ++both;
-  }
-  EXPECT_GE(both, 10);
-  EXPECT_EQ(load_calibration(golden("sample_std/calibration.pt")).inv_freq.size(), 16U)
-      << "inv_freq as a tensor in the metadata";
+TEST_F(CalibrationFile, ComesBackAsItWasSaved) {
+  const Calibration c = sample_calibration();
+  const fs::path file = folder_ / "any name";
+  save_calibration(file, c);
+  const Calibration back = load_calibration(file);
+  expect_same(c, back);
+  EXPECT_EQ(back.inv_freq, c.inv_freq);
+  EXPECT_EQ(back.attention_scaling, c.attention_scaling);
+  EXPECT_EQ(back.model_name, c.model_name);
+  const Bytes first = content(file);
+  save_calibration(file, c);
+  EXPECT_EQ(first, content(file)) << "the same numbers make the same bytes";
 }
 
 TEST_F(CalibrationFile, SavesNothingThatLacksAHead) {
-  Calibration c = sample();
+  Calibration c = sample_calibration();
   c.heads.erase({4, 3});
-  EXPECT_THROW(save_calibration(folder_ / "f", c, CalibrationLayout::safetensors), InvalidArgument);
-  EXPECT_THROW(save_calibration(folder_ / "f", c, CalibrationLayout::published), InvalidArgument);
+  EXPECT_THROW(save_calibration(folder_ / "f", c), InvalidArgument);
   EXPECT_TRUE(fs::is_empty(folder_));
-  EXPECT_THROW(save_calibration(folder_ / "no/f", sample(), CalibrationLayout::published), InvalidArgument);
+  EXPECT_THROW(save_calibration(folder_ / "no/f", sample_calibration()), InvalidArgument);
 }
 
 TEST_F(CalibrationFile, TruncatedAnywhereIsRefused) {
-  const Bytes strided = content(golden("group_mean/calibration.pt")),
-              plain = content(golden("mean_basic/calibration.safetensors"));
-  for (const Bytes& whole : {strided, plain})
-    for (int part = 0; part < 50; ++part)
-      expect_refused(whole.substr(0, whole.size() * static_cast<std::size_t>(part) / 50), "");
-  expect_refused("", "neither");
-  expect_refused("PK", "truncated");
-  expect_refused(strided + "x", "directory");
+  const Bytes whole = content(golden_calibration("mean_basic/calibration.safetensors"));
+  for (int part = 0; part < 50; ++part)
+    expect_refused(whole.substr(0, whole.size() * static_cast<std::size_t>(part) / 50), "");
+  expect_refused("", "not a safetensors file");
 }
 
-TEST_F(CalibrationFile, AFlippedBitOfAPublishedFileIsRefusedOrChangesNoNumber) {
-  const Bytes whole = content(golden("per_layer_per_head_gaps/calibration.pt"));
-  const Calibration right = read_calibration(whole, "the file");
-  int refused = 0;
-  for (std::size_t at = 0; at < whole.size(); at += 3) {
-    Bytes damaged = whole;
-    damaged[at] = static_cast<char>(damaged[at] ^ 1 << (at % 8));
-    try {
-      expect_same(right, read_calibration(damaged, "the file"));
-    } catch (const InvalidArgument& e) {
-      ++refused;
-    }
-    if (HasFailure()) FAIL() << "byte " << at;
-  }
-  EXPECT_GT(refused, 500);
+TEST_F(CalibrationFile, OfTorchSaveSaysHowItIsConverted) {
+  expect_refused(content(golden_calibration("mean_basic/calibration.pt")), "docs/method/calibration.md converts it");
+}
+
+TEST_F(CalibrationFile, AReaderOfOtherFilesIsAskedFirst) {
+  use_calibration_reader([](std::string_view bytes) { return bytes == "ours"; },
+                         [](std::string_view, const std::string& name) {
+                           Calibration c = sample_calibration();
+                           c.model_name = name;
+                           return c;
+                         });
+  EXPECT_EQ(read_calibration("ours", "the file").model_name, "the file");
+  expect_refused("theirs", "not a safetensors file");
+  use_calibration_reader(nullptr, nullptr);
+  expect_refused("ours", "not a safetensors file");
 }
 
 TEST_F(CalibrationFile, AFlippedBitOfOurFileNeverCrashes) {
-  const Bytes whole = content(golden("mean_basic/calibration.safetensors"));
+  const Bytes whole = content(golden_calibration("mean_basic/calibration.safetensors"));
   for (std::size_t at = 0; at < whole.size(); ++at) {
     Bytes damaged = whole;
     damaged[at] = static_cast<char>(damaged[at] ^ 1 << (at % 8));
@@ -206,157 +149,6 @@ TEST_F(CalibrationFile, OurLayoutIsRefusedForEveryFieldThatIsWrong) {
   io::write_safetensors(file, {{"q_mean", mean}},
                         {{"kvkeep_calibration", "1"}, {"head_dim", "4"}, {"rope_style", "half"}});
   expect_refused(content(file), "q_abs_mean");
-}
-
-// ---- Archives as an enemy would write them --------------------------------------------------------------------------
-
-Bytes little(std::uint64_t value, int bytes) {
-  Bytes out;
-  for (int i = 0; i < bytes; ++i) out.push_back(static_cast<char>(value >> (8 * i) & 0xff));
-  return out;
-}
-
-std::uint32_t checksum(const Bytes& bytes) {
-  std::uint32_t c = 0xffffffffU;
-  for (const char byte : bytes) {
-    c ^= static_cast<unsigned char>(byte);
-    for (int bit = 0; bit < 8; ++bit) c = (c & 1U) != 0 ? 0xedb88320U ^ (c >> 1U) : c >> 1U;
-  }
-  return c ^ 0xffffffffU;
-}
-
-/// A zip archive of stored records with checksums that are right.
-Bytes zip_of(const std::vector<std::pair<Bytes, Bytes>>& records, int method = 0) {
-  Bytes out, directory;
-  for (const auto& [name, data] : records) {
-    const Bytes about = little(static_cast<std::uint64_t>(method), 2) + little(0, 4) + little(checksum(data), 4) +
-                        little(data.size(), 4) + little(data.size(), 4) + little(name.size(), 2);
-    directory += little(0x02014b50, 4) + little(20, 2) + little(20, 2) + little(0, 2) + about + little(0, 2) +
-                 little(0, 2) + little(0, 2) + little(0, 2) + little(0, 4) + little(out.size(), 4) + name;
-    out += little(0x04034b50, 4) + little(20, 2) + little(0, 2) + about + little(0, 2) + name + data;
-  }
-  const std::size_t begin = out.size();
-  return out + directory + little(0x06054b50, 4) + little(0, 4) + little(records.size(), 2) +
-         little(records.size(), 2) + little(directory.size(), 4) + little(begin, 4) + little(0, 2);
-}
-
-Bytes word(const Bytes& text) { return "X" + little(text.size(), 4) + text; }
-Bytes number(std::int32_t n) { return "J" + little(static_cast<std::uint32_t>(n), 4); }
-
-/// A view of storage "0", which says that it has `held` numbers.
-Bytes tensor(std::int32_t held, std::int32_t offset, std::int32_t size, std::int32_t stride,
-             const Bytes& type = "FloatStorage") {
-  return "ctorch._utils\n_rebuild_tensor_v2\n((" + word("storage") + "ctorch\n" + type + "\n" + word("0") +
-         word("cpu") + number(held) + "tQ" + number(offset) + number(size) + "\x85" + number(stride) +
-         "\x85\x89"
-         "ccollections\nOrderedDict\n)RtR";
-}
-
-/// A pickle with head_dim 4 and one head, whose q_mean_real is given.
-Bytes pickle_with(const Bytes& real, const Bytes& more_metadata = "") {
-  const Bytes good = tensor(8, 0, 2, 1);
-  return "\x80\x02}(" + word("metadata") + "}(" + word("head_dim") + number(4) + word("rope_style") + word("half") +
-         more_metadata + "u" + word("stats") + "}(" + word("layer00_head00") + "}(" + word("q_mean_real") + real +
-         word("q_mean_imag") + good + word("q_abs_mean") + good + "uuu.";
-}
-
-Bytes archive_of(const Bytes& pickle, const Bytes& storage = Bytes(32, '\0')) {
-  return zip_of({{"a/data.pkl", pickle}, {"a/data/0", storage}});
-}
-
-TEST_F(CalibrationFile, ViewsThatLeaveTheirStorageAreRefused) {
-  EXPECT_EQ(read_calibration(archive_of(pickle_with(tensor(8, 1, 2, 6))), "x").heads.size(), 1U)
-      << "the last element is the storage's last";
-  expect_refused(archive_of(pickle_with(tensor(8, 1, 2, 7))), "outside its storage");
-  expect_refused(archive_of(pickle_with(tensor(8, -1, 2, 1))), "outside its storage");
-  expect_refused(archive_of(pickle_with(tensor(8, 3, 2, -2))), "outside its storage");
-  expect_refused(archive_of(pickle_with(tensor(8, 0, 2, INT32_MAX))), "outside its storage");
-  expect_refused(archive_of(pickle_with(tensor(800, 0, 2, 1))), "outside its storage");
-  expect_refused(archive_of(pickle_with(tensor(8, 0, 3, 1))), "shape [2]");
-  expect_refused(archive_of(pickle_with(tensor(8, 0, INT32_MAX, 1))), "shape [2]");
-  expect_refused(archive_of(pickle_with(tensor(8, 0, 2, 1, "LongStorage"))), "LongStorage");
-  expect_refused(zip_of({{"a/data.pkl", pickle_with(tensor(8, 0, 2, 1))}}), "a/data/0");
-  expect_refused(zip_of({{"b/x", "y"}}), "data.pkl");
-  expect_refused(zip_of({{"a/data.pkl", "."}, {"b/data.pkl", "."}}), "more than one");
-  expect_refused(zip_of({{"a/data.pkl", "N."}, {"a/byteorder", "big"}}), "big-endian");
-  expect_refused(zip_of({{"a/data.pkl", "N."}}, 8), "compressed");
-}
-
-TEST_F(CalibrationFile, ReadsStoragesOfOtherWidths) {
-  Bytes halves, brains, doubles;
-  for (const double x : {1.5, -2.0, 0.25, 4.0, 0.0, 0.0, 0.0, 0.0}) {
-    halves += little(Half(static_cast<float>(x)).bits, 2);
-    brains += little(BFloat16(static_cast<float>(x)).bits, 2);
-    doubles += little(std::bit_cast<std::uint64_t>(x), 8);
-  }
-  for (const auto& [type, storage] : {std::pair<const char*, Bytes>{"HalfStorage", halves},
-                                      {"BFloat16Storage", brains},
-                                      {"DoubleStorage", doubles}}) {
-    Bytes pickle = pickle_with(tensor(8, 1, 2, 2));
-    for (std::size_t at = 0; (at = pickle.find("FloatStorage", at)) != Bytes::npos; at += std::strlen(type))
-      pickle.replace(at, std::strlen("FloatStorage"), type);
-    const Calibration c = read_calibration(archive_of(pickle, storage), "x");
-    EXPECT_EQ(c.heads.at({0, 0}).q_mean[0], std::complex<float>(-2, 1.5)) << type;
-    EXPECT_EQ(c.heads.at({0, 0}).q_mean[1], std::complex<float>(4, -2)) << type;
-  }
-}
-
-TEST_F(CalibrationFile, MetadataOfAnyReleaseIsReadOver) {
-  const Bytes more = word("a") + "N" + word("b") + "\x88" + word("c") + "\x89" + word("d") + word("") + word("e") +
-                     "](" + number(1) + "e" + word("f") + "ctorch\nbfloat16\n" + word("g") + "G\x3f\xf0" +
-                     Bytes(6, '\0') + word("h") + "\x8a" + Bytes(1, '\x02') + "\xff\xff" + word("i") + ")" +
-                     word("inv_freq") + "N";
-  const Calibration c = read_calibration(archive_of(pickle_with(tensor(8, 0, 2, 1), more)), "x");
-  EXPECT_TRUE(c.inv_freq.empty());
-  const Bytes frequencies = word("inv_freq") + "](" + "K\x01" + "G\x3f\xe0" + Bytes(6, '\0') + "e" +
-                            word("sampled_heads") + "](" + "](" + number(0) + number(0) + "ee";
-  EXPECT_EQ(read_calibration(archive_of(pickle_with(tensor(8, 0, 2, 1), frequencies)), "x").inv_freq,
-            (std::vector<double>{1, .5}));
-  expect_refused(archive_of(pickle_with(tensor(8, 0, 2, 1), word("inv_freq") + "](" + number(1) + "e")), "inv_freq");
-  expect_refused(
-      archive_of(pickle_with(tensor(8, 0, 2, 1), word("sampled_heads") + "](" + "](" + number(0) + number(7) + "ee")),
-      "layer 0, head 7");
-  expect_refused(archive_of(pickle_with(tensor(8, 0, 2, 1), word("head_dim") + number(7))), "head_dim");
-}
-
-TEST_F(CalibrationFile, PicklesThatWantMoreThanDataAreRefused) {
-  const auto object = [](const Bytes& pickle) { return archive_of(Bytes("\x80\x02") + pickle); };
-  expect_refused(object("cos\nsystem\n(" + word("true") + "tR."), "os system");
-  expect_refused(object("cbuiltins\neval\n(" + word("1") + "tR."), "builtins eval");
-  expect_refused(object("}r" + little(0xfffffffe, 4) + "0."), "damaged");  // the index of a memo costs nothing
-  expect_refused(object("j" + little(7, 4) + "."), "damaged");             // a memo that nothing was put in
-  expect_refused(object("X" + little(0xffffffff, 4) + "a."), "ends in the middle");
-  expect_refused(object("]q"), "ends in the middle");
-  expect_refused(object(""), "ends in the middle");
-  expect_refused(object("."), "damaged");
-  expect_refused(object("R."), "damaged");
-  expect_refused(object("u."), "damaged");
-  expect_refused(object("}(K\x01u."), "damaged");
-  expect_refused(object("](a."), "damaged");
-  expect_refused(object("]]a.e"), "does not hold a dict");
-  expect_refused(object("]q" + little(0, 1) + "h" + little(0, 1) + "a."),
-                 "does not hold a dict");  // a list inside itself
-  expect_refused(object("}}."), "damaged");
-  expect_refused(object("\x8a" + Bytes(1, '\x09') + "123456789."), "9 bytes");
-  expect_refused(object("N" + word("x") + "Q."), "damaged");
-  expect_refused(object("iposix\nsystem\n."), "instruction 105");
-  expect_refused(object(Bytes(100000, ']') + "."), "damaged");
-  Bytes nested;
-  for (int i = 0; i < 200000; ++i) nested += "](";
-  expect_refused(object(nested + "K\x01" + Bytes(200000, 'e') + "."), "does not hold a dict");
-  expect_refused(object("}(" + word("metadata") + "}" + word("stats") + "}u."), "head_dim");
-  expect_refused(archive_of(pickle_with("N")), "layer00_head00.q_mean_real");
-}
-
-TEST_F(CalibrationFile, KeysOfStatsAreLayersAndHeads) {
-  const Bytes good = pickle_with(tensor(8, 0, 2, 1));
-  for (const char* key :
-       {"layer0_head0x", "layer-1_head00", "layer00_heads0", "head00_layer00", "layer99999_head0", "layer_head"}) {
-    Bytes pickle = good;
-    const std::size_t at = pickle.find(word("layer00_head00"));
-    pickle.replace(at, word("layer00_head00").size(), word(key));
-    expect_refused(archive_of(pickle), "layer<number>_head<number>");
-  }
 }
 
 }  // namespace

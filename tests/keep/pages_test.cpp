@@ -258,7 +258,12 @@ TEST(PageMoves, EndWithThePageOfTheLastSlotThatStays) {
   const PageMove planned{.sequence = 0, .before = {7, 3, 9, 4}, .after = {7, 11, 12}, .freed = {3, 9, 4}, .taken = 2};
   const auto shortened = [&](std::int64_t longest) {
     PageMove move = planned;
-    shorten(move, longest, 16);
+    RowTable table;
+    table.page_size = 16;
+    table.rows.resize(2);  // of the sequence; the second keeps one slot less
+    shorten({&move, 1}, table, {.slots = {}, .indptr = {0, longest, 2 * longest - std::min<std::int64_t>(longest, 1)}});
+    EXPECT_EQ(move.longest, longest);
+    EXPECT_EQ(move.shortest, std::max<std::int64_t>(longest - 1, 0));
     return move;
   };
   for (const std::int64_t longest : {33, 48}) EXPECT_EQ(shortened(longest).after, planned.after) << longest;

@@ -186,7 +186,7 @@ std::filesystem::path write_calibration(const std::filesystem::path& path) {
         head.q_mean.emplace_back(static_cast<float>(random.normal()), static_cast<float>(random.normal()));
         head.q_abs_mean.push_back(2);
       }
-  save_calibration(path, calibration, CalibrationLayout::safetensors);
+  save_calibration(path, calibration);
   return path;
 }
 

@@ -27,7 +27,7 @@ using testing::for_every_instruction_set;
 /// While it lives, the machine has a matrix unit: products of bf16, summed up in f32 by plain loops.
 class PlainUnit {
  public:
-  PlainUnit() { cpu::use_matrix_unit(&kOfUnit); }
+  PlainUnit() { cpu::use_matrix_unit(&kUnit); }
   ~PlainUnit() { cpu::use_matrix_unit(nullptr); }
   PlainUnit(const PlainUnit&) = delete;
   PlainUnit& operator=(const PlainUnit&) = delete;

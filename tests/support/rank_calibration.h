@@ -24,7 +24,7 @@ class CalibrationFile {
           head.q_abs_mean.push_back(std::abs(head.q_mean.back()) + 0.5F);
         }
       }
-    save_calibration(path, all, CalibrationLayout::safetensors);
+    save_calibration(path, all);
   }
   ~CalibrationFile() { std::filesystem::remove(path); }
   CalibrationFile(const CalibrationFile&) = delete;

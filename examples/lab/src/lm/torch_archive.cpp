@@ -506,7 +506,7 @@ void TorchArchiveWriter::save(const std::filesystem::path& file) {
   archive += directory + little_endian_bytes(kEndSignature, 4) + little_endian_bytes(0, 4) +
              little_endian_bytes(count, 2) + little_endian_bytes(count, 2) + little_endian_bytes(directory.size(), 4) +
              little_endian_bytes(begin, 4) + little_endian_bytes(0, 2);
-  write_text_atomically(file, archive);
+  io::write_text_atomically(file, archive);
 }
 
 }  // namespace kvkeep::lm

@@ -9,7 +9,7 @@
 #include <string_view>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/calibration.h"
+#include "kvlab/published_calibration.h"
 
 namespace {
 
@@ -56,6 +56,11 @@ void read(std::string_view bytes) {
 }
 
 }  // namespace
+
+extern "C" int LLVMFuzzerInitialize(int*, char***) {
+  kvkeep::lm::use_published_calibrations();
+  return 0;
+}
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string_view bytes(reinterpret_cast<const char*>(data), size);
