@@ -66,7 +66,7 @@ TEST_F(COnDevice, KeepsWhatTheCpuKeepsDenseAndInPagesAndByEitherCallOfALayer) {
       }
 }
 
-TEST_F(COnDevice, WaitsForCountsOrLeavesThatToFinish) {
+TEST_F(COnDevice, WaitsForCountsWhereTheReportCannotSayThatTheyArePending) {
   for (const bool launches : {false, true}) {
     DenseEngine cpp(kScoresDecide, true, Dtype::f32);
     CAccelerator accelerator;
@@ -82,8 +82,8 @@ TEST_F(COnDevice, WaitsForCountsOrLeavesThatToFinish) {
       kvkeep_report report{};
       ASSERT_EQ(c.call(
                     [&](const kvkeep_cache& cache) {
-                      if (!launches) return kvkeep_step(c.keeper.get(), &cache, &report);
-                      const kvkeep_status status = kvkeep_launch(c.keeper.get(), &cache, &report);
+                      if (!launches) report.size = offsetof(kvkeep_report, pending);
+                      const kvkeep_status status = kvkeep_step(c.keeper.get(), &cache, &report);
                       if (status != KVKEEP_OK || report.pending == 0) return status;
                       ++pending;
                       EXPECT_EQ(report.num_pages, 0);
@@ -193,15 +193,7 @@ TEST_F(COnDevice, RefusesAnotherDeviceByBothNames) {
 
   const kvkeep_layer_cache layers[kLayers] = {{KVKEEP_DENSE, &keys, &values, nullptr, nullptr},
                                               {KVKEEP_DENSE, &keys, &values, nullptr, nullptr}};
-  std::int32_t length = 0;
-  kvkeep_cache cache{};
-  cache.size = sizeof cache;
-  cache.layers = layers;
-  cache.num_sequences = 1;
-  cache.sequences = &id;
-  cache.lengths = &length;
-  cache.rows_per_sequence = 1;
-  EXPECT_EQ(kvkeep_step(c.keeper.get(), &cache, nullptr), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_EQ(kvkeep_bind(c.keeper.get(), layers), KVKEEP_INVALID_ARGUMENT);
   EXPECT_TRUE(says(text("cache: it is on ", other, ", but the keeper works on ", mine))) << kvkeep_last_error();
 }
 

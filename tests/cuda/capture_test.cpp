@@ -169,7 +169,8 @@ TEST_F(CapturedEvents, MayBeTheSecondOfTheirSize) {
       keeper.observe(
           {.layer = l, .sequences = ids, .indptr = indptr, .queries = queries, .basis = QueryBasis::post_rope});
   };
-  const auto view = [&] { return CacheView{.layers = layers, .sequences = ids, .lengths = {lengths}}; };
+  keeper.bind(layers);
+  const auto view = [&] { return CacheView{ids, {lengths}}; };
   fill();
   ASSERT_GT(keeper.workspace_bytes(view()), std::int64_t{1} << 20) << "more than the least block";
   EXPECT_EQ(keeper.step(view()).cuts.size(), ids.size());

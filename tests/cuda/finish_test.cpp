@@ -170,6 +170,7 @@ TEST_F(PendingEvents, RefuseWhatNeedsTheirLengthsByName) {
     refused("pin", [&] { return keeper.part<parts::Pins>().pin(1, 2, 3), 0; });
     refused("save", [&] { return keeper.save(1, "never_written.safetensors"), 0; });
     refused("leave", [&] { return keeper.leave(1), 0; });
+    EXPECT_TRUE(names(refusal([&] { return keeper.bind(device.layers), 0; }), "bind: the last event is pending"));
     EXPECT_EQ(keeper.logical_length(1), 64);
 
     // Another sequence may take tokens, but has no event before this one is complete.
@@ -177,8 +178,7 @@ TEST_F(PendingEvents, RefuseWhatNeedsTheirLengthsByName) {
     EXPECT_EQ(keeper.physical_length(3, 1, 1), 5);
     const SequenceId third = 3;
     Ints lengths(kRows, 5), places{3};
-    const CacheView own{
-        .layers = device.layers, .sequences = {&third, 1}, .lengths = {lengths, kRows}, .places = places};
+    const CacheView own{{&third, 1}, {lengths, kRows}, places};
     EXPECT_TRUE(names(refusal([&] { return keeper.plan(own).cuts.size(); }), "the last event, of other sequences"));
   };
   EXPECT_EQ(cpu.cut({1, 2}).cuts.size(), 2U);
@@ -243,7 +243,7 @@ TEST_F(PendingEvents, ComeOfPlansWhoseLengthsAreBounds) {
   Ints lengths, places{1, 2};
   for (const SequenceId id : ids)
     lengths.insert(lengths.end(), device.lengths.at(id).begin(), device.lengths.at(id).end());
-  const CacheView view{.layers = device.layers, .sequences = ids, .lengths = {lengths, kRows}, .places = places};
+  const CacheView view{ids, {lengths, kRows}, places};
   const Plan first = device.keeper.plan(view), plan = device.keeper.plan(view);
   const Report pending = device.keeper.apply(plan, view);
   EXPECT_TRUE(pending.pending);

@@ -563,9 +563,7 @@ TEST_F(DeviceLine, RefusesTensorsThatLieElsewhere) {
                    {.layer = 0, .sequences = numbers.ids, .indptr = numbers.indptr, .queries = numbers.queries[0]}),
                InvalidArgument);
   DenseEngine host("tova,budget=48,interval=12", false, Dtype::f32);
-  host.layers = engine.layers;
-  host.join(1);
-  EXPECT_THROW(static_cast<void>(host.cut({1})), InvalidArgument);
+  EXPECT_THROW(host.keeper.bind(engine.layers), InvalidArgument);
 #endif
 }
 

@@ -25,8 +25,7 @@ class TwoDue {
     engine.feed(numbers_of(random, {{1, 12}, {2, 12}}));
   }
   [[nodiscard]] CacheView view_of(std::size_t i) {
-    return {.layers = engine.layers,
-            .sequences = std::span(ids_).subspan(i, 1),
+    return {.sequences = std::span(ids_).subspan(i, 1),
             .lengths = {std::span(lengths_).subspan(i, 1), 1},
             .places = std::span(places_).subspan(i, 1)};
   }
@@ -107,9 +106,7 @@ TEST_F(DevicePlans, StandThoughAViewIsMeasuredAndAStepWithoutAnEventComesBetween
   cpu.engine.join(3);
   const std::vector<SequenceId> ids{3};
   Ints lengths{0}, places{3};
-  EXPECT_TRUE(device.engine.keeper
-                  .plan({.layers = device.engine.layers, .sequences = ids, .lengths = {lengths, 1}, .places = places})
-                  .cuts.empty());
+  EXPECT_TRUE(device.engine.keeper.plan({ids, {lengths, 1}, places}).cuts.empty());
   EXPECT_EQ(device.apply(plan, 0).cuts.size(), 1U);
   EXPECT_EQ(cpu.apply(cpu.plan(0), 0).cuts.size(), 1U);
   expect_alike(cpu.engine, device.engine);
