@@ -41,7 +41,13 @@ PROGRAMS = {
     "llama": "kvkeep_llama_tests",
     **dict.fromkeys(("cli", "lm", "report"), "kvkeep_lab_tests"),
 }  # other rooms: kvkeep_tests
-ALL_PROGRAMS = ["kvkeep_tests", "kvkeep_torch_tests", "kvkeep_lab_tests", "kvkeep_llama_tests", "kvkeep_cuda_model_tests"]
+ALL_PROGRAMS = [
+    "kvkeep_tests",
+    "kvkeep_torch_tests",
+    "kvkeep_lab_tests",
+    "kvkeep_llama_tests",
+    "kvkeep_cuda_model_tests",
+]
 WAYS = {"kvkeep_cuda_model_tests": ["", "seed=1", "guard"]}  # to run the execution model (docs/inside/cuda.md)
 OF_THE_SOURCES = "House.*:Docs.*"  # they read the sources, which are not themselves in the copy
 SECONDS = 600  # that a part of the tests may take; without a break it takes a tenth

@@ -210,10 +210,10 @@ INSTANTIATE_TEST_SUITE_P(
     Policies, OutOfMemory,
     ::testing::Combine(
         ::testing::Values("streaming,budget=8,interval=4,sink=2,recent=1", "tova,budget=8,interval=4,sink=1,recent=1",
-                        "ams-tova,budget=8,interval=4,sink=1,recent=1,min_segment=2,max_segment=4,min_quota=1",
-                        "h2o,budget=8,interval=4,sink=1,recent=1", "expected,budget=8,interval=4,sink=1,recent=1",
-                        "adakv,budget=8,interval=4,sink=1,recent=1,scorer.window=2",
-                        "knorm,budget=8,interval=4,sink=1,recent=1,rest=fold,min_span=2"),
+                          "ams-tova,budget=8,interval=4,sink=1,recent=1,min_segment=2,max_segment=4,min_quota=1",
+                          "h2o,budget=8,interval=4,sink=1,recent=1", "expected,budget=8,interval=4,sink=1,recent=1",
+                          "adakv,budget=8,interval=4,sink=1,recent=1,scorer.window=2",
+                          "knorm,budget=8,interval=4,sink=1,recent=1,rest=fold,min_span=2"),
         ::testing::Bool()));
 
 TEST(IdleStep, AllocatesNothing) {

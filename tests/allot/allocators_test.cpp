@@ -11,9 +11,9 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "arrays.h"
 #include "kvkeep/allot/head_marks.h"
 #include "kvkeep/kvkeep.h"
-#include "arrays.h"
 #include "loop_threads.h"
 #include "oracle/allocators_oracle.h"
 #include "oracle/random_case.h"
@@ -22,11 +22,11 @@
 namespace kvkeep::allocators_test {
 namespace {
 
-using testing::Array;
-using testing::normals;
-using testing::LoopThreads;
 using oracle::AllotHead;
 using oracle::Random;
+using testing::Array;
+using testing::LoopThreads;
+using testing::normals;
 using testing::ScorerArrangement;
 using testing::ScorerCase;
 using Ints = std::vector<std::int32_t>;

@@ -236,8 +236,7 @@ TEST(CInterface, NarrowsAPromptLayerByLayer) {
   std::vector<kvkeep_layer_cache> layers_of_c;
   for (const LayerKv& layer : layers) {
     const auto& kv = std::get<DenseKv>(layer);
-    layers_of_c.push_back(
-        {KVKEEP_DENSE, arrays.of(Array(kv.keys)), arrays.of(Array(kv.values)), nullptr, nullptr});
+    layers_of_c.push_back({KVKEEP_DENSE, arrays.of(Array(kv.keys)), arrays.of(Array(kv.values)), nullptr, nullptr});
   }
   kvkeep_observation seen_by_c{};
   seen_by_c.size = sizeof seen_by_c;

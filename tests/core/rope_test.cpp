@@ -4,10 +4,10 @@
 
 #include <numeric>
 
+#include "arrays.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/keep/rerotate.h"
-#include "arrays.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::rope_test {

@@ -161,7 +161,8 @@ TEST_F(COnDevice, WorksInMemoryOfTheCaller) {
   ASSERT_EQ(kvkeep_use_workspace(accelerator.gpu, arrays.of(memory.narrow(0, begin, bytes))), KVKEEP_OK);
   ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
   EXPECT_EQ(report.num_cuts, 1);
-  EXPECT_EQ(kvkeep_use_workspace(accelerator.gpu, arrays.of(Array::zeros({bytes}, Dtype::f32).to(accelerator.device))), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_EQ(kvkeep_use_workspace(accelerator.gpu, arrays.of(Array::zeros({bytes}, Dtype::f32).to(accelerator.device))),
+            KVKEEP_INVALID_ARGUMENT);
   EXPECT_TRUE(says("workspace: not usable; given f32")) << kvkeep_last_error();
 }
 

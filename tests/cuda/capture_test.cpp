@@ -1,7 +1,6 @@
 // Events in CUDA graphs and on several streams: a replay is the event that was captured, whatever ran between; memory
 // lives as long as graphs and streams need it.
 
-
 #include <ATen/ops/empty.h>
 
 #include <deque>
@@ -156,8 +155,7 @@ TEST_F(CapturedEvents, MayBeTheSecondOfTheirSize) {
   const auto numbers = [&](const Shape& sizes) { return testing::normals(random, sizes).to(keeper.device()); };
   std::vector<LayerKv> layers;
   for (int l = 0; l < 2; ++l)
-    layers.emplace_back(
-        DenseKv{numbers({kSequences, 4, kFull, 32}), numbers({kSequences, 4, kFull, 32})});
+    layers.emplace_back(DenseKv{numbers({kSequences, 4, kFull, 32}), numbers({kSequences, 4, kFull, 32})});
   std::vector<SequenceId> ids(kSequences);
   std::iota(ids.begin(), ids.end(), 0);
   Ints lengths;
@@ -283,9 +281,7 @@ TEST_F(CapturedEvents, ReadTheKeysOnceWhereTheEngineGaveItsLogSumExps) {
 TEST_F(CapturedSteps, AreRefusedWhereAGraphWouldReadAnotherTable) {
   Twins twins;
   DenseEngine& device = *twins.device;
-  device.record = [&](std::int32_t layer, const Array& queries, const Array&) {
-    device.keeper.record(layer, queries);
-  };
+  device.record = [&](std::int32_t layer, const Array& queries, const Array&) { device.keeper.record(layer, queries); };
   const auto begin = [&](std::int32_t tokens) {
     const SequenceId id = 1;
     const Ints indptr{0, tokens};

@@ -152,7 +152,7 @@ TEST_F(PendingEvents, RefuseWhatNeedsTheirLengthsByName) {
           << operation << ": " << message;
     };
     const Array queries = of_one.queries[0].to(keeper.device()),
-                     scores = of_one.keys[0].select(2, 0).to(keeper.device());
+                scores = of_one.keys[0].select(2, 0).to(keeper.device());
     refused("observe", [&] {
       return keeper.observe({.layer = 0, .sequences = {&one, 1}, .indptr = indptr, .queries = queries}), 0;
     });

@@ -493,9 +493,7 @@ void expect_memory_is_enough(const char* policy) {
   run(first);
   ASSERT_GT(needed, 0);
   const std::int64_t bytes_needed = needed;
-  const auto memory = [&](std::int64_t bytes) {
-    return Array::empty({bytes + 256}, Dtype::u8, first->device());
-  };
+  const auto memory = [&](std::int64_t bytes) { return Array::empty({bytes + 256}, Dtype::u8, first->device()); };
   const auto aligned = [](const Array& m, std::int64_t bytes) {
     return m.narrow(0, (256 - reinterpret_cast<std::intptr_t>(m.bytes()) % 256) % 256, bytes);
   };

@@ -2,8 +2,8 @@
 
 #include "memory_attention.h"
 
-#include "kvkeep/core/error.h"
 #include "arrays.h"
+#include "kvkeep/core/error.h"
 #include "memory_case.h"
 
 namespace kvkeep::cuda::memory_attention_test {
@@ -79,8 +79,7 @@ std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const Devic
       }
       const Array answer = open.close(), mass = open.log_mass();
       for (std::int64_t h = 0; h < heads; ++h) {
-        const float want_mass = mass.data<float>()[h],
-                    got_mass = lse[static_cast<std::size_t>(token * heads + h)];
+        const float want_mass = mass.data<float>()[h], got_mass = lse[static_cast<std::size_t>(token * heads + h)];
         if (std::isinf(want_mass))
           EXPECT_EQ(got_mass, want_mass) << what;
         else

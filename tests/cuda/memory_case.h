@@ -1,14 +1,13 @@
 #pragma once
 /// Folded spans of some sequences and queries that read them: on the CPU, and the same on the device.
 
-
 #include <memory>
 #include <numeric>
 
+#include "arrays.h"
 #include "evidence_case.h"
 #include "folded_prompt.h"
 #include "kvkeep/memory/zoom.h"
-#include "arrays.h"
 #include "memory_attention.h"
 
 namespace kvkeep::cuda {
@@ -45,7 +44,7 @@ class MemoryCase {
         tokens += length;
       }
       Array keys = testing::normals(random, {heads, tokens, shape.dim}),
-                 values = testing::normals(random, {heads, tokens, shape.dim});
+            values = testing::normals(random, {heads, tokens, shape.dim});
       for (Array* side : {&keys, &values})  // neighbours resemble each other, so that factors have few components
         for (std::int64_t h = 0; h < heads; ++h)
           for (std::int64_t i = shape.dim; i < tokens * shape.dim; ++i) {

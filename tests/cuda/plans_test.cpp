@@ -91,8 +91,7 @@ TEST_F(DevicePlans, WhoseMemoryWasTakenAwayAreRefused) {
   const std::shared_ptr<Machine> accelerator = fresh_accelerator();
   TwoDue device(accelerator);
   const Plan plan = device.plan(0);
-  const Array memory =
-      Array::empty({1 << 22}, Dtype::u8, accelerator->device());
+  const Array memory = Array::empty({1 << 22}, Dtype::u8, accelerator->device());
   accelerator->use_workspace(
       memory.narrow(0, (256 - reinterpret_cast<std::intptr_t>(memory.bytes()) % 256) % 256, (1 << 22) - 256));
   const std::vector<Array> before = device.bytes();

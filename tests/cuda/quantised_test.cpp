@@ -63,8 +63,8 @@ class Quantised {
   }
 
   /// The scale of a slot. `scales`: of all.
-  [[nodiscard]] Array scale_in(const std::vector<Array>& scales, SequenceId id, std::int32_t r,
-                                    std::int32_t t, bool value) const {
+  [[nodiscard]] Array scale_in(const std::vector<Array>& scales, SequenceId id, std::int32_t r, std::int32_t t,
+                               bool value) const {
     const Array& all = scales[static_cast<std::size_t>(r / kHeads * 2 + (value ? 1 : 0))];
     if constexpr (kPaged)
       return all[engine_.sequences.pages(id)[static_cast<std::size_t>(t / kPageSize)]][t % kPageSize][r % kHeads];
@@ -83,7 +83,8 @@ class Quantised {
     if (of_ == ScaleOf::slot) own = all;
     if (of_ == ScaleOf::head) own[heads] = kHeads;
     const Array numbers = Array::full(own, any());
-    for (std::int32_t h = 0; of_ == ScaleOf::head && h < kHeads; ++h) numbers.select(static_cast<int>(heads), h).fill_(any());
+    for (std::int32_t h = 0; of_ == ScaleOf::head && h < kHeads; ++h)
+      numbers.select(static_cast<int>(heads), h).fill_(any());
     const Array there = numbers.to(rows.device());
     Shape steps = there.strides();
     for (std::size_t d = 0; d < all.size(); ++d)
@@ -126,7 +127,8 @@ void expect_as_on_cpu(const char* policy, Dtype format, ScaleOf of, AnyEngine& d
             const auto [id, tokens] = work[i];
             const std::int32_t r = l * kHeads + h, length = device.lengths.at(id)[static_cast<std::size_t>(r)];
             for (std::int32_t t = 0; t < tokens; ++t)
-              rows[numbers.indptr[i] + t][h].mul_(static_cast<double>(cache.scale_in(scales, id, r, length - tokens + t, value).item()));
+              rows[numbers.indptr[i] + t][h].mul_(
+                  static_cast<double>(cache.scale_in(scales, id, r, length - tokens + t, value).item()));
           }
       }
     cpu.feed(read);
@@ -149,8 +151,9 @@ void expect_as_on_cpu(const char* policy, Dtype format, ScaleOf of, AnyEngine& d
       for (std::int32_t t = 0; t < lengths[static_cast<std::size_t>(r)]; ++t)
         for (const bool value : {false, true}) {
           const Array number = device.slot_of(id, r / kHeads, r % kHeads, t, value).to(Dtype::f32),
-                           scale = cache.scale_in(scales, id, r, t, value);
-          ASSERT_TRUE(same_bits(number.mul_(static_cast<double>(scale.item())), cpu.slot_of(id, r / kHeads, r % kHeads, t, value)))
+                      scale = cache.scale_in(scales, id, r, t, value);
+          ASSERT_TRUE(same_bits(number.mul_(static_cast<double>(scale.item())),
+                                cpu.slot_of(id, r / kHeads, r % kHeads, t, value)))
               << "slot " << t << ", row " << r << ", sequence " << id;
         }
 }

@@ -1,7 +1,6 @@
 // Sequences that are saved from a device or come back to one: they go on there, and on the CPU, as if they had never
 // left, and a file that does not fit changes nothing.
 
-
 #include "captured_graph.h"
 #include "engines.h"
 #include "fresh_accelerator.h"
@@ -172,7 +171,8 @@ TEST_F(DeviceState, IsNeitherSavedNorRestoredWhereAFileDoesNotFit) {
     for (const std::string& name : honest.names()) tensors.emplace_back(name, clone(honest.tensor(name)));
     Tensor& t = tensors[static_cast<std::size_t>(random.between(0, static_cast<int>(tensors.size()) - 1))].second;
     if (random.between(0, 4) == 0 && t.dim() > 0 && t.size(0) > 0) {
-      t = random.between(0, 1) == 0 ? clone(t.narrow(0, 0, t.size(0) - 1)) : Tensor(Array::cat({t, t.narrow(0, 0, 1)}, 0));
+      t = random.between(0, 1) == 0 ? clone(t.narrow(0, 0, t.size(0) - 1))
+                                    : Tensor(Array::cat({t, t.narrow(0, 0, 1)}, 0));
     } else if (t.nbytes() >= 4) {
       const std::int32_t values[] = {-1, 0, 1, 7, 100, 1 << 30, INT32_MAX, INT32_MIN};
       const std::int32_t value = values[random.between(0, 7)];

@@ -35,7 +35,8 @@ struct Engine {
       make_policy(
           "ams-tova,budget=24,interval=4,recent=4,window=3,sink=1,rest=fold,memory.max_span=8,memory.min_span=2"),
       {.surprisal = true, .reads_folded = true}};
-  std::vector<LayerKv> cache{DenseKv{Array::zeros({1, kHeads, kCapacity, kDim}), Array::zeros({1, kHeads, kCapacity, kDim})}};
+  std::vector<LayerKv> cache{
+      DenseKv{Array::zeros({1, kHeads, kCapacity, kDim}), Array::zeros({1, kHeads, kCapacity, kDim})}};
   std::vector<std::int32_t> lengths = {0, 0};
   oracle::Random random{5};
 
@@ -44,7 +45,7 @@ struct Engine {
     const std::vector<std::int32_t> indptr{0, tokens};
     const auto& kv = std::get<DenseKv>(cache.front());
     const Array queries = Array::zeros({tokens, kHeads, kDim}), out = Array::zeros({tokens, kHeads, kDim}),
-               lse = Array::zeros({tokens, kHeads});
+                lse = Array::zeros({tokens, kHeads});
     for (std::int32_t h = 0; h < kHeads; ++h)
       for (std::int32_t t = 0; t < tokens; ++t)
         for (std::int32_t d = 0; d < kDim; ++d) {

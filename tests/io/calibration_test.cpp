@@ -161,11 +161,8 @@ TEST_F(CalibrationFile, MissingFilesAndFoldersAreRefused) {
 
 TEST_F(CalibrationFile, OurLayoutIsRefusedForEveryFieldThatIsWrong) {
   const fs::path file = folder_ / "c.safetensors";
-  const auto zeros = [](std::initializer_list<std::int64_t> shape) {
-    return Array::full(shape, 0.5F, Dtype::f32);
-  };
-  const auto written = [&](const std::map<std::string, std::string>& change, const Array& mean,
-                           const Array& modulus) {
+  const auto zeros = [](std::initializer_list<std::int64_t> shape) { return Array::full(shape, 0.5F, Dtype::f32); };
+  const auto written = [&](const std::map<std::string, std::string>& change, const Array& mean, const Array& modulus) {
     std::map<std::string, std::string> metadata{
         {"kvkeep_calibration", "1"}, {"head_dim", "4"}, {"rope_style", "half"}, {"inv_freq", "[1, 0.1]"}};
     for (const auto& [key, value] : change) {

@@ -43,8 +43,7 @@ void expect_refused(const GgufParts& parts, std::initializer_list<const char*> n
 }
 
 bool same_bits(const Array& a, const Array& b) {
-  return a.dtype() == b.dtype() && a.sizes() == b.sizes() &&
-         std::memcmp(a.bytes(), b.bytes(), a.nbytes()) == 0;
+  return a.dtype() == b.dtype() && a.sizes() == b.sizes() && std::memcmp(a.bytes(), b.bytes(), a.nbytes()) == 0;
 }
 
 // tests/golden/gguf/make.py
@@ -58,7 +57,8 @@ TEST(Gguf, WidensEveryTypeToTheBitsOfThePythonPackage) {
   for (const std::string_view name : file.names()) {
     const Array expected = widened.tensor(name);
     EXPECT_EQ(file.described(name).type, name);
-    EXPECT_EQ(file.described(name).shape, std::vector<std::int64_t>(expected.sizes().begin(), expected.sizes().end())) << name;
+    EXPECT_EQ(file.described(name).shape, std::vector<std::int64_t>(expected.sizes().begin(), expected.sizes().end()))
+        << name;
     EXPECT_TRUE(same_bits(file.tensor(name), expected)) << name;
     EXPECT_TRUE(same_bits(file.tensor(name, Dtype::f16), widened.tensor(std::string(name) + ".f16"))) << name;
     EXPECT_TRUE(same_bits(file.tensor(name, Dtype::bf16), widened.tensor(std::string(name) + ".bf16"))) << name;
@@ -281,9 +281,8 @@ TEST(Gguf, RefusesALyingAlignment) {
     EXPECT_TRUE(Array(file_of(parts).tensor("b")).equal(Array::range(0, 5, Dtype::f32))) << alignment;
   }
   // The data would begin behind the end of the file.
-  expect_refused(
-      GgufParts().whole("general.alignment", 1U << 31).tensor("a", Array::range(0, 3, Dtype::f32)),
-      {"'a'", "truncated"});
+  expect_refused(GgufParts().whole("general.alignment", 1U << 31).tensor("a", Array::range(0, 3, Dtype::f32)),
+                 {"'a'", "truncated"});
 }
 
 TEST(Gguf, RefusesALyingTensorByName) {
@@ -363,8 +362,7 @@ TEST(Gguf, EveryTruncationOfAFileIsRefused) {
       .texts("tokens", {"a", "bc"})
       .list<float>("scores", gguf::f32, {1, 2})
       .truth("flag", true);
-  parts.tensor("x", Array::range(0, 5, Dtype::f32))
-      .tensor("y", {1, 32}, gguf::Q8_0, std::string(34, '\1'));
+  parts.tensor("x", Array::range(0, 5, Dtype::f32)).tensor("y", {1, 32}, gguf::Q8_0, std::string(34, '\1'));
   const std::string whole = parts.bytes();
   EXPECT_NO_THROW((void)GgufFile::from_bytes(whole));
   for (std::size_t n = 0; n < whole.size(); ++n) {

@@ -8,9 +8,9 @@
 #include <locale>
 #include <map>
 
+#include "arrays.h"
 #include "engines.h"
 #include "kvkeep/io/calibration.h"
-#include "arrays.h"
 #include "kvkeep/trace/event_trace.h"
 
 namespace kvkeep::locale_test {

@@ -75,7 +75,8 @@ TEST_F(Safetensors, ComeBackBitForBitInEveryDtype) {
        {Dtype::f64, Dtype::f32, Dtype::f16, Dtype::bf16, Dtype::i64, Dtype::i32, Dtype::i16, Dtype::i8, Dtype::u8,
         Dtype::boolean, Dtype::u16, Dtype::u32, Dtype::u64, Dtype::f8_e4m3, Dtype::f8_e5m2}) {
     const Array all = Array::empty({3, 7}, dtype);
-    for (std::int64_t i = 0; i < all.nbytes(); ++i) all.bytes()[i] = static_cast<std::byte>(dtype == Dtype::boolean ? i % 2 : 7 * i);
+    for (std::int64_t i = 0; i < all.nbytes(); ++i)
+      all.bytes()[i] = static_cast<std::byte>(dtype == Dtype::boolean ? i % 2 : 7 * i);
     tensors.emplace_back(name_of(dtype), all);
   }
   tensors.emplace_back("empty", Array::zeros({0, 4}, Dtype::f16));
@@ -98,9 +99,8 @@ TEST_F(Safetensors, ComeBackBitForBitInEveryDtype) {
 }
 
 TEST_F(Safetensors, AreWrittenTheSameTwiceWithAnAlignedHeader) {
-  const std::vector<std::pair<std::string, Tensor>> tensors{
-      {"b", Array::full({3}, 1, Dtype::u8)},
-      {"a", Array::full({2, 2}, 1).permute({1, 0})}};
+  const std::vector<std::pair<std::string, Tensor>> tensors{{"b", Array::full({3}, 1, Dtype::u8)},
+                                                            {"a", Array::full({2, 2}, 1).permute({1, 0})}};
   write_safetensors(folder_ / "1", tensors);
   write_safetensors(folder_ / "2", tensors);
   const auto bytes = [](const fs::path& path) {
@@ -187,10 +187,7 @@ TEST_F(Safetensors, RefuseNamesAndFieldsSaidTwice) {
 
 TEST_F(Safetensors, EveryTruncationOfAFileIsRefused) {
   const fs::path path = folder_ / "whole.safetensors";
-  write_safetensors(
-      path,
-      {{"a", Array::full({5}, 1)}, {"b", Array::full({3, 3}, 1, Dtype::f16)}},
-      {{"k", "v"}});
+  write_safetensors(path, {{"a", Array::full({5}, 1)}, {"b", Array::full({3, 3}, 1, Dtype::f16)}}, {{"k", "v"}});
   std::ifstream in(path, std::ios::binary);
   const std::string whole{std::istreambuf_iterator<char>(in), {}};
   ASSERT_EQ(refusal(whole), "");
@@ -216,9 +213,7 @@ TEST_F(Safetensors, WritingRefusesWithoutLeavingAnythingBehind) {
   EXPECT_THROW(write_safetensors(folder_ / "f", {{"__metadata__", x}}), InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_ / "f", {{"\xff", x}}), InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_ / "f", {{"a", Array()}}), InvalidArgument);
-  EXPECT_THROW(
-      write_safetensors(folder_ / "f", {{"a", Array::empty({1}, Dtype::complex64)}}),
-      InvalidArgument);
+  EXPECT_THROW(write_safetensors(folder_ / "f", {{"a", Array::empty({1}, Dtype::complex64)}}), InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_ / "absent" / "f", {{"a", x}}), InvalidArgument);
   EXPECT_THROW(write_safetensors(folder_, {{"a", x}}), InvalidArgument);
   EXPECT_EQ(files(), 0U);

@@ -2,8 +2,8 @@
 
 #include <gtest/gtest.h>
 
-#include "kvkeep/keep/compact.h"
 #include "arrays.h"
+#include "kvkeep/keep/compact.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::compact_test {

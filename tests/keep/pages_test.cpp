@@ -8,9 +8,9 @@
 #include <numeric>
 #include <set>
 
+#include "arrays.h"
 #include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keep/compact.h"
-#include "arrays.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::pages_test {
@@ -116,7 +116,7 @@ struct Case {
 
   /// One slot of one side, by its array alone.
   [[nodiscard]] Array slot(const Array& side, PageLayout layout, std::int64_t page, std::int64_t offset,
-                                std::int64_t head) const {
+                           std::int64_t head) const {
     return layout == PageLayout::slot_head ? side[page][offset][head] : side[page][head][offset];
   }
 

@@ -157,9 +157,7 @@ TEST(ServingFaults, APolicyThatIsOffAsksForNothingAndTouchesNothing) {
   void* const nowhere =
       mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // a read or write ends us
   ASSERT_NE(nowhere, MAP_FAILED);
-  const auto side = [&](std::int64_t dim) {
-    return Array(nowhere, Dtype::f32, {1, kHeads, kTokens, dim});
-  };
+  const auto side = [&](std::int64_t dim) { return Array(nowhere, Dtype::f32, {1, kHeads, kTokens, dim}); };
   Keeper keeper(model(), make_policy("full"), {.queries = false});
   EXPECT_EQ(keeper.queries_read(), 0);
   EXPECT_THROW(Keeper(model(), make_policy(kRkv), {.queries = false}), InvalidArgument) << "one that is on asks";
@@ -686,7 +684,7 @@ class MovingEngine final : public Engine {
       }
   }
   [[nodiscard]] Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                   bool value) const override {
+                              bool value) const override {
     const auto& kv = std::get<DenseKv>(layers[static_cast<std::size_t>(layer)]);
     return Array(value ? kv.values : kv.keys)[place.at(id)][head][slot];
   }

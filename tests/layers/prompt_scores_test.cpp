@@ -5,8 +5,8 @@
 
 #include <gtest/gtest.h>
 
-#include "kvkeep/layers/layer_selector.h"
 #include "arrays.h"
+#include "kvkeep/layers/layer_selector.h"
 #include "prompts.h"
 
 namespace kvkeep::prompt_scores_test {

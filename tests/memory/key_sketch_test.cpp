@@ -7,11 +7,11 @@
 #include <cmath>
 #include <limits>
 
+#include "arrays.h"
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/memory/row_zoom.h"
 #include "kvkeep/memory/zoom.h"
-#include "arrays.h"
 #include "scorer_case.h"
 
 namespace kvkeep::key_sketch_test {
@@ -59,8 +59,7 @@ TEST(KeySketch, HoldsTheSignsOfEveryKeyBesideItsCoarseKey) {
     for (std::int64_t t = 0; t < 21; ++t) {
       double squares = 0, sum = 0;
       for (std::int64_t d = 0; d < dim; ++d) {
-        const double x = static_cast<double>(p.keys.data<float>()[t * dim + d]) -
-                         coarse.data<float>()[t / 7 * dim + d];
+        const double x = static_cast<double>(p.keys.data<float>()[t * dim + d]) - coarse.data<float>()[t / 7 * dim + d];
         squares += x * x, sum += std::abs(x);
         if (std::abs(x) > 1e-5)
           EXPECT_EQ(row.sketch().signs[KeySketch::at(t, d / 32, words)] >> (d % 32) & 1U, x > 0 ? 1U : 0U);
@@ -104,8 +103,7 @@ std::vector<double> plain_mass(const SpanRow& row, const Array& queries, double 
   return mass;
 }
 
-std::vector<float> told_mass(const SpanRow& row, const Array& queries, double scale,
-                             const std::vector<float>& dense) {
+std::vector<float> told_mass(const SpanRow& row, const Array& queries, double scale, const std::vector<float>& dense) {
   const std::int64_t heads = queries.size(0);
   std::vector<float> coarse(static_cast<std::size_t>(heads * row.size())), mass(coarse.size());
   cpu::ZoomScratch scratch;

@@ -15,9 +15,7 @@ using namespace testing;
 using Rank = FactorOptions::Rank;
 using Centred = FactorOptions::Centred;
 
-Array marks(std::vector<std::int64_t> shape, int mark) {
-  return Array::full(shape, mark, Dtype::u8);
-}
+Array marks(std::vector<std::int64_t> shape, int mark) { return Array::full(shape, mark, Dtype::u8); }
 
 Array random_marks(oracle::Random& random, std::vector<std::int64_t> shape) {
   Array m = marks(shape, 0);
@@ -135,11 +133,10 @@ TEST(MemoryAttention, StaysWithinTheErrorBoundOfWhatFactorsLeaveOut) {  // S-9
     o.max_rank = 16;
     const Array all = p.fold(o).spans.singular_values();
     const Array out = answers(memory, p.queries, marks({2, 2, memory.spans.size()}, 1), 0.25),
-                     exact = attend_rows(p.keys, p.values, p.queries, 0.25).close();
+                exact = attend_rows(p.keys, p.values, p.queries, 0.25).close();
     const double next_key = longest(all.select(2, 0).narrow(2, 5, 1)),
                  next_value = longest(all.select(2, 1).narrow(2, 5, 1));
-    const double longest_query = longest(p.queries),
-                 longest_value = longest(p.values);
+    const double longest_query = longest(p.queries), longest_value = longest(p.values);
     const double bound = (std::exp(2 * longest_query * next_key * 0.25) - 1) * longest_value + next_value;
     EXPECT_LE(longest(out, exact), bound);
   }

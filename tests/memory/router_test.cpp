@@ -24,9 +24,7 @@ Array row(std::vector<float> x) {
   return t;
 }
 
-std::vector<int> marks_of(const Array& t) {
-  return {t.data<std::uint8_t>(), t.data<std::uint8_t>() + t.numel()};
-}
+std::vector<int> marks_of(const Array& t) { return {t.data<std::uint8_t>(), t.data<std::uint8_t>() + t.numel()}; }
 
 TEST(Router, IsASigmoidOfTheDirectionOfTheCoarseKeyAndTheLogarithmOfTheLength) {  // G-S3, and the form with stored
                                                                                   // projections (S-15)
@@ -102,8 +100,7 @@ TEST(EstimatedMass, IsTheShareOfEachCoarseEntryInTheWholeSoftmax) {
       all += std::exp(static_cast<double>(coarse.data<float>()[i * memory.spans.size() + s]));
     for (std::int64_t s = 0; s < memory.spans.size(); ++s)
       EXPECT_NEAR(mass.data<float>()[i * memory.spans.size() + s],
-                  std::exp(static_cast<double>(coarse.data<float>()[i * memory.spans.size() + s])) / all,
-                  1e-6);
+                  std::exp(static_cast<double>(coarse.data<float>()[i * memory.spans.size() + s])) / all, 1e-6);
   }
 }
 
@@ -142,8 +139,7 @@ SpanStore raw_spans(const std::vector<std::int32_t>& lengths, int kv_heads = 1) 
 
 TEST(ZoomBudget, PassesOverWhatDoesNotFitAndWalksOn) {  // G-S6
   const SpanStore spans = raw_spans({6, 7, 3, 1});
-  const Array relevance = row({0.9F, 0.8F, 0.7F, 0.6F}),
-                   wanted = Array::full({1, 1, 4}, 1, Dtype::u8);
+  const Array relevance = row({0.9F, 0.8F, 0.7F, 0.6F}), wanted = Array::full({1, 1, 4}, 1, Dtype::u8);
   EXPECT_EQ(marks_of(within_budget(relevance, wanted, spans, {.entries = 20, .resident = 10}, Heads::own)),
             (std::vector<int>{1, 0, 1, 1}));
   EXPECT_EQ(marks_of(within_budget(relevance, wanted, spans, {}, Heads::own)), (std::vector<int>{1, 1, 1, 1}));
@@ -167,8 +163,7 @@ TEST(ZoomBudget, IsNeverExceededByTheUnionOfAGroup) {  // S-11
     for (int i = random.between(1, 12); i > 0; --i) lengths.push_back(random.between(1, 20));
     const SpanStore spans = raw_spans(lengths, 2);
     const std::int64_t count = spans.size(), group = random.between(1, 4);
-    Array relevance = Array::zeros({2, 2 * group, count}),
-               wanted = Array::zeros({2, 2 * group, count}, Dtype::u8);
+    Array relevance = Array::zeros({2, 2 * group, count}), wanted = Array::zeros({2, 2 * group, count}, Dtype::u8);
     for (std::int64_t i = 0; i < relevance.numel(); ++i)
       relevance.data<float>()[i] = static_cast<float>(random.between(0, 5)) / 5,
       wanted.data<std::uint8_t>()[i] = random.chance(0.6) ? 1 : 0;
@@ -182,8 +177,7 @@ TEST(ZoomBudget, IsNeverExceededByTheUnionOfAGroup) {  // S-11
             int marked = 0, asked = 0;
             for (std::int64_t h = kv * group; h < (kv + 1) * group; ++h) {
               const std::int64_t at = (q * 2 * group + h) * count + s;
-              const int mark = zoomed.data<std::uint8_t>()[at],
-                        want = wanted.data<std::uint8_t>()[at];
+              const int mark = zoomed.data<std::uint8_t>()[at], want = wanted.data<std::uint8_t>()[at];
               marked += mark, asked += want;
               if (heads == Heads::own) EXPECT_LE(mark, want);
             }

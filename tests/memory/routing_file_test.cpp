@@ -95,7 +95,7 @@ TEST_F(RoutingFile, GivesBackTheSameRoutersAndGates) {
     const Router own(parameters_.projections.select(0, l), parameters_.thresholds.select(0, l));
     const Router& read = routing.layers[static_cast<std::size_t>(l)];
     const Array expected = own.relevance(memory.spans, own.norms(memory.spans), prompt.queries),
-                     given = read.relevance(memory.spans, read.norms(memory.spans), prompt.queries);
+                given = read.relevance(memory.spans, read.norms(memory.spans), prompt.queries);
     EXPECT_EQ(apart(given, expected), 0) << "layer " << l;
     EXPECT_EQ(apart(read.wanted(given), own.wanted(expected)), 0) << "layer " << l;
   }

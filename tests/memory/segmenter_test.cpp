@@ -155,8 +155,7 @@ TEST(PromptSurprisal, IsTheLogSumExpLessTheTokensLogitWhateverTheBlocks) {
   constexpr int kTokens = 11, kVocabulary = 9001;
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
     Array logits = Array::empty({kTokens, kVocabulary}, Dtype::f32);
-    for (std::int64_t i = 0; i < logits.numel(); ++i)
-      logits.data<float>()[i] = static_cast<float>(5 * random.normal());
+    for (std::int64_t i = 0; i < logits.numel(); ++i) logits.data<float>()[i] = static_cast<float>(5 * random.normal());
     logits = logits.to(dtype);
     const Array stored = logits.to(Dtype::f64);
     Ints ids;

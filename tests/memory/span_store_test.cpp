@@ -167,10 +167,9 @@ TEST(SpanStore, NeverStoresMoreThanTheRows) {
           raw += f.raw;
         }
       if (spans.factors(s, 0, KvSide::keys).raw) {
-        EXPECT_EQ(
-            apart(spans.rows(s, KvSide::keys),
-                  p.keys.narrow(1, spans.spans()[static_cast<std::size_t>(s)].begin, length).to(store)),
-            0);
+        EXPECT_EQ(apart(spans.rows(s, KvSide::keys),
+                        p.keys.narrow(1, spans.spans()[static_cast<std::size_t>(s)].begin, length).to(store)),
+                  0);
         EXPECT_EQ(spans.row(0).zoom_entries(s), static_cast<double>(length));
       }
     }

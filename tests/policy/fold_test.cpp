@@ -73,8 +73,7 @@ TEST(Fold, ReadsNothingButCoarseEntriesWhereNothingIsOpened) {
         values.push_back(value);
       };
       for (std::int64_t t = 0; t < engine.keeper.physical_length(1, l, h); ++t)
-        add(Array(kv.keys)[0][h][t].data<float>(),
-            Array(kv.values)[0][h][t].data<float>(), 0);
+        add(Array(kv.keys)[0][h][t].data<float>(), Array(kv.values)[0][h][t].data<float>(), 0);
       for (std::int64_t i = 0; i < row.size(); ++i)
         add(reinterpret_cast<const float*>(row.coarse(KvSide::keys)) + i * FoldingEngine::kDim,
             reinterpret_cast<const float*>(row.coarse(KvSide::values)) + i * FoldingEngine::kDim,
@@ -85,8 +84,7 @@ TEST(Fold, ReadsNothingButCoarseEntriesWhereNothingIsOpened) {
         for (std::size_t d = 0; d < out.size(); ++d) out[d] += std::exp(logits[i]) * values[i][d];
       }
       for (std::size_t d = 0; d < out.size(); ++d)
-        EXPECT_NEAR(engine.outputs[static_cast<std::size_t>(l)][0][2 * h].data<float>()[d], out[d] / sum,
-                    2e-5);
+        EXPECT_NEAR(engine.outputs[static_cast<std::size_t>(l)][0][2 * h].data<float>()[d], out[d] / sum, 2e-5);
     }
 }
 
@@ -351,7 +349,7 @@ TEST(Fold, LeavesAttentionThatIsNotANumberAsItIs) {
   const std::vector<SequenceId> ids{1};
   const std::vector<std::int32_t> indptr{0, 1};
   const Array q = Array::full({1, 4, 16}, 1), out = Array::full({1, 4, 16}, std::nanf("")),
-                   lse = Array::full({1, 4}, std::nanf(""));
+              lse = Array::full({1, 4}, std::nanf(""));
   engine.keeper.part<parts::Folds>().view(
       {.layer = 0, .sequences = ids, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope}, {out, lse});
   for (std::int64_t i = 0; i < out.numel(); ++i) EXPECT_TRUE(std::isnan(out.data<float>()[i])) << i;

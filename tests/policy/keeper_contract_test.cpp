@@ -9,9 +9,9 @@
 #include <limits>
 #include <numeric>
 
+#include "arrays.h"
 #include "kvkeep/core/columns.h"
 #include "kvkeep/kvkeep.h"
-#include "arrays.h"
 #include "message_of.h"
 
 namespace kvkeep::keeper_contract_test {
@@ -39,8 +39,8 @@ class Line {
   explicit Line(const std::string& policy, ModelSpec spec = model(), std::int64_t capacity = 256)
       : spec_(spec), keeper(std::move(spec), make_policy(policy)) {
     for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
-      layers.emplace_back(
-          DenseKv{normals(random_, {4, spec_.kv_heads, capacity, 8}), normals(random_, {4, spec_.kv_heads, capacity, 8})});
+      layers.emplace_back(DenseKv{normals(random_, {4, spec_.kv_heads, capacity, 8}),
+                                  normals(random_, {4, spec_.kv_heads, capacity, 8})});
   }
 
   void join(SequenceId id, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {}) {
@@ -359,7 +359,8 @@ TEST(KeeperContract, TakesTokensBackToThePositionAfterTheLastThatIsLeft) {
 
 TEST(KeeperContract, TakesTokensBackToWhatTheLastEventLeft) {
   Line line("knorm,budget=6,interval=2,sink=2,recent=0,prefill=cut");
-  Array(std::get<DenseKv>(line.layers[0]).keys)[0][0][11].fill_(100);  // the newest token is dropped, so that no kept slot tells the next position
+  Array(std::get<DenseKv>(line.layers[0]).keys)[0][0][11].fill_(
+      100);  // the newest token is dropped, so that no kept slot tells the next position
   line.join(1);
   line.observe(12, {0, 1, 2, 3, 4, 5, 20, 21, 22, 23, 24, 40});
   ASSERT_EQ(line.step().cuts.size(), 1U);
@@ -419,8 +420,7 @@ TEST(KeeperContract, AsksAgainAboutTokensThatGotNoAnswer) {
       line.keeper.restore(2, file);
       line.ids = {2};
     } else {
-      line.observe(1, {},
-                   [](std::int32_t, Array& queries) { queries.fill_(std::numeric_limits<float>::quiet_NaN()); });
+      line.observe(1, {}, [](std::int32_t, Array& queries) { queries.fill_(std::numeric_limits<float>::quiet_NaN()); });
       EXPECT_EQ(line.step().unscored.size(), 1U);
     }
     line.observe(1);
@@ -587,8 +587,7 @@ TEST(Columns, GiveBackTheMemoryOfALongPrompt) {
   std::vector<std::int64_t> indptr{0};
   for (int r = 1; r <= 4; ++r) indptr.push_back(r * kKept);
   Decision decision;
-  KeepSet& keep = decision.keep.emplace(
-      KeepSet{.slots = Array::zeros({4 * kKept}, Dtype::i32), .indptr = indptr});
+  KeepSet& keep = decision.keep.emplace(KeepSet{.slots = Array::zeros({4 * kKept}, Dtype::i32), .indptr = indptr});
   for (std::int32_t j = 0; j < 4 * kKept; ++j) keep.slots.data<std::int32_t>()[j] = j % kKept * 2;
   decision.credit = empty({kLong}, Dtype::f32);
   std::iota(decision.credit->data<float>(), decision.credit->data<float>() + kLong, 0.0F);

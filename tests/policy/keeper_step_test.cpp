@@ -1,6 +1,5 @@
 // begin_step() and record() beside observe(): the same slots, whatever steps come; what they refuse.
 
-
 #include "engines.h"
 #include "message_of.h"
 

@@ -6,8 +6,8 @@
 #include <numeric>
 #include <random>
 
-#include "kvkeep/kvkeep.h"
 #include "arrays.h"
+#include "kvkeep/kvkeep.h"
 #include "message_of.h"
 
 namespace kvkeep::keeper_test {
@@ -711,7 +711,9 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
                                   "layer 2 has no rows");
   expect_refused<InvalidArgument>(engine, plan_with([](CacheView& v) { v.layers[0] = PagedKv{}; }),
                                   "allowed 4 [pages, page_size, 2, 8]");
-  const auto pages = [](std::int64_t size) { return PagedKv{Array::zeros({9, size, 2, 8}), Array::zeros({9, size, 2, 6})}; };
+  const auto pages = [](std::int64_t size) {
+    return PagedKv{Array::zeros({9, size, 2, 8}), Array::zeros({9, size, 2, 6})};
+  };
   const auto table = [](std::int32_t page) { return Array::full({1, 64}, page, Dtype::i32); };
   const auto paged = [&](std::int64_t size, const Array& block_table) {
     return plan_with([&, size](CacheView& v) {

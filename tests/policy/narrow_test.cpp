@@ -504,8 +504,9 @@ TEST_P(Narrow, RefusesWhatDoesNotFitBeforeAnythingChanges) {
                              with([](Observation& o, CacheView&) { o.layer = 3; }));
   expect_refused<InvalidArgument>(engine, "has no queries",
                                   with([](Observation& o, CacheView&) { o.queries = Array(); }));
-  expect_refused<InvalidArgument>(
-      engine, "allowed [", with([](Observation& o, CacheView&) { o.queries = Array::empty({5, kQueryHeads, kKeyDim}); }));
+  expect_refused<InvalidArgument>(engine, "allowed [", with([](Observation& o, CacheView&) {
+                                    o.queries = Array::empty({5, kQueryHeads, kKeyDim});
+                                  }));
   expect_refused<InvalidArgument>(engine, "allowed f32, f16, bf16", with([](Observation& o, CacheView&) {
                                     o.queries = Array(o.queries).to(Dtype::i32);
                                   }));
@@ -648,7 +649,8 @@ TEST(Narrow, ReadsPositionsThatTheEngineGives) {  // logical, with gaps
   Ints indptr{0, 20};
   std::vector<LayerKv> layers;
   for (std::int32_t l = 0; l < kLayers; ++l)
-    layers.emplace_back(DenseKv{Array::full({1, kHeads, 20, kKeyDim}, 1.0F), Array::full({1, kHeads, 20, kValueDim}, 1.0F)});
+    layers.emplace_back(
+        DenseKv{Array::full({1, kHeads, 20, kKeyDim}, 1.0F), Array::full({1, kHeads, 20, kValueDim}, 1.0F)});
   const CacheView view{.layers = layers, .sequences = {&id, 1}, .lengths = {lengths, kRows}};
   const Array queries = Array::full({20, kQueryHeads, kKeyDim}, 0.5F);
   Ints left = positions;
@@ -683,9 +685,10 @@ TEST(Narrow, RunsOverAModelOfOneRow) {
   const SequenceId id = 1;
   const Ints indptr{0, 20};
   Ints lengths{20};
-  const CacheView view{.layers = {DenseKv{Array::full({1, 1, 20, kKeyDim}, 1.0F), Array::full({1, 1, 20, kValueDim}, 1.0F)}},
-                       .sequences = {&id, 1},
-                       .lengths = {lengths, 1}};
+  const CacheView view{
+      .layers = {DenseKv{Array::full({1, 1, 20, kKeyDim}, 1.0F), Array::full({1, 1, 20, kValueDim}, 1.0F)}},
+      .sequences = {&id, 1},
+      .lengths = {lengths, 1}};
   const Observation o{.layer = 0,
                       .sequences = {&id, 1},
                       .indptr = indptr,

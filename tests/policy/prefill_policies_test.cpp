@@ -6,8 +6,8 @@
 #include <optional>
 #include <set>
 
-#include "kvkeep/kvkeep.h"
 #include "arrays.h"
+#include "kvkeep/kvkeep.h"
 #include "layered_prompt.h"
 
 namespace kvkeep::prefill_policies_test {
@@ -670,8 +670,8 @@ TEST(AttentionSum, WeighsEachQueryAsPlainLoopsDo) {
     std::vector<float> weights;
     for (int i = 0; i < 20; ++i) weights.push_back(0.25F * static_cast<float>(1 + i % 7));
     const Array got = attention_sum(layer.evidence(), windows, weights),
-                     ones = attention_sum(layer.evidence(), windows, std::vector<float>(20, 1.0F)),
-                     none = attention_sum(layer.evidence(), windows);
+                ones = attention_sum(layer.evidence(), windows, std::vector<float>(20, 1.0F)),
+                none = attention_sum(layer.evidence(), windows);
     EXPECT_TRUE(ones.equal(none)) << "weights of 1 change nothing";
     for (std::int32_t h = 0; h < 3; ++h) {
       const std::int32_t window = windows[static_cast<std::size_t>(h)].queries;

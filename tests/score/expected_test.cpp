@@ -9,9 +9,9 @@
 #include <limits>
 #include <numeric>
 
+#include "expected_case.h"
 #include "kvkeep/core/finite.h"
 #include "kvkeep/kvkeep.h"
-#include "expected_case.h"
 #include "kvkeep/simd/matrix_unit.h"
 #include "oracle/expected_oracle.h"
 #include "scorer_case.h"
@@ -27,7 +27,7 @@ using testing::for_every_instruction_set;
 /// While it lives, the machine has a matrix unit: products of bf16, summed up in f32 by plain loops.
 class PlainUnit {
  public:
-  PlainUnit() { cpu::use_matrix_unit(&kOfUnit); }
+  PlainUnit() { cpu::use_matrix_unit(&kUnit); }
   ~PlainUnit() { cpu::use_matrix_unit(nullptr); }
   PlainUnit(const PlainUnit&) = delete;
   PlainUnit& operator=(const PlainUnit&) = delete;

@@ -116,9 +116,9 @@ int run_beside_simulation(const std::string& policy, std::int32_t tokens, bool o
         for (std::int32_t q = 0; q < kHeads * kGroup; ++q)
           std::ranges::copy(numbers(l, q, position + i, 0), queries[i][q].data<float>());
         for (std::int32_t h = 0; h < kHeads; ++h) {
-          std::ranges::copy(numbers(l, h, position + i, 1),
-                            Array(std::get<DenseKv>(cache[static_cast<std::size_t>(l)]).keys)[0][h][length + i]
-                                .data<float>());
+          std::ranges::copy(
+              numbers(l, h, position + i, 1),
+              Array(std::get<DenseKv>(cache[static_cast<std::size_t>(l)]).keys)[0][h][length + i].data<float>());
           rows[static_cast<std::size_t>(l * kHeads + h)].attend(l, h, position + i, spec.scale());
         }
       }

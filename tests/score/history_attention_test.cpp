@@ -8,8 +8,8 @@
 #include <cmath>
 #include <limits>
 
-#include "kvkeep/kvkeep.h"
 #include "arrays.h"
+#include "kvkeep/kvkeep.h"
 #include "library_event.h"
 #include "oracle/random_case.h"
 #include "oracle/window_oracle.h"
@@ -174,7 +174,7 @@ TEST(HistoryAttention, OfARowDependsOnNothingButTheRow) {
       std::vector<RowWindow> windows;
       for (int n = 0; n < 3; ++n) windows.insert(windows.end(), asked.windows.begin(), asked.windows.end());
       const Array one = history_attention(alone.evidence(), asked.windows, {group}),
-                       three = history_attention(together.evidence(), windows, {group});
+                  three = history_attention(together.evidence(), windows, {group});
       const std::int64_t begin = together.table().rows[static_cast<std::size_t>(s.Hkv)].first;
       ASSERT_TRUE(three.narrow(0, begin, one.numel()).equal(one)) << seed;
     }

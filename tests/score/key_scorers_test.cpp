@@ -7,8 +7,8 @@
 #include <set>
 #include <tuple>
 
-#include "oracle/key_oracle.h"
 #include "arrays.h"
+#include "oracle/key_oracle.h"
 #include "scorer_case.h"
 
 namespace kvkeep::key_scorers_test {

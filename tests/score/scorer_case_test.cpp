@@ -1,7 +1,7 @@
 // The harness itself, on scorers that are known: it must pass what is right and see what is wrong.
 
-#include "arrays.h"
 #include "scorer_case.h"
+#include "arrays.h"
 
 #include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>

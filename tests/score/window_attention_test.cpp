@@ -7,8 +7,8 @@
 #include <cmath>
 #include <numeric>
 
-#include "kvkeep/kvkeep.h"
 #include "arrays.h"
+#include "kvkeep/kvkeep.h"
 #include "library_event.h"
 #include "oracle/random_case.h"
 
@@ -100,7 +100,7 @@ void expect_as_in_plain_loops(const Case& c, const WindowAttention& got) {
         const std::int32_t at = c.length - c.window + i;
         std::vector<double> q(static_cast<std::size_t>(c.spec.key_dim));
         const float* raw = c.queries.data<float>() + (i * c.spec.query_heads + h * group + g) *
-                                                             c.spec.key_dim;  // query head h reads KV head h / group
+                                                         c.spec.key_dim;  // query head h reads KV head h / group
         for (std::int32_t f = 0; f < c.spec.key_dim / 2; ++f) {
           const double a = at * c.spec.rope.inv_freq[static_cast<std::size_t>(f)];
           const std::int32_t second = f + c.spec.key_dim / 2;

@@ -153,9 +153,7 @@ class Array : public Tensor {
   }
 
   /// Takes over the numbers of `from`, in this dtype, wherever both are.
-  void copy_(const Array& from) const {
-    copy(from.dtype() == dtype() ? from : from.to(Device{}).to(dtype()), *this);
-  }
+  void copy_(const Array& from) const { copy(from.dtype() == dtype() ? from : from.to(Device{}).to(dtype()), *this); }
   void fill_(double value) const {
     if (!device().is_cpu()) return copy_(full(sizes(), value, dtype()));
     if (numel() > 0)
@@ -166,8 +164,7 @@ class Array : public Tensor {
   /// Of f32: each number times `factor`; itself.
   const Array& mul_(double factor) const {
     KVKEEP_REQUIRE(dtype() == Dtype::f32, "array: ", dtype(), " times a number; allowed f32");
-    if (numel() > 0)
-      each<float>([factor](float* x) { *x = static_cast<float>(static_cast<double>(*x) * factor); });
+    if (numel() > 0) each<float>([factor](float* x) { *x = static_cast<float>(static_cast<double>(*x) * factor); });
     return *this;
   }
 

@@ -28,10 +28,10 @@ class Arrays {
     made.data = t.bytes() - made.byte_offset;
     made.device = {t.device().is_cuda() ? KVKEEP_CUDA : KVKEEP_CPU, t.device().index};
     made.ndim = static_cast<std::int32_t>(t.dim());
-    made.dtype = {static_cast<std::uint8_t>(t.dtype() == Dtype::i32        ? KVKEEP_INT
+    made.dtype = {static_cast<std::uint8_t>(t.dtype() == Dtype::i32    ? KVKEEP_INT
                                             : t.dtype() == Dtype::bf16 ? KVKEEP_BFLOAT
-                                            : t.dtype() == Dtype::u8     ? KVKEEP_UINT
-                                                                               : KVKEEP_FLOAT),
+                                            : t.dtype() == Dtype::u8   ? KVKEEP_UINT
+                                                                       : KVKEEP_FLOAT),
                   static_cast<std::uint8_t>(8 * t.element_size()), 1};
     made.shape = const_cast<std::int64_t*>(kept_.back().sizes().data());
     made.strides = const_cast<std::int64_t*>(kept_.back().strides().data());
@@ -125,7 +125,7 @@ class CEngine {
   }
 
   [[nodiscard]] Array slot_of(std::int64_t id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                   bool value) const {
+                              bool value) const {
     return slot_in((value ? values : keys)[static_cast<std::size_t>(layer)], id, head, slot);
   }
   [[nodiscard]] static std::int32_t start_of(std::int64_t id) { return static_cast<std::int32_t>(3 * id); }
@@ -195,8 +195,8 @@ class CEngine {
     Arrays arrays;
     std::vector<kvkeep_layer_cache> layers;
     for (std::size_t l = 0; l < kLayers; ++l)
-      layers.push_back(
-          {paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, arrays.of(keys[l], keys[l].stride(0)), arrays.of(values[l], values[l].stride(0)), nullptr, nullptr});
+      layers.push_back({paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, arrays.of(keys[l], keys[l].stride(0)),
+                        arrays.of(values[l], values[l].stride(0)), nullptr, nullptr});
     Ints flat, places, starts;
     Array table = Array::full({std::ssize(ids), 400}, -1, Dtype::i32);
     for (std::size_t i = 0; i < ids.size(); ++i) {

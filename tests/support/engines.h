@@ -10,8 +10,8 @@
 #include <map>
 #include <numeric>
 
-#include "kvkeep/kvkeep.h"
 #include "arrays.h"
+#include "kvkeep/kvkeep.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::engines {
@@ -69,8 +69,7 @@ inline Numbers latent(Numbers numbers) {
 inline std::vector<Tensor> output_projections(Device device) {
   oracle::Random random(99);
   std::vector<Tensor> all;
-  for (std::int32_t l = 0; l < kLayers; ++l)
-    all.push_back(testing::normals(random, {10, 4 * kValueDim}).to(device));
+  for (std::int32_t l = 0; l < kLayers; ++l) all.push_back(testing::normals(random, {10, 4 * kValueDim}).to(device));
   return all;
 }
 
@@ -188,7 +187,7 @@ class Engine {
   }
 
   [[nodiscard]] virtual Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                           bool value) const = 0;
+                                      bool value) const = 0;
 
   /// While it lives, slot_of() gives slots of a copy on the host: one read of a device instead of one for every slot.
   class OnHost {
@@ -285,12 +284,13 @@ class DenseEngine final : public Engine {
       : Engine(std::move(policy), ragged, std::move(accelerator)) {
     for (std::int32_t l = 0; l < kLayers; ++l) {
       const Array keys = Array::full({8, kHeads, 400, kKeyDim}, 9, dtype, keeper.device());
-      layers.emplace_back(DenseKv{
-          keys, form == Form::latent ? keys.narrow(3, 0, kValueDim) : Array::full({8, kHeads, 400, kValueDim}, 9, dtype, keeper.device())});
+      layers.emplace_back(DenseKv{keys, form == Form::latent
+                                            ? keys.narrow(3, 0, kValueDim)
+                                            : Array::full({8, kHeads, 400, kValueDim}, 9, dtype, keeper.device())});
     }
   }
   [[nodiscard]] Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                   bool value) const override {
+                              bool value) const override {
     const auto& kv = std::get<DenseKv>(shown(layer));
     return Array(value ? kv.values : kv.keys)[id][head][slot];
   }
@@ -327,12 +327,14 @@ class PagedEngine final : public Engine {
       Array keys, values;
       if (form == Form::apart || form == Form::latent) {
         keys = Array::full({pages, middle[0], middle[1], kKeyDim}, 9, dtype, keeper.device());
-        values = form == Form::latent ? keys.narrow(3, 0, kValueDim)
-                                      : Array::full({pages, middle[0], middle[1], kValueDim}, 9, dtype, keeper.device());
+        values = form == Form::latent
+                     ? keys.narrow(3, 0, kValueDim)
+                     : Array::full({pages, middle[0], middle[1], kValueDim}, 9, dtype, keeper.device());
       } else {
         const bool sides_first = form == Form::sides_first;
         const Array both =
-            Array::full({sides_first ? 2 : pages, sides_first ? pages : 2, middle[0], middle[1], kKeyDim}, 9, dtype, keeper.device());
+            Array::full({sides_first ? 2 : pages, sides_first ? pages : 2, middle[0], middle[1], kKeyDim}, 9, dtype,
+                        keeper.device());
         keys = both.select(sides_first ? 0 : 1, 0);
         values = both.select(sides_first ? 0 : 1, 1).narrow(3, 0, kValueDim);
       }
@@ -344,10 +346,10 @@ class PagedEngine final : public Engine {
     for (std::size_t p = 0; p < taken.size(); ++p) pool.give_back(taken[p * 7919 % taken.size()]);
   }
   [[nodiscard]] Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                   bool value) const override {
+                              bool value) const override {
     const auto& kv = std::get<PagedKv>(shown(layer));
-    const Array page = Array(
-        value ? kv.values : kv.keys)[sequences.pages(id)[static_cast<std::size_t>(slot / pool.page_size())]];
+    const Array page =
+        Array(value ? kv.values : kv.keys)[sequences.pages(id)[static_cast<std::size_t>(slot / pool.page_size())]];
     return layout_ == PageLayout::slot_head ? page[slot % pool.page_size()][head] : page[head][slot % pool.page_size()];
   }
 

@@ -1,13 +1,12 @@
 #pragma once
 /// Prompts for tests of span memories, and attention over them as one plain softmax.
 
-
 #include <cmath>
 #include <cstdint>
 #include <vector>
 
-#include "kvkeep/memory/router.h"
 #include "arrays.h"
+#include "kvkeep/memory/router.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::testing {
@@ -54,7 +53,7 @@ inline std::vector<double> plain_answer(const SpanMemory& memory, const Array& q
     values.push_back(value);
   };
   const Array dense_keys = Array(memory.dense_keys).to(Dtype::f32),
-                   dense_values = Array(memory.dense_values).to(Dtype::f32);
+              dense_values = Array(memory.dense_values).to(Dtype::f32);
   const Array coarse_keys = spans.coarse(KvSide::keys), coarse_values = spans.coarse(KvSide::values);
   for (std::int64_t t = 0; t < dense_keys.size(1); ++t) {
     const std::int64_t at = (kv * dense_keys.size(1) + t) * dim;
@@ -65,15 +64,13 @@ inline std::vector<double> plain_answer(const SpanMemory& memory, const Array& q
     const std::int64_t length = spans.spans()[static_cast<std::size_t>(s)].length();
     if (zoomed.data<std::uint8_t>()[(query * heads + head) * spans.size() + s] == 0) {
       const std::int64_t at = (kv * spans.size() + s) * dim;
-      add(coarse_keys.data<float>() + at, coarse_values.data<float>() + at,
-          std::log(static_cast<double>(length)));
+      add(coarse_keys.data<float>() + at, coarse_values.data<float>() + at, std::log(static_cast<double>(length)));
       continue;
     }
     const Array keys = spans.rows(s, KvSide::keys), shown = spans.rows(s, KvSide::values);
     rows.push_back(shown);
     for (std::int64_t t = 0; t < length; ++t)
-      add(keys.data<float>() + (kv * length + t) * dim,
-          shown.data<float>() + (kv * length + t) * dim, 0);
+      add(keys.data<float>() + (kv * length + t) * dim, shown.data<float>() + (kv * length + t) * dim, 0);
   }
   double top = -HUGE_VAL, sum = 0;
   for (const double x : logits) top = std::max(top, x);

@@ -2,14 +2,13 @@
 /// An engine whose policy folds: a dense or paged cache, attention over the rows, view() behind it, and beside it what
 /// exact attention over everything gives. On a device, its own attention runs on the host all the same.
 
-
 #include <functional>
 #include <map>
 #include <numeric>
 
+#include "arrays.h"
 #include "folded_prompt.h"
 #include "kvkeep/kvkeep.h"
-#include "arrays.h"
 
 namespace kvkeep::testing {
 
@@ -34,9 +33,10 @@ struct FoldingEngine {
         cache.emplace_back(DenseKv{Array::full({places, kHeads, kCapacity, kDim}, 0, dtype, keeper.device()),
                                    Array::full({places, kHeads, kCapacity, kDim}, 0, dtype, keeper.device())});
       else
-        cache.emplace_back(PagedKv{Array::full({places * kCapacity / page_size, kHeads, page_size, kDim}, 0, dtype, keeper.device()),
-                                   Array::full({places * kCapacity / page_size, kHeads, page_size, kDim}, 0, dtype, keeper.device()),
-                                   PageLayout::head_slot});
+        cache.emplace_back(
+            PagedKv{Array::full({places * kCapacity / page_size, kHeads, page_size, kDim}, 0, dtype, keeper.device()),
+                    Array::full({places * kCapacity / page_size, kHeads, page_size, kDim}, 0, dtype, keeper.device()),
+                    PageLayout::head_slot});
     }
     paged = page_size > 0;
     for (std::int32_t p = places; p > 0; --p) free_places.push_back(p - 1);
@@ -163,8 +163,8 @@ struct FoldingEngine {
     CacheView here = view;
     here.layers = held;
     Array queries = Array::zeros({tokens, kQueryHeads, kDim}, floats),
-               out = Array::zeros({tokens, kQueryHeads, kDim}, floats), lse = Array::zeros({tokens, kQueryHeads}, floats),
-               all = Array::zeros({tokens, kQueryHeads, kDim}, floats);
+          out = Array::zeros({tokens, kQueryHeads, kDim}, floats), lse = Array::zeros({tokens, kQueryHeads}, floats),
+          all = Array::zeros({tokens, kQueryHeads, kDim}, floats);
     for (std::size_t i = 0; i < work.size(); ++i) {
       const Living& s = living.at(work[i].first);
       const std::int32_t count = work[i].second, seen = static_cast<std::int32_t>(s.surprisal.size());
@@ -180,7 +180,7 @@ struct FoldingEngine {
               s.values.data() + ((token * kLayers + layer) * kHeads + h) * kDim);
         }
         const Array keys = rows_of(row.keys, row.length, table.key_dtype),
-                         values = rows_of(row.values, row.length, table.key_dtype);
+                    values = rows_of(row.values, row.length, table.key_dtype);
         for (std::int32_t t = 0; t < count; ++t) {
           const std::int64_t token = seen - count + t;
           Array q = Array::zeros({1, 2, kDim}, floats);
@@ -253,17 +253,15 @@ struct FoldingEngine {
     Array rows = Array::zeros({1, slots, kDim}, Dtype::f32);
     for (std::int64_t t = 0; t < slots; ++t)
       for (std::int32_t d = 0; d < kDim; ++d)
-        rows.data<float>()[t * kDim + d] =
-            dtype == Dtype::f32 ? reinterpret_cast<const float*>(at.at(t))[d]
-                                : static_cast<float>(reinterpret_cast<const BFloat16*>(at.at(t))[d]);
+        rows.data<float>()[t * kDim + d] = dtype == Dtype::f32
+                                               ? reinterpret_cast<const float*>(at.at(t))[d]
+                                               : static_cast<float>(reinterpret_cast<const BFloat16*>(at.at(t))[d]);
     return rows;
   }
-  static Array whole(const std::vector<float>& numbers, std::int32_t layer, std::int32_t head,
-                          std::int64_t tokens) {
+  static Array whole(const std::vector<float>& numbers, std::int32_t layer, std::int32_t head, std::int64_t tokens) {
     Array rows = Array::zeros({1, tokens, kDim}, Dtype::f32);
     for (std::int64_t t = 0; t < tokens; ++t)
-      std::copy_n(numbers.data() + ((t * kLayers + layer) * kHeads + head) * kDim, kDim,
-                  rows.data<float>() + t * kDim);
+      std::copy_n(numbers.data() + ((t * kLayers + layer) * kHeads + head) * kDim, kDim, rows.data<float>() + t * kDim);
     return rows;
   }
 };

@@ -92,11 +92,10 @@ class GgufParts {
   /// A tensor of f32, f16 or bf16 as it is.
   GgufParts& tensor(std::string_view name, const Array& values) {
     const Array data = values.contiguous();
-    const auto type = data.dtype() == Dtype::f32  ? gguf::F32
-                      : data.dtype() == Dtype::f16 ? gguf::F16
-                                                        : gguf::BF16;
+    const auto type = data.dtype() == Dtype::f32 ? gguf::F32 : data.dtype() == Dtype::f16 ? gguf::F16 : gguf::BF16;
     const std::vector<std::uint64_t> shape(data.sizes().begin(), data.sizes().end());
-    return tensor(name, shape, type, std::string(reinterpret_cast<const char*>(data.bytes()), static_cast<std::size_t>(data.nbytes())));
+    return tensor(name, shape, type,
+                  std::string(reinterpret_cast<const char*>(data.bytes()), static_cast<std::size_t>(data.nbytes())));
   }
 
   [[nodiscard]] std::string bytes() const {

@@ -12,9 +12,8 @@
 #include <string>
 #include <vector>
 
-
-#include "kvkeep/io/safetensors.h"
 #include "arrays.h"
+#include "kvkeep/io/safetensors.h"
 #include "kvkeep/trace/event_trace.h"
 
 namespace kvkeep::testing {
@@ -94,8 +93,7 @@ inline void expect_as_golden(const GoldenCase& c, const trace::Result& got) {
     }
     const double atol = exact ? 0 : rule["atol"].get<double>(), rtol = exact ? 0 : rule["rtol"].get<double>();
     const auto limits = c.rules.value("compare_slots", nlohmann::json::object()).value(name, nlohmann::json());
-    const Array w = want.to(Dtype::f64).contiguous(),
-                     h = have.to(Dtype::f64).contiguous();
+    const Array w = want.to(Dtype::f64).contiguous(), h = have.to(Dtype::f64).contiguous();
     const std::int64_t last = w.dim() == 0 ? 1 : w.size(-1),
                        per_sequence = w.dim() == 0 || w.size(0) == 0 ? 1 : w.numel() / w.size(0);
     std::int64_t bad = 0;

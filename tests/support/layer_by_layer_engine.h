@@ -9,8 +9,8 @@
 #include <map>
 #include <set>
 
-#include "kvkeep/kvkeep.h"
 #include "arrays.h"
+#include "kvkeep/kvkeep.h"
 #include "layered_prompt.h"
 
 namespace kvkeep::layer_by_layer {
@@ -73,8 +73,9 @@ class Engine {
         layers.emplace_back(DenseKv{Array::full({8, kHeads, kCapacity, kKeyDim}, -7, dtype, keeper.device()),
                                     Array::full({8, kHeads, kCapacity, kValueDim}, -9, dtype, keeper.device())});
       else
-        layers.emplace_back(PagedKv{Array::full({pool.capacity(), page_size, kHeads, kKeyDim}, -7, dtype, keeper.device()),
-                                    Array::full({pool.capacity(), page_size, kHeads, kValueDim}, -9, dtype, keeper.device())});
+        layers.emplace_back(
+            PagedKv{Array::full({pool.capacity(), page_size, kHeads, kKeyDim}, -7, dtype, keeper.device()),
+                    Array::full({pool.capacity(), page_size, kHeads, kValueDim}, -9, dtype, keeper.device())});
     }
   }
 

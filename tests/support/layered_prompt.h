@@ -1,14 +1,13 @@
 #pragma once
 /// One prompt in all layers of a toy model, for tests of what happens while it runs, and plain loops in double over it.
 
-
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 #include <vector>
 
-#include "kvkeep/core/evidence.h"
 #include "arrays.h"
+#include "kvkeep/core/evidence.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::testing {

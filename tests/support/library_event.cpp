@@ -1,6 +1,5 @@
 #include "library_event.h"
 
-
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -44,16 +43,14 @@ OracleCache::OracleCache(std::vector<oracle::Sequence> sequences, Dtype dtype, s
   for (const auto& s : sequences_) longest = std::max(longest, s.T);
   const auto batch = static_cast<std::int64_t>(sequences_.size());
   const Array keys = Array::full({batch, first.Hkv, longest + padding + 1, first.D},
-                                   std::numeric_limits<float>::quiet_NaN(), Dtype::f32);
+                                 std::numeric_limits<float>::quiet_NaN(), Dtype::f32);
   for (std::int64_t b = 0; b < batch; ++b) {
     auto& s = sequences_[static_cast<std::size_t>(b)];
-    keys[b]
-        .narrow(1, padding, s.T).copy_(Array(s.keys.data(), Dtype::f32, {s.Hkv, s.T, s.D}));
+    keys[b].narrow(1, padding, s.T).copy_(Array(s.keys.data(), Dtype::f32, {s.Hkv, s.T, s.D}));
     ids_.push_back(b);
     lengths_.push_back(s.T);
     starts_.push_back(padding);
-    queries_.push_back(
-        Array(s.queries.data(), Dtype::f32, {s.Hq, s.queries_seen(), s.D}));
+    queries_.push_back(Array(s.queries.data(), Dtype::f32, {s.Hq, s.queries_seen(), s.D}));
   }
   view_.layers.emplace_back(DenseKv{keys.to(dtype), keys.clone().mul_(-1).to(dtype)});
   view_.sequences = ids_;

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "kvkeep/kvkeep.h"
 #include "arrays.h"
+#include "kvkeep/kvkeep.h"
 #include "oracle/event_oracle.h"
 
 namespace kvkeep::testing {

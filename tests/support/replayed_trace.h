@@ -7,10 +7,10 @@
 #include <map>
 #include <string>
 
+#include "arrays.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/policy/registry.h"
-#include "arrays.h"
 #include "kvkeep/trace/event_trace.h"
 
 namespace kvkeep::testing {

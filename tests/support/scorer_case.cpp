@@ -356,9 +356,7 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
     }
     const std::int64_t batch = n + (layout.tight ? 0 : 2);
     const auto room = [&](std::int64_t dim) {
-      const auto nan = [&](std::initializer_list<std::int64_t> shape) {
-        return Array::full(shape, kNaN, Dtype::f32);
-      };
+      const auto nan = [&](std::initializer_list<std::int64_t> shape) { return Array::full(shape, kNaN, Dtype::f32); };
       return layout.transposed ? nan({batch, capacity, spec.kv_heads, dim}).permute({0, 2, 1, 3})
                                : nan({batch, spec.kv_heads, capacity, dim});
     };
@@ -377,14 +375,11 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
               k[static_cast<std::size_t>(t * in.D + dice.between(0, in.D - 1))] =
                   dice.one_of({kNaN, kInfinity, -kInfinity});
         }
-        keys[place][h]
-            .narrow(0, start, head.T).copy_(Array(k.data(), Dtype::f32, {head.T, in.D}));
-        values[place][h]
-            .narrow(0, start, head.T).copy_(Array(v.data(), Dtype::f32, {head.T, in.Dv}));
+        keys[place][h].narrow(0, start, head.T).copy_(Array(k.data(), Dtype::f32, {head.T, in.D}));
+        values[place][h].narrow(0, start, head.T).copy_(Array(v.data(), Dtype::f32, {head.T, in.Dv}));
       }
     }
-    view_.layers.emplace_back(
-        DenseKv{keys.to(from.key_dtype_), values.to(from.value_dtype_)});
+    view_.layers.emplace_back(DenseKv{keys.to(from.key_dtype_), values.to(from.value_dtype_)});
     cached.push_back(l);
   }
   view_.sequences = ids;

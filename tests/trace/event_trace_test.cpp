@@ -114,8 +114,7 @@ TEST(EventTrace, KeepsWhatIsPinned) {
   pinned.tensors["pinned"] = Array::of(std::vector<std::int32_t>{3, 6}).unsqueeze(0);
   pinned.expect_refused(kPolicy, "[spans, 3]");
   const auto spans = [](std::initializer_list<std::int64_t> numbers) {
-    Array t =
-        Array::full({static_cast<std::int64_t>(numbers.size()) / 3, 3}, 0, Dtype::i64);
+    Array t = Array::full({static_cast<std::int64_t>(numbers.size()) / 3, 3}, 0, Dtype::i64);
     std::copy(numbers.begin(), numbers.end(), t.data<std::int64_t>());
     return t;
   };
@@ -128,11 +127,11 @@ TEST(EventTrace, KeepsWhatIsPinned) {
   }
   for (const auto& [numbers, words] :
        std::vector<std::pair<Array, std::string>>{{spans({1, 3, 5}), "allowed a sequence from 0 to 0"},
-                                                       {spans({0, 5, 5}), "a begin below the end"},
-                                                       {spans({0, -1, 5}), "from 0 to 2147483647"},
-                                                       {spans({0, 1, std::int64_t{1} << 32}), "from 0 to 2147483647"},
-                                                       {spans({0, 3, 5, 0, 5, 6}), "spans that ascend"},
-                                                       {spans({0, 2, 20}), "holds 18 pinned slots"}}) {
+                                                  {spans({0, 5, 5}), "a begin below the end"},
+                                                  {spans({0, -1, 5}), "from 0 to 2147483647"},
+                                                  {spans({0, 1, std::int64_t{1} << 32}), "from 0 to 2147483647"},
+                                                  {spans({0, 3, 5, 0, 5, 6}), "spans that ascend"},
+                                                  {spans({0, 2, 20}), "holds 18 pinned slots"}}) {
     pinned.tensors["pinned"] = numbers;
     pinned.expect_refused(kPolicy, words);
   }
