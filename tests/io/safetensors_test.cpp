@@ -71,9 +71,8 @@ void expect_refused(const std::string& bytes, std::initializer_list<const char*>
 
 TEST_F(Safetensors, ComeBackBitForBitInEveryDtype) {
   std::vector<std::pair<std::string, Tensor>> tensors;
-  for (const Dtype dtype :
-       {Dtype::f64, Dtype::f32, Dtype::f16, Dtype::bf16, Dtype::i64, Dtype::i32, Dtype::i16, Dtype::i8, Dtype::u8,
-        Dtype::boolean, Dtype::u16, Dtype::u32, Dtype::u64, Dtype::f8_e4m3, Dtype::f8_e5m2}) {
+  for (const Dtype dtype : {Dtype::f64, Dtype::f32, Dtype::f16, Dtype::bf16, Dtype::i64, Dtype::i32, Dtype::i16,
+                            Dtype::i8, Dtype::u8, Dtype::boolean, Dtype::u16, Dtype::u32, Dtype::u64}) {
     const Array all = Array::empty({3, 7}, dtype);
     for (std::int64_t i = 0; i < all.nbytes(); ++i)
       all.bytes()[i] = static_cast<std::byte>(dtype == Dtype::boolean ? i % 2 : 7 * i);

@@ -130,7 +130,7 @@ TEST(SekvBudget, IsTheLeastThatARefusalNames) {
 
 /// A prompt whose keys have nothing to do with each other, so that spans stay raw or take every component.
 struct Prompt {
-  Prompt(std::uint64_t seed, std::int32_t tokens, const KVPolicy& policy) : random(seed), tokens(tokens) {
+  Prompt(std::uint64_t seed, std::int32_t all, const KVPolicy& policy) : random(seed), tokens(all) {
     keys = normals(random, {1, tokens, kDim}), values = normals(random, {1, tokens, kDim});
     std::vector<float> surprisal;
     for (std::int32_t t = 0; t < tokens; ++t)

@@ -71,6 +71,21 @@ TEST(House, LibTorchIsAtTheEdgeAlone) {
   EXPECT_TRUE(knows_libtorch("include/kvkeep/torch.h")) << "what this test looks for";
 }
 
+// And this program: it is built, linked and run where there is none.
+TEST(House, TheLibrarysTestsKnowNoLibTorch) {
+  const std::set<std::string> with_libtorch{"torch", "cuda", "cuda_model", "ranks", "project"};
+  std::size_t looked_at = 0;
+  for (const fs::path& file : sources_in("tests")) {
+    if (with_libtorch.contains(room_of(file))) continue;
+    EXPECT_FALSE(knows_libtorch(file)) << file;
+    ++looked_at;
+  }
+  EXPECT_GT(looked_at, 100U);
+  std::ifstream loaded("/proc/self/maps");
+  for (std::string line; std::getline(loaded, line);)
+    EXPECT_EQ(line.find("libtorch"), std::string::npos) << "this program links " << line;
+}
+
 // Policies run on a Machine. Only what stands between them and a cache may ask which.
 TEST(House, PoliciesKnowNoAccelerator) {
   const std::set<std::string> between{"machine.h",    "policy.h",         "host-inl.h",  "across_ranks-inl.h", "part.h",

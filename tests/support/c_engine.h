@@ -194,9 +194,10 @@ class CEngine {
                      const std::vector<std::int64_t>& ids, kvkeep_report& report, bool moves) {
     Arrays arrays;
     std::vector<kvkeep_layer_cache> layers;
+    const auto side = [&](const Array& of) { return arrays.of(of, of.defined() ? of.stride(0) : 0); };
     for (std::size_t l = 0; l < kLayers; ++l)
-      layers.push_back({paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, arrays.of(keys[l], keys[l].stride(0)),
-                        arrays.of(values[l], values[l].stride(0)), nullptr, nullptr});
+      layers.push_back(
+          {paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, side(keys[l]), side(values[l]), nullptr, nullptr});
     Ints flat, places, starts;
     Array table = Array::full({std::ssize(ids), 400}, -1, Dtype::i32);
     for (std::size_t i = 0; i < ids.size(); ++i) {

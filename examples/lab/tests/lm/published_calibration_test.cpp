@@ -1,4 +1,5 @@
-// Files of TriAttention's own tool: they hold what ours hold, and what is damaged or hostile is refused with a sentence.
+// Files of TriAttention's own tool: they hold what ours hold, and what is damaged or hostile is refused with a
+// sentence.
 
 #include "kvlab/published_calibration.h"
 
