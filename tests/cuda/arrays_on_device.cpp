@@ -9,6 +9,7 @@ namespace kvkeep {
 namespace {
 
 const bool kSaid = [] {
+  use_torch();
   testing::empty_on_device = [](const Shape& sizes, Dtype dtype, Device device) -> Tensor {
     return at::empty({sizes.data(), sizes.size()},
                      at::TensorOptions().dtype(torch_dtype(dtype)).device(torch_device(device)));
