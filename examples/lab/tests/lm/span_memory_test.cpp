@@ -402,7 +402,7 @@ TEST(ZoomBudget, IsNeverExceededByTheUnionOfAGroup) {  // S-11
     for (std::int64_t i = 0; i < relevance.numel(); ++i)
       relevance.data_ptr<float>()[i] = static_cast<float>(random.between(0, 5)) / 5,
       wanted.data_ptr<std::uint8_t>()[i] = random.chance(0.6) ? 1 : 0;
-    const ZoomBudget budget{.entries = static_cast<double>(random.between(10, 80)), .resident = 10};
+    const cpu::ZoomBudget budget{.entries = static_cast<double>(random.between(10, 80)), .resident = 10};
     for (const Heads heads : {Heads::own, Heads::group}) {
       const at::Tensor zoomed = within_budget(relevance, wanted, spans, budget, heads);
       for (std::int64_t q = 0; q < 2; ++q)
