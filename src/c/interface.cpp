@@ -353,6 +353,7 @@ static_assert(static_cast<int>(ErrorCode::invalid_argument) == KVKEEP_INVALID_AR
               static_cast<int>(ErrorCode::state) == KVKEEP_STATE_ERROR &&
               static_cast<int>(ErrorCode::unsupported) == KVKEEP_UNSUPPORTED &&
               static_cast<int>(ErrorCode::device) == KVKEEP_DEVICE_ERROR &&
+              static_cast<int>(ErrorCode::other) == KVKEEP_INTERNAL &&
               static_cast<int>(ErrorCode::rank) == KVKEEP_RANK_ERROR);
 
 kvkeep_status status_of_exception() noexcept {

@@ -12,11 +12,19 @@
 namespace kvkeep {
 
 /// What kind of error, as a number; C's statuses (kvkeep/c.h) are the same.
-enum class ErrorCode : std::int32_t { invalid_argument = 1, state = 2, unsupported = 3, device = 4, rank = 7 };
+enum class ErrorCode : std::int32_t {
+  invalid_argument = 1,
+  state = 2,
+  unsupported = 3,
+  device = 4,
+  other = 6,  ///< a full disk, a closed pipe
+  rank = 7,
+};
 
 /// Base of everything kvkeep throws.
 class Error : public std::runtime_error {
  public:
+  explicit Error(const std::string& what) : Error(ErrorCode::other, what) {}
   [[nodiscard]] ErrorCode code() const noexcept { return code_; }
 
  protected:
