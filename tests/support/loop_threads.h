@@ -3,18 +3,20 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "kvkeep/core/parallel.h"
 
 namespace kvkeep::testing {
 
-/// While it lives, kvkeep's loops run in this many parts, each on a thread of its own; one: on the calling thread.
+/// While it lives, kvkeep's loops run in this many parts, each on a thread of its own; one: on the calling thread. A
+/// loop within a part, or beside another loop, runs on its calling thread.
 class LoopThreads {
  public:
   explicit LoopThreads(int count) : before_(detail::threads.load()), count_before_(count_.exchange(count)) {
@@ -28,28 +30,83 @@ class LoopThreads {
   LoopThreads& operator=(const LoopThreads&) = delete;
 
  private:
+  /// Threads that wait for work. Kept from loop to loop: to start one takes longer than most loops.
+  class Others {
+   public:
+    ~Others() {
+      {
+        const std::scoped_lock lock(mutex_);
+        over_ = true;
+      }
+      work_.notify_all();
+      for (std::thread& thread : threads_) thread.join();
+    }
+
+    /// Calls part(0) on this thread and part(1) to part(parts - 1) on others; throws what a part threw.
+    void run(std::int64_t parts, const std::function<void(std::int64_t)>& part) {
+      while (std::ssize(threads_) < parts - 1) threads_.emplace_back([this] { serve(); });
+      {
+        const std::scoped_lock lock(mutex_);
+        part_ = &part, next_ = 1, end_ = parts, left_ = parts, thrown_ = nullptr;
+      }
+      work_.notify_all();
+      do_part(part, 0);
+      std::unique_lock lock(mutex_);
+      done_.wait(lock, [this] { return left_ == 0; });
+      if (thrown_) std::rethrow_exception(thrown_);
+    }
+
+   private:
+    void serve() {
+      std::unique_lock lock(mutex_);
+      while (true) {
+        work_.wait(lock, [this] { return over_ || next_ < end_; });
+        if (over_) return;
+        const std::int64_t mine = next_++;
+        const auto& part = *part_;
+        lock.unlock();
+        do_part(part, mine);
+        lock.lock();
+      }
+    }
+    void do_part(const std::function<void(std::int64_t)>& part, std::int64_t i) {
+      std::exception_ptr thrown;
+      try {
+        part(i);
+      } catch (...) {
+        thrown = std::current_exception();
+      }
+      const std::scoped_lock lock(mutex_);
+      if (thrown) thrown_ = thrown;
+      if (--left_ == 0) done_.notify_one();
+    }
+
+    std::mutex mutex_;
+    std::condition_variable work_, done_;
+    const std::function<void(std::int64_t)>* part_ = nullptr;
+    std::int64_t next_ = 0, end_ = 0, left_ = 0;
+    std::exception_ptr thrown_;
+    bool over_ = false;
+    std::vector<std::thread> threads_;
+  };
+
   static void run(std::int64_t begin, std::int64_t end, std::int64_t grain,
                   void (*body)(void* context, std::int64_t begin, std::int64_t end), void* context) {
-    static thread_local bool inside = false;
+    static Others others;
+    static std::atomic<bool> taken = false;
     const std::int64_t parts =
-        inside ? 1 : std::clamp<std::int64_t>((end - begin) / std::max<std::int64_t>(grain, 1), 1, count_);
-    std::exception_ptr thrown;
-    std::mutex one_at_a_time;
+        std::clamp<std::int64_t>((end - begin) / std::max<std::int64_t>(grain, 1), 1, count_.load());
+    if (parts == 1 || taken.exchange(true)) return body(context, begin, end);
     const auto part = [&](std::int64_t i) {
-      const bool outer = std::exchange(inside, true);
-      try {
-        body(context, begin + (end - begin) * i / parts, begin + (end - begin) * (i + 1) / parts);
-      } catch (...) {
-        const std::scoped_lock lock(one_at_a_time);
-        if (!thrown) thrown = std::current_exception();
-      }
-      inside = outer;
+      body(context, begin + (end - begin) * i / parts, begin + (end - begin) * (i + 1) / parts);
     };
-    std::vector<std::thread> others;
-    for (std::int64_t i = 1; i < parts; ++i) others.emplace_back(part, i);
-    part(0);
-    for (std::thread& other : others) other.join();
-    if (thrown) std::rethrow_exception(thrown);
+    try {
+      others.run(parts, part);
+    } catch (...) {
+      taken = false;
+      throw;
+    }
+    taken = false;
   }
 
   static constexpr Threads kThreads{run};

@@ -28,12 +28,12 @@ struct Case {
     layer.spans = segment(p.surprisal, p.segmenter).spans;
     layer.recent = 9;
     layer.scale = 0.4;
-    parameters.projections = normals(random, {2, 3, 6}).to(kFloat64);
+    parameters.projections = normals(random, {2, 3, 6}).to(Dtype::f64);
     parameters.thresholds = (at::zeros({2}) + 0.85).to(kFloat64);
     const std::int64_t widths[] = {10, 7, 7, 4};  // max_rank 4
     for (std::size_t i = 0; i < 3; ++i)
-      parameters.gate_weights[i] = normals(random, {widths[i + 1], widths[i]}, 0.5).to(kFloat64),
-      parameters.gate_biases[i] = normals(random, {widths[i + 1]}, 0.5).to(kFloat64);
+      parameters.gate_weights[i] = normals(random, {widths[i + 1], widths[i]}, 0.5).to(Dtype::f64),
+      parameters.gate_biases[i] = normals(random, {widths[i + 1]}, 0.5).to(Dtype::f64);
   }
 
   TrainingLayer layer;
