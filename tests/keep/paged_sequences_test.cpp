@@ -234,8 +234,8 @@ class Serving {
     for (std::int32_t l = 0; l < kLayers; ++l) {
       const auto side = [&] { return Array::full({pages_, size_, kHeads, 1}, -1, Dtype::f32); };
       layers_.emplace_back(PagedKv{side(), side(), PageLayout::slot_head});
-      keeper_.bind(layers_);
     }
+    keeper_.bind(layers_);
   }
 
   void operate() {

@@ -72,7 +72,7 @@ const std::vector<Sizes> kShapes{{1, 1, 8}, {2, 2, 7}, {1, 3, 33}, {2, 8, 64}};
 TEST(MemoryAttention, IsOneSoftmaxOverTokensCoarseEntriesAndZoomedSpans) {  // S-7, S-8
   int seed = 40;
   for (const Sizes& shape : kShapes)
-    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16})
+    for (const Dtype dtype : {Dtype::f32, Dtype::bf16})
       for (const Centred centred : {Centred::automatic, Centred::never}) {
         FoldedPrompt p(static_cast<std::uint64_t>(++seed), 170, shape.kv_heads, shape.query_heads, shape.dim, 3);
         SCOPED_TRACE(seed);
@@ -162,8 +162,8 @@ TEST(MemoryAttention, StaysWithinTheErrorBoundOfWhatFactorsLeaveOut) {  // S-9
                      exact = closed(attend_rows(p.keys, p.values, p.queries, 0.25));
     const double next_key = all.select(2, 0).select(2, 5).max().item<float>(),
                  next_value = all.select(2, 1).select(2, 5).max().item<float>();
-    const double longest_query = p.queries.norm(2, {2}).max().item<float>(),
-                 longest_value = p.values.norm(2, {2}).max().item<float>();
+    const double longest_query = torch_tensor(p.queries).norm(2, {2}).max().item<float>(),
+                 longest_value = torch_tensor(p.values).norm(2, {2}).max().item<float>();
     const double bound = (std::exp(2 * longest_query * next_key * 0.25) - 1) * longest_value + next_value;
     EXPECT_LE((out - exact).norm(2, {2}).max().item<float>(), bound);
   }
@@ -171,7 +171,7 @@ TEST(MemoryAttention, StaysWithinTheErrorBoundOfWhatFactorsLeaveOut) {  // S-9
 
 TEST(MemoryAttention, CountsBytesOfDenseRowsInTheirOwnDtype) {
   FoldedPrompt p(63, 150, 2, 4, 16, 1);
-  p.keys = p.keys.to(at::kBFloat16), p.values = p.values.to(at::kBFloat16);
+  p.keys = p.keys.to(Dtype::bf16), p.values = p.values.to(Dtype::bf16);
   const SpanMemory memory = folded(p);
   EXPECT_EQ(memory.near_bytes(), static_cast<std::int64_t>(memory.segments.dense().size()) * 2 * 2 * 16 * 2 +
                                      memory.spans.size() * (2 * 2 * 16 * 4 + 4));
@@ -192,7 +192,7 @@ TEST(MemoryAttention, IsWhatReadMemoryReads) {  // bit for bit
           const std::int64_t dense = memory.dense_keys.size(1), group = shape.query_heads / shape.kv_heads;
           oracle::Random random(static_cast<std::uint64_t>(seed));
           const Router router(normals(random, {shape.query_heads, 5, shape.dim}),
-                              normals(random, {shape.query_heads}, 0.02) + 0.97);
+                              torch_tensor(normals(random, {shape.query_heads}, 0.02)) + 0.97);
           const Reading reading{.zoom = {.rule = rule, .heads = heads, .mass = 0.03, .coverage = 0.5},
                                 .router = rule == Rule::learned ? &router : nullptr,
                                 .entries = static_cast<double>(dense + memory.spans.size()) + 40,
@@ -282,8 +282,8 @@ TEST(Router, IsASigmoidOfTheDirectionOfTheCoarseKeyAndTheLogarithmOfTheLength) {
         for (int i = 0; i < 8; ++i) {
           double query = 0, summary = 0;
           for (int d = 0; d < 16; ++d) {
-            const double weight = projections.const_data_ptr<float>()[(h * 8 + i) * 16 + d];
-            query += weight * p.queries.const_data_ptr<float>()[(n * 6 + h) * 16 + d];
+            const double weight = projections.data<float>()[(h * 8 + i) * 16 + d];
+            query += weight * p.queries.data<float>()[(n * 6 + h) * 16 + d];
             summary += weight * spans.coarse(KvSide::keys).data<float>()[(h / 3 * spans.size() + s) * 16 + d];
           }
           dot += query * summary, norm += summary * summary;
