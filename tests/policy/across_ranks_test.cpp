@@ -120,6 +120,7 @@ TEST(AcrossRanks, GoOnAfterTheyWereSavedAndRestored) {
       after.keeper.restore(1, file);
       std::filesystem::remove(file);
       after.layers = before.layers, after.lengths = before.lengths, after.fed = before.fed;
+      after.keeper.bind(after.layers);
       for (int n = 16; n < 30; ++n) {
         after.step({{1, n % 5 == 0 ? 3 : 1}});
         after.settle();
@@ -187,6 +188,7 @@ TEST(AcrossRanks, AnErrorOfOneRankIsSaidOnAllOfThem) {
   const auto words = said(policy, [](RankEngine& engine, ThreadRanks&) {
     const std::vector<std::int64_t> sizes{4, 2, RankEngine::kCapacity, RankEngine::kDim};
     for (LayerKv& layer : engine.layers) layer = DenseKv{zeros(sizes, Dtype::u8), zeros(sizes, Dtype::u8)};
+    engine.keeper.bind(engine.layers);
   });
   EXPECT_NE(words[0].find("rank 1 failed: "), std::string::npos) << words[0];
 }

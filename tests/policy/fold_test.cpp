@@ -490,6 +490,7 @@ TEST(Fold, NoticesThatViewIsForgottenWhereASingleHeadHasFolded) {
                 std::make_unique<Told>(Fold{.slots = {0, 1, 2, 3}, .spans = {0, 4}, .indptr = {0, 0, 1, 1, 1}}),
                 {.reads_folded = true});
   std::swap(engine.keeper, keeper);
+  engine.keeper.bind(engine.cache);
   engine.join(1);
   engine.step({{1, 9}});
   ASSERT_EQ(engine.keeper.part<parts::Folds>().spans(1, 0, 0).size(), 0);
@@ -508,6 +509,7 @@ TEST(Fold, RefusesSpansThatOverlapOrStayOrLieOutside) {
       FoldingEngine engine("full");
       Keeper keeper(FoldingEngine::model(), std::make_unique<Told>(fold), {.reads_folded = true});
       std::swap(engine.keeper, keeper);
+      engine.keeper.bind(engine.cache);
       engine.join(1);
       engine.step({{1, 9}});
     });

@@ -410,23 +410,23 @@ ScorerArrangement::ScorerArrangement(const ScorerCase& from, const ScorerCase::L
     const auto size = static_cast<std::int64_t>(element_size(from.query_dtype_));
     const std::int64_t head_stride = (in.D + random.between(0, 1)) * size,
                        token_stride = in.Hq * head_stride + random.between(0, 3) * size;
-    QueryView& view = group.queries;
-    view.ring = in.N() + random.one_of({0, 0, 1, 9});
-    view.begin = random.between(0, view.ring - 1);  // wraps around
-    view.count = in.N();
-    ring.data.assign(static_cast<std::size_t>(view.ring * token_stride), std::byte{0xFF});  // NaN in every dtype
-    ring.positions.assign(static_cast<std::size_t>(view.ring), -1);
-    view.data = ring.data.data();
-    view.positions = ring.positions.data();
-    view.dtype = from.query_dtype_;
-    view.token_stride = token_stride;
-    view.head_stride = head_stride;
+    QueryView& ring_view = group.queries;
+    ring_view.ring = in.N() + random.one_of({0, 0, 1, 9});
+    ring_view.begin = random.between(0, ring_view.ring - 1);  // wraps around
+    ring_view.count = in.N();
+    ring.data.assign(static_cast<std::size_t>(ring_view.ring * token_stride), std::byte{0xFF});  // NaN in every dtype
+    ring.positions.assign(static_cast<std::size_t>(ring_view.ring), -1);
+    ring_view.data = ring.data.data();
+    ring_view.positions = ring.positions.data();
+    ring_view.dtype = from.query_dtype_;
+    ring_view.token_stride = token_stride;
+    ring_view.head_stride = head_stride;
     const std::vector<double>& given = from.basis_ == QueryBasis::pre_rope ? in.queries_pre : in.queries;
     for (std::int32_t i = 0; i < in.N(); ++i) {
-      ring.positions[static_cast<std::size_t>(view.index(i))] = in.query_positions[static_cast<std::size_t>(i)];
+      ring.positions[static_cast<std::size_t>(ring_view.index(i))] = in.query_positions[static_cast<std::size_t>(i)];
       for (std::int32_t h = 0; h < in.Hq; ++h)
         for (std::int32_t d = 0; d < in.D; ++d)
-          put(ring.data.data() + view.index(i) * token_stride + h * head_stride + d * size,
+          put(ring.data.data() + ring_view.index(i) * token_stride + h * head_stride + d * size,
               static_cast<float>(
                   given[(static_cast<std::size_t>(h) * static_cast<std::size_t>(in.N()) + static_cast<std::size_t>(i)) *
                             static_cast<std::size_t>(in.D) +
