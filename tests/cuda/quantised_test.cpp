@@ -44,6 +44,7 @@ class Quantised {
       kv.key_scales = add(Array(kv.keys));
       kv.value_scales = add(Array(kv.values));
     }
+    engine_.keeper.bind(engine_.layers);
   }
 
   /// Gives the newest `tokens` slots of a sequence their scales.

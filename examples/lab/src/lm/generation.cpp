@@ -89,7 +89,10 @@ Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Generat
     cache_ = decoder.make_pages(pages, options_.page_size, options_.cache_dtype);
     pages_ = std::make_unique<Pages>(static_cast<std::int32_t>(pages), options_.page_size);
   }
-  keeper_.bind(cache_);
+  std::vector<LayerKv> bound = cache_;
+  for (std::size_t l = 0; pages_ && l < bound.size(); ++l)  // pages of sliding layers are the decoder's alone
+    if (decoder.spec().layers[l].kind == LayerKind::sliding) bound[l] = std::monostate{};
+  keeper_.bind(std::move(bound));
   free_places_.resize(static_cast<std::size_t>(options_.places));
   std::iota(free_places_.rbegin(), free_places_.rend(), 0);
 }
