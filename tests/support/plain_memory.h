@@ -156,7 +156,7 @@ class PlainReading {
   /// keys, values: f32 [T, D] of the rows that stayed; queries: [group, D] of the heads from `first_head` on.
   PlainReading(const SpanRow& row, const Tensor& keys, const Tensor& values, const float* queries, std::int64_t group,
                std::int64_t first_head, double scale, const Reading& reading)
-      : row_(row), group_(group), marks_(static_cast<std::size_t>(group * row.size())) {
+      : row_(row), marks_(static_cast<std::size_t>(group * row.size())) {
     const Tensor coarse_keys = coarse_of(row, KvSide::keys), coarse_values = coarse_of(row, KvSide::values);
     const std::int64_t dim = row.dim();
     std::vector<PlainSoftmax> softmaxes;
@@ -292,7 +292,6 @@ class PlainReading {
   }
 
   const SpanRow& row_;
-  std::int64_t group_;
   std::vector<bool> marks_;  ///< [group, spans]
 };
 

@@ -282,7 +282,7 @@ TEST(Router, IsASigmoidOfTheDirectionOfTheCoarseKeyAndTheLogarithmOfTheLength) {
         for (int i = 0; i < 8; ++i) {
           double query = 0, summary = 0;
           for (int d = 0; d < 16; ++d) {
-            const double weight = projections.data<float>()[(h * 8 + i) * 16 + d];
+            const double weight = projections.const_data_ptr<float>()[(h * 8 + i) * 16 + d];
             query += weight * p.queries.data<float>()[(n * 6 + h) * 16 + d];
             summary += weight * spans.coarse(KvSide::keys).data<float>()[(h / 3 * spans.size() + s) * 16 + d];
           }
