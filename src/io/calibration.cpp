@@ -11,11 +11,7 @@
 #include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep {
-namespace {
-
-using Json = nlohmann::json;
-
-constexpr std::int64_t kMost = 1 << 16;  ///< layers, heads and components of a head
+namespace calibration_detail {
 
 RopeStyle style_called(const std::string& name, const std::string& where) {
   KVKEEP_REQUIRE(name == "half" || name == "interleaved", "read calibration: rope_style in ", where, " is \"",
@@ -32,6 +28,14 @@ void check_scaling(double scaling, const std::string& where) {
   KVKEEP_REQUIRE(std::isfinite(scaling) && scaling > 0, "read calibration: attention_scaling in ", where, " is ",
                  scaling, "; allowed a positive number");
 }
+
+}  // namespace calibration_detail
+
+namespace {
+
+using calibration_detail::check_head_dim, calibration_detail::check_scaling, calibration_detail::kMost,
+    calibration_detail::style_called;
+using Json = nlohmann::json;
 
 // ---- Safetensors ----------------------------------------------------------------------------------------------------
 

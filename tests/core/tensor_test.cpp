@@ -90,16 +90,7 @@ TEST(Tensor, KnowsWhetherItsNumbersAreFinite) {
   }
 }
 
-TEST(Threads, RunEveryPartOnce) {
-  std::vector<int> seen(1000);
-  parallel_for(0, 1000, 7, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) ++seen[static_cast<std::size_t>(i)];
-  });
-  EXPECT_EQ(seen, std::vector<int>(1000, 1));
-  parallel_for(5, 5, 1, [](std::int64_t, std::int64_t) { FAIL() << "there is nothing to do"; });
-  EXPECT_THROW(parallel_for(0, 100, 1, [](std::int64_t, std::int64_t) { throw InvalidArgument("as thrown"); }),
-               InvalidArgument);
-}
+TEST(Threads, RunEveryPartOnce) { testing::expect_every_part_once(); }
 
 }  // namespace
 }  // namespace kvkeep::tensor_test

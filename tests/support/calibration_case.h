@@ -7,7 +7,9 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <string_view>
 
+#include "kvkeep/core/error.h"
 #include "kvkeep/io/calibration.h"
 #include "oracle/random_case.h"
 
@@ -49,6 +51,20 @@ inline void expect_same(const Calibration& a, const Calibration& b) {
     ASSERT_TRUE(b.heads.contains(place)) << place.first << " " << place.second;
     EXPECT_EQ(head.q_mean, b.heads.at(place).q_mean);
     EXPECT_EQ(head.q_abs_mean, b.heads.at(place).q_abs_mean);
+  }
+}
+
+/// `read(bytes, name)` refuses them with a sentence of ours that holds `word`.
+inline void expect_refused_calibration(Calibration (*read)(std::string_view bytes, const std::string& name),
+                                       const std::string& bytes, const std::string& word) {
+  try {
+    static_cast<void>(read(bytes, "the file"));
+    ADD_FAILURE() << "was accepted; should be refused for " << word;
+  } catch (const InvalidArgument& e) {
+    const std::string said = e.what();
+    EXPECT_NE(said.find(word), std::string::npos) << said;
+    EXPECT_NE(said.find("the file"), std::string::npos) << said;
+    EXPECT_EQ(said.find('\n'), std::string::npos) << said;
   }
 }
 

@@ -57,6 +57,14 @@ void save_calibration(const std::filesystem::path& file, const Calibration& cali
 /// Throws InvalidArgument as save_calibration() does for what a file cannot hold; returns its layers.
 std::vector<std::int32_t> check_complete(const Calibration& calibration);
 
+// What a file may say, for readers of any format: they throw InvalidArgument, and `where` stands for the file.
+namespace calibration_detail {
+inline constexpr std::int64_t kMost = 1 << 16;  ///< layers, heads and components of a head
+[[nodiscard]] RopeStyle style_called(const std::string& name, const std::string& where);
+void check_head_dim(std::int64_t dim, const std::string& where);
+void check_scaling(double scaling, const std::string& where);
+}  // namespace calibration_detail
+
 /// From now on bytes that `takes` accepts are read by `reader`: files of other tools.
 using CalibrationReader = Calibration (*)(std::string_view bytes, const std::string& name);
 void use_calibration_reader(bool (*takes)(std::string_view bytes), CalibrationReader reader);

@@ -1,7 +1,6 @@
 #include "kvlab/published_calibration.h"
 
 #include <charconv>
-#include <cmath>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -12,23 +11,8 @@
 namespace kvkeep::lm {
 namespace {
 
-constexpr std::int64_t kMost = 1 << 16;  ///< layers, heads and components of a head
-
-RopeStyle style_called(const std::string& name, const std::string& where) {
-  KVKEEP_REQUIRE(name == "half" || name == "interleaved", "read calibration: rope_style in ", where, " is \"",
-                 shortened(name), "\"; allowed half, interleaved");
-  return name == "half" ? RopeStyle::half : RopeStyle::interleaved;
-}
-
-void check_head_dim(std::int64_t dim, const std::string& where) {
-  KVKEEP_REQUIRE(dim >= 2 && dim <= kMost && dim % 2 == 0, "read calibration: head_dim in ", where, " is ", dim,
-                 "; allowed an even number from 2 to ", kMost);
-}
-
-void check_scaling(double scaling, const std::string& where) {
-  KVKEEP_REQUIRE(std::isfinite(scaling) && scaling > 0, "read calibration: attention_scaling in ", where, " is ",
-                 scaling, "; allowed a positive number");
-}
+using calibration_detail::check_head_dim, calibration_detail::check_scaling, calibration_detail::kMost,
+    calibration_detail::style_called;
 
 const TorchArchive::Value& member(const TorchArchive::Value& dict, const char* key, TorchArchive::Kind kind,
                                   const std::string& subject, const char* allowed) {
