@@ -20,8 +20,8 @@ RopeStyle style_called(const std::string& name, const std::string& where) {
 }
 
 void check_head_dim(std::int64_t dim, const std::string& where) {
-  KVKEEP_REQUIRE(dim >= 2 && dim <= kMost && dim % 2 == 0, "read calibration: head_dim in ", where, " is ", dim,
-                 "; allowed an even number from 2 to ", kMost);
+  KVKEEP_REQUIRE(dim >= 2 && dim <= kMostEntries && dim % 2 == 0, "read calibration: head_dim in ", where, " is ", dim,
+                 "; allowed an even number from 2 to ", kMostEntries);
 }
 
 void check_scaling(double scaling, const std::string& where) {
@@ -33,7 +33,7 @@ void check_scaling(double scaling, const std::string& where) {
 
 namespace {
 
-using calibration_detail::check_head_dim, calibration_detail::check_scaling, calibration_detail::kMost,
+using calibration_detail::check_head_dim, calibration_detail::check_scaling, calibration_detail::kMostEntries,
     calibration_detail::style_called;
 using Json = nlohmann::json;
 
@@ -55,8 +55,8 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
                  shortened(metadata.at("kvkeep_calibration")), "; allowed 1");
   Calibration c;
   const Json dim = parsed("head_dim");
-  KVKEEP_REQUIRE(dim.is_number_unsigned() && dim.get<std::uint64_t>() <= kMost, "read calibration: head_dim in ", where,
-                 " is not a number; allowed an even number from 2 to ", kMost);
+  KVKEEP_REQUIRE(dim.is_number_unsigned() && dim.get<std::uint64_t>() <= kMostEntries, "read calibration: head_dim in ", where,
+                 " is not a number; allowed an even number from 2 to ", kMostEntries);
   check_head_dim(dim.get<std::int64_t>(), where);
   c.head_dim = dim.get<std::int32_t>();
   KVKEEP_REQUIRE(metadata.contains("rope_style"), "read calibration: metadata \"rope_style\" is missing in ", where,
@@ -80,7 +80,7 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
   const auto tensor = [&](const char* name, std::int64_t dimensions) {
     const Tensor t = file.tensor(name);
     KVKEEP_REQUIRE(t.dtype() == Dtype::f32 && t.dim() == dimensions && t.size(2) == c.pairs() && t.size(0) >= 1 &&
-                       t.size(1) >= 1 && t.size(0) <= kMost && t.size(1) <= kMost,
+                       t.size(1) >= 1 && t.size(0) <= kMostEntries && t.size(1) <= kMostEntries,
                    "read calibration: tensor \"", name, "\" in ", where, " has dtype ", t.dtype(), " and ", t.dim(),
                    " dimensions; allowed f32 [L, Hq, ", c.pairs(), dimensions == 4 ? ", 2]" : "]");
     return t;
@@ -97,9 +97,9 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
                    "read calibration: metadata \"layers\" in ", where, " is not an array of ", layers,
                    " layer numbers");
     for (const Json& l : given) {
-      KVKEEP_REQUIRE(l.is_number_unsigned() && l.get<std::uint64_t>() < kMost,
+      KVKEEP_REQUIRE(l.is_number_unsigned() && l.get<std::uint64_t>() < kMostEntries,
                      "read calibration: metadata \"layers\" in ", where, " names layer ", io::shown(l),
-                     "; allowed 0 to ", kMost - 1);
+                     "; allowed 0 to ", kMostEntries - 1);
       KVKEEP_REQUIRE(std::find(numbers.begin(), numbers.end(), l.get<std::int32_t>()) == numbers.end(),
                      "read calibration: metadata \"layers\" in ", where, " names layer ", io::shown(l), " twice");
       numbers.push_back(l.get<std::int32_t>());

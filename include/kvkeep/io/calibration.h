@@ -59,7 +59,7 @@ std::vector<std::int32_t> check_complete(const Calibration& calibration);
 
 // What a file may say, for readers of any format: they throw InvalidArgument, and `where` stands for the file.
 namespace calibration_detail {
-inline constexpr std::int64_t kMost = 1 << 16;  ///< layers, heads and components of a head
+inline constexpr std::int64_t kMostEntries = 1 << 16;  ///< layers, heads and components of a head
 [[nodiscard]] RopeStyle style_called(const std::string& name, const std::string& where);
 void check_head_dim(std::int64_t dim, const std::string& where);
 void check_scaling(double scaling, const std::string& where);

@@ -11,7 +11,7 @@
 namespace kvkeep::lm {
 namespace {
 
-using calibration_detail::check_head_dim, calibration_detail::check_scaling, calibration_detail::kMost,
+using calibration_detail::check_head_dim, calibration_detail::check_scaling, calibration_detail::kMostEntries,
     calibration_detail::style_called;
 
 const TorchArchive::Value& member(const TorchArchive::Value& dict, const char* key, TorchArchive::Kind kind,
@@ -37,7 +37,7 @@ std::pair<std::int32_t, std::int32_t> place_of(const std::string& key, const std
       good = wrong == std::errc() && last == end;
     }
   }
-  KVKEEP_REQUIRE(good && layer >= 0 && head >= 0 && layer < kMost && head < kMost, "read calibration: stats of ", where,
+  KVKEEP_REQUIRE(good && layer >= 0 && head >= 0 && layer < kMostEntries && head < kMostEntries, "read calibration: stats of ", where,
                  " has the key \"", shortened(key), "\"; allowed layer<number>_head<number>");
   return {layer, head};
 }
@@ -110,7 +110,7 @@ Calibration from_archive(const TorchArchive& archive, const std::string& where) 
                      "read calibration: sampled_heads in ", where,
                      " holds an entry that is not a pair; allowed [layer, head]");
       const std::int64_t layer = pair->items[0]->integer, head = pair->items[1]->integer;
-      KVKEEP_REQUIRE(layer >= 0 && head >= 0 && layer < kMost && head < kMost &&
+      KVKEEP_REQUIRE(layer >= 0 && head >= 0 && layer < kMostEntries && head < kMostEntries &&
                          c.heads.contains({static_cast<std::int32_t>(layer), static_cast<std::int32_t>(head)}),
                      "read calibration: sampled_heads in ", where, " names layer ", layer, ", head ", head,
                      ", but stats does not have it");
