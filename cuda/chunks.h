@@ -3,9 +3,8 @@
 
 #include <cstdint>
 
-#include "kvkeep/allot/chunk_slots.h"
+#include "kvkeep/allot/chunks.h"
 #include "kvkeep/core/protect.h"
-#include "kvkeep/core/row_limit.h"
 #include "kvkeep/core/slot.h"
 #include "stream.h"
 

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "kvkeep/core/hd.h"
+#include "kvkeep/core/model_spec.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/core/query_view.h"
-#include "kvkeep/core/rope.h"
-#include "kvkeep/core/row_limit.h"
 #include "kvkeep/core/slot.h"
 
 namespace kvkeep::cuda {

@@ -11,7 +11,7 @@
 /// infinite key may score NaN on matrix units.
 
 #include "evidence.h"
-#include "kvkeep/core/rope.h"
+#include "kvkeep/core/model_spec.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

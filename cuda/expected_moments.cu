@@ -1,5 +1,5 @@
 #include "expected_task.cuh"
-#include "kvkeep/core/row_window.h"
+#include "kvkeep/score/window.h"
 #include "launch.cuh"
 #include "panel.cuh"
 #include "parts.cuh"

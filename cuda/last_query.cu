@@ -1,7 +1,7 @@
 #include "last_query.h"
 
 #include "key_lanes.cuh"
-#include "kvkeep/core/pool.h"
+#include "kvkeep/score/pool.h"
 #include "launch.cuh"
 #include "workspace.h"
 

@@ -7,7 +7,7 @@
 
 #include "evidence.h"
 #include "kvkeep/allot/divide.h"
-#include "kvkeep/core/row_window.h"
+#include "kvkeep/score/window.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

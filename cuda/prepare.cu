@@ -1,7 +1,7 @@
 #include "prepare.h"
 
 #include "element.cuh"
-#include "kvkeep/core/pinned_slots.h"
+#include "kvkeep/core/protect.h"
 #include "launch.cuh"
 #include "tuning.cuh"
 

@@ -3,9 +3,9 @@
 /// slots and the window of every row, and its queries as the attention kernels read them. No LibTorch in here.
 
 #include "evidence.h"
-#include "kvkeep/core/pins.h"
-#include "kvkeep/core/rope.h"
-#include "kvkeep/core/row_window.h"
+#include "kvkeep/core/model_spec.h"
+#include "kvkeep/core/protect.h"
+#include "kvkeep/score/window.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

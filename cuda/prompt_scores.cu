@@ -1,8 +1,8 @@
 #include "prompt_scores.h"
 
 #include "element.cuh"
-#include "kvkeep/core/pool.h"
-#include "kvkeep/core/row_window.h"
+#include "kvkeep/score/pool.h"
+#include "kvkeep/score/window.h"
 #include "launch.cuh"
 #include "tuning.cuh"
 #include "window_attention.h"

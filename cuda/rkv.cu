@@ -3,7 +3,7 @@
 #include <limits>
 
 #include "key_lanes.cuh"
-#include "kvkeep/core/pool.h"
+#include "kvkeep/score/pool.h"
 #include "launch.cuh"
 #include "team.cuh"
 #include "window_attention.h"

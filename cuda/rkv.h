@@ -2,8 +2,8 @@
 /// R-KV on a GPU. Same contract as `kvkeep::Rkv`.
 
 #include "evidence.h"
-#include "kvkeep/core/row_window.h"
 #include "kvkeep/score/rkv.h"
+#include "kvkeep/score/window.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

@@ -4,7 +4,7 @@
 #include <typeindex>
 
 #include "evidence.h"
-#include "kvkeep/score/window_scorer.h"
+#include "kvkeep/score/row_scorer.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

@@ -2,8 +2,8 @@
 /// Selection without a sort: the key of the last kept slot is found digit by digit, then everything at or above it
 /// stays.
 
+#include "kvkeep/core/protect.h"
 #include "kvkeep/core/rank_key.h"
-#include "kvkeep/core/row_limit.h"
 #include "team.cuh"
 
 namespace kvkeep::cuda {

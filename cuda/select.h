@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "kvkeep/core/row_limit.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/core/slot.h"
 #include "stream.h"
 

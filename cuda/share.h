@@ -1,8 +1,8 @@
 #pragma once
 /// Scores of rows that share one selection, on a GPU. Same numbers as on the CPU. No LibTorch in here.
 
-#include "kvkeep/core/row_limit.h"
-#include "kvkeep/core/shared_rows.h"
+#include "kvkeep/core/decision.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/core/slot.h"
 #include "stream.h"
 

@@ -1,7 +1,7 @@
 #pragma once
-/// Teams of CUDA threads that work on one row: a block or a warp. See kvkeep/core/team.h.
+/// Teams of CUDA threads that work on one row: a block or a warp. See kvkeep/core/hd.h.
 
-#include "kvkeep/core/team.h"
+#include "kvkeep/core/strict_math.h"
 #include "platform.cuh"
 
 namespace kvkeep::cuda {

@@ -1,6 +1,6 @@
 #include "threshold.h"
 
-#include "kvkeep/allot/passing_slots.h"
+#include "kvkeep/allot/threshold.h"
 #include "launch.cuh"
 #include "select.cuh"
 #include "tuning.cuh"

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kvkeep/core/row_limit.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/core/slot.h"
 #include "stream.h"
 

@@ -2,7 +2,7 @@
 /// TriAttention on a GPU. Same contract as `kvkeep::TriAttention`.
 
 #include "evidence.h"
-#include "kvkeep/core/rope.h"
+#include "kvkeep/core/model_spec.h"
 #include "kvkeep/score/triattention.h"
 #include "stream.h"
 

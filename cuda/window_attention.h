@@ -16,7 +16,7 @@
 /// |q| |k| scale / sqrt(D), and a share by as much of itself. Shares below 1e-38 are 0.
 
 #include "evidence.h"
-#include "kvkeep/core/row_window.h"
+#include "kvkeep/score/window.h"
 #include "kvkeep/score/window_attention.h"
 #include "stream.h"
 

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "element.cuh"
-#include "kvkeep/core/row_window.h"
+#include "kvkeep/score/window.h"
 #include "tuning.cuh"
 #include "window_attention.h"
 

@@ -10,7 +10,7 @@
 Breaks are in tests/breaks/ROOM.txt, apart from each other by an empty line:
 
   a pin is forgotten when tokens are taken back           its name: what is wrong then
-    include/kvkeep/core/pins.h  Pins.*:KeeperPins.*       the file, and the tests that are tried first
+    include/kvkeep/core/protect.h  Pins.*:KeeperPins.*       the file, and the tests that are tried first
   @ void truncate(                                        the code stands after this, which is in the file once
   - spans_.pop_back();                                    the code: the first after @, or once in the file
   + spans_.clear();                                       what stands there instead; left out: nothing

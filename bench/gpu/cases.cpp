@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <regex>
 
-#include "kvkeep/core/text.h"
+#include "kvkeep/core/error.h"
 #include "kvkeep/torch.h"
 #include "machine.h"
 #include "timing.h"

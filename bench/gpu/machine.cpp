@@ -3,7 +3,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "kvkeep/core/text.h"
+#include "kvkeep/core/error.h"
 #include "timing.h"
 
 namespace kvkeep::cuda {

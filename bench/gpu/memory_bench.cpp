@@ -3,7 +3,7 @@
 #include "factorise.h"
 #include "fetch.h"
 #include "fold.h"
-#include "kvkeep/memory/pieces.h"
+#include "kvkeep/memory/segmenter.h"
 #include "memory.h"
 #include "memory_attention.h"
 #include "rows.h"

@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "kvkeep/io/ending_signals.h"
 #include "kvkeep/io/run_files.h"
 #include "measure.h"
 

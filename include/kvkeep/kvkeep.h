@@ -3,19 +3,17 @@
 
 // Vocabulary: errors, tensors, the model, the cache, the columns that travel with the rows.
 #include "kvkeep/core/cache_view.h"
-#include "kvkeep/core/columns.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/evidence.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/model_spec.h"
-#include "kvkeep/core/page_allocator.h"
-#include "kvkeep/core/pool.h"
 #include "kvkeep/core/protect.h"
-#include "kvkeep/core/rope.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/core/tensor.h"
-#include "kvkeep/core/window.h"
+#include "kvkeep/keep/columns.h"
+#include "kvkeep/score/evidence.h"
+#include "kvkeep/score/pool.h"
+#include "kvkeep/score/window.h"
 
 // observe
 #include "kvkeep/observe/observation.h"
@@ -26,7 +24,6 @@
 #include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/allot/chunks.h"
-#include "kvkeep/allot/credit.h"
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/mass.h"
 #include "kvkeep/allot/mass_segmented.h"
@@ -53,32 +50,24 @@
 #include "kvkeep/score/triattention.h"
 #include "kvkeep/score/vase.h"
 #include "kvkeep/score/window_attention.h"
-#include "kvkeep/score/window_scorer.h"
 
 // prefill: finds the layer in which the ranks settle
-#include "kvkeep/layers/last_query.h"
 #include "kvkeep/layers/layer_selector.h"
 #include "kvkeep/layers/prompt_scores.h"
-#include "kvkeep/layers/shrinking_context.h"
-#include "kvkeep/layers/top_mass.h"
 
 // folded spans
+#include "kvkeep/memory/factorise.h"
 #include "kvkeep/memory/factors.h"
 #include "kvkeep/memory/memory_options.h"
-#include "kvkeep/memory/pieces.h"
-#include "kvkeep/memory/rank_gates.h"
 #include "kvkeep/memory/read_memory.h"
 #include "kvkeep/memory/router.h"
-#include "kvkeep/memory/routing_file.h"
 #include "kvkeep/memory/segmenter.h"
 #include "kvkeep/memory/span_row.h"
 
 // apply
 #include "kvkeep/keep/compact.h"
-#include "kvkeep/keep/page_pool.h"
 #include "kvkeep/keep/paged_sequences.h"
 #include "kvkeep/keep/pages.h"
-#include "kvkeep/keep/rerotate.h"
 
 // The policies, and the pipeline itself.
 #include "kvkeep/keeper/keeper.h"
@@ -87,7 +76,6 @@
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"
 #include "kvkeep/parts/surprisal.h"
-#include "kvkeep/policy/across_ranks.h"
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/folded_memory.h"
@@ -95,13 +83,12 @@
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/policy/prefill.h"
-#include "kvkeep/policy/prompt_pass.h"
 #include "kvkeep/policy/pyramidinfer.h"
 #include "kvkeep/policy/sekv.h"
 
 // What kvkeep::header_only lacks: saved state, policies by name.
 #ifndef KVKEEP_HEADER_ONLY
-#include "kvkeep/policy/registration.h"
+#include "kvkeep/policy/across_ranks.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/state/state_file.h"
 #endif

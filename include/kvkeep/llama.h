@@ -36,10 +36,9 @@
 #include <utility>
 #include <vector>
 
-#include "kvkeep/core/page_allocator.h"
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/keeper/keeper.h"
 #include "kvkeep/llama/model.h"
-#include "kvkeep/llama/rope.h"
 
 namespace kvkeep::llama {
 

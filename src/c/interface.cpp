@@ -10,7 +10,7 @@
 
 #include "boundary.h"
 #include "kvkeep/c.h"
-#include "kvkeep/core/page_allocator.h"
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/keeper/keeper.h"
 #include "kvkeep/parts/folds.h"
 #include "kvkeep/parts/given.h"

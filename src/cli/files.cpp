@@ -1,4 +1,3 @@
-#include "kvkeep/cli/files.h"
 
 #include <CLI/Option.hpp>
 #include <algorithm>

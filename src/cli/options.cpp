@@ -9,8 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/nearest.h"
-#include "kvkeep/io/read_file.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/untrusted_json.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/registry.h"

@@ -7,10 +7,8 @@
 #include <map>
 
 #include "forecast.h"
-#include "kvkeep/cli/files.h"
 #include "kvkeep/cli/options.h"
 #include "kvkeep/cli/program.h"
-#include "kvkeep/cli/progress.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/model_config.h"
 #include "kvkeep/io/untrusted_json.h"

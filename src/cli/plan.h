@@ -6,7 +6,7 @@
 
 #include "bounds.h"
 #include "kvkeep/cli/options.h"
-#include "kvkeep/cli/table.h"
+#include "kvkeep/cli/program.h"
 
 namespace kvkeep::cli {
 

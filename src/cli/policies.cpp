@@ -6,7 +6,6 @@
 #include "kvkeep/cli/options.h"
 #include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/nearest.h"
 #include "kvkeep/policy/registry.h"
 
 namespace kvkeep::cli {

@@ -16,13 +16,9 @@
 #include <utility>
 #include <vector>
 
-#include "kvkeep/cli/files.h"
 #include "kvkeep/cli/options.h"
-#include "kvkeep/cli/progress.h"
-#include "kvkeep/cli/table.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/nearest.h"
-#include "kvkeep/io/ending_signals.h"
+#include "kvkeep/io/run_files.h"
 #include "kvkeep/version.h"
 
 namespace kvkeep::cli {

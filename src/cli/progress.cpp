@@ -1,11 +1,11 @@
-#include "kvkeep/cli/progress.h"
+#include "kvkeep/cli/program.h"
 
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 
-#include "kvkeep/core/text.h"
+#include "kvkeep/core/error.h"
 
 namespace kvkeep::cli {
 

@@ -8,17 +8,14 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
-#include "kvkeep/cli/files.h"
 #include "kvkeep/cli/options.h"
 #include "kvkeep/cli/program.h"
-#include "kvkeep/cli/progress.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/io/untrusted_json.h"
 #include "kvkeep/policy/asl.h"
-#include "kvkeep/trace/event_trace.h"
-#include "kvkeep/trace/prefill_trace.h"
+#include "kvkeep/trace/trace.h"
 
 namespace kvkeep::cli {
 namespace {

@@ -1,4 +1,4 @@
-#include "kvkeep/cli/table.h"
+#include "kvkeep/cli/program.h"
 
 #include <algorithm>
 #include <cmath>

@@ -10,7 +10,6 @@
 #include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/chunks.h"
 #include "kvkeep/allot/critical.h"
-#include "kvkeep/allot/head_marks.h"
 #include "kvkeep/allot/mass_segmented.h"
 #include "kvkeep/allot/pyramid.h"
 #include "kvkeep/allot/threshold.h"

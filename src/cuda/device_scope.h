@@ -3,7 +3,7 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include "kvkeep/core/device.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/torch.h"
 #include "memory.h"
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kvkeep/memory/pieces.h"
+#include "kvkeep/memory/segmenter.h"
 #include "kvkeep/torch.h"
 #include "share.h"
 #include "window_attention.h"

@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-#include "kvkeep/core/device.h"
+#include "kvkeep/core/tensor.h"
 
 namespace kvkeep::cuda {
 

@@ -6,8 +6,8 @@
 
 #include "config_fields.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/gguf.h"
-#include "kvkeep/io/read_file.h"
 #include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep::io {

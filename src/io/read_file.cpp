@@ -1,4 +1,4 @@
-#include "kvkeep/io/read_file.h"
+#include "kvkeep/io/atomic_file.h"
 
 #include <unistd.h>
 

@@ -12,7 +12,7 @@
 #include <system_error>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/read_file.h"
+#include "kvkeep/io/atomic_file.h"
 
 namespace kvkeep::io {
 namespace {

@@ -1,7 +1,6 @@
 // Bodies of this room's headers, compiled once for the library.
 
-#include "kvkeep/memory/memory_options-inl.h"
-#include "kvkeep/memory/rank_gates-inl.h"
+#include "kvkeep/memory/factorise-inl.h"
 #include "kvkeep/memory/read_memory-inl.h"
 #include "kvkeep/memory/router-inl.h"
 #include "kvkeep/memory/row_zoom-inl.h"

@@ -1,11 +1,11 @@
-#include "kvkeep/memory/routing_file.h"
+#include "kvkeep/memory/router.h"
 
 #include <algorithm>
 #include <array>
 #include <utility>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/finite.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/io/untrusted_json.h"
 

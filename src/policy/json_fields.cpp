@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/nearest.h"
 #include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep {

@@ -11,7 +11,6 @@
 #include <string_view>
 #include <vector>
 
-#include "kvkeep/policy/registration.h"
 #include "kvkeep/policy/registry.h"
 
 namespace kvkeep {

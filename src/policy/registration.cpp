@@ -1,11 +1,10 @@
-#include "kvkeep/policy/registration.h"
+#include "kvkeep/policy/registry.h"
 
 #include <algorithm>
 #include <iterator>
 
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/nearest.h"
 #include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep {

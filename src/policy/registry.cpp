@@ -5,7 +5,7 @@
 #include "json_fields.h"
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/read_file.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/untrusted_json.h"
 #include "kvkeep/policy/policy.h"
 

@@ -10,7 +10,7 @@
 #include <nanobind/stl/vector.h>
 #include <nanobind/trampoline.h>
 
-#include "kvkeep/core/nearest.h"
+#include "kvkeep/core/error.h"
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/version.h"
 

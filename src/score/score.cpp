@@ -3,4 +3,3 @@
 #include "kvkeep/score/rkv-inl.h"
 #include "kvkeep/score/triattention-inl.h"
 #include "kvkeep/score/window_attention-inl.h"
-#include "kvkeep/score/window_queries-inl.h"

@@ -1,7 +1,7 @@
 #pragma once
 /// LibTorch's products of bf16 matrices on AMX.
 
-#include "kvkeep/simd/matrix_unit.h"
+#include "kvkeep/simd/expected_lanes.h"
 
 namespace kvkeep {
 

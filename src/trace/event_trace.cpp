@@ -1,4 +1,4 @@
-#include "kvkeep/trace/event_trace.h"
+#include "kvkeep/trace/trace.h"
 
 #include <algorithm>
 #include <charconv>
@@ -10,11 +10,10 @@
 
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/keep/compact.h"
-#include "kvkeep/policy/require_pinned.h"
+#include "kvkeep/policy/evict.h"
 #include "kvkeep/version.h"
 
 #include "kvkeep/io/untrusted_json.h"
-#include "kvkeep/trace/check_tensor.h"
 
 namespace kvkeep::trace {
 namespace {

@@ -1,4 +1,3 @@
-#include "kvkeep/trace/prefill_trace.h"
 
 #include <algorithm>
 #include <charconv>
@@ -10,7 +9,7 @@
 #include "kvkeep/version.h"
 
 #include "kvkeep/io/untrusted_json.h"
-#include "kvkeep/trace/check_tensor.h"
+#include "kvkeep/trace/trace.h"
 
 namespace kvkeep::trace {
 namespace {

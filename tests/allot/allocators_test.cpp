@@ -12,7 +12,7 @@
 #include <numeric>
 
 #include "arrays.h"
-#include "kvkeep/allot/head_marks.h"
+#include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/kvkeep.h"
 #include "loop_threads.h"
 #include "oracle/allocators_oracle.h"

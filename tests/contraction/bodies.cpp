@@ -4,8 +4,8 @@
 #include "bodies.h"
 
 #include "kvkeep/allot/divide.h"
-#include "kvkeep/core/rope.h"
-#include "kvkeep/memory/opening.h"
+#include "kvkeep/core/model_spec.h"
+#include "kvkeep/memory/factors.h"
 #include "kvkeep/score/rkv.h"
 
 namespace kvkeep {

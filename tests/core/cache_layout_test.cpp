@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <set>
 
-#include "kvkeep/core/cache_layout.h"
+#include "kvkeep/core/cache_view.h"
 #include "message_of.h"
 #include "oracle/random_case.h"
 

@@ -7,7 +7,6 @@
 #include "arrays.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
-#include "kvkeep/keep/rerotate.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::rope_test {

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "arrays.h"
-#include "kvkeep/core/finite.h"
 #include "kvkeep/core/parallel.h"
 #include "loop_threads.h"
 #include "message_of.h"

@@ -1,11 +1,9 @@
-#include "kvkeep/core/text.h"
 
 #include <gtest/gtest.h>
 
 #include <array>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/nearest.h"
 
 namespace kvkeep::text_test {
 namespace {

@@ -3,7 +3,7 @@
 #include "adaptive_heads.h"
 
 #include "counted_case.h"
-#include "kvkeep/allot/head_marks.h"
+#include "kvkeep/allot/adaptive_heads.h"
 
 namespace kvkeep::cuda::adaptive_heads_test {
 namespace {

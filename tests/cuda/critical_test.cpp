@@ -5,9 +5,9 @@
 #include <ATen/ops/from_blob.h>
 
 #include "adaptive_heads.h"
+#include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/divide.h"
-#include "kvkeep/allot/head_marks.h"
 #include "kvkeep/core/rank_key.h"
 #include "kvkeep/torch.h"
 #include "value_case.h"

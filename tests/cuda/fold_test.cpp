@@ -8,7 +8,7 @@
 
 #include "evidence_case.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/memory/pieces.h"
+#include "kvkeep/memory/segmenter.h"
 #include "kvkeep/memory/span_row.h"
 #include "kvkeep/torch.h"
 

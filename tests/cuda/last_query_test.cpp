@@ -3,7 +3,7 @@
 #include "last_query.h"
 
 #include "asked_queries.h"
-#include "kvkeep/layers/last_query.h"
+#include "kvkeep/layers/prompt_scores.h"
 
 namespace kvkeep::cuda::last_query_test {
 namespace {

@@ -3,8 +3,8 @@
 #include "prompt_scores.h"
 
 #include "asked_queries.h"
-#include "kvkeep/core/pool.h"
 #include "kvkeep/layers/prompt_scores.h"
+#include "kvkeep/score/pool.h"
 #include "window_attention.h"
 
 namespace kvkeep::cuda::prompt_scores_test {

@@ -6,8 +6,8 @@
 
 #include "device.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/pool.h"
 #include "kvkeep/layers/layer_selector.h"
+#include "kvkeep/score/pool.h"
 #include "ranked_prompts.h"
 
 namespace kvkeep::cuda::ranks_test {

@@ -4,7 +4,7 @@
 
 #include "engines.h"
 #include "fresh_accelerator.h"
-#include "kvkeep/score/window_scorer.h"
+#include "kvkeep/score/row_scorer.h"
 #include "row_body.h"
 #include "value_case.h"
 

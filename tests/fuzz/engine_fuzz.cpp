@@ -8,7 +8,7 @@
 #include <map>
 #include <vector>
 
-#include "kvkeep/core/page_allocator.h"
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/keeper/keeper.h"
 #include "kvkeep/policy/registry.h"
 

@@ -5,8 +5,7 @@
 #include <string_view>
 
 #include "kvkeep/policy/registry.h"
-#include "kvkeep/trace/event_trace.h"
-#include "kvkeep/trace/prefill_trace.h"
+#include "kvkeep/trace/trace.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace kvkeep;

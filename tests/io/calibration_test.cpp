@@ -1,6 +1,6 @@
 // Calibration files: they come back as they were saved, and what is damaged or hostile is refused with a sentence.
 
-#include "kvkeep/io/calibration.h"
+#include "kvkeep/score/calibration.h"
 
 #include <gtest/gtest.h>
 

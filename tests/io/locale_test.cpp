@@ -10,8 +10,8 @@
 
 #include "arrays.h"
 #include "engines.h"
-#include "kvkeep/io/calibration.h"
-#include "kvkeep/trace/event_trace.h"
+#include "kvkeep/score/calibration.h"
+#include "kvkeep/trace/trace.h"
 
 namespace kvkeep::locale_test {
 namespace {

@@ -9,7 +9,7 @@
 #include <set>
 
 #include "arrays.h"
-#include "kvkeep/core/page_allocator.h"
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/keep/compact.h"
 #include "oracle/random_case.h"
 

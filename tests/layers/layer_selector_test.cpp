@@ -10,7 +10,7 @@
 #include <set>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/pool.h"
+#include "kvkeep/score/pool.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::layer_selector_test {

@@ -1,8 +1,8 @@
 // Per-head top-p caches against plain loops in double: what stays holds the asked mass, and no head keeps more than it
 // must.
 
-#include "kvkeep/layers/top_mass.h"
 #include "arrays.h"
+#include "kvkeep/layers/prompt_scores.h"
 
 #include <gtest/gtest.h>
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "evictor_engine.h"
-#include "kvkeep/keep/rerotate.h"
+#include "kvkeep/keep/compact.h"
 
 namespace kvkeep::llama {
 namespace {

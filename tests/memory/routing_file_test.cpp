@@ -1,7 +1,7 @@
 // Files of trained routers: what is written is read, and what does not fit is refused by name.
 
-#include "kvkeep/memory/routing_file.h"
 #include "arrays.h"
+#include "kvkeep/memory/router.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

@@ -9,7 +9,7 @@
 
 #include "engines.h"
 #include "folding_engine.h"
-#include "kvkeep/core/pinned_slots.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/parts/folds.h"
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/state/state_file.h"

@@ -3,9 +3,9 @@
 #include <filesystem>
 
 #include "golden_case.h"
-#include "kvkeep/io/calibration.h"
 #include "kvkeep/policy/registry.h"
-#include "kvkeep/trace/prefill_trace.h"
+#include "kvkeep/score/calibration.h"
+#include "kvkeep/trace/trace.h"
 
 namespace kvkeep::event_golden_test {
 namespace {

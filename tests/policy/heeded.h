@@ -1,7 +1,7 @@
 #pragma once
 /// Heeded: slots that the newest queries attend to, or the next slot.
 
-#include "kvkeep/score/window_scorer.h"
+#include "kvkeep/score/row_scorer.h"
 
 namespace kvkeep {
 

@@ -10,7 +10,7 @@
 #include <numeric>
 
 #include "arrays.h"
-#include "kvkeep/core/columns.h"
+#include "kvkeep/keep/columns.h"
 #include "kvkeep/kvkeep.h"
 #include "message_of.h"
 

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "kvkeep/allot/allocator.h"
-#include "kvkeep/core/device.h"
-#include "kvkeep/core/each_row.h"
+#include "kvkeep/core/limits.h"
+#include "kvkeep/core/tensor.h"
 
 namespace kvkeep {
 

@@ -9,7 +9,7 @@
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/core/protect.h"
 #include "kvkeep/policy/policy.h"
-#include "kvkeep/policy/registration.h"
+#include "kvkeep/policy/registry.h"
 #include "kvkeep/score/tova.h"
 
 namespace kvkeep {

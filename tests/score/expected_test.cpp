@@ -10,9 +10,9 @@
 #include <numeric>
 
 #include "expected_case.h"
-#include "kvkeep/core/finite.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/kvkeep.h"
-#include "kvkeep/simd/matrix_unit.h"
+#include "kvkeep/simd/expected_lanes.h"
 #include "oracle/expected_oracle.h"
 #include "scorer_case.h"
 

@@ -10,7 +10,7 @@
 #include <string_view>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/calibration.h"
+#include "kvkeep/score/calibration.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::testing {

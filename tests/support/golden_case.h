@@ -14,7 +14,7 @@
 
 #include "arrays.h"
 #include "kvkeep/io/safetensors.h"
-#include "kvkeep/trace/event_trace.h"
+#include "kvkeep/trace/trace.h"
 
 namespace kvkeep::testing {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "arrays.h"
-#include "kvkeep/core/evidence.h"
+#include "kvkeep/score/evidence.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::testing {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <filesystem>
 
-#include "kvkeep/io/calibration.h"
+#include "kvkeep/score/calibration.h"
 #include "rank_engine.h"
 
 namespace kvkeep::testing {

@@ -11,7 +11,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/policy/registry.h"
-#include "kvkeep/trace/event_trace.h"
+#include "kvkeep/trace/trace.h"
 
 namespace kvkeep::testing {
 

@@ -1,8 +1,8 @@
 // Event traces as an enemy would write them: numbers of layers, positions and lengths that other numbers could become
 // of.
 
-#include "kvkeep/trace/event_trace.h"
 #include "arrays.h"
+#include "kvkeep/trace/trace.h"
 
 #include <gtest/gtest.h>
 

@@ -1,8 +1,8 @@
 // Prefill traces: what is replayed is what a pass over the same prompt does, and what does not fit is refused with the
 // name of tensor or metadata.
 
-#include "kvkeep/trace/prefill_trace.h"
 #include "arrays.h"
+#include "kvkeep/trace/trace.h"
 
 #include <gtest/gtest.h>
 

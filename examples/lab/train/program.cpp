@@ -6,7 +6,7 @@
 #include <exception>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/ending_signals.h"
+#include "kvkeep/io/run_files.h"
 #include "kvkeep/torch.h"
 
 namespace train {

@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-#include "kvkeep/memory/opening.h"
+#include "kvkeep/memory/factors.h"
 #include "kvkeep/torch.h"
 #include "kvlab/span_memory.h"
 #include "parallel.h"

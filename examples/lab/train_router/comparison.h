@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "kvkeep/memory/routing_file.h"
+#include "kvkeep/memory/router.h"
 #include "lesson.h"
 
 namespace train {

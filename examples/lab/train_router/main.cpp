@@ -10,7 +10,7 @@
 #include "hf_folder.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/run_files.h"
-#include "kvkeep/memory/routing_file.h"
+#include "kvkeep/memory/router.h"
 #include "llama.h"
 #include "program.h"
 #include "router_training.h"

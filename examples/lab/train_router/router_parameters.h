@@ -6,7 +6,7 @@
 #include <array>
 #include <cstdint>
 
-#include "kvkeep/memory/routing_file.h"
+#include "kvkeep/memory/router.h"
 #include "kvlab/router_training.h"
 #include "llama.h"
 

@@ -6,11 +6,10 @@
 #include <functional>
 
 #include "kvkeep/allot/adaptive_heads.h"
-#include "kvkeep/allot/head_marks.h"
-#include "kvkeep/core/device.h"
-#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
+#include "kvkeep/core/limits.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/select.h"
 
 namespace kvkeep {

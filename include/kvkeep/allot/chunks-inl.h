@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "kvkeep/allot/chunks.h"
-#include "kvkeep/core/device.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/tensor.h"
 
 namespace kvkeep {
 namespace chunks_detail {

@@ -6,11 +6,11 @@
 #include <limits>
 #include <vector>
 
+#include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/critical.h"
-#include "kvkeep/allot/head_marks.h"
-#include "kvkeep/core/device.h"
-#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
+#include "kvkeep/core/limits.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/select.h"
 #include "kvkeep/simd/attention_lanes.h"
 

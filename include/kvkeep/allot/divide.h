@@ -1,19 +1,17 @@
 #pragma once
 /// One row through AMS, from the usage of its slots to segments with quotas: the code that the CPU runs with one thread
-/// per row and CUDA with one block per row. Does not use LibTorch.
+/// per row and CUDA with one block per row.
 
 #include <cmath>
 #include <cstdint>
 
-#include "kvkeep/allot/credit.h"
 #include "kvkeep/allot/mass.h"
 #include "kvkeep/allot/quotas.h"
 #include "kvkeep/allot/segments.h"
 #include "kvkeep/core/hd.h"
-#include "kvkeep/core/pool.h"
 #include "kvkeep/core/protect.h"
 #include "kvkeep/core/strict_math.h"
-#include "kvkeep/core/team.h"
+#include "kvkeep/score/pool.h"
 
 namespace kvkeep {
 

@@ -9,10 +9,10 @@
 #include <utility>
 
 #include "kvkeep/allot/mass_segmented.h"
-#include "kvkeep/core/device.h"
-#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/header_only.h"
+#include "kvkeep/core/limits.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/select.h"
 
 namespace kvkeep {

@@ -8,8 +8,8 @@
 
 #include "kvkeep/allot/mass.h"
 #include "kvkeep/core/protect.h"
-#include "kvkeep/core/row_window.h"
 #include "kvkeep/core/strict_math.h"
+#include "kvkeep/score/window.h"
 
 namespace kvkeep {
 

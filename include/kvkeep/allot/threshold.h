@@ -13,13 +13,36 @@
 #include <vector>
 
 #include "kvkeep/allot/allocator.h"
-#include "kvkeep/allot/passing_slots.h"
-#include "kvkeep/core/device.h"
-#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/limits.h"
+#include "kvkeep/core/protect.h"
+#include "kvkeep/core/strict_math.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/select.h"
 
 namespace kvkeep {
+
+// How many slots of a row a threshold leaves. The same on every machine.
+
+/// The protected slots of a due row and the others that score at least `least`, as far as the budget allows. Those that
+/// pass rank before all others, so a selection of as many keeps them. NaN does not pass. Cost: one pass over the
+/// scores.
+template <class Team = OneThread>
+[[nodiscard]] KVKEEP_HD std::int32_t passing_slots(const float* scores, std::int32_t length, const RowLimit& limit,
+                                                   float least, Team team = {}) {
+  const Protected& guarded = limit.guarded;
+  const auto passing = [&](std::int32_t from, std::int32_t to) {
+    std::uint64_t count = 0;
+    for (std::int32_t t = from + team.thread(); t < to; t += team.size()) count += scores[t] >= least ? 1 : 0;
+    return count;
+  };
+  std::uint64_t own = passing(guarded.sinks, length - guarded.recents);
+  for (std::int32_t i = 0; i < guarded.ranges; ++i) own -= passing(guarded.pins[i].from, guarded.pins[i].to);
+  // A member may have taken more from pinned ranges than it counted: the sum over all of them is right.
+  const auto stay = static_cast<std::int64_t>(team.sum(own)) + guarded.count();
+  const std::int32_t room = limit.budget < length ? limit.budget : length;
+  return stay < room ? static_cast<std::int32_t>(stay) : room;
+}
 
 struct ThresholdOptions {
   double threshold = 0;  ///< slots that score less go

@@ -9,7 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "kvkeep/cli/table.h"
+#include "kvkeep/cli/program.h"
+#include "kvkeep/io/atomic_file.h"
+#include "kvkeep/io/run_files.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/policy/registry.h"
 
@@ -74,5 +76,22 @@ Cell budget_cell(const KVPolicy& policy);
 // Warns of settings that are allowed but probably not intended: a scorer that chooses less than half of its budget.
 // Empty if there is nothing to warn of.
 std::string warning_about(const KVPolicy& policy);
+
+// The files that options name. Every option whose help says FILE, DIR, PATH, TRACE or POLICY is marked with what it
+// does; what a run needs of them is then checked in one place, before it begins.
+
+CLI::Option* as_input(CLI::Option* option, io::Source source = io::Source::file);
+CLI::Option* as_output(CLI::Option* option);
+CLI::Option* as_policy(CLI::Option* option);
+
+// Throws std::logic_error for an option of `app` and its sub-commands that names files and has no mark.
+void require_marked_files(const CLI::App& app);
+
+// Throws InvalidArgument unless inputs are there and can be read, outputs can be written, and no output is an input or
+// another output, stdout and stderr included.
+void check_files(const CLI::App& command);
+
+// The files of this run, for inputs that other files name.
+io::RunFiles& run_files();
 
 }  // namespace kvkeep::cli

@@ -2,16 +2,19 @@
 /// The program `kvkeep` without its main(): what a project that adds sub-commands of its own links (kvkeep::command).
 
 #include <CLI/App.hpp>
+#include <chrono>
+#include <cstdint>
 #include <exception>
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/policy/policy.h"
-#include "kvkeep/trace/event_trace.h"
+#include "kvkeep/trace/trace.h"
 
 namespace kvkeep::cli {
 
@@ -68,5 +71,89 @@ Run add_doctor(CLI::App& app, const Program& program);
 
 /// main(): parses the command line, runs the sub-command, reports errors on stderr. Returns the exit status.
 int run(const Program& program, int argc, char** argv);
+
+// A progress bar with the time left, on a terminal only. Everything here goes to stderr.
+
+class Progress {
+ public:
+  // Draws nothing when `total` is 0, when stderr is not a terminal, or when quiet.
+  Progress(std::int64_t total, bool quiet);
+  ~Progress() { clear(); }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  // Shows at once what is being done.
+  void label(std::string what);
+  void advance(std::int64_t done);
+  // Removes the bar, so that other lines can be written.
+  void clear();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  void draw();
+  std::int64_t total_, done_ = 0;
+  bool shown_ = false, drawn_ = false;
+  std::string label_;
+  Clock::time_point start_ = Clock::now(), last_ = {};
+};
+
+// One line on stderr that begins with "kvkeep: ", escaped.
+void note(const std::string& said);
+
+// Results on stdout: one table as Markdown, CSV or JSON.
+
+enum class Format : std::uint8_t { md, csv, json };
+
+// A value, and its text in Markdown.
+struct Cell {
+  nlohmann::ordered_json value;
+  std::string shown;
+
+  Cell(const char* text) : value(text), shown(text) {}                         // NOLINT(google-explicit-constructor)
+  Cell(const std::string& text) : value(text), shown(text) {}                  // NOLINT(google-explicit-constructor)
+  Cell(std::int64_t number) : value(number), shown(std::to_string(number)) {}  // NOLINT(google-explicit-constructor)
+  Cell(std::int32_t number) : Cell(std::int64_t{number}) {}                    // NOLINT(google-explicit-constructor)
+  Cell(nlohmann::ordered_json raw, std::string people) : value(std::move(raw)), shown(std::move(people)) {}
+};
+
+Cell bytes_cell(std::int64_t bytes);
+Cell real_cell(double number, int digits);
+// A share as a percentage.
+Cell share_cell(double share);
+
+struct Column {
+  std::string key;    // in CSV and JSON
+  std::string title;  // in Markdown
+  bool number = true;
+};
+
+// More columns of a header, or more cells of a row.
+template <class T>
+void append(std::vector<T>& to, const std::vector<T>& more) {
+  to.insert(to.end(), more.begin(), more.end());
+}
+
+class Table {
+ public:
+  explicit Table(std::vector<Column> columns) : columns_(std::move(columns)) {}
+  // Throws std::logic_error unless the row has a cell per column.
+  void add(std::vector<Cell> row);
+  [[nodiscard]] bool empty() const { return rows_.empty(); }
+  [[nodiscard]] std::string markdown() const;
+  [[nodiscard]] std::string csv() const;
+  [[nodiscard]] nlohmann::ordered_json json() const;  // an array of objects
+  [[nodiscard]] std::string text(Format format) const;
+
+ private:
+  std::vector<Column> columns_;
+  std::vector<std::vector<Cell>> rows_;
+};
+
+// Writes to stdout, escaped but for line ends and tabs, and throws when it cannot be written (a full disk, a closed
+// pipe).
+void print(const std::string& text);
+
+// 0-3,17,21-40 of ascending numbers.
+std::string compact_ranges(const std::vector<std::int32_t>& ascending);
 
 }  // namespace kvkeep::cli

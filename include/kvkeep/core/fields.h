@@ -9,7 +9,7 @@
 #include <utility>
 #include <variant>
 
-#include "kvkeep/core/nearest.h"
+#include "kvkeep/core/error.h"
 
 namespace kvkeep {
 

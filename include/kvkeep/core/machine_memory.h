@@ -7,7 +7,6 @@
 #include <new>
 #include <span>
 
-#include "kvkeep/core/device.h"
 #include "kvkeep/core/query_view.h"
 #include "kvkeep/core/tensor.h"
 

@@ -1,18 +1,146 @@
 #pragma once
 /// What a policy must know about the model: shapes, RoPE, and which layers have a cache of their own.
 
+#include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/rope.h"
-#include "kvkeep/core/text.h"
+#include "kvkeep/core/hd.h"
 
 namespace kvkeep {
+
+/// Which two components form rotary pair f of F.
+enum class RopeStyle : std::uint8_t {
+  half,         ///< (x[f], x[f + F]): Llama, Qwen
+  interleaved,  ///< (x[2f], x[2f + 1]): GPT-J, Cohere, GLM-4
+  none,         ///< there is no RoPE: SmolLM3's every fourth layer, Cohere 2's full layers
+};
+
+inline constexpr std::array<const char*, 3> kRopeStyleNames{"half", "interleaved", "none"};
+[[nodiscard]] constexpr const char* name_of(RopeStyle style) {
+  return kRopeStyleNames[static_cast<std::size_t>(style)];
+}
+
+/// RoPE of a layer as loops read it, on either machine.
+struct RopeView {
+  const double* inv_freq = nullptr;  ///< f64 [pairs] radians per position
+  std::int32_t pairs = 0;            ///< F; 0: nothing turns
+  RopeStyle style = RopeStyle::half;
+  double attention_scaling = 1.0;
+};
+
+/// RoPE of a layer, after any scaling (llama3, YaRN). Pair f rotates by position * inv_freq[f]; cos and sin are
+/// multiplied by `attention_scaling`. Components past 2 * inv_freq.size() are not rotated (partial RoPE).
+struct RopeSpec {
+  RopeStyle style = RopeStyle::half;
+  std::vector<double> inv_freq = {};  ///< [F] radians per position; empty: not stated, unless the style is `none`
+  double attention_scaling = 1.0;     ///< 1 except for YaRN and similar
+
+  /// RoPE of a layer that has none.
+  [[nodiscard]] static RopeSpec absent() { return {.style = RopeStyle::none}; }
+  /// False: the engine left it open, so nothing that turns queries or keys can run.
+  [[nodiscard]] bool stated() const { return style == RopeStyle::none || !inv_freq.empty(); }
+  [[nodiscard]] std::int64_t rotary_dim() const { return 2 * static_cast<std::int64_t>(inv_freq.size()); }
+  /// `frequencies`: those of inv_freq, where the reader finds them; null: here.
+  [[nodiscard]] RopeView view(const double* frequencies = nullptr) const {
+    return {frequencies != nullptr ? frequencies : inv_freq.data(), static_cast<std::int32_t>(inv_freq.size()), style,
+            attention_scaling};
+  }
+  bool operator==(const RopeSpec&) const = default;
+
+  /// With a faster one the phase at the last position is lost in double. A frequency of 0 is a pair that is not
+  /// rotated.
+  static constexpr double kFastest = 65536, kMostScaling = 65536;
+  /// Throws InvalidArgument, which begins with `where`, with the first number that no model has.
+  void check(std::string_view where) const {
+    KVKEEP_REQUIRE(style != RopeStyle::none || inv_freq.empty(), where, ": rope.style is none, and rope.inv_freq has ",
+                   inv_freq.size(), " frequencies; allowed none");
+    for (std::size_t f = 0; f < inv_freq.size(); ++f)
+      KVKEEP_REQUIRE(inv_freq[f] >= 0 && inv_freq[f] <= kFastest, where, ": rope.inv_freq[", f, "] is ", inv_freq[f],
+                     "; allowed 0 to ", kFastest, " radians per position");
+    KVKEEP_REQUIRE(attention_scaling > 0 && attention_scaling <= kMostScaling, where, ": rope.attention_scaling is ",
+                   attention_scaling, "; allowed above 0, up to ", kMostScaling);
+  }
+};
+
+/// Component indices of pair `f` among `pairs`.
+struct RopePair {
+  std::int64_t first;
+  std::int64_t second;
+};
+KVKEEP_HD inline RopePair rope_pair(RopeStyle style, std::int64_t f, std::int64_t pairs) {
+  return style == RopeStyle::half ? RopePair{f, f + pairs} : RopePair{2 * f, 2 * f + 1};
+}
+
+/// Angle of pair f at `position`, reduced to about [-pi, pi]. In double, because at position 1e6 a float phase is off
+/// by 0.03 rad.
+KVKEEP_HD inline double rope_angle(std::int64_t position, double inv_freq) {
+  constexpr double kTurn = 6.283185307179586476925286766559;
+  const double angle = static_cast<double>(position) * inv_freq;
+  return angle - product(kTurn, floor(angle / kTurn + 0.5));
+}
+
+/// cos and sin of one pair at `position`, times the attention scaling.
+struct RopeTurn {
+  float cosine;
+  float sine;
+};
+KVKEEP_HD inline RopeTurn rope_turn(std::int64_t position, double inv_freq, double attention_scaling) {
+  const double angle = rope_angle(position, inv_freq);
+  return {static_cast<float>(cos(angle) * attention_scaling), static_cast<float>(sin(angle) * attention_scaling)};
+}
+
+/// Mean of the turns of one pair at `count` positions from `first` on, times the attention scaling. In closed form,
+/// exp(i w (first + (n - 1) / 2)) sin(n w / 2) / (n sin(w / 2)), or term by term if sin(w / 2) vanishes.
+struct RopeMeanTurn {
+  double cosine;
+  double sine;
+};
+KVKEEP_HD inline RopeMeanTurn rope_mean_turn(std::int64_t first, std::int64_t count, double inv_freq,
+                                             double attention_scaling) {
+  const double slow = sin(inv_freq / 2), n = static_cast<double>(count);
+  double c = 0, s = 0;
+  if (fabs(slow) > 1e-9) {
+    const double size = sin(n * inv_freq / 2) / (n * slow), angle = rope_angle(2 * first + count - 1, inv_freq / 2);
+    c = size * cos(angle);
+    s = size * sin(angle);
+  } else {
+    for (std::int64_t p = 0; p < count; ++p) {
+      c += cos(rope_angle(first + p, inv_freq));
+      s += sin(rope_angle(first + p, inv_freq));
+    }
+    c /= n;
+    s /= n;
+  }
+  return {c * attention_scaling, s * attention_scaling};
+}
+
+/// The turns of every pair at one position.
+/// Cost: F sine-cosine pairs in double.
+inline void rope_at(const RopeSpec& rope, std::int64_t position, float* cosines, float* sines) {
+  for (std::size_t f = 0; f < rope.inv_freq.size(); ++f) {
+    const RopeTurn turn = rope_turn(position, rope.inv_freq[f], rope.attention_scaling);
+    cosines[f] = turn.cosine;
+    sines[f] = turn.sine;
+  }
+}
+
+/// Rotates one vector in place by the cos and sin of its position.
+inline void rope_rotate(RopeStyle style, std::int64_t pairs, const float* cosines, const float* sines, float* x) {
+  for (std::int64_t f = 0; f < pairs; ++f) {
+    const auto [i, j] = rope_pair(style, f, pairs);
+    const float a = x[i], b = x[j];
+    x[i] = product(a, cosines[f]) - product(b, sines[f]);
+    x[j] = product(b, cosines[f]) + product(a, sines[f]);
+  }
+}
 
 /// What a layer caches. Only `full` layers are ever cut; the others stay untouched and count in no ratio.
 enum class LayerKind : std::uint8_t {

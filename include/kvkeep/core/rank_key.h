@@ -1,5 +1,5 @@
 #pragma once
-/// The order of scores and slots, as integers: the one tie rule. No LibTorch in here.
+/// The order of scores and slots, as integers: the one tie rule.
 
 #include <cstdint>
 #include <cstring>

@@ -1,6 +1,7 @@
 #pragma once
 /// All rows of an event, and the queries that go with them.
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -12,7 +13,7 @@
 #include "kvkeep/core/budget.h"
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/model_spec.h"
-#include "kvkeep/core/pins.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/core/query_view.h"
 #include "kvkeep/core/slot.h"
 
@@ -114,8 +115,222 @@ void check_view(const ModelSpec& spec, const RowTable& form, const CacheView& vi
   return make_rows(spec, cache, common_form(spec, cache, of), view, of, due);
 }
 
-}  // namespace kvkeep
+namespace row_detail {
 
-#ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/core/row-inl.h"
-#endif
+/// The shape that a layer's tensors must have, in words.
+inline std::string shape_of(const LayerSides& layer, std::int32_t heads, std::int64_t dim) {
+  if (!layer.paged) return text("[B, ", heads, ", capacity, ", dim, "]");
+  return layer.slot == 1 ? text("[pages, page_size, ", heads, ", ", dim, "]")
+                         : text("[pages, ", heads, ", page_size, ", dim, "]");
+}
+
+inline void check_side(const char* side, const Tensor& t, const LayerSides& layer, std::int32_t l,
+                       const ModelSpec& spec, std::int32_t dim) {
+  KVKEEP_REQUIRE(t.defined() && t.dim() == 4, "cache: ", side, " of layer ", l, " have ", t.defined() ? t.dim() : 0,
+                 " dimensions; allowed 4 ", shape_of(layer, spec.kv_heads, dim));
+  const std::int64_t numbers = numbers_of(t.dtype());
+  KVKEEP_REQUIRE(dim % numbers == 0, "cache: ", side, " of layer ", l, " are ", t.dtype(), ", blocks of ", numbers,
+                 " numbers, in heads of ", dim, "; allowed heads of whole blocks");
+  KVKEEP_REQUIRE(t.size(layer.head) == spec.kv_heads && t.size(3) * numbers == dim, "cache: ", side, " of layer ", l,
+                 " have shape [", t.size(0), ", ", t.size(1), ", ", t.size(2), ", ", t.size(3), "]; allowed ",
+                 shape_of(layer, spec.kv_heads, dim / numbers), " as the model spec says");
+  KVKEEP_REQUIRE(t.has_memory(), "cache: ", side, " of layer ", l, " have no address (null); allowed an address");
+  KVKEEP_REQUIRE(t.stride(3) == 1 || dim == 1, "cache: ", side, " of layer ", l, " have stride ", t.stride(3),
+                 " in the last dimension; allowed 1");
+}
+
+inline void check_rotated(const char* side, std::int32_t run, std::int32_t l, std::int32_t dim) {
+  KVKEEP_REQUIRE(run == 0 || (run > 0 && std::has_single_bit(static_cast<std::uint32_t>(run)) && dim % run == 0 &&
+                              dim <= kMostRotated),
+                 "cache: ", side, " of layer ", l, " are rotated in runs of ", run, " numbers, in heads of ", dim,
+                 "; allowed 0, or a power of two that divides heads of up to ", kMostRotated);
+}
+
+inline void check_scales(const char* side, const Tensor& scales, const Tensor& rows, std::int32_t l) {
+  if (!scales.defined()) return;
+  KVKEEP_REQUIRE(scales.has_memory(), "cache: ", side, " of layer ", l, " have no address (null); allowed an address");
+  KVKEEP_REQUIRE(scales.dim() == 3 && scales.size(0) == rows.size(0) && scales.size(1) == rows.size(1) &&
+                     scales.size(2) == rows.size(2),
+                 "cache: ", side, " of layer ", l, " do not match their rows; allowed the shape [", rows.size(0), ", ",
+                 rows.size(1), ", ", rows.size(2), "]");
+  KVKEEP_REQUIRE(scales.device() == rows.device(), "cache: ", side, " of layer ", l, " are on ", scales.device().str(),
+                 ", their rows on ", rows.device().str(), "; allowed one device");
+}
+
+/// One side of the row (place, head) of either kind of layer.
+inline SlotAddress address(const LayerKv& layer, const Tensor& side, std::int64_t place, std::int32_t head,
+                           std::int64_t start, const std::int32_t* pages) {
+  if (const auto* paged = std::get_if<PagedKv>(&layer)) return paged_address(side, paged->layout, head, pages);
+  return dense_address(side, place, head, start);
+}
+
+inline void check_table(const CacheView& view) {
+  const Tensor& table = view.block_table;
+  KVKEEP_REQUIRE(table.defined() && table.dim() == 2 && table.dtype() == Dtype::i32 &&
+                     table.size(0) == static_cast<std::int64_t>(view.sequences.size()) &&
+                     (table.size(1) <= 1 || table.stride(1) == 1),
+                 "cache: the block table is ", table.defined() ? text(table.dtype(), " ", table.sizes()) : "missing",
+                 "; a paged layer needs one, allowed i32 [", view.sequences.size(),
+                 ", max_pages] with its last dimension contiguous");
+  KVKEEP_REQUIRE(table.has_memory(), "cache: the block table has no address (null); allowed an address");
+  KVKEEP_REQUIRE(table.device().is_cpu(), "cache: the block table is on ", table.device().str(),
+                 "; allowed the CPU: page numbers are host integers, like lengths");
+  KVKEEP_REQUIRE(table.size(1) <= std::numeric_limits<std::int32_t>::max(), "cache: the block table names ",
+                 table.size(1), " pages per sequence; allowed up to ", std::numeric_limits<std::int32_t>::max());
+  KVKEEP_REQUIRE(table.size(0) <= 1 || table.stride(0) >= table.size(1) || table.stride(0) <= -table.size(1),
+                 "cache: rows of the block table, ", table.size(1), " entries long, are ", table.stride(0),
+                 " apart; allowed a row of its own for each sequence");
+  for (const std::int32_t start : view.starts)
+    KVKEEP_REQUIRE(start == 0, "cache: a sequence starts at slot ", start, "; allowed 0 in pages");
+}
+
+/// The address of a side's very first slot; `slot` is the dimension of the slots. Null if the side holds none.
+inline SlotAddress first_slot(const Tensor& side, int slot) {
+  const auto bytes = side.element_size();
+  return {.base = static_cast<std::byte*>(side.bytes()),
+          .stride = side.step(slot) * bytes,
+          .width = (side.dim() == 4 ? side.size(3) : 1) * bytes};
+}
+
+}  // namespace row_detail
+
+inline SlotAddress dense_address(const Tensor& side, std::int64_t place, std::int64_t head, std::int64_t start) {
+  if (!side.defined()) return {};
+  SlotAddress address = row_detail::first_slot(side, 2);
+  if (address.base != nullptr)
+    address.base += (place * side.step(0) + head * side.step(1) + start * side.step(2)) * side.element_size();
+  return address;
+}
+
+inline SlotAddress paged_address(const Tensor& side, PageLayout layout, std::int64_t head, const std::int32_t* pages) {
+  if (!side.defined()) return {};
+  const int slot = layout == PageLayout::slot_head ? 1 : 2;
+  const auto bytes = side.element_size();
+  SlotAddress address = row_detail::first_slot(side, slot);
+  if (address.base != nullptr) address.base += head * side.step(3 - slot) * bytes;
+  address.pages = pages;
+  address.page_stride = side.step(0) * bytes;
+  address.page_shift = std::countr_zero(static_cast<std::uint64_t>(side.size(slot)));
+  return address;
+}
+
+inline RowTable common_form(const ModelSpec& spec, std::span<const LayerKv> cache, std::span<const std::int32_t> of) {
+  KVKEEP_REQUIRE(cache.size() == spec.layers.size(), "cache: it has ", cache.size(), " layers; allowed ",
+                 spec.layers.size(), " as the model spec says");
+  for (std::size_t l = 0; l < spec.layers.size(); ++l)
+    KVKEEP_REQUIRE(spec.layers[l].kind != LayerKind::sliding || !std::holds_alternative<PagedKv>(cache[l]),
+                   "cache: layer ", l,
+                   " has a sliding window and uses pages of the shared block table, which events cut and free; allowed "
+                   "pages in a table of your own, which kvkeep does not see (std::monostate)");
+
+  RowTable form;
+  for (const std::int32_t l : of) {
+    KVKEEP_REQUIRE(!std::holds_alternative<std::monostate>(cache[static_cast<std::size_t>(l)]), "cache: layer ", l,
+                   " has no rows, but the model spec calls it a full layer");
+    const LayerSides layer = sides_of(cache[static_cast<std::size_t>(l)]);
+    const auto& [keys, values, key_scales, value_scales, head_dim, slot_dim, paged, keys_rotated, values_rotated] =
+        layer;
+    row_detail::check_side("keys", keys, layer, l, spec, spec.key_dim);
+    row_detail::check_side("values", values, layer, l, spec, spec.value_dim);
+    KVKEEP_REQUIRE(keys.size(0) == values.size(0) && keys.size(slot_dim) == values.size(slot_dim),
+                   "cache: keys and values of layer ", l, " differ in ",
+                   paged ? "pages or page size" : "batch or capacity", "; given [", keys.size(0), ", ",
+                   keys.size(slot_dim), "] and [", values.size(0), ", ", values.size(slot_dim), "]");
+    KVKEEP_REQUIRE(keys.device() == values.device(), "cache: keys of layer ", l, " are on ", keys.device().str(),
+                   ", values on ", values.device().str(), "; allowed one device");
+    row_detail::check_scales("key scales", key_scales, keys, l);
+    row_detail::check_scales("value scales", value_scales, values, l);
+    const std::int64_t page_size = paged ? keys.size(slot_dim) : 0;
+    if (l == of.front()) {
+      form.key_dtype = keys.dtype();
+      form.value_dtype = values.dtype();
+      form.keys_rotated = keys_rotated;
+      form.values_rotated = values_rotated;
+      form.device = keys.device();
+      form.page_size = static_cast<std::int32_t>(page_size);
+    }
+    KVKEEP_REQUIRE(!paged || is_page_size(page_size), "cache: pages of layer ", l, " hold ", page_size,
+                   " slots; allowed a power of two up to ", kLargestPage);
+    KVKEEP_REQUIRE(page_size == form.page_size, "cache: pages of layer ", l, " hold ", page_size,
+                   " slots (0: it is dense); allowed ", form.page_size, " as in the first layer");
+    KVKEEP_REQUIRE(keys.dtype() == form.key_dtype && values.dtype() == form.value_dtype, "cache: layer ", l, " holds ",
+                   keys.dtype(), " keys and ", values.dtype(), " values; allowed ", form.key_dtype, " and ",
+                   form.value_dtype, " as in the first layer");
+    KVKEEP_REQUIRE(keys_rotated == form.keys_rotated && values_rotated == form.values_rotated, "cache: layer ", l,
+                   " is rotated by ", keys_rotated, " keys and ", values_rotated, " values; allowed ",
+                   form.keys_rotated, " and ", form.values_rotated, " as in the first layer");
+    row_detail::check_rotated("keys", keys_rotated, l, spec.key_dim);
+    row_detail::check_rotated("values", values_rotated, l, spec.value_dim);
+    KVKEEP_REQUIRE(keys.device() == form.device, "cache: layer ", l, " is on ", keys.device().str(), "; allowed ",
+                   form.device.str(), " like the first layer");
+  }
+  return form;
+}
+
+inline void check_view(const ModelSpec& spec, const RowTable& form, const CacheView& view) {
+  const auto n = view.sequences.size();
+  KVKEEP_REQUIRE(
+      view.lengths.rows_per_sequence == 1 || view.lengths.rows_per_sequence == spec.num_layers() * spec.kv_heads,
+      "cache: lengths have ", view.lengths.rows_per_sequence,
+      " per sequence; allowed 1, or layers * KV heads = ", spec.num_layers() * spec.kv_heads);
+  KVKEEP_REQUIRE(view.lengths.data.size() == n * static_cast<std::size_t>(view.lengths.rows_per_sequence),
+                 "cache: ", view.lengths.data.size(), " lengths for ", n, " sequences; allowed ",
+                 n * static_cast<std::size_t>(view.lengths.rows_per_sequence));
+  KVKEEP_REQUIRE(view.places.empty() || view.places.size() == n, "cache: ", view.places.size(), " places for ", n,
+                 " sequences; allowed none or one each");
+  KVKEEP_REQUIRE(view.starts.empty() || view.starts.size() == n, "cache: ", view.starts.size(), " starts for ", n,
+                 " sequences; allowed none or one each");
+  if (form.page_size > 0) row_detail::check_table(view);
+}
+
+inline RowTable make_rows(const ModelSpec& spec, std::span<const LayerKv> cache, const RowTable& form,
+                          const CacheView& view, std::span<const std::int32_t> of, std::span<const std::int32_t> due) {
+  check_view(spec, form, view);
+  RowTable table = form;
+  const bool paged = form.page_size > 0;
+  for (const std::int32_t l : of) {
+    const LayerKv& kv = cache[static_cast<std::size_t>(l)];
+    const LayerSides layer = sides_of(kv);
+    const auto& [keys, values, key_scales, value_scales, head_dim, slot_dim, in_pages, keys_rotated, values_rotated] =
+        layer;
+    const bool values_in_keys = lies_within(values, keys), scales_alike = lies_within(value_scales, key_scales);
+    for (const std::int32_t i : due) {
+      const auto s = static_cast<std::size_t>(i);
+      const std::int64_t place = view.places.empty() ? i : view.places[s];
+      const std::int64_t start = view.starts.empty() ? 0 : view.starts[s];
+      KVKEEP_REQUIRE(paged || (place >= 0 && place < keys.size(0)), "cache: sequence ", view.sequences[s],
+                     " is at place ", place, " of the batch; allowed 0 to ", keys.size(0) - 1);
+      const std::int32_t* pages =
+          paged ? view.block_table.data<std::int32_t>() + i * view.block_table.stride(0) : nullptr;
+      const std::int64_t capacity = paged ? view.block_table.size(1) * form.page_size : keys.size(slot_dim);
+      std::int64_t longest = 0;
+      table.groups.push_back({l, i, static_cast<std::int64_t>(table.rows.size()), {}});
+      for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
+        const std::int32_t length = view.lengths.at(s, l * spec.kv_heads + h);
+        KVKEEP_REQUIRE(start >= 0 && length >= 0 && start + length <= capacity, "cache: sequence ", view.sequences[s],
+                       " holds slots ", start, " to ", start + std::int64_t{length}, " of layer ", l,
+                       "; allowed up to the capacity ", capacity);
+        longest = std::max<std::int64_t>(longest, length);
+        table.rows.push_back({.layer = l,
+                              .sequence = i,
+                              .head = h,
+                              .length = length,
+                              .first = table.slots,
+                              .keys = row_detail::address(kv, keys, place, h, start, pages),
+                              .values = row_detail::address(kv, values, place, h, start, pages),
+                              .key_scales = row_detail::address(kv, key_scales, place, h, start, pages),
+                              .value_scales = row_detail::address(kv, value_scales, place, h, start, pages),
+                              .values_in_keys = values_in_keys,
+                              .value_scales_in_key_scales = scales_alike});
+        table.slots += length;
+      }
+      if (!paged) continue;
+      for (std::int64_t p = 0; p * form.page_size < longest; ++p)
+        KVKEEP_REQUIRE(pages[p] >= 0 && pages[p] < keys.size(0), "cache: page ", p, " of sequence ", view.sequences[s],
+                       " is ", pages[p], "; layer ", l, " allows 0 to ", keys.size(0) - 1);
+    }
+  }
+  return table;
+}
+
+}  // namespace kvkeep

@@ -5,23 +5,45 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <memory>
 #include <new>
 #include <ostream>
 #include <span>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "kvkeep/core/device.h"
 #include "kvkeep/core/dtype.h"
 #include "kvkeep/core/error.h"
 
 namespace kvkeep {
+
+struct Device {
+  enum class Kind : std::uint8_t { cpu, cuda, other };
+  Kind kind = Kind::cpu;
+  std::int32_t index = 0;  ///< among devices of this kind
+
+  [[nodiscard]] bool is_cpu() const { return kind == Kind::cpu; }
+  [[nodiscard]] bool is_cuda() const { return kind == Kind::cuda; }
+  [[nodiscard]] std::string str() const {
+    return kind == Kind::cpu ? "cpu" : (kind == Kind::cuda ? "cuda:" : "other:") + std::to_string(index);
+  }
+  friend bool operator==(const Device&, const Device&) = default;
+};
+
+/// Throws Unsupported unless `device` is the CPU: others are served by a Machine.
+inline void require_host(const char* operation, Device device) {
+  KVKEEP_REQUIRE_AS(Unsupported, device.is_cpu(), operation, ": runs on the CPU; given device ", device.str(),
+                    "; allowed cpu, or a Keeper with kvkeep::cuda::accelerator() on a GPU");
+}
 
 /// Sizes or strides, outermost first. Prints as [2, 3].
 class Shape {
@@ -384,6 +406,42 @@ template <class T>
       refuse("tensor: ", t.dtype(), " as ", DtypeOf<T>::value, "; allowed f32, f16, bf16, f64, i64, i32, u8");
   }
   return out;
+}
+
+namespace detail {
+
+/// Whether no number without its sign bit, read as an integer, is above `limit`. Integers order as the floating-point
+/// numbers do, with infinity and NaN at the top. Signed, because vector units compare signed integers.
+template <class Bits>
+[[nodiscard]] bool none_above(const std::byte* data, std::int64_t count, Bits limit) {
+  Bits above = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    Bits bits;
+    std::memcpy(&bits, data + i * static_cast<std::int64_t>(sizeof bits), sizeof bits);
+    above = static_cast<Bits>(above | ((bits & std::numeric_limits<Bits>::max()) > limit ? 1 : 0));
+  }
+  return above == 0;
+}
+
+}  // namespace detail
+
+/// Largest magnitude of a query that scorers accept: the difference of two such numbers still fits f32.
+inline constexpr float kLargestQuery = 1e38F;
+
+/// True if no number is NaN or infinite or, in f32 and bf16, beyond `kLargestQuery`. data: f32, f16 or bf16 [count],
+/// any alignment. Cost: one read.
+[[nodiscard]] inline bool all_finite(const std::byte* data, Dtype dtype, std::int64_t count) {
+  constexpr auto kLargest = std::bit_cast<std::int32_t>(kLargestQuery);
+  if (dtype == Dtype::f32) return detail::none_above<std::int32_t>(data, count, kLargest);
+  return detail::none_above<std::int16_t>(
+      data, count, dtype == Dtype::bf16 ? static_cast<std::int16_t>(kLargest >> 16) : std::int16_t{0x7BFF});
+}
+
+/// True if no number of a CPU tensor (f32, f16, bf16 or f64) is NaN or infinite.
+[[nodiscard]] inline bool all_finite(const Tensor& t) {
+  const Tensor wide = as<double>(t);
+  const std::span<const double> numbers(wide.data<double>(), static_cast<std::size_t>(wide.numel()));
+  return std::ranges::all_of(numbers, [](double x) { return std::isfinite(x); });
 }
 
 }  // namespace kvkeep

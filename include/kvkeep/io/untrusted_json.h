@@ -9,8 +9,6 @@
 
 #include "kvkeep/core/error.h"
 
-#include "kvkeep/core/text.h"
-
 namespace kvkeep::io {
 
 /// Nothing that is read here nests deeper, so code that walks a value may recurse: comparing, writing, flattening.

@@ -1,17 +1,90 @@
 #pragma once
 /// Which pages of a pool each living sequence holds, as a serving engine's block manager knows it.
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
+#include <numeric>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/error.h"
 #include "kvkeep/core/tensor.h"
-#include "kvkeep/keep/page_pool.h"
 #include "kvkeep/keep/pages.h"
 
 namespace kvkeep {
+
+/// A fixed number of pages and a count of holders for each. It owns no K or V: page p is entry p of every layer's
+/// tensors (PagedKv). Pages are taken in the order 0, 1, 2, ...; a freed page is taken next, before all that were freed
+/// earlier. So the same calls give the same pages. Not thread safe.
+class PagePool final : public PageAllocator {
+ public:
+  /// `pages` free pages of `page_size` slots. Throws InvalidArgument for fewer than 0 pages, and for a size that is not
+  /// a power of two up to 1024.
+  PagePool(std::int32_t pages, std::int32_t page_size);
+
+  /// Number of holders of a page; 0: it is free. Throws InvalidArgument for a page outside the pool.
+  [[nodiscard]] std::int32_t references(std::int32_t page) const override;
+
+  /// Returns a free page, now held once; -1 if there is none. Cost: O(1).
+  [[nodiscard]] std::int32_t take() override;
+
+  /// Removes one holder. Throws StateError for a page without holders, InvalidArgument for one outside the pool. Cost:
+  /// O(1).
+  void give_back(std::int32_t page) override;
+
+  /// Adds one holder: a prefix is shared. Throws as give_back does. Cost: O(1).
+  void retain(std::int32_t page);
+
+  [[nodiscard]] std::int32_t free_pages() const { return static_cast<std::int32_t>(free_.size()); }
+  [[nodiscard]] std::int32_t capacity() const { return static_cast<std::int32_t>(holders_.size()); }
+  /// Slots per page.
+  [[nodiscard]] std::int32_t page_size() const { return page_size_; }
+
+ private:
+  [[nodiscard]] std::int32_t& holders_of(std::int32_t page, const char* operation);
+
+  std::int32_t page_size_;
+  std::vector<std::int32_t> holders_;  ///< [pages]
+  std::vector<std::int32_t> free_;     ///< the next page to be taken is last
+};
+
+inline PagePool::PagePool(std::int32_t pages, std::int32_t page_size) : page_size_(page_size) {
+  KVKEEP_REQUIRE(pages >= 0, "page pool: ", pages, " pages; allowed 0 or more");
+  KVKEEP_REQUIRE(is_page_size(page_size), "page pool: pages of ", page_size, " slots; allowed a power of two up to ",
+                 kLargestPage);
+  holders_.assign(static_cast<std::size_t>(pages), 0);
+  free_.resize(holders_.size());
+  std::iota(free_.rbegin(), free_.rend(), 0);
+}
+
+inline std::int32_t PagePool::references(std::int32_t page) const {
+  KVKEEP_REQUIRE(page >= 0 && page < capacity(), "page pool: no page ", page, "; allowed 0 to ", capacity() - 1);
+  return holders_[static_cast<std::size_t>(page)];
+}
+
+inline std::int32_t& PagePool::holders_of(std::int32_t page, const char* operation) {
+  KVKEEP_REQUIRE_AS(StateError, references(page) > 0, operation, ": nobody holds page ", page,
+                    "; allowed between take() and the last give_back()");
+  return holders_[static_cast<std::size_t>(page)];
+}
+
+inline std::int32_t PagePool::take() {
+  if (free_.empty()) return -1;
+  const std::int32_t page = free_.back();
+  free_.pop_back();
+  holders_[static_cast<std::size_t>(page)] = 1;
+  return page;
+}
+
+inline void PagePool::give_back(std::int32_t page) {
+  std::int32_t& holders = holders_of(page, "give back");
+  if (--holders == 0) free_.push_back(page);
+}
+
+inline void PagePool::retain(std::int32_t page) { ++holders_of(page, "retain"); }
 
 /// Copies K, V and scales of the first `slots` slots of page `from` to page `to`, in every layer. Must happen before
 /// anything new is written there.
@@ -109,8 +182,154 @@ class PagedSequences {
 /// page outside a layer's tensors, or slots that a page does not have. Cost: slots * slot bytes, read and written.
 void copy_pages(std::span<const LayerKv> layers, std::span<const PageCopy> copies);
 
-}  // namespace kvkeep
+namespace paged_sequences_detail {
 
-#ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/keep/paged_sequences-inl.h"
-#endif
+inline int slot_dimension(const PagedKv& kv) { return kv.layout == PageLayout::slot_head ? 1 : 2; }
+
+/// The first `slots` slots of a page, all heads.
+inline Tensor front(const Tensor& side, int slot_dim, const PageCopy& copy, std::int32_t page) {
+  return side.select(0, page).narrow(slot_dim - 1, 0, copy.slots);
+}
+
+inline void check(std::span<const LayerKv> layers, std::span<const PageCopy> copies) {
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    KVKEEP_REQUIRE(!std::holds_alternative<DenseKv>(layers[l]), "copy pages: layer ", l,
+                   " is dense; allowed paged layers");
+    const auto* kv = std::get_if<PagedKv>(&layers[l]);
+    if (kv == nullptr) continue;
+    const std::int64_t pages = kv->keys.size(0), size = kv->keys.size(slot_dimension(*kv));
+    for (const PageCopy& copy : copies)
+      KVKEEP_REQUIRE(copy.from >= 0 && copy.from < pages && copy.to >= 0 && copy.to < pages && copy.from != copy.to &&
+                         copy.slots >= 0 && copy.slots <= size,
+                     "copy pages: ", copy.slots, " slots of page ", copy.from, " to page ", copy.to, "; layer ", l,
+                     " allows 0 to ", size, " slots of two pages from 0 to ", pages - 1);
+  }
+}
+
+}  // namespace paged_sequences_detail
+
+inline PagedSequences::~PagedSequences() {
+  for (const auto& [id, held] : held_)
+    for (const std::int32_t page : held.pages) try {
+        pool_.give_back(page);
+      } catch (const StateError&) {  // already given back: nothing to release, and a destructor cannot report it
+      }
+}
+
+inline const PagedSequences::Held& PagedSequences::at(SequenceId sequence) const {
+  const auto found = held_.find(sequence);
+  KVKEEP_REQUIRE_AS(StateError, found != held_.end(), "paged sequences: sequence ", sequence,
+                    " is not held; allowed after admit() or fork() and before release()");
+  return found->second;
+}
+
+inline std::size_t PagedSequences::pages_for(std::int64_t slots) const {
+  return static_cast<std::size_t>((slots + pool_.page_size() - 1) / pool_.page_size());
+}
+
+inline PageGrant PagedSequences::admit(SequenceId sequence, std::int32_t slots) {
+  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "admit: sequence ", sequence,
+                    " is already held; allowed after release()");
+  KVKEEP_REQUIRE(slots >= 0, "admit: sequence ", sequence, " asks for ", slots, " slots; allowed 0 or more");
+  const auto wanted = static_cast<std::int32_t>(pages_for(slots));
+  if (wanted > pool_.free_pages()) return {.missing = wanted - pool_.free_pages()};
+  Held held{{}, slots, slots};
+  for (std::int32_t p = 0; p < wanted; ++p) held.pages.push_back(pool_.take());
+  held_.emplace(sequence, std::move(held));
+  return {};
+}
+
+inline void PagedSequences::fork(SequenceId sequence, SequenceId parent, std::int32_t slots) {
+  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "fork: sequence ", sequence,
+                    " is already held; allowed after release()");
+  const Held& from = at(parent);
+  KVKEEP_REQUIRE(slots >= 0 && slots <= from.shortest, "fork: sequence ", sequence, " wants ", slots,
+                 " slots of sequence ", parent, "; allowed 0 to ", from.shortest);
+  Held held{{from.pages.begin(), from.pages.begin() + static_cast<std::ptrdiff_t>(pages_for(slots))}, slots, slots};
+  for (const std::int32_t page : held.pages) pool_.retain(page);
+  held_.emplace(sequence, std::move(held));
+}
+
+inline PageGrant PagedSequences::append(SequenceId sequence, std::int32_t slots) {
+  auto& held = const_cast<Held&>(at(sequence));
+  const std::int64_t room = std::int64_t{std::numeric_limits<std::int32_t>::max()} - held.longest;
+  KVKEEP_REQUIRE(slots >= 0 && slots <= room, "append: ", slots, " slots for sequence ", sequence, "; allowed 0 to ",
+                 room);
+  if (slots == 0) return {};
+  const std::int32_t size = pool_.page_size();
+  std::vector<std::size_t> shared;
+  for (auto p = static_cast<std::size_t>(held.shortest / size);
+       p < held.pages.size() && p < pages_for(std::int64_t{held.longest} + slots); ++p)
+    if (pool_.references(held.pages[p]) > 1) shared.push_back(p);
+  const std::size_t pages = pages_for(std::int64_t{held.longest} + slots),
+                    wanted = pages - held.pages.size() + shared.size();
+  if (wanted > static_cast<std::size_t>(pool_.free_pages()))
+    return {.missing = static_cast<std::int32_t>(wanted) - pool_.free_pages()};
+  PageGrant grant;
+  for (const std::size_t p : shared) {
+    const std::int32_t from = held.pages[p], used = std::min(size, held.longest - static_cast<std::int32_t>(p) * size);
+    grant.copies.push_back({.from = from, .to = pool_.take(), .slots = used});
+    held.pages[p] = grant.copies.back().to;
+    pool_.give_back(from);
+  }
+  while (held.pages.size() < pages) held.pages.push_back(pool_.take());
+  held.longest += slots;
+  held.shortest += slots;
+  return grant;
+}
+
+inline void PagedSequences::truncate(SequenceId sequence, std::int32_t slots) {
+  auto& held = const_cast<Held&>(at(sequence));
+  const std::int32_t least = held.longest - held.shortest;
+  KVKEEP_REQUIRE(slots >= least && slots <= held.longest, "truncate: sequence ", sequence, " holds ", held.longest,
+                 " slots; given ", slots, "; allowed ", least, " to ", held.longest);
+  held.shortest -= held.longest - slots;
+  held.longest = slots;
+  for (; held.pages.size() > pages_for(slots); held.pages.pop_back()) pool_.give_back(held.pages.back());
+}
+
+inline void PagedSequences::release(SequenceId sequence) {
+  for (const std::int32_t page : at(sequence).pages) pool_.give_back(page);
+  held_.erase(sequence);
+}
+
+inline void PagedSequences::settle(std::span<const SequenceId> sequences, std::span<const PageMove> moves) {
+  for (const PageMove& move : moves) {
+    const SequenceId id = sequences[static_cast<std::size_t>(move.sequence)];
+    KVKEEP_REQUIRE_AS(StateError, at(id).pages == move.before, "settle: sequence ", id, " holds ", at(id).pages.size(),
+                      " pages, not those that the event found (", move.before.size(),
+                      "); allowed once, right after the step");
+    KVKEEP_REQUIRE_AS(StateError, pages_for(move.longest) == move.after.size(), "settle: sequence ", id, " is ",
+                      move.longest, " slots long, and the event left it ", move.after.size(), " pages of ",
+                      pool_.page_size(), "; allowed pages of that size");
+  }
+  for (const PageMove& move : moves)
+    held_.at(sequences[static_cast<std::size_t>(move.sequence)]) = {move.after, move.longest, move.shortest};
+}
+
+inline Tensor PagedSequences::table(std::span<const SequenceId> sequences) const {
+  std::size_t widest = 1;
+  for (const SequenceId id : sequences) widest = std::max(widest, at(id).pages.size());
+  Tensor table =
+      full<std::int32_t>({static_cast<std::int64_t>(sequences.size()), static_cast<std::int64_t>(widest)}, -1);
+  std::int32_t* row = table.data<std::int32_t>();
+  for (std::size_t i = 0; i < sequences.size(); ++i, row += widest) std::ranges::copy(at(sequences[i]).pages, row);
+  return table;
+}
+
+inline void copy_pages(std::span<const LayerKv> layers, std::span<const PageCopy> copies) {
+  paged_sequences_detail::check(layers, copies);
+  for (const LayerKv& layer : layers) {
+    const auto* kv = std::get_if<PagedKv>(&layer);
+    if (kv == nullptr) continue;
+    const int slot_dim = paged_sequences_detail::slot_dimension(*kv);
+    for (const Tensor& side : {kv->keys, kv->values, kv->key_scales, kv->value_scales}) {
+      if (!side.defined()) continue;
+      for (const PageCopy& page : copies)
+        copy(paged_sequences_detail::front(side, slot_dim, page, page.from),
+             paged_sequences_detail::front(side, slot_dim, page, page.to));
+    }
+  }
+}
+
+}  // namespace kvkeep

@@ -2,7 +2,10 @@
 /// What an event does to the pages of a sequence: which pages stay and in what order, which are copied because others
 /// hold them too, and which are given back.
 
+#include <algorithm>
 #include <cstdint>
+#include <exception>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -53,8 +56,182 @@ std::vector<std::int32_t> take_pages(std::span<PageMove> moves, PageAllocator* p
 /// Gives back what was taken for an event that failed. Errors of give_back() are left out: the first one says more.
 void give_back_taken(std::span<const std::int32_t> taken, PageAllocator* pages) noexcept;
 
-}  // namespace kvkeep
+namespace pages_detail {
 
-#ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/keep/pages-inl.h"
-#endif
+/// Pages of one sequence while they are chosen.
+class Sequence {
+ public:
+  Sequence(const RowTable& table, const KeepSet& keep, std::vector<std::size_t> rows)
+      : table_(table), keep_(keep), rows_(std::move(rows)), size_(table.page_size) {}
+
+  PageMove choose() {
+    std::int64_t held = 0, kept = 0;
+    for (const std::size_t r : rows_) {
+      held = std::max<std::int64_t>(held, table_.rows[r].length);
+      kept = std::max(kept, keep_.count(r));
+    }
+    const Row& any = table_.rows[rows_.front()];
+    PageMove move;
+    move.sequence = any.sequence;
+    move.before.assign(any.keys.pages, any.keys.pages + pages_for(held));
+    const std::int64_t pages = pages_for(kept);
+    std::vector<char> used(move.before.size(), 0);
+    std::vector<std::int64_t> whole(static_cast<std::size_t>(pages), -1);
+    for (std::int64_t p = 0; p < pages; ++p) {
+      whole[static_cast<std::size_t>(p)] = moves_whole(p);
+      if (whole[static_cast<std::size_t>(p)] >= 0)
+        used[static_cast<std::size_t>(whole[static_cast<std::size_t>(p)])] = 1;
+    }
+    // The lowest free page is at or before the one to be filled: everything that stays of it has been read by then.
+    std::size_t lowest = 0;
+    for (std::int64_t p = 0; p < pages; ++p) {
+      std::int64_t from = whole[static_cast<std::size_t>(p)];
+      if (from < 0) {
+        while (used[lowest] != 0) ++lowest;
+        used[lowest] = 1;
+        from = static_cast<std::int64_t>(lowest);
+        written_.push_back(static_cast<std::size_t>(p));
+      }
+      move.after.push_back(move.before[static_cast<std::size_t>(from)]);
+    }
+    for (std::size_t p = 0; p < move.before.size(); ++p)
+      if (used[p] == 0) move.freed.push_back(move.before[p]);
+    return move;
+  }
+
+  /// Indices in `after` of pages that receive bytes.
+  [[nodiscard]] const std::vector<std::size_t>& written() const { return written_; }
+
+ private:
+  [[nodiscard]] std::int64_t pages_for(std::int64_t slots) const { return (slots + size_ - 1) / size_; }
+
+  /// The page that supplies all slots of page p of the result, each at its own place, in every row; -1: none.
+  [[nodiscard]] std::int64_t moves_whole(std::int64_t p) const {
+    if (!keep_.firm.empty())
+      return std::ranges::all_of(
+                 rows_, [&](std::size_t r) { return std::min((p + 1) * size_, keep_.count(r)) <= keep_.firm[r]; })
+                 ? p
+                 : -1;
+    std::int64_t page = -1;
+    for (const std::size_t r : rows_) {
+      const auto kept = keep_.row(r);
+      const std::int64_t end = std::min<std::int64_t>((p + 1) * size_, static_cast<std::int64_t>(kept.size()));
+      for (std::int64_t j = p * size_; j < end; ++j) {
+        const std::int64_t slot = kept[static_cast<std::size_t>(j)];
+        if (slot % size_ != j % size_ || (page >= 0 && slot / size_ != page)) return -1;
+        page = slot / size_;
+      }
+    }
+    return page;
+  }
+
+  const RowTable& table_;
+  const KeepSet& keep_;
+  std::vector<std::size_t> rows_;
+  std::int64_t size_;
+  std::vector<std::size_t> written_;
+};
+
+/// Says how many slots the rows of each move hold afterwards. Moves are in the order of their sequences.
+inline void count_slots(std::span<PageMove> moves, const RowTable& table, const KeepSet& keep) {
+  for (PageMove& move : moves) move.longest = 0, move.shortest = std::numeric_limits<std::int32_t>::max();
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const auto move = std::ranges::lower_bound(moves, table.rows[r].sequence, {}, &PageMove::sequence);
+    if (move == moves.end() || move->sequence != table.rows[r].sequence) continue;
+    const auto slots = static_cast<std::int32_t>(keep.count(r));
+    move->longest = std::max(move->longest, slots), move->shortest = std::min(move->shortest, slots);
+  }
+}
+
+}  // namespace pages_detail
+
+inline std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& keep,
+                                        std::span<const SequenceId> sequences, const PageAllocator* pages,
+                                        SharedPages shared) {
+  std::vector<std::vector<std::size_t>> rows(sequences.size());
+  for (std::size_t r = 0; r < table.rows.size(); ++r)
+    rows[static_cast<std::size_t>(table.rows[r].sequence)].push_back(r);
+  std::vector<PageMove> moves;
+  for (std::size_t i = 0; i < sequences.size(); ++i) {
+    if (rows[i].empty()) continue;
+    pages_detail::Sequence sequence(table, keep, std::move(rows[i]));
+    PageMove move = sequence.choose();
+    for (const std::size_t p : sequence.written()) {
+      const std::int32_t page = move.after[p], holders = pages == nullptr ? 1 : pages->references(page);
+      if (holders <= 1) continue;
+      KVKEEP_REQUIRE_AS(StateError, shared == SharedPages::copy, "apply: page ", page, " of sequence ", sequences[i],
+                        " is held by ", holders,
+                        " sequences and would be written; allowed with SharedPages::copy, or if the policy protects "
+                        "shared slots");
+      move.after[p] = PageMove::kTake;
+      move.freed.push_back(page);
+      ++move.taken;
+    }
+    moves.push_back(std::move(move));
+  }
+  pages_detail::count_slots(moves, table, keep);
+  return moves;
+}
+
+inline void shorten(std::span<PageMove> moves, const RowTable& table, const KeepSet& keep) {
+  pages_detail::count_slots(moves, table, keep);
+  for (PageMove& move : moves) {
+    const auto pages = static_cast<std::size_t>((move.longest + table.page_size - 1) / table.page_size);
+    if (pages >= move.after.size()) continue;
+    move.freed.reserve(move.freed.size() + move.after.size() - pages);
+    for (; move.after.size() > pages; move.after.pop_back()) {
+      if (std::ranges::find(move.before, move.after.back()) == move.before.end()) --move.taken;
+      move.freed.push_back(move.after.back());
+    }
+  }
+}
+
+inline void give_back_pages(std::span<const PageMove> moves, PageAllocator* pages) {
+  if (pages == nullptr) return;
+  std::exception_ptr thrown;
+  for (const PageMove& move : moves)
+    for (const std::int32_t page : move.freed) try {
+        pages->give_back(page);
+      } catch (...) {
+        if (!thrown) thrown = std::current_exception();
+      }
+  if (thrown) std::rethrow_exception(thrown);
+}
+
+inline void give_back_taken(std::span<const std::int32_t> taken, PageAllocator* pages) noexcept {
+  for (const std::int32_t page : taken) try {
+      pages->give_back(page);
+    } catch (...) {
+    }
+}
+
+inline std::vector<std::int32_t> take_pages(std::span<PageMove> moves, PageAllocator* pages,
+                                            std::span<const std::int32_t> holders) {
+  std::int64_t wanted = 0;
+  for (const PageMove& move : moves) wanted += move.taken;
+  std::vector<std::int32_t> taken;
+  taken.reserve(static_cast<std::size_t>(wanted));
+  try {
+    while (static_cast<std::int64_t>(taken.size()) < wanted) {
+      const std::int32_t page = pages->take();
+      KVKEEP_REQUIRE_AS(StateError, page >= 0, "apply: ", wanted,
+                        " free pages are needed for copies of shared ones; there are ", taken.size());
+      const bool twice = std::ranges::find(taken, page) != taken.end();
+      taken.push_back(page);
+      KVKEEP_REQUIRE_AS(StateError, page < std::ssize(holders), "apply: take() gave page ", page,
+                        "; the layers allow 0 to ", std::ssize(holders) - 1);
+      KVKEEP_REQUIRE_AS(StateError, !twice && holders[static_cast<std::size_t>(page)] == 0, "apply: take() gave page ",
+                        page, twice ? " twice" : ", which a sequence of the step holds", "; allowed a free page");
+    }
+  } catch (...) {
+    give_back_taken(taken, pages);
+    throw;
+  }
+  std::size_t next = 0;
+  for (PageMove& move : moves)
+    for (std::int32_t& page : move.after)
+      if (page == PageMove::kTake) page = taken[next++];
+  return taken;
+}
+
+}  // namespace kvkeep

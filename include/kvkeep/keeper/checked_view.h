@@ -8,7 +8,7 @@
 #include <variant>
 #include <vector>
 
-#include "kvkeep/core/page_allocator.h"
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/parts/part.h"
 
 namespace kvkeep {

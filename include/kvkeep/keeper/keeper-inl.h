@@ -5,8 +5,8 @@
 #include <numeric>
 #include <utility>
 
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/page_allocator.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/keeper/keeper.h"
 #include "kvkeep/parts/folds.h"
@@ -15,7 +15,7 @@
 #include "kvkeep/parts/prompts.h"
 #include "kvkeep/parts/ranks.h"
 #include "kvkeep/parts/surprisal.h"
-#include "kvkeep/policy/require_pinned.h"
+#include "kvkeep/policy/evict.h"
 
 namespace kvkeep {
 namespace keeper_detail {

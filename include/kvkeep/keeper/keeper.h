@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "kvkeep/core/cache_view.h"
-#include "kvkeep/core/columns.h"
 #include "kvkeep/core/model_spec.h"
+#include "kvkeep/keep/columns.h"
 #include "kvkeep/keeper/checked_view.h"
 #include "kvkeep/keeper/observer.h"
 #include "kvkeep/observe/observation.h"

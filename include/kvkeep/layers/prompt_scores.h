@@ -3,7 +3,14 @@
 /// SnapKV keeps slots by them. Source: ASL, its observation window; SnapKV (eq. 3). Differs: stores nothing of size
 /// [Hq, W, T]; each query is at its own position; fp32 throughout.
 
-#include "kvkeep/core/evidence.h"
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kvkeep/core/decision.h"
+#include "kvkeep/core/limits.h"
+#include "kvkeep/core/protect.h"
+#include "kvkeep/score/evidence.h"
 
 namespace kvkeep {
 
@@ -42,6 +49,47 @@ struct PromptScores {
 /// Share of the window's attention that each token before it drew: f32 flat over the groups, each [length - window];
 /// mean over queries and heads. sums: PromptScores::sums of the same table. Cost: one pass over them.
 [[nodiscard]] Tensor token_mass(const Evidence& evidence, const Tensor& sums, std::int32_t window);
+
+// Scores of a prompt's tokens from its last query, before any softmax. GemFilter chooses by them.
+// Source: GemFilter (Shi et al., Discovering the Gems in Early Layers), as in its code. Differs: fp32; among equal
+// scores the lower index is chosen first (the code leaves this open).
+
+/// Products of the newest query and every key, not scaled, summed over the query heads, averaged over `pool` neighbours
+/// (always divided by `pool`): f32 flat over the groups, each [length]. Requires: scorable keys; a group's rows have
+/// one length. Throws InvalidArgument for a group without a query, an even pool, a query that is not finite, and keys
+/// that cannot be read. Cost: one read of the keys. Rows run in parallel.
+[[nodiscard]] Tensor last_query_scores(const Evidence& evidence, std::int32_t pool = 5);
+
+/// Its two halves: the products per KV head, f32 [slots] summed over the head's group, and what becomes of those of all
+/// heads, which the second overwrites.
+[[nodiscard]] Tensor last_query_products(const Evidence& evidence);
+[[nodiscard]] Tensor pooled_over_heads(const Evidence& evidence, Tensor products, std::int32_t pool);
+
+/// Indices of the `count` best of `scores`, ascending; all if there are no more. Ranked by ranks_of(). Cost:
+/// ranks_of().
+[[nodiscard]] std::vector<std::int32_t> best_tokens(std::span<const float> scores, std::int64_t count);
+
+// Per-head top-p caches: each KV head keeps as many slots of a prompt as hold a share of its attention.
+// Source: ASL's code (`cache_p`), not in its paper. Differs (`strict`): counts are rounded up to a multiple of 8, so
+// that the requested mass is always held; among equal masses the larger slot is first. NaN ranks last and counts as no
+// mass, so a row that holds less than the requested mass stays whole.
+
+struct TopMassOptions {
+  double mass = 0.9;                  ///< share of the window's attention that the slots that stay must hold, (0, 1]
+  std::int32_t window = 32;           ///< W newest queries; their slots and slot 0 always stay
+  Variant variant = Variant::strict;  ///< official: counts are rounded down, which can hold less than `mass`
+};
+
+/// Slots of every row, ascending: slot 0, the window, and the fewest others that reach `mass`, by their mean share of
+/// attention over the window's queries and the group's heads. Rows may end up unequal. Throws InvalidArgument for a
+/// mass outside (0, 1], a window below 1 or with fewer queries, and what attention_sum() refuses. Cost:
+/// attention_sum(), and a sort of each row. Rows run in parallel.
+[[nodiscard]] KeepSet keep_top_mass(const Evidence& evidence, TopMassOptions options = {});
+
+/// The same if attention_sum() of the window is already known: `sums`, f32 [slots]. `limits`: rows that are not due
+/// keep every slot; null: all are.
+[[nodiscard]] KeepSet keep_top_mass(const RowTable& table, const Tensor& sums, TopMassOptions options = {},
+                                    const Limits* limits = nullptr);
 
 }  // namespace kvkeep
 

@@ -1,7 +1,7 @@
 #pragma once
 // Bodies of kvkeep/llama.h, which includes this: events.
 
-#include "kvkeep/keep/rerotate.h"
+#include "kvkeep/keep/compact.h"
 #include "kvkeep/llama.h"
 
 namespace kvkeep::llama {

@@ -7,8 +7,8 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
-#include "kvkeep/core/finite.h"
 #include "kvkeep/core/header_only.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/memory/router.h"
 #include "kvkeep/simd/attention_lanes.h"
 #include "kvkeep/simd/memory_lanes.h"

@@ -15,10 +15,11 @@
 #include "kvkeep/core/slot.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/memory/factors.h"
-#include "kvkeep/memory/rank_gates.h"
 #include "kvkeep/simd/aligned.h"
 
 namespace kvkeep {
+
+class RankGates;
 
 /// No cap on bytes.
 inline constexpr std::int64_t kAnyBytes = std::numeric_limits<std::int64_t>::max();

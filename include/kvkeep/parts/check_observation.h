@@ -2,7 +2,6 @@
 /// What every reader of an engine's queries checks before it reads them.
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/text.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/policy/policy.h"
 

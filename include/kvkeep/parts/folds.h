@@ -1,9 +1,14 @@
 #pragma once
 /// Folds: slots that an event drops may fold into spans, which attention still reads.
 
+#include <algorithm>
+#include <utility>
+
 #include "kvkeep/observe/observation.h"
+#include "kvkeep/parts/check_observation.h"
 #include "kvkeep/parts/part.h"
 #include "kvkeep/policy/folded_memory.h"
+#include "kvkeep/policy/policy.h"
 
 namespace kvkeep::parts {
 
@@ -58,8 +63,150 @@ class Folds final : public Part {
   std::vector<FoldedReader> readers_;  ///< scratch of view()
 };
 
-}  // namespace kvkeep::parts
+inline Folds::Folds(const PartContext& context)
+    : Part(context), memory_(machine().folded_memory(spec(), *policy().memory())) {}
 
-#ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/parts/folds-inl.h"
-#endif
+inline void Folds::join(SequenceId sequence) {
+  std::vector<SpanRow> rows(static_cast<std::size_t>(sequences().rows()),
+                            SpanRow(spec().key_dim, policy().memory()->factors.store));
+  folded_[sequence] = {memory_->rows(std::move(rows)), std::vector<std::int64_t>(sequences().full_layers().size())};
+}
+
+inline void Folds::truncate(SequenceId sequence, const SequenceState& s) noexcept {
+  for (std::int64_t& viewed : folded_.find(sequence)->viewed) viewed = std::min(viewed, s.logical);
+}
+
+inline void Folds::check_step(SequenceId sequence, const SequenceState& s) const {
+  const Folded& own = *folded_.find(sequence);
+  for (std::size_t l = 0; l < own.viewed.size(); ++l) {
+    bool folded = false;
+    for (std::int32_t h = 0; h < spec().kv_heads; ++h)
+      folded = folded || own.rows->count(static_cast<std::int32_t>(l) * spec().kv_heads + h).spans > 0;
+    KVKEEP_REQUIRE_AS(StateError, !folded || own.viewed[l] == s.logical, "step: layer ", sequences().full_layers()[l],
+                      " of sequence ", sequence, " has read its folded spans for ", own.viewed[l], " of ", s.logical,
+                      " tokens; call view() after each layer's attention");
+  }
+}
+
+/// Every slot that folds is dropped, and is in one span.
+inline void Folds::check_decision(const PartEvent& event) const {
+  if (!event.decision.fold) return;
+  const Fold& fold = *event.decision.fold;
+  KVKEEP_REQUIRE(event.decision.keep && fold.indptr.size() == event.table.rows.size() + 1 &&
+                     fold.indptr.back() == static_cast<std::int64_t>(fold.spans.size()) - 1 &&
+                     (!fold.listed || fold.spans.back() == static_cast<std::int64_t>(fold.slots.size())) &&
+                     (fold.weights.empty() || fold.weights.size() == fold.slots.size()) &&
+                     (fold.settled.empty() || fold.settled.size() == event.table.groups.size()),
+                 "fold: its tables do not match ", event.table.rows.size(), " rows of ", event.table.groups.size(),
+                 " groups; allowed one more entry than rows, and than spans");
+  if (!fold.listed) {  // on a device
+    for (std::size_t r = 0; r < event.table.rows.size(); ++r) {
+      const Row& row = event.table.rows[r];
+      const std::int64_t folded = fold.spans[static_cast<std::size_t>(fold.indptr[r + 1])] -
+                                  fold.spans[static_cast<std::size_t>(fold.indptr[r])],
+                         dropped = row.length - event.decision.keep->count(r);
+      KVKEEP_REQUIRE(folded == dropped, "fold: the spans of layer ", row.layer, ", head ", row.head, " have ", folded,
+                     " slots; allowed all ", dropped, " that it drops");
+    }
+    return;
+  }
+  for (std::size_t r = 0; r < event.table.rows.size(); ++r) {
+    const Row& row = event.table.rows[r];
+    std::vector<std::int32_t> owner(static_cast<std::size_t>(row.length), -1);  // span of a slot; -2: it stays
+    for (const std::int32_t slot : event.decision.keep->row(r)) owner[static_cast<std::size_t>(slot)] = -2;
+    for (std::int64_t s = fold.indptr[r]; s < fold.indptr[r + 1]; ++s) {
+      const auto number = static_cast<std::int32_t>(s - fold.indptr[r]);
+      for (std::int64_t i = fold.spans[static_cast<std::size_t>(s)]; i < fold.spans[static_cast<std::size_t>(s) + 1];
+           ++i) {
+        const std::int32_t slot = fold.slots[static_cast<std::size_t>(i)];
+        const auto where = [&] {
+          return text("fold: slot ", slot, " of layer ", row.layer, ", head ", row.head, ", span ", number);
+        };
+        KVKEEP_REQUIRE(slot >= 0 && slot < row.length, where(), " is outside the row; allowed 0 to ", row.length - 1);
+        std::int32_t& held = owner[static_cast<std::size_t>(slot)];
+        KVKEEP_REQUIRE(held != -2, where(), " stays; allowed slots that are dropped");
+        KVKEEP_REQUIRE(held == -1, where(), " is in span ", held, " too; allowed in only one");
+        held = number;
+      }
+    }
+  }
+}
+
+inline void Folds::reserve(const PartEvent& event) {
+  folding_.reset();
+  if (!event.decision.fold) return;
+  std::vector<FoldTarget> targets;
+  targets.reserve(event.table.rows.size());
+  for (const Row& row : event.table.rows) {
+    const SequenceId id = event.ids[static_cast<std::size_t>(row.sequence)];
+    targets.push_back({folded_.find(id)->rows.get(), sequences().row_of(row.layer, row.head), id});
+  }
+  folding_ = memory_->fold(event.table, event.decision, targets);
+}
+
+inline void Folds::settle(const PartEvent& event, std::size_t g) noexcept {
+  if (folding_ == nullptr) return;
+  if (g == 0) folding_->keep();
+  const SequenceId id = event.ids[static_cast<std::size_t>(event.table.groups[g].sequence)];
+  SequenceState& s = sequences().at(id);
+  std::ranges::fill(folded_.find(id)->viewed, s.logical);
+  const std::vector<std::int32_t>& settled = event.decision.fold->settled;
+  if (!settled.empty()) s.settled = std::max(s.settled, settled[g]);
+}
+
+inline void Folds::report(Report& report) noexcept {
+  if (folding_ == nullptr) return;
+  report.slots_folded = folding_->tokens;
+  report.far_bytes = folding_->far_bytes;
+  folding_.reset();
+}
+
+inline void Folds::check_attended(const Observation& o, const Attended& attended) const {
+  KVKEEP_REQUIRE(o.queries.defined(), "view: layer ", o.layer,
+                 " has no queries, and folded spans are read by queries; allowed the queries of every token");
+  check_queries("view", o, spec(), machine().device(), policy());
+  const std::int64_t tokens = o.indptr.back();
+  KVKEEP_REQUIRE(o.basis == QueryBasis::post_rope, "view: queries of layer ", o.layer,
+                 " are taken before RoPE; allowed after RoPE");
+  const auto fits = [this](const Tensor& t, Shape shape) {
+    return t.defined() && t.has_memory() && t.dtype() == Dtype::f32 && t.device() == machine().device() &&
+           t.is_contiguous() && t.sizes() == shape;
+  };
+  KVKEEP_REQUIRE(fits(attended.out, {tokens, spec().query_heads, spec().value_dim}) &&
+                     fits(attended.log_sum_exp, {tokens, spec().query_heads}),
+                 "view: the output of attention in layer ", o.layer, " has the wrong shape, dtype or device; given on ",
+                 attended.out.device().str(), " and ", attended.log_sum_exp.device().str(),
+                 "; allowed contiguous f32 [", tokens, ", ", spec().query_heads, ", ", spec().value_dim, "] and [",
+                 tokens, ", ", spec().query_heads, "] on ", machine().device().str());
+}
+
+inline ReadCounts Folds::view(const Observation& o, const Attended& attended) {
+  const std::int32_t index = sequences().index_of("view", o.layer);
+  if (index < 0) return {};
+  const auto met = sequences().meet("view", o.sequences, o.indptr);
+  check_attended(o, attended);
+  readers_.clear();
+  for (std::size_t i = 0; i < met.size(); ++i)
+    readers_.push_back({folded_.find(o.sequences[i])->rows.get(), &met[i]->columns, met[i]->logical, o.indptr[i],
+                        o.indptr[i + 1] - o.indptr[i]});
+  const ReadCounts counts = memory_->view({o.layer, index, readers_, o.queries, attended});
+  for (std::size_t i = 0; i < met.size(); ++i)
+    folded_.find(o.sequences[i])->viewed[static_cast<std::size_t>(index)] = met[i]->logical;
+  sequences().totals.reads += counts;
+  return counts;
+}
+
+inline FoldedState Folds::of(SequenceId sequence) const {
+  static_cast<void>(sequences().at(sequence));
+  return folded_.find(sequence)->rows->state();
+}
+
+inline const SpanRow& Folds::spans(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
+  static_cast<void>(sequences().at(sequence));
+  const std::span<const SpanRow> rows = folded_.find(sequence)->rows->host_rows();
+  KVKEEP_REQUIRE_AS(Unsupported, !rows.empty(), "spans: those of sequence ", sequence, " are on ",
+                    machine().device().str(), " and are not read back; allowed only on the CPU");
+  return rows[static_cast<std::size_t>(sequences().row_of(layer, head))];
+}
+
+}  // namespace kvkeep::parts

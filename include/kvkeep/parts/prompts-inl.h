@@ -7,8 +7,8 @@
 #include <numeric>
 #include <utility>
 
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/page_allocator.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/parts/check_observation.h"

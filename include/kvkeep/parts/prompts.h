@@ -1,10 +1,10 @@
 #pragma once
 /// Prompts that narrow while they run: in every layer a policy may drop slots, and tokens that then go no further.
 
-#include "kvkeep/core/cache_layout.h"
-#include "kvkeep/core/evidence.h"
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/parts/part.h"
-#include "kvkeep/policy/prompt_pass.h"
+#include "kvkeep/policy/policy.h"
+#include "kvkeep/score/evidence.h"
 
 namespace kvkeep {
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 
+#include "kvkeep/core/compiled_only.h"
 #include "kvkeep/policy/machine.h"
 
 namespace kvkeep {
@@ -45,7 +46,3 @@ class Collective {
                                                     std::shared_ptr<Machine> own = nullptr);
 
 }  // namespace kvkeep
-
-#ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/policy/across_ranks-inl.h"
-#endif

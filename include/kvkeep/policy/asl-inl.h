@@ -9,7 +9,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/layers/top_mass.h"
+#include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/policy/asl.h"
 
 namespace kvkeep {

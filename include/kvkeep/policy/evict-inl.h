@@ -6,7 +6,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/core/pinned_slots.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/score/window_attention.h"
 

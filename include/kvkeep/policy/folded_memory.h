@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "kvkeep/core/cache_view.h"
-#include "kvkeep/core/columns.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/row.h"
+#include "kvkeep/keep/columns.h"
 #include "kvkeep/memory/memory_options.h"
 #include "kvkeep/memory/read_memory.h"
 #include "kvkeep/observe/observation.h"

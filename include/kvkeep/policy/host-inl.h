@@ -8,12 +8,12 @@
 #include <optional>
 #include <utility>
 
-#include "kvkeep/core/device.h"
-#include "kvkeep/core/each_row.h"
 #include "kvkeep/core/header_only.h"
+#include "kvkeep/core/limits.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
-#include "kvkeep/layers/last_query.h"
-#include "kvkeep/memory/pieces.h"
+#include "kvkeep/layers/prompt_scores.h"
+#include "kvkeep/memory/segmenter.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/score/window_attention.h"

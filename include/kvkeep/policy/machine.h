@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "kvkeep/allot/allocator.h"
-#include "kvkeep/core/columns.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/machine_memory.h"
+#include "kvkeep/keep/columns.h"
 #include "kvkeep/keep/pages.h"
-#include "kvkeep/layers/prompt_ranks.h"
+#include "kvkeep/layers/layer_selector.h"
 #include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/policy/folded_memory.h"
 #include "kvkeep/score/scorer.h"

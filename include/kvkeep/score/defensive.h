@@ -7,7 +7,7 @@
 /// (`first_stage`), not the slots that hold 90 % of the window's mean attention; after that scores are weighed by the
 /// norm of W_o V, not by its share among the layer's heads. Its layer-wise form has no allocator here.
 
-#include "kvkeep/score/window_scorer.h"
+#include "kvkeep/score/row_scorer.h"
 
 namespace kvkeep {
 

@@ -7,15 +7,14 @@
 #include <limits>
 #include <numeric>
 
-#include "kvkeep/core/device.h"
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/score/expected.h"
-#include "kvkeep/score/window_queries.h"
+#include "kvkeep/score/window_attention.h"
 #include "kvkeep/simd/aligned.h"
 #include "kvkeep/simd/expected_lanes.h"
-#include "kvkeep/simd/matrix_unit.h"
 
 namespace kvkeep {
 namespace expected_detail {

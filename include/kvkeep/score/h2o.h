@@ -4,7 +4,7 @@
 /// updated at events, from the newest `window` queries, instead of at every step; mean over the query heads of a KV
 /// head (published: no groups); per sequence (published: summed over the batch); fp32.
 
-#include "kvkeep/score/window_scorer.h"
+#include "kvkeep/score/row_scorer.h"
 
 namespace kvkeep {
 

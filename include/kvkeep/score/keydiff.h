@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kvkeep/core/device.h"
-#include "kvkeep/core/each_row.h"
+#include "kvkeep/core/limits.h"
 #include "kvkeep/core/strict_math.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/score/scorer.h"
 #include "kvkeep/simd/key_lanes.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 /// Recency: newer stays. With protected sinks it is StreamingLLM.
 /// Source: "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.). Differs: kept keys keep their
-/// rotation; keep/rerotate.h rotates them to the paper's positions inside the cache.
+/// rotation; keep/compact.h rotates them to the paper's positions inside the cache.
 
 #include "kvkeep/score/row_scorer.h"
 

@@ -5,11 +5,11 @@
 #include <cmath>
 #include <numeric>
 
-#include "kvkeep/core/device.h"
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/parallel.h"
-#include "kvkeep/core/pool.h"
+#include "kvkeep/core/tensor.h"
+#include "kvkeep/score/pool.h"
 #include "kvkeep/score/rkv.h"
 #include "kvkeep/simd/key_lanes.h"
 #include "kvkeep/simd/similar_lanes.h"

@@ -5,8 +5,8 @@
 /// protected as a set; ties keep the newer slot; slots stay in time order; fp32; `fixed`: each query at its own logical
 /// position.
 
-#include "kvkeep/core/pool.h"
-#include "kvkeep/score/window_scorer.h"
+#include "kvkeep/score/pool.h"
+#include "kvkeep/score/row_scorer.h"
 
 namespace kvkeep {
 

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "kvkeep/core/decision.h"
-#include "kvkeep/core/evidence.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/limits.h"
-#include "kvkeep/core/window.h"
+#include "kvkeep/score/evidence.h"
+#include "kvkeep/score/window.h"
 
 namespace kvkeep {
 

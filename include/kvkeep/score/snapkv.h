@@ -4,8 +4,8 @@
 /// decoding. Differs: each query at its own logical position; the window's slots are protected as a set instead of
 /// scoring the maximum; fp32.
 
-#include "kvkeep/core/pool.h"
-#include "kvkeep/score/window_scorer.h"
+#include "kvkeep/score/pool.h"
+#include "kvkeep/score/row_scorer.h"
 
 namespace kvkeep {
 

@@ -3,7 +3,7 @@
 /// Differs: events every `interval` tokens instead of every step; the newest slot is protected instead of competing
 /// with its own weight; fp32.
 
-#include "kvkeep/score/window_scorer.h"
+#include "kvkeep/score/row_scorer.h"
 
 namespace kvkeep {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "kvkeep/io/calibration.h"
+#include "kvkeep/score/calibration.h"
 #include "kvkeep/score/scorer.h"
 
 namespace kvkeep {

@@ -9,9 +9,9 @@
 
 #include <cmath>
 
-#include "kvkeep/core/pool.h"
-#include "kvkeep/score/draw.h"
-#include "kvkeep/score/window_scorer.h"
+#include "kvkeep/score/pool.h"
+#include "kvkeep/score/random.h"
+#include "kvkeep/score/row_scorer.h"
 
 namespace kvkeep {
 

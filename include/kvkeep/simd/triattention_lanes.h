@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "kvkeep/core/rope.h"
+#include "kvkeep/core/model_spec.h"
 #include "kvkeep/simd/attention_lanes.h"
 
 namespace kvkeep::cpu {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "kvkeep/io/calibration.h"
+#include "kvkeep/score/calibration.h"
 #include "kvlab/decoder.h"
 
 namespace kvkeep::lm {

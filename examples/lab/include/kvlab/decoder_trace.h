@@ -7,7 +7,7 @@
 
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/policy/policy.h"
-#include "kvkeep/trace/event_trace.h"
+#include "kvkeep/trace/trace.h"
 
 namespace kvkeep::lm {
 

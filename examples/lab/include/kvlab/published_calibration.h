@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "kvkeep/io/calibration.h"
+#include "kvkeep/score/calibration.h"
 
 namespace kvkeep::lm {
 

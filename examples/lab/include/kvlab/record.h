@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "kvkeep/policy/policy.h"
-#include "kvkeep/trace/event_trace.h"
+#include "kvkeep/trace/trace.h"
 #include "kvlab/decoder.h"
 #include "kvlab/generation.h"
 

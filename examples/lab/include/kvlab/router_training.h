@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "kvkeep/memory/rank_gates.h"
+#include "kvkeep/memory/factorise.h"
 #include "kvkeep/memory/segmenter.h"
 #include "kvkeep/policy/sekv.h"
 #include "kvlab/span_trace.h"

@@ -3,7 +3,7 @@
 /// docs/reference/trace-format.md.
 
 #include "kvkeep/core/compiled_only.h"
-#include "kvkeep/trace/event_trace.h"
+#include "kvkeep/trace/trace.h"
 
 namespace kvkeep::trace {
 

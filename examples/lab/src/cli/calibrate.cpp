@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "commands.h"
-#include "kvkeep/cli/files.h"
-#include "kvkeep/cli/progress.h"
+#include "kvkeep/cli/options.h"
+#include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/untrusted_json.h"
 #include "kvlab/calibrate.h"

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "kvkeep/cli/options.h"
-#include "kvkeep/cli/table.h"
+#include "kvkeep/cli/program.h"
 #include "kvlab/generation.h"
 #include "kvlab/intervals.h"
 

@@ -7,7 +7,7 @@
 
 #include "contests.h"
 #include "kvkeep/cli/options.h"
-#include "kvkeep/cli/table.h"
+#include "kvkeep/cli/program.h"
 #include "kvlab/diagnostics.h"
 
 namespace kvkeep::cli {

@@ -11,7 +11,7 @@
 #include "contests.h"
 #include "diagnostics_table.h"
 #include "eval_text.h"
-#include "kvkeep/cli/progress.h"
+#include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvlab/diagnostics.h"
 #include "kvlab/generation.h"

@@ -7,11 +7,10 @@
 #include <cmath>
 #include <map>
 
-#include "kvkeep/cli/files.h"
-#include "kvkeep/cli/progress.h"
+#include "kvkeep/cli/options.h"
+#include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
-#include "kvkeep/io/read_file.h"
 #include "kvkeep/io/untrusted_json.h"
 #include "kvkeep/parts/folds.h"
 #include "kvlab/generation.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "fed_texts.h"
-#include "kvkeep/cli/table.h"
+#include "kvkeep/cli/program.h"
 
 namespace kvkeep::cli {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "contests.h"
-#include "kvkeep/cli/progress.h"
+#include "kvkeep/cli/program.h"
 #include "kvlab/decoder.h"
 #include "kvlab/fidelity.h"
 #include "model_options.h"

@@ -11,8 +11,8 @@
 
 #include "commands.h"
 #include "contests.h"
-#include "kvkeep/cli/files.h"
-#include "kvkeep/cli/progress.h"
+#include "kvkeep/cli/options.h"
+#include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/untrusted_json.h"

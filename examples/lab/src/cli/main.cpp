@@ -14,7 +14,6 @@
 
 #include "device.h"
 #include "kvkeep/cli/program.h"
-#include "kvkeep/cli/progress.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/torch.h"
 #include "kvkeep/version.h"

@@ -7,9 +7,9 @@
 #include <chrono>
 
 #include "commands.h"
-#include "kvkeep/cli/files.h"
+#include "kvkeep/cli/options.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/read_file.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvlab/memory_left.h"
 
 namespace kvkeep::cli {

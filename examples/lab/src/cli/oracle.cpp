@@ -4,8 +4,7 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/text.h"
-#include "kvkeep/policy/registration.h"
+#include "kvkeep/policy/registry.h"
 
 namespace kvkeep::cli {
 

@@ -6,9 +6,9 @@
 
 #include "commands.h"
 #include "fed_tables.h"
-#include "kvkeep/cli/files.h"
+#include "kvkeep/cli/options.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/read_file.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvlab/text_model.h"
 
 namespace kvkeep::cli {

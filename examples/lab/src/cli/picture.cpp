@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
-#include "kvkeep/core/text.h"
+#include "kvkeep/core/error.h"
 #include "picture_page.h"
 
 namespace kvkeep::cli {

@@ -6,8 +6,8 @@
 #include <filesystem>
 
 #include "commands.h"
-#include "kvkeep/cli/files.h"
-#include "kvkeep/cli/progress.h"
+#include "kvkeep/cli/options.h"
+#include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/io/untrusted_json.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "contests.h"
-#include "kvkeep/cli/table.h"
+#include "kvkeep/cli/program.h"
 #include "kvlab/generation.h"
 
 namespace kvkeep::cli {

@@ -1,7 +1,7 @@
 // kvkeep tokens: text as a model's tokenizer sees it.
 
 #include "commands.h"
-#include "kvkeep/cli/files.h"
+#include "kvkeep/cli/options.h"
 #include "kvkeep/core/error.h"
 #include "model_options.h"
 

@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/rope.h"
+#include "kvkeep/core/model_spec.h"
 #include "kvlab/memory_left.h"
 #include "oracle.h"
 

@@ -13,7 +13,7 @@
 
 #include "contests.h"
 #include "diagnostics_table.h"
-#include "kvkeep/cli/progress.h"
+#include "kvkeep/cli/program.h"
 #include "kvlab/diagnostics.h"
 #include "kvlab/generation.h"
 #include "model_options.h"

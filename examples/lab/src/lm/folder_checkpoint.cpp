@@ -6,7 +6,7 @@
 
 #include "checkpoint.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/read_file.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/io/untrusted_json.h"
 

@@ -25,7 +25,7 @@
 #include <utility>
 #include <vector>
 
-#include "kvkeep/core/rope.h"
+#include "kvkeep/core/model_spec.h"
 #include "layer_ropes.h"
 #include "narrowing.h"
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <set>
 
-#include "kvkeep/core/text.h"
+#include "kvkeep/core/error.h"
 #include "kvlab/passages.h"
 #include "text_recipe.h"
 #include "text_templates.h"

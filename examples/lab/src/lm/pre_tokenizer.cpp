@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kvkeep/core/nearest.h"
+#include "kvkeep/core/error.h"
 
 namespace kvkeep::lm::detail {
 namespace {

@@ -37,8 +37,9 @@ std::pair<std::int32_t, std::int32_t> place_of(const std::string& key, const std
       good = wrong == std::errc() && last == end;
     }
   }
-  KVKEEP_REQUIRE(good && layer >= 0 && head >= 0 && layer < kMostEntries && head < kMostEntries, "read calibration: stats of ", where,
-                 " has the key \"", shortened(key), "\"; allowed layer<number>_head<number>");
+  KVKEEP_REQUIRE(good && layer >= 0 && head >= 0 && layer < kMostEntries && head < kMostEntries,
+                 "read calibration: stats of ", where, " has the key \"", shortened(key),
+                 "\"; allowed layer<number>_head<number>");
   return {layer, head};
 }
 

@@ -4,7 +4,7 @@
 #include <array>
 #include <utility>
 
-#include "kvkeep/core/nearest.h"
+#include "kvkeep/core/error.h"
 #include "math_answer.h"
 #include "sample_line.h"
 #include "text_templates.h"

@@ -11,7 +11,7 @@
 
 #include "i32_tensor.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/rope.h"
+#include "kvkeep/core/model_spec.h"
 #include "kvkeep/observe/query_ring.h"
 #include "kvkeep/parts/pins.h"
 

@@ -25,7 +25,7 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/memory/rank_gates.h"
+#include "kvkeep/memory/factorise.h"
 
 namespace kvkeep::lm {
 namespace {

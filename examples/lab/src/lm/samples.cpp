@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <initializer_list>
 
-#include "kvkeep/core/nearest.h"
+#include "kvkeep/core/error.h"
 #include "sample_line.h"
 #include "utf8.h"
 

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "kvkeep/io/safetensors.h"
-#include "kvkeep/memory/routing_file.h"
+#include "kvkeep/memory/router.h"
 #include "kvkeep/memory/segmenter.h"
 #include "kvkeep/policy/sekv.h"
 

@@ -3,9 +3,9 @@
 #include <cmath>
 #include <optional>
 
-#include "kvkeep/core/finite.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/policy/sekv.h"
-#include "kvkeep/trace/check_tensor.h"
+#include "kvkeep/trace/trace.h"
 #include "kvkeep/version.h"
 #include "kvlab/span_memory.h"
 #include "span_layer.h"

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "kvkeep/trace/check_tensor.h"
+#include "kvkeep/trace/trace.h"
 #include "kvkeep/version.h"
 #include "kvlab/router_training.h"
 #include "span_layer.h"

@@ -6,8 +6,8 @@
 #include <set>
 #include <string_view>
 
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/page_allocator.h"
 
 namespace kvkeep::lm::detail {
 namespace {

@@ -8,7 +8,6 @@
 
 #include "dice.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/nearest.h"
 
 namespace kvkeep::lm {
 namespace {

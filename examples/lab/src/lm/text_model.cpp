@@ -3,8 +3,8 @@
 #include <nlohmann/json.hpp>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/gguf.h"
-#include "kvkeep/io/read_file.h"
 #include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep::lm {

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/nearest.h"
 #include "kvkeep/io/untrusted_json.h"
 #include "kvlab/passages.h"
 #include "text_recipe.h"

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/read_file.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/untrusted_json.h"
 #include "tokenizer_data.h"
 #include "utf8.h"

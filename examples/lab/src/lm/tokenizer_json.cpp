@@ -1,7 +1,6 @@
 #include <nlohmann/json.hpp>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/nearest.h"
 #include "kvkeep/io/untrusted_json.h"
 #include "tokenizer_plan.h"
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-#include "kvkeep/core/text.h"
+#include "kvkeep/core/error.h"
 
 namespace kvkeep::lm::detail {
 

@@ -5,7 +5,7 @@
 #include <set>
 #include <utility>
 
-#include "kvkeep/core/text.h"
+#include "kvkeep/core/error.h"
 #include "text_recipe.h"
 #include "text_templates.h"
 #include "words.h"

@@ -8,7 +8,7 @@
 #include <filesystem>
 #include <numeric>
 
-#include "kvkeep/core/text.h"
+#include "kvkeep/core/error.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/simd/stored_side.h"
 #include "kvlab/decoder.h"

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "kvkeep/core/dtype.h"
-#include "kvkeep/core/rope.h"
+#include "kvkeep/core/model_spec.h"
 #include "kvkeep/io/model_config.h"
 
 namespace kvkeep::lm {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "gguf_parts.h"
-#include "kvkeep/core/text.h"
+#include "kvkeep/core/error.h"
 
 namespace kvkeep::testing {
 

@@ -72,7 +72,3 @@ void use_calibration_reader(bool (*takes)(std::string_view bytes), CalibrationRe
 #endif
 
 }  // namespace kvkeep
-
-#ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/io/calibration-inl.h"
-#endif

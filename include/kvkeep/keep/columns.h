@@ -1,23 +1,145 @@
 #pragma once
-// Bodies of columns.h: compiled by src/core, or where they are included under KVKEEP_HEADER_ONLY.
+/// Columns: the numbers that move with every slot through compaction: its logical position, EMA credit, tally of
+/// scores, and the score that the engine gave it.
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <new>
+#include <span>
 #include <utility>
+#include <vector>
 
-#include "kvkeep/core/columns.h"
-#include "kvkeep/core/header_only.h"
+#include "kvkeep/core/decision.h"
+#include "kvkeep/core/machine_memory.h"
+#include "kvkeep/core/slot.h"
 
 namespace kvkeep {
 
-KVKEEP_INLINE std::int32_t Columns::longest() const {
+/// Where an event writes the columns of one row; null: not there. [length of the row]
+struct ColumnTarget {
+  std::int32_t* positions = nullptr;
+  float* credit = nullptr;
+  float* tally = nullptr;
+  float* given = nullptr;  ///< in place, as the positions
+};
+
+/// The columns of one row, on the host. Credit, tally and given scores are those of its oldest slots.
+struct RowColumns {
+  std::vector<std::int32_t> positions;
+  std::vector<float> credit;
+  std::vector<float> tally;
+  std::vector<float> given;
+};
+
+/// The columns of one sequence, for all its rows (full layers x KV heads), in a machine's memory, which must outlive
+/// them. Rows are as long as those of the cache; positions ascend in each. On a device the host knows the lengths, and
+/// the positions that came since the last event: they reach the device with the next one.
+class Columns {
+ public:
+  explicit Columns(std::int32_t rows, MachineMemory& memory = host_memory())
+      : memory_(&memory), rows_(static_cast<std::size_t>(rows)) {}
+
+  /// Makes room for `slots` more in every row, so that appending as many cannot fail. Changes nothing visible. If a row
+  /// outgrows its memory, that grows by half; on a device the old memory is kept if a graph may use it.
+  void reserve(std::int32_t slots);
+  /// Adds new slots at the end of every row. Credit and tally of new slots are 0; they have no given score. Does not
+  /// throw after reserve().
+  void append(std::span<const std::int32_t> positions);
+
+  /// Makes room for given scores. Changes nothing visible.
+  void reserve_given();
+  /// From now on the oldest `slots` slots of a row that had no given score have one. Returns where to write them.
+  /// Requires reserve_given(), and that the row has as many such slots.
+  float* give(std::int32_t row, std::int32_t slots);
+  /// Oldest slots of a row that have a given score.
+  [[nodiscard]] std::int32_t given(std::int32_t row) const { return at(row).given; }
+
+  /// Makes room for one row's kept slots. Returns where Machine::move() writes them. Changes nothing visible.
+  ColumnTarget reserve_settled(std::int32_t row, bool credit, bool tally);
+  /// Machine::move() has kept the slots of row `r` of `keep` in one row, with new credit and tally of every slot or
+  /// without.
+  void settle(std::int32_t row, const KeepSet& keep, std::size_t r, bool credit, bool tally) noexcept;
+
+  /// The slots at `places`, ascending, of every row from `first` on stay; `positions` are theirs. Requires: these rows
+  /// hold the same slots, and no event has cut them. On a device, scores that a row was given before its layer was
+  /// reached pass through the host, which waits for them.
+  void narrow(std::int32_t first, std::span<const std::int32_t> places, std::span<const std::int32_t> positions);
+  /// Before Machine::move() of some rows only: on a device, positions in newest() are written to every row, and
+  /// newest() is empty. Requires: every row holds the same slots, or newest() is empty.
+  void bring_newest();
+
+  /// Call it once all rows are settled. On the host, releases memory if rows hold more than twice what their slots and
+  /// `room` more need.
+  void finish_event(std::int32_t room) noexcept;
+
+  /// Drops the newest `slots` of every row. They must have been appended after the last event.
+  void truncate(std::int32_t slots);
+
+  [[nodiscard]] std::int32_t length(std::int32_t row) const { return at(row).length; }
+  /// Positions of the newest slots, which every row has: those appended since the last event.
+  [[nodiscard]] std::span<const std::int32_t> newest() const { return newest_; }
+  /// True if positions() and credit() neither copy nor wait.
+  [[nodiscard]] bool on_host() const { return memory_->is_host(); }
+  /// Points `out` at the columns of a row. On a device its positions do not include newest().
+  void describe(std::int32_t row, Row& out) const;
+
+  /// On the host, valid until the next call.
+  [[nodiscard]] std::span<const std::int32_t> positions(std::int32_t row) const;
+  /// Credit of the oldest slots of a row; the slots after them have none. On the host, valid until the next call.
+  [[nodiscard]] std::span<const float> credit(std::int32_t row) const;
+
+  /// All rows: for storing elsewhere and restoring into columns of as many rows. Cost: one copy of each column.
+  [[nodiscard]] std::vector<RowColumns> held() const;
+  /// The rows of columns that hold none yet. The last `newest` positions came since the last event, the same in every
+  /// row. Cost: as held().
+  void take(std::vector<RowColumns> rows, std::int32_t newest);
+
+  /// Bytes that all rows hold, including reserved ones.
+  [[nodiscard]] std::int64_t bytes() const;
+
+ private:
+  struct RowLengths {
+    std::int32_t length = 0, credit = 0, tally = 0, given = 0;
+  };
+  [[nodiscard]] const RowLengths& at(std::int32_t row) const { return rows_[static_cast<std::size_t>(row)]; }
+  [[nodiscard]] RowLengths& at(std::int32_t row) { return rows_[static_cast<std::size_t>(row)]; }
+  /// [rows, capacity] numbers of four bytes.
+  template <class T>
+  [[nodiscard]] T* in(const DeviceMemory& column, std::int32_t row) const {
+    return column == nullptr ? nullptr : static_cast<T*>(column.get()) + std::int64_t{row} * capacity_;
+  }
+  [[nodiscard]] DeviceMemory column(std::int32_t capacity) {
+    return memory_->allocate(std::ssize(rows_) * capacity * 4);
+  }
+  [[nodiscard]] std::int32_t longest() const;
+  void resize(std::int32_t capacity);
+  /// Positions of a row that are in memory: on a device the newest are not.
+  [[nodiscard]] std::int32_t known(const RowLengths& row) const {
+    return on_host() ? row.length : row.length - static_cast<std::int32_t>(newest_.size());
+  }
+  void write_positions(std::int32_t first, std::span<const std::int32_t> positions);
+
+  MachineMemory* memory_;
+  std::int32_t capacity_ = 0;
+  std::vector<RowLengths> rows_;
+  std::vector<std::int32_t> newest_;
+  DeviceMemory positions_, credit_, tally_, given_;
+  std::vector<DeviceMemory> retired_;  ///< replaced after something was captured
+  mutable std::vector<std::int32_t> read_positions_;
+  mutable std::vector<float> read_credit_;
+};
+
+/// What Machine::move() does on the host: the columns of the r-th row of an event; credit and tally as decided.
+void move_columns(const Row& row, std::size_t r, const Decision& decision, const ColumnTarget& to) noexcept;
+
+inline std::int32_t Columns::longest() const {
   std::int32_t most = 0;
   for (const RowLengths& row : rows_) most = std::max(most, row.length);
   return most;
 }
 
-KVKEEP_INLINE void Columns::resize(std::int32_t capacity) {
+inline void Columns::resize(std::int32_t capacity) {
   const std::int32_t used = std::min({longest(), capacity_, capacity});
   const std::array<DeviceMemory*, 4> columns = {&positions_, &credit_, &tally_, &given_};
   std::array<DeviceMemory, 4> other;  // all allocated before anything is replaced
@@ -35,7 +157,7 @@ KVKEEP_INLINE void Columns::resize(std::int32_t capacity) {
   capacity_ = capacity;
 }
 
-KVKEEP_INLINE void Columns::reserve(std::int32_t slots) {
+inline void Columns::reserve(std::int32_t slots) {
   constexpr std::int32_t kLeast = 64;
   const std::size_t newest = newest_.size() + static_cast<std::size_t>(slots);
   if (newest > newest_.capacity()) newest_.reserve(std::max(newest, 2 * newest_.capacity()));
@@ -43,7 +165,7 @@ KVKEEP_INLINE void Columns::reserve(std::int32_t slots) {
   if (needed > capacity_) resize(std::max({needed, capacity_ + capacity_ / 2, kLeast}));
 }
 
-KVKEEP_INLINE void Columns::append(std::span<const std::int32_t> positions) {
+inline void Columns::append(std::span<const std::int32_t> positions) {
   reserve(static_cast<std::int32_t>(positions.size()));
   newest_.insert(newest_.end(), positions.begin(), positions.end());
   const bool here = on_host();
@@ -53,25 +175,24 @@ KVKEEP_INLINE void Columns::append(std::span<const std::int32_t> positions) {
   }
 }
 
-KVKEEP_INLINE void Columns::reserve_given() {
+inline void Columns::reserve_given() {
   if (given_ == nullptr && capacity_ > 0) given_ = column(capacity_);
 }
 
-KVKEEP_INLINE float* Columns::give(std::int32_t row, std::int32_t slots) {
+inline float* Columns::give(std::int32_t row, std::int32_t slots) {
   float* const to = in<float>(given_, row) + at(row).given;
   at(row).given += slots;
   return to;
 }
 
-KVKEEP_INLINE ColumnTarget Columns::reserve_settled(std::int32_t row, bool credit, bool tally) {
+inline ColumnTarget Columns::reserve_settled(std::int32_t row, bool credit, bool tally) {
   if (credit && credit_ == nullptr) credit_ = column(capacity_);
   if (tally && tally_ == nullptr) tally_ = column(capacity_);
   return {in<std::int32_t>(positions_, row), credit ? in<float>(credit_, row) : nullptr,
           tally ? in<float>(tally_, row) : nullptr, in<float>(given_, row)};
 }
 
-KVKEEP_INLINE void Columns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, bool credit,
-                                   bool tally) noexcept {
+inline void Columns::settle(std::int32_t row, const KeepSet& keep, std::size_t r, bool credit, bool tally) noexcept {
   RowLengths& lengths = at(row);
   lengths.length = static_cast<std::int32_t>(keep.count(r));
   if (credit) lengths.credit = lengths.length;
@@ -80,7 +201,7 @@ KVKEEP_INLINE void Columns::settle(std::int32_t row, const KeepSet& keep, std::s
 }
 
 /// The same positions in every row from `first` on. One copy from the host, and log2(rows) within the memory.
-KVKEEP_INLINE void Columns::write_positions(std::int32_t first, std::span<const std::int32_t> positions) {
+inline void Columns::write_positions(std::int32_t first, std::span<const std::int32_t> positions) {
   const auto bytes = static_cast<std::int64_t>(positions.size_bytes()), stride = std::int64_t{capacity_} * 4;
   const auto rows = static_cast<std::int32_t>(rows_.size()) - first;
   if (bytes == 0 || rows <= 0) return;
@@ -90,13 +211,13 @@ KVKEEP_INLINE void Columns::write_positions(std::int32_t first, std::span<const 
                        bytes, std::min(done, rows - done));
 }
 
-KVKEEP_INLINE void Columns::bring_newest() {
+inline void Columns::bring_newest() {
   if (!on_host()) write_positions(0, newest_);
   newest_.clear();
 }
 
-KVKEEP_INLINE void Columns::narrow(std::int32_t first, std::span<const std::int32_t> places,
-                                   std::span<const std::int32_t> positions) {
+inline void Columns::narrow(std::int32_t first, std::span<const std::int32_t> places,
+                            std::span<const std::int32_t> positions) {
   bring_newest();
   write_positions(first, positions);
   for (std::int32_t r = first; r < std::ssize(rows_); ++r) {
@@ -114,7 +235,7 @@ KVKEEP_INLINE void Columns::narrow(std::int32_t first, std::span<const std::int3
 }
 
 /// Without memory for the copy, rows are left as they are.
-KVKEEP_INLINE void Columns::finish_event(std::int32_t room) noexcept {
+inline void Columns::finish_event(std::int32_t room) noexcept {
   newest_.clear();
   const std::int32_t needed = longest() + room;
   if (!on_host() || capacity_ <= 2 * needed) return;
@@ -125,7 +246,7 @@ KVKEEP_INLINE void Columns::finish_event(std::int32_t room) noexcept {
   }
 }
 
-KVKEEP_INLINE void Columns::truncate(std::int32_t slots) {
+inline void Columns::truncate(std::int32_t slots) {
   newest_.resize(newest_.size() - static_cast<std::size_t>(slots));
   for (RowLengths& row : rows_) {
     row.length -= slots;
@@ -133,7 +254,7 @@ KVKEEP_INLINE void Columns::truncate(std::int32_t slots) {
   }
 }
 
-KVKEEP_INLINE void Columns::describe(std::int32_t row, Row& out) const {
+inline void Columns::describe(std::int32_t row, Row& out) const {
   const RowLengths& lengths = at(row);
   out.positions = in<std::int32_t>(positions_, row);
   out.credit = in<float>(credit_, row);
@@ -144,7 +265,7 @@ KVKEEP_INLINE void Columns::describe(std::int32_t row, Row& out) const {
   out.given_length = lengths.given;
 }
 
-KVKEEP_INLINE std::span<const std::int32_t> Columns::positions(std::int32_t row) const {
+inline std::span<const std::int32_t> Columns::positions(std::int32_t row) const {
   const std::int32_t length = this->length(row), known = this->known(at(row));
   const auto* const there = in<std::int32_t>(positions_, row);
   if (on_host()) return {there, static_cast<std::size_t>(length)};
@@ -154,7 +275,7 @@ KVKEEP_INLINE std::span<const std::int32_t> Columns::positions(std::int32_t row)
   return read_positions_;
 }
 
-KVKEEP_INLINE std::span<const float> Columns::credit(std::int32_t row) const {
+inline std::span<const float> Columns::credit(std::int32_t row) const {
   const auto* const there = in<float>(credit_, row);
   const auto length = static_cast<std::size_t>(at(row).credit);
   if (on_host()) return {there, length};
@@ -163,13 +284,13 @@ KVKEEP_INLINE std::span<const float> Columns::credit(std::int32_t row) const {
   return read_credit_;
 }
 
-KVKEEP_INLINE std::int64_t Columns::bytes() const {
+inline std::int64_t Columns::bytes() const {
   std::int64_t columns = 0;
   for (const DeviceMemory* column : {&positions_, &credit_, &tally_, &given_}) columns += *column == nullptr ? 0 : 1;
   return columns * std::ssize(rows_) * capacity_ * 4;
 }
 
-KVKEEP_INLINE std::vector<RowColumns> Columns::held() const {
+inline std::vector<RowColumns> Columns::held() const {
   std::vector<RowColumns> all(rows_.size());
   const auto read = [&]<class T>(const DeviceMemory& column, std::vector<T> RowColumns::* to, auto&& slots_of) {
     std::int64_t end = 0;
@@ -193,7 +314,7 @@ KVKEEP_INLINE std::vector<RowColumns> Columns::held() const {
   return all;
 }
 
-KVKEEP_INLINE void Columns::take(std::vector<RowColumns> rows, std::int32_t newest) {
+inline void Columns::take(std::vector<RowColumns> rows, std::int32_t newest) {
   std::size_t longest = 0;
   for (const RowColumns& row : rows) longest = std::max(longest, row.positions.size());
   if (longest == 0) return;
@@ -218,8 +339,7 @@ KVKEEP_INLINE void Columns::take(std::vector<RowColumns> rows, std::int32_t newe
   newest_.assign(rows.front().positions.end() - newest, rows.front().positions.end());
 }
 
-KVKEEP_INLINE void move_columns(const Row& row, std::size_t r, const Decision& decision,
-                                const ColumnTarget& to) noexcept {
+inline void move_columns(const Row& row, std::size_t r, const Decision& decision, const ColumnTarget& to) noexcept {
   if (to.positions == nullptr) return;
   const std::span<const std::int32_t> kept = decision.keep->row(r);
   const auto gather = [kept](auto* there, const auto* from) {

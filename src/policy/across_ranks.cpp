@@ -1,6 +1,3 @@
-#pragma once
-// Bodies of across_ranks.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
-
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -9,14 +6,13 @@
 #include <vector>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/core/header_only.h"
-#include "kvkeep/layers/last_query.h"
+#include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/policy/across_ranks.h"
 #include "kvkeep/policy/policy.h"
-#include "kvkeep/score/draw.h"
+#include "kvkeep/score/random.h"
 
 namespace kvkeep {
-namespace across_ranks_detail {
+namespace {
 
 /// The rows of all ranks, as one machine would have them. Those of other ranks are Row::elsewhere().
 class Whole {
@@ -92,7 +88,7 @@ class Whole {
 };
 
 /// True if rows of a layer may differ in length, on any rank.
-inline bool uneven(const Evidence& evidence) {
+bool uneven(const Evidence& evidence) {
   return std::ranges::any_of(evidence.table.groups, [](const RowGroup& group) { return !group.beyond.empty(); });
 }
 
@@ -398,7 +394,7 @@ class RanksEvent final : public Event {
 };
 
 /// What ranks wait for first in an event of such a policy.
-inline AcrossHeads spoken(const Demand& demand) {
+AcrossHeads spoken(const Demand& demand) {
   for (const Sharing share : {demand.scorer.sharing(), demand.share})
     if (share != Sharing::per_layer_per_head && share != Sharing::per_head) return AcrossHeads::scores;
   return demand.allocator.across_heads();
@@ -466,13 +462,13 @@ class AcrossRanks final : public Machine {
   Machine& own_;
 };
 
-}  // namespace across_ranks_detail
+}  // namespace
 
-KVKEEP_INLINE std::shared_ptr<Machine> across_ranks(std::shared_ptr<Collective> ranks, std::shared_ptr<Machine> own) {
+std::shared_ptr<Machine> across_ranks(std::shared_ptr<Collective> ranks, std::shared_ptr<Machine> own) {
   KVKEEP_REQUIRE(ranks != nullptr && ranks->size() >= 1 && ranks->rank() >= 0 && ranks->rank() < ranks->size(),
                  "ranks: ", ranks == nullptr ? "no collective" : "a rank that is not among them",
                  "; allowed a collective whose rank is from 0 to its size - 1");
-  return std::make_shared<across_ranks_detail::AcrossRanks>(std::move(ranks), std::move(own));
+  return std::make_shared<AcrossRanks>(std::move(ranks), std::move(own));
 }
 
 }  // namespace kvkeep

@@ -1,12 +1,14 @@
 #pragma once
-/// How many of a row's queries take part in its window attention. No LibTorch in here.
+/// The result of window attention: how the newest queries of each row attend. Read by scorers and allocators.
 
 #include <cstdint>
+#include <vector>
 
 #include "kvkeep/core/hd.h"
+#include "kvkeep/core/protect.h"
 #include "kvkeep/core/query_view.h"
-#include "kvkeep/core/row_limit.h"
 #include "kvkeep/core/slot.h"
+#include "kvkeep/core/tensor.h"
 
 namespace kvkeep {
 
@@ -60,5 +62,22 @@ KVKEEP_HD inline RowWindow fresh_window_of(const Row& row, const QueryView& view
   return {view.count - partition_point(oldest, view.count, [&](std::int32_t i) { return view.position(i) < since; }),
           row.length};
 }
+
+/// Reductions of softmax(scale * q.k + causal mask) over the newest `queries` queries of each row, over all slots of
+/// the row. fp32.
+struct WindowAttention {
+  std::vector<RowWindow> windows;  ///< [rows]
+  Tensor usage;   ///< f32 [slots] mean over window queries and the heads of the group; for suffix slots, mean over the
+                  ///< strictly later queries, 0 if there are none. Absent unless requested
+  Tensor newest;  ///< f32 [slots] the newest query's probabilities, mean over the heads of the group. Absent unless
+                  ///< requested
+  std::vector<float> tops = {};  ///< [rows] where ranks hold a part of the heads, what an allocator that says
+                                 ///< AcrossHeads::tops must know of all of them; else empty
+};
+
+struct WindowNeeds {
+  bool usage = false;
+  bool newest = false;
+};
 
 }  // namespace kvkeep

@@ -1,5 +1,5 @@
 #pragma once
-// Bodies of shrinking_context.h: compiled by src/layers, or where they are included under KVKEEP_HEADER_ONLY.
+// Bodies of pyramidinfer.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
 #include <cmath>
@@ -9,8 +9,8 @@
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
-#include "kvkeep/layers/last_query.h"
-#include "kvkeep/layers/shrinking_context.h"
+#include "kvkeep/layers/prompt_scores.h"
+#include "kvkeep/policy/pyramidinfer.h"
 
 namespace kvkeep {
 

@@ -1,4 +1,4 @@
-#include "kvkeep/io/calibration-inl.h"
+#include "kvkeep/score/calibration.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,7 +6,7 @@
 #include <set>
 
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/read_file.h"
+#include "kvkeep/io/atomic_file.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/io/untrusted_json.h"
 
@@ -55,8 +55,8 @@ Calibration from_safetensors(const io::SafetensorsFile& file) {
                  shortened(metadata.at("kvkeep_calibration")), "; allowed 1");
   Calibration c;
   const Json dim = parsed("head_dim");
-  KVKEEP_REQUIRE(dim.is_number_unsigned() && dim.get<std::uint64_t>() <= kMostEntries, "read calibration: head_dim in ", where,
-                 " is not a number; allowed an even number from 2 to ", kMostEntries);
+  KVKEEP_REQUIRE(dim.is_number_unsigned() && dim.get<std::uint64_t>() <= kMostEntries, "read calibration: head_dim in ",
+                 where, " is not a number; allowed an even number from 2 to ", kMostEntries);
   check_head_dim(dim.get<std::int64_t>(), where);
   c.head_dim = dim.get<std::int32_t>();
   KVKEEP_REQUIRE(metadata.contains("rope_style"), "read calibration: metadata \"rope_style\" is missing in ", where,
