@@ -23,7 +23,13 @@
 #include <cstring>
 #include <numeric>
 
+#include "kvkeep/allot/divide.h"
+#include "kvkeep/allot/mass_segmented.h"
+#include "kvkeep/keep/compact.h"
+#include "kvkeep/keep/select.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/score/tova.h"
+#include "kvkeep/score/window_attention.h"
 #include "kvkeep/torch.h"
 #include "timing.h"
 

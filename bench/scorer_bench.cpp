@@ -20,6 +20,21 @@
 #include <numeric>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/score/calibration.h"
+#include "kvkeep/score/cur.h"
+#include "kvkeep/score/defensive.h"
+#include "kvkeep/score/expected.h"
+#include "kvkeep/score/h2o.h"
+#include "kvkeep/score/keydiff.h"
+#include "kvkeep/score/knorm.h"
+#include "kvkeep/score/random.h"
+#include "kvkeep/score/rkv.h"
+#include "kvkeep/score/rpc.h"
+#include "kvkeep/score/snapkv.h"
+#include "kvkeep/score/tova.h"
+#include "kvkeep/score/triattention.h"
+#include "kvkeep/score/vase.h"
+#include "kvkeep/score/window_attention.h"
 #include "kvkeep/torch.h"
 #include "timing.h"
 

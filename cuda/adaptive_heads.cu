@@ -1,6 +1,6 @@
 #include "adaptive_heads.h"
 
-#include "kvkeep/allot/allocator.h"
+#include "kvkeep/allot/adaptive_heads.h"
 #include "launch.cuh"
 #include "select.cuh"
 #include "tuning.cuh"

@@ -31,7 +31,7 @@ struct AdaptiveHeadsArguments {
 
 /// Three launches, or two for counts alone: what every head keeps by itself, one block per row; the best of the rest,
 /// one block per (layer, sequence); the slots, one block per row. Order, ties and NaN as on the CPU
-/// (allot/allocator.h): the same slots. Cost: about 13 passes over the scores. Throws InvalidArgument for a
+/// (allot/adaptive_heads.h): the same slots. Cost: about 13 passes over the scores. Throws InvalidArgument for a
 /// safeguard outside [0, 1], and for rows of a (layer, sequence) that may hold more than 2^31 - 1 slots together.
 void launch_adaptive_heads(const AdaptiveHeadsArguments& arguments, Stream stream);
 

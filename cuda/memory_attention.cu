@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "key_lanes.cuh"
-#include "kvkeep/memory/factors.h"
+#include "kvkeep/memory/opening.h"
 #include "launch.cuh"
 #include "parts.cuh"
 #include "radix_sort.cuh"

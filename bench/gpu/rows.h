@@ -13,6 +13,7 @@
 
 #include "evidence.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/score/window_attention.h"
 #include "kvkeep/torch.h"
 #include "machine.h"
 

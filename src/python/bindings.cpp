@@ -12,6 +12,10 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/pins.h"
+#include "kvkeep/parts/prompts.h"
+#include "kvkeep/parts/surprisal.h"
 #include "kvkeep/version.h"
 
 namespace nb = nanobind;

@@ -13,6 +13,9 @@
 
 #include "arrays.h"
 #include "kvkeep/allot/adaptive_heads.h"
+#include "kvkeep/allot/chunks.h"
+#include "kvkeep/allot/critical.h"
+#include "kvkeep/allot/pyramid.h"
 #include "kvkeep/kvkeep.h"
 #include "loop_threads.h"
 #include "oracle/allocators_oracle.h"

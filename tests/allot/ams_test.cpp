@@ -8,7 +8,13 @@
 #include <random>
 #include <utility>
 
+#include "kvkeep/allot/divide.h"
+#include "kvkeep/allot/quotas.h"
+#include "kvkeep/allot/segments.h"
+#include "kvkeep/keep/select.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/memory/segmenter.h"
+#include "kvkeep/score/pool.h"
 
 namespace kvkeep::ams_test {
 namespace {

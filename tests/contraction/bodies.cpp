@@ -5,7 +5,7 @@
 
 #include "kvkeep/allot/divide.h"
 #include "kvkeep/core/model_spec.h"
-#include "kvkeep/memory/factors.h"
+#include "kvkeep/memory/opening.h"
 #include "kvkeep/score/rkv.h"
 
 namespace kvkeep {

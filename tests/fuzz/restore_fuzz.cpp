@@ -12,6 +12,7 @@
 
 #include "arrays.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/parts/folds.h"
 #include "oracle/random_case.h"
 
 namespace {

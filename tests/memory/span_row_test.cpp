@@ -6,7 +6,7 @@
 
 #include "folded_prompt.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/memory/factors.h"
+#include "kvkeep/memory/opening.h"
 #include "plain_memory.h"
 
 namespace kvkeep::span_row_test {

@@ -8,6 +8,9 @@
 
 #include "arrays.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/policy/asl.h"
+#include "kvkeep/policy/gemfilter.h"
+#include "kvkeep/policy/pyramidinfer.h"
 #include "layered_prompt.h"
 
 namespace kvkeep::prefill_policies_test {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/parts/folds.h"
 #include "kvkeep/simd/stored_side.h"
 #include "message_of.h"
 #include "oracle/random_case.h"

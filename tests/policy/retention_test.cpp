@@ -6,6 +6,7 @@
 
 #include "engines.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/parts/pins.h"
 
 namespace kvkeep::retention_test {
 namespace {

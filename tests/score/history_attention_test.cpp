@@ -10,6 +10,8 @@
 
 #include "arrays.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/score/pool.h"
+#include "kvkeep/score/window_attention.h"
 #include "library_event.h"
 #include "oracle/random_case.h"
 #include "oracle/window_oracle.h"

@@ -8,7 +8,10 @@
 #include <numeric>
 
 #include "arrays.h"
+#include "kvkeep/allot/mass_segmented.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/score/tova.h"
+#include "kvkeep/score/window_attention.h"
 #include "library_event.h"
 #include "oracle/random_case.h"
 

@@ -11,6 +11,7 @@
 #include <numeric>
 
 #include "arrays.h"
+#include "kvkeep/keep/select.h"
 #include "kvkeep/kvkeep.h"
 #include "oracle/random_case.h"
 

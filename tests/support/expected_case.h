@@ -7,6 +7,7 @@
 
 #include "arrays.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/score/expected.h"
 
 namespace kvkeep::expected_test {
 

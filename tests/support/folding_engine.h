@@ -9,6 +9,8 @@
 #include "arrays.h"
 #include "folded_prompt.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/surprisal.h"
 #include "plain_memory.h"
 
 namespace kvkeep::testing {

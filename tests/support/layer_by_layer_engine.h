@@ -11,6 +11,7 @@
 
 #include "arrays.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/parts/prompts.h"
 #include "layered_prompt.h"
 
 namespace kvkeep::layer_by_layer {

@@ -9,6 +9,12 @@
 #include <vector>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/pins.h"
+#include "kvkeep/parts/prompts.h"
+#include "kvkeep/parts/surprisal.h"
+#include "kvkeep/policy/across_ranks.h"
+#include "kvkeep/score/random.h"
 
 namespace kvkeep::testing {
 

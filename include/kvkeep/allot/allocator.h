@@ -2,24 +2,17 @@
 /// Allocators spend a row's budget: given the scores, they decide which slots stay. How to add one: CONTRIBUTING.md,
 /// "Adding an allocator".
 
-#include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <span>
 #include <string_view>
 #include <vector>
 
-#include "kvkeep/allot/divide.h"
 #include "kvkeep/core/budget.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
 #include "kvkeep/core/limits.h"
 #include "kvkeep/core/protect.h"
-#include "kvkeep/core/rank_key.h"
-#include "kvkeep/core/strict_math.h"
-#include "kvkeep/core/tensor.h"
-#include "kvkeep/keep/select.h"
 #include "kvkeep/score/evidence.h"
 #include "kvkeep/score/window.h"
 
@@ -121,61 +114,8 @@ class Flat final : public Allocator {
              Decision& decision) const override;
 };
 
-// Heads that share one budget: what every head keeps by itself, and the order of all their slots. The same on every
-// machine.
-
-/// Slots of a due row that no other head competes for: the protected ones, and its best others up to floor(safeguard *
-/// budget).
-[[nodiscard]] KVKEEP_HD inline std::int32_t own_slots(double safeguard, const RowLimit& limit, std::int32_t length) {
-  const std::int32_t share = share_of(safeguard, limit.budget), guarded = limit.guarded.count(),
-                     own = share > guarded ? share : guarded;
-  return own < length ? own : length;
-}
-
-/// Order of a slot among those of all heads, as rank_key: higher score first, then the lower head, then the larger
-/// slot. `behind`: slots of the heads after its own. Requires: fewer than 2^32 slots in all heads.
-[[nodiscard]] KVKEEP_HD inline std::uint64_t head_key(float score, std::int32_t slot, std::int64_t behind) {
-  return rank_key(score, static_cast<std::int32_t>(static_cast<std::uint32_t>(behind + slot)));
-}
-
-inline void require_own_form(std::string_view allocator, const AllocatorContext& policy, bool alike) {
-  KVKEEP_REQUIRE(policy.variant == Variant::strict, "policy: variant is official with allocator ", allocator,
-                 "; allowed strict (docs/method/allocators.md describes how that differs from the published form)");
-  KVKEEP_REQUIRE(alike || policy.share == Sharing::per_layer_per_head,
-                 "policy: share is not per_layer_per_head with allocator ", allocator,
-                 "; allowed per_layer_per_head (its rows keep different slots)");
-}
-
-inline KeepSet empty_keep_set(const RowTable& table, const Limits& limits) {
-  KeepSet keep;
-  keep.indptr.reserve(table.rows.size() + 1);
-  keep.indptr.push_back(0);
-  for (std::size_t r = 0; r < table.rows.size(); ++r)
-    keep.indptr.push_back(keep.indptr.back() + (limits.rows[r].due
-                                                    ? std::min(table.rows[r].length, limits.rows[r].budget)
-                                                    : table.rows[r].length));
-  keep.slots = empty({keep.indptr.back()}, Dtype::i32);
-  return keep;
-}
-
-inline KeepSet keep_everything(const RowTable& table) {
-  KeepSet keep = empty_keep_set(table, {Variant::strict, {}, std::vector<RowLimit>(table.rows.size())});
-  for (std::size_t r = 0; r < table.rows.size(); ++r) std::iota(keep.room(r).begin(), keep.room(r).end(), 0);
-  return keep;
-}
-
-inline void Flat::allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention,
-                        Decision& decision) const {
-  require_host("flat", evidence.table.device);
-  const RowTable& table = evidence.table;
-  decision.keep = empty_keep_set(table, limits);
-  const float* g = scores.data.data<float>();
-  const auto make = [] { return std::vector<std::uint64_t>(); };
-  each_row(table, make, [&](std::size_t r, const Row& row, std::vector<std::uint64_t>& keys) {
-    const std::span<std::int32_t> kept = decision.keep->room(r);
-    if (!limits.rows[r].due) return std::iota(kept.begin(), kept.end(), 0);
-    select({g + row.first, static_cast<std::size_t>(row.length)}, stays(limits, r, row.length), keys, kept);
-  });
-}
-
 }  // namespace kvkeep
+
+#ifdef KVKEEP_HEADER_ONLY
+#include "kvkeep/allot/allocator-inl.h"
+#endif

@@ -10,7 +10,6 @@
 
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/slot.h"
-#include "kvkeep/core/strict_math.h"
 
 namespace kvkeep {
 

@@ -9,7 +9,7 @@
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/rank_key.h"
-#include "kvkeep/memory/factors.h"
+#include "kvkeep/memory/opening.h"
 #include "kvkeep/memory/row_zoom.h"
 #include "kvkeep/simd/attention_lanes.h"
 #include "kvkeep/simd/memory_lanes.h"

@@ -6,6 +6,7 @@
 
 #include "folded_prompt.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/memory/segmenter.h"
 #include "kvlab/generation.h"
 #include "kvlab/tasks.h"
 

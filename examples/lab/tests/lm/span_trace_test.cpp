@@ -9,6 +9,8 @@
 
 #include "folded_prompt.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/memory/segmenter.h"
+#include "kvkeep/policy/sekv.h"
 #include "replayed_trace.h"
 
 namespace kvkeep::span_trace_test {
