@@ -227,16 +227,16 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     cuda::copy_rows(to, to_stride, from, from_stride, bytes, rows, pool_.stream());
   }
 
-  void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) override {
+  void push_queries(const QueryTargets& to, const QueryLayout& layout) override {
+    if (const auto* const table = std::get_if<QueryTable>(&to)) {
+      const DeviceScope scope(device());
+      launch_push_step({.places = table->places, .tokens = table->tokens, .layout = layout, .offset = table->offset},
+                       pool_.stream());
+      return;
+    }
     PushQueriesArguments arguments;
     arguments.layout = layout;
-    push(launch_push_queries, arguments, arrivals);
-  }
-
-  void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
-                    LayerOffset offset) override {
-    const DeviceScope scope(device());
-    launch_push_step({.places = places, .tokens = tokens, .layout = layout, .offset = offset}, pool_.stream());
+    push(launch_push_queries, arguments, std::get<std::span<const QueryArrival>>(to));
   }
 
   void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) override {

@@ -233,7 +233,7 @@ std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision
   const Fold& fold = *decision.fold;
   KVKEEP_REQUIRE_AS(Unsupported, !fold.listed && decision.tables.rows != nullptr,
                     "fold: the policy lists slots on the host, but the cache is on ", pool_.device().str(),
-                    "; allowed all that a row drops (Event::fold)");
+                    "; allowed all that a row drops (fold_rest)");
   for (const Dtype dtype : {table.key_dtype, table.value_dtype})
     KVKEEP_REQUIRE(is_scorable(dtype), "fold: rows are ", dtype, "; allowed f32, f16 or bf16");
   KVKEEP_REQUIRE_AS(Unsupported, table.keys_rotated == 0 && table.values_rotated == 0,

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "kvkeep/memory/segmenter.h"
 #include "kvkeep/torch.h"
 #include "share.h"
 #include "window_attention.h"
@@ -216,17 +215,6 @@ void CudaEvent::allot(const Allocator& allotting, const Scores& scores, WindowAt
   if (credit != nullptr) decision.credit = tensor(credit, evidence.table.slots);
   decision.keep = std::move(keep);
   decision.tables = tables;
-}
-
-void CudaEvent::fold(const SpanCut& cut, Decision& decision) {
-  Fold& fold = decision.fold.emplace();
-  fold.listed = false;
-  for (std::size_t r = 0; r < evidence.table.rows.size(); ++r) {
-    const std::int64_t dropped = evidence.table.rows[r].length - decision.keep->count(r), first = fold.spans.back(),
-                       count = piece_count(dropped, cut.max_span);
-    for (std::int64_t i = 1; i <= count; ++i) fold.spans.push_back(first + piece_begin(dropped, i, count));
-    fold.indptr.push_back(std::ssize(fold.spans) - 1);
-  }
 }
 
 Tensor CudaEvent::tensor(void* data, std::int64_t count, Dtype dtype) const {

@@ -121,7 +121,6 @@ class CudaEvent final : public Event {
   [[nodiscard]] Scores score(const Scorer& scorer, const WindowAttention& seen) override;
   [[nodiscard]] Scores share(const Scores& scores, Sharing share) override;
   void allot(const Allocator& allotting, const Scores& scores, WindowAttention seen, Decision& decision) override;
-  void fold(const SpanCut& cut, Decision& decision) override;
 
   [[nodiscard]] PromptScores prompt_scores(const PromptScoreOptions& options) override;
   [[nodiscard]] Tensor last_query_scores(std::int32_t pool) override;

@@ -192,8 +192,6 @@ class RanksEvent final : public Event {
       }
   }
 
-  void fold(const SpanCut& cut, Decision& decision) override { own_->fold(cut, decision); }
-
   [[nodiscard]] PromptScores prompt_scores(const PromptScoreOptions& options) override {
     PromptScores own = or_tell([&] { return own_->prompt_scores(options); });
     gather({own.heads, own.sums});
@@ -403,16 +401,11 @@ AcrossHeads spoken(const Demand& demand) {
 class AcrossRanks final : public Machine {
  public:
   AcrossRanks(std::shared_ptr<Collective> ranks, std::shared_ptr<Machine> own)
-      : Machine((own == nullptr ? host() : *own).memory()),
+      : Machine((own == nullptr ? host() : *own).memory(), {.rank = ranks->rank(), .of = ranks->size()}),
         ranks_(std::move(ranks)),
         given_(std::move(own)),
         own_(given_ == nullptr ? host() : *given_) {}
 
-  [[nodiscard]] ModelSpec part(ModelSpec spec) const override {
-    spec.first_head = ranks_->rank() * spec.kv_heads;
-    spec.model_heads = ranks_->size() * spec.kv_heads;
-    return spec;
-  }
   [[nodiscard]] std::vector<std::string> problems(const Ask& ask, const ModelSpec& spec) const override {
     std::vector<std::string> found = own_.problems(ask, spec);
     const auto* const demand = std::get_if<Demand>(&ask);

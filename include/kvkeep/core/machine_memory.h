@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 #include <span>
+#include <variant>
 
 #include "kvkeep/core/query_view.h"
 #include "kvkeep/core/tensor.h"
@@ -27,10 +28,13 @@ enum class Capture : std::uint8_t {
   now,     ///< and what is launched runs when the graph does
 };
 
+/// Where the queries of a step go in one layer: each run of tokens to its ring, or each token as a table says.
+using QueryTargets = std::variant<std::span<const QueryArrival>, QueryTable>;
+
 /// Everything runs in order on the device's current stream; only `read` waits. Not thread safe, except on the host.
+/// Nothing owns one by this class.
 class MachineMemory {
  public:
-  virtual ~MachineMemory() = default;
   MachineMemory(const MachineMemory&) = delete;
   MachineMemory& operator=(const MachineMemory&) = delete;
 
@@ -53,13 +57,8 @@ class MachineMemory {
   virtual void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride,
                          std::int64_t bytes, std::int64_t rows) = 0;
 
-  /// Copies new queries into their rings, and their log-sum-exps if it reads them.
-  virtual void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) = 0;
-
-  /// The same for one layer, by a table in this memory with a line per token. What it does depends on the table alone,
-  /// so a graph may repeat it.
-  virtual void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
-                            LayerOffset offset) = 0;
+  /// Copies new queries of one layer to where they are kept, and their log-sum-exps if it reads them.
+  virtual void push_queries(const QueryTargets& to, const QueryLayout& layout) = 0;
 
   /// Writes new given scores to their columns, as f32.
   virtual void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) = 0;
@@ -69,6 +68,7 @@ class MachineMemory {
 
  protected:
   MachineMemory(Device device, bool is_host) : device_(device), is_host_(is_host) {}
+  ~MachineMemory() = default;
 
  private:
   const Device device_;
@@ -103,22 +103,8 @@ class HostMemory final : public MachineMemory {
                   static_cast<std::size_t>(bytes));
   }
 
-  void push_queries(std::span<const QueryArrival> arrivals, const QueryLayout& layout) override {
-    for (const QueryArrival& arrival : arrivals)
-      for (std::int32_t i = 0; i < arrival.tokens; ++i) {
-        const std::int32_t place = (arrival.at + i) % arrival.capacity;
-        arrival.positions[place] = arrival.position + i;
-        copy_query(layout, arrival.first + i, arrival.ring + place * layout.heads * layout.head_bytes);
-      }
-  }
-
-  void push_queries(const QueryPlace* places, std::int32_t tokens, const QueryLayout& layout,
-                    LayerOffset offset) override {
-    for (std::int32_t t = 0; t < tokens; ++t) {
-      if (places[t].query == nullptr) continue;
-      *places[t].position = places[t].logical;
-      copy_query(layout, t, places[t].query + offset.queries);
-    }
+  void push_queries(const QueryTargets& to, const QueryLayout& layout) override {
+    std::visit([&](const auto& targets) { push(targets, layout); }, to);
   }
 
   void push_given(std::span<const GivenArrival> arrivals, const GivenLayout& layout) override {
@@ -137,6 +123,24 @@ class HostMemory final : public MachineMemory {
   }
 
  private:
+  static void push(std::span<const QueryArrival> arrivals, const QueryLayout& layout) {
+    for (const QueryArrival& arrival : arrivals)
+      for (std::int32_t i = 0; i < arrival.tokens; ++i) {
+        const std::int32_t place = (arrival.at + i) % arrival.capacity;
+        arrival.positions[place] = arrival.position + i;
+        copy_query(layout, arrival.first + i, arrival.ring + place * layout.heads * layout.head_bytes);
+      }
+  }
+
+  static void push(const QueryTable& table, const QueryLayout& layout) {
+    for (std::int32_t t = 0; t < table.tokens; ++t) {
+      const QueryPlace& place = table.places[t];
+      if (place.query == nullptr) continue;
+      *place.position = place.logical;
+      copy_query(layout, t, place.query + table.offset.queries);
+    }
+  }
+
   static void copy_query(const QueryLayout& layout, std::int32_t token, std::byte* to) {
     const std::byte* const from = layout.from + token * layout.token_stride;
     for (std::int32_t h = 0; h < layout.heads; ++h)

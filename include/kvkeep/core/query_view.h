@@ -68,6 +68,13 @@ struct LayerOffset {
   std::int64_t normalisers = 0;  ///< floats
 };
 
+/// Where the queries of a step go in one layer. What is copied depends on the table alone, so a graph may repeat it.
+struct QueryTable {
+  const QueryPlace* places = nullptr;  ///< [tokens] in the memory of the machine
+  std::int32_t tokens = 0;
+  LayerOffset offset;
+};
+
 /// Scores of consecutive tokens of one row.
 struct GivenArrival {
   const std::byte* from = nullptr;  ///< of the first token

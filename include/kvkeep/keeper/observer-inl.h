@@ -283,8 +283,8 @@ KVKEEP_INLINE void Observer::record(std::int32_t layer, const Tensor& queries, c
   step_captured_ = step_captured_ || capturing;
   recorded_[static_cast<std::size_t>(index)] = 1;
   const QueryLayout layout = observer_detail::layout_of(own, spec());
-  memory.push_queries(static_cast<const QueryPlace*>(step_table_.get()), indptr[1], layout,
-                      QueryRing::offset_of(index, queries_, layout.heads * layout.head_bytes, layout.heads));
+  const LayerOffset offset = QueryRing::offset_of(index, queries_, layout.heads * layout.head_bytes, layout.heads);
+  memory.push_queries(QueryTable{static_cast<const QueryPlace*>(step_table_.get()), indptr[1], offset}, layout);
 }
 
 KVKEEP_INLINE void Observer::require_shown(const char* operation, SequenceId id, const SequenceState& s,

@@ -211,7 +211,7 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
   for (const Sharing share : {scorer_->sharing(), retention_.share})
     if (share != Sharing::per_layer_per_head) decision.scores = event->share(decision.scores, share);
   event->allot(*allocator_, decision.scores, std::move(seen), decision);
-  if (retention_.rest != nullptr && decision.keep) event->fold(retention_.rest->cut(), decision);
+  if (retention_.rest != nullptr && decision.keep) fold_rest(machine, evidence.table, retention_.rest->cut(), decision);
   return decision;
 }
 

@@ -72,7 +72,8 @@ inline void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, st
   }
 }
 
-inline Fold fold_rest(const RowTable& table, const Decision& decision, const SpanCut& cut) {
+/// The spans of all rows, and the slots in them.
+inline Fold listed_spans(const RowTable& table, const Decision& decision, const SpanCut& cut) {
   Fold fold;
   const KeepSet& keep = *decision.keep;
   const bool weighed = cut.by_mass && decision.allotment.has_value() && decision.allotment->mass.data.defined();
@@ -88,6 +89,19 @@ inline Fold fold_rest(const RowTable& table, const Decision& decision, const Spa
     const float* mass = decision.allotment->mass.data.data<float>() + row.first;
     std::transform(fold.slots.begin() + first, fold.slots.end(), std::back_inserter(fold.weights),
                    [mass](std::int32_t slot) { return mass[slot]; });
+  }
+  return fold;
+}
+
+/// The same where only the device knows the slots: how many each span has.
+inline Fold counted_spans(const RowTable& table, const KeepSet& keep, const SpanCut& cut) {
+  Fold fold;
+  fold.listed = false;
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const std::int64_t dropped = table.rows[r].length - keep.count(r), first = fold.spans.back(),
+                       count = piece_count(dropped, cut.max_span);
+    for (std::int64_t i = 1; i <= count; ++i) fold.spans.push_back(first + piece_begin(dropped, i, count));
+    fold.indptr.push_back(std::ssize(fold.spans) - 1);
   }
   return fold;
 }
@@ -221,8 +235,6 @@ class HostEvent final : public Event {
 
   [[nodiscard]] std::vector<std::optional<std::vector<std::int32_t>>> chosen() override { return std::move(chosen_); }
 
-  void fold(const SpanCut& cut, Decision& decision) override { decision.fold = fold_rest(given_.table, decision, cut); }
-
  private:
   [[nodiscard]] static std::int32_t window_of(std::span<PromptRanks* const> ranks) {
     for (const PromptRanks* own : ranks)
@@ -294,6 +306,11 @@ KVKEEP_INLINE SharedRows shared_rows(const Evidence& evidence, const Limits& lim
     }
   }
   return sharing;
+}
+
+KVKEEP_INLINE void fold_rest(const Machine& machine, const RowTable& table, const SpanCut& cut, Decision& decision) {
+  decision.fold = machine.is_host() ? host_detail::listed_spans(table, decision, cut)
+                                    : host_detail::counted_spans(table, *decision.keep, cut);
 }
 
 KVKEEP_INLINE Machine& host() {

@@ -35,7 +35,7 @@ struct SpanCut {
 
 /// One event on a machine, from Machine::begin(). Results are in the machine's memory: valid until the next begin(), on
 /// the host as long as anything refers to them. Order: attend, if the scorer or the allocator reads the window; score;
-/// share, if rows share a selection; allot; fold, if what does not stay folds.
+/// share, if rows share a selection; allot.
 class Event {
  public:
   virtual ~Event() = default;
@@ -54,9 +54,6 @@ class Event {
   /// Spends the budget: fills `keep` of the decision and, if the allocator has them, credit and allotment. Throws as
   /// Allocator::allot() does.
   virtual void allot(const Allocator& allocator, const Scores& scores, WindowAttention seen, Decision& decision) = 0;
-
-  /// Fills `fold` of the decision: every slot that does not stay is in one span.
-  virtual void fold(const SpanCut& cut, Decision& decision) = 0;
 
   // Of prompts in one layer: each group of the evidence is one, with a slot for every token present. Order: scores;
   // rank or choose; chosen; allot, if slots are dropped. Only chosen() may wait.
@@ -108,9 +105,15 @@ struct LayerDemand {
 
 using Ask = std::variant<Demand, LayerDemand>;
 
+/// The heads of every layer that a machine holds: those of one rank, or all.
+struct HeadShare {
+  std::int32_t rank = 0;
+  std::int32_t of = 0;  ///< ranks; 0: it holds all heads
+};
+
+/// Owned as what it is: shared_ptr remembers that, host() never ends.
 class Machine {
  public:
-  virtual ~Machine() = default;
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
@@ -120,7 +123,12 @@ class Machine {
   [[nodiscard]] bool is_host() const { return memory_.is_host(); }
 
   /// The model as this machine sees it, if the engine's spec is of a part of its heads (across_ranks()).
-  [[nodiscard]] virtual ModelSpec part(ModelSpec spec) const { return spec; }
+  [[nodiscard]] ModelSpec part(ModelSpec spec) const {
+    if (share_.of == 0) return spec;
+    spec.first_head = share_.rank * spec.kv_heads;
+    spec.model_heads = share_.of * spec.kv_heads;
+    return spec;
+  }
 
   /// A keeper takes it, for good: it holds the workspace of that keeper's events, and constants of its model and
   /// policy. Throws StateError if a keeper has taken it before. The host serves any number of keepers.
@@ -167,12 +175,18 @@ class Machine {
 
  protected:
   /// `memory` must outlive it; it need not be alive yet.
-  explicit Machine(MachineMemory& memory) : memory_(memory) {}
+  explicit Machine(MachineMemory& memory, HeadShare share = {}) : memory_(memory), share_(share) {}
+  ~Machine() = default;
 
  private:
   MachineMemory& memory_;
+  const HeadShare share_;
   bool claimed_ = false;
 };
+
+/// Fills `fold` of a decision that has `keep`: every slot of these rows that does not stay is in one span. On a device
+/// slots are not listed (Fold::listed).
+void fold_rest(const Machine& machine, const RowTable& table, const SpanCut& cut, Decision& decision);
 
 /// The CPU. Thread safe.
 [[nodiscard]] Machine& host();
