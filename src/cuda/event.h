@@ -123,13 +123,8 @@ class CudaEvent final : public Event {
   void allot(const Allocator& allotting, const Scores& scores, WindowAttention seen, Decision& decision) override;
 
   [[nodiscard]] PromptScores prompt_scores(const PromptScoreOptions& options) override;
-  [[nodiscard]] Tensor last_query_scores(std::int32_t pool) override;
-  [[nodiscard]] Tensor token_sums(std::int32_t, std::span<const float>) override {
-    refuse<Unsupported>("token sums: no kernel weighs the queries of a prompt; allowed on the CPU");
-  }
-  void rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override;
-  void choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override;
-  [[nodiscard]] std::vector<std::optional<std::vector<std::int32_t>>> chosen() override;
+  [[nodiscard]] ChosenTokens rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override;
+  [[nodiscard]] ChosenTokens choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override;
 
   /// What kernels read, and where the kept slots go; set by the machine.
   const Evidence& evidence;
@@ -198,18 +193,10 @@ class CudaEvent final : public Event {
   }
 
  private:
-  /// Tokens of a prompt that may continue, as chosen() finds them.
-  struct Listed {
-    std::size_t group;
-    PromptRanks* ranks;   ///< null: none, the list is there
-    std::int64_t tokens;  ///< where its list begins, in bytes
-    std::int32_t count;
-    bool always;  ///< the list is there even if the layer does not select
-  };
-
   [[nodiscard]] std::int32_t length_of(std::size_t group) const {
     return evidence.table.rows[static_cast<std::size_t>(evidence.table.groups[group].first_row)].length;
   }
+  [[nodiscard]] Tensor last_query_scores(std::int32_t pool);
   [[nodiscard]] PrepareArguments prepare_arguments() const;
   /// Afterwards the columns hold the positions. One launch, or none.
   void settle_positions();
@@ -223,9 +210,6 @@ class CudaEvent final : public Event {
   Stream stream_;
   DeviceWindow asked_;
   bool dry_;
-  std::vector<Listed> listed_;   ///< in a layer of prompts: what chosen() waits for
-  std::byte* lists_ = nullptr;   ///< the state of every listed prompt if they are ranked, then the lists
-  std::int64_t list_bytes_ = 0;  ///< of all that
 };
 
 /// f32, f16 or bf16. Throws Unsupported for other dtypes.

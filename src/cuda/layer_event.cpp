@@ -30,6 +30,10 @@ std::int64_t elements_between(const std::int32_t* from, const std::int32_t* to) 
 }  // namespace
 
 PromptScores CudaEvent::prompt_scores(const PromptScoreOptions& options) {
+  using By = PromptScoreOptions::By;
+  if (options.by == By::last_query) return {.tokens = last_query_scores(options.pool)};
+  if (options.by == By::weighted)
+    refuse<Unsupported>("token sums: no kernel weighs the queries of a prompt; allowed on the CPU");
   const bool maximum = options.kind == PromptScoreOptions::Pool::maximum;
   asked_ = ask(options.window, false, maximum ? Reader::other : Reader::attention);
   const std::int64_t before =
@@ -61,14 +65,14 @@ Tensor CudaEvent::last_query_scores(std::int32_t pool) {
   return tensor(a.scores, tokens);
 }
 
-void CudaEvent::rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) {
+ChosenTokens CudaEvent::rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) {
   const std::int32_t layer = evidence.table.groups.front().layer;
   std::vector<RankedPrompt> rings, newest;  // a prompt's ranks of all layers that are compared; of this one
   std::vector<LayerSelection> states;
   const PromptRanks* any = nullptr;
   std::int32_t* base = nullptr;
   std::int64_t first = 0;
-  listed_.clear();
+  ChosenTokens chosen{ChosenTokens::Places(ranks.size())};
   for (std::size_t g = 0; g < ranks.size(); ++g) {
     const std::int32_t ranked = length_of(g) - asked_.window;
     if (ranks[g] != nullptr) {
@@ -85,27 +89,31 @@ void CudaEvent::rank(const PromptScores& scores, std::span<PromptRanks* const> r
       newest.push_back(rings.back());
       newest.back().ranks += rank_place(own.options, layer) * std::int64_t{ranked};
       states.push_back(own.state);
-      listed_.push_back({.group = g,
-                         .ranks = &own,
-                         .tokens = n * select * static_cast<std::int64_t>(sizeof(std::int32_t)),
-                         .count = own.options.select,
-                         .always = list});
+      chosen.lists.push_back({.prompt = g,
+                              .ranks = &own,
+                              .tokens = n * select * static_cast<std::int64_t>(sizeof(std::int32_t)),
+                              .count = own.options.select,
+                              .always = list});
     }
     first += ranked;
   }
-  if (any == nullptr) return;
+  if (any == nullptr) return chosen;
   const LayerSelectorOptions& options = any->options;
   launch(launch_ranks, RanksArguments{.prompts = newest,
                                       .scores = scores.tokens.data<float>(),
                                       .ranks = base,
                                       .workspace = take<std::byte>(ranks_workspace_bytes(newest))});
   const bool fixed = options.fixed_layer >= 0;
-  if (!fixed && layer < options.min_layer && !list) return listed_.clear();
+  if (!fixed && layer < options.min_layer && !list) {
+    chosen.lists.clear();
+    return chosen;
+  }
   const auto state_bytes = static_cast<std::int64_t>(states.size() * sizeof(LayerSelection));
-  list_bytes_ = state_bytes + std::ssize(states) * options.select * static_cast<std::int64_t>(sizeof(std::int32_t));
-  lists_ = take<std::byte>(list_bytes_);
-  for (Listed& one : listed_) one.tokens += state_bytes;
-  auto* const there = reinterpret_cast<LayerSelection*>(lists_);
+  chosen.bytes = state_bytes + std::ssize(states) * options.select * static_cast<std::int64_t>(sizeof(std::int32_t));
+  auto* const lists = take<std::byte>(chosen.bytes);
+  chosen.there = lists;
+  for (ChosenTokens::List& one : chosen.lists) one.tokens += state_bytes;
+  auto* const there = reinterpret_cast<LayerSelection*>(lists);
   if (fixed)
     for (LayerSelection& state : states) state.layer = layer;
   staging_.upload(there, states.data(), static_cast<std::size_t>(state_bytes), stream_);
@@ -122,24 +130,25 @@ void CudaEvent::rank(const PromptScores& scores, std::span<PromptRanks* const> r
                                         .select = options.select,
                                         .window = options.window,
                                         .ranks = base,
-                                        .tokens = reinterpret_cast<std::int32_t*>(lists_ + state_bytes)});
+                                        .tokens = reinterpret_cast<std::int32_t*>(lists + state_bytes)});
+  return chosen;
 }
 
-void CudaEvent::choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) {
+ChosenTokens CudaEvent::choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) {
   const std::int64_t tokens = scores.numel();
   std::vector<RankedPrompt> prompts;
   std::int64_t first = 0, listed = 0;
-  listed_.clear();
+  ChosenTokens chosen{ChosenTokens::Places(of.size())};
   for (std::size_t g = 0; g < of.size(); ++g) {
     const std::int32_t length = length_of(g);
     if (of[g]) {
       prompts.push_back({.scores = first, .ranks = first, .kept = listed, .ranked = length});
-      listed_.push_back({.group = g,
-                         .ranks = nullptr,
-                         .tokens = listed * static_cast<std::int64_t>(sizeof(std::int32_t)),
-                         .count = std::min(best, length),
-                         .always = true});
-      listed += listed_.back().count;
+      chosen.lists.push_back({.prompt = g,
+                              .ranks = nullptr,
+                              .tokens = listed * static_cast<std::int64_t>(sizeof(std::int32_t)),
+                              .count = std::min(best, length),
+                              .always = true});
+      listed += chosen.lists.back().count;
     }
     first += length;
   }
@@ -148,36 +157,15 @@ void CudaEvent::choose(const Tensor& scores, std::int32_t best, const std::vecto
                                       .scores = scores.data<float>(),
                                       .ranks = ranks,
                                       .workspace = take<std::byte>(ranks_workspace_bytes(prompts))});
-  list_bytes_ = listed * static_cast<std::int64_t>(sizeof(std::int32_t));
-  lists_ = take<std::byte>(list_bytes_);
+  chosen.bytes = listed * static_cast<std::int64_t>(sizeof(std::int32_t));
+  auto* const lists = take<std::byte>(chosen.bytes);
+  chosen.there = lists;
   launch(launch_narrow, NarrowArguments{.prompts = prompts,
                                         .select = best,
                                         .window = 0,
                                         .ranks = ranks,
-                                        .tokens = reinterpret_cast<std::int32_t*>(lists_)});
-}
-
-std::vector<std::optional<std::vector<std::int32_t>>> CudaEvent::chosen() {
-  std::vector<std::optional<std::vector<std::int32_t>>> all(evidence.table.groups.size());
-  if (listed_.empty()) return all;
-  std::vector<std::byte> here(static_cast<std::size_t>(list_bytes_));
-  download(here.data(), lists_, here.size(), stream_);
-  for (std::size_t n = 0; n < listed_.size(); ++n) {
-    const Listed& one = listed_[n];
-    bool there = one.always;
-    if (one.ranks != nullptr) {
-      LayerSelection state;
-      std::memcpy(&state, here.data() + n * sizeof state, sizeof state);
-      one.ranks->state = state;
-      if (state.layer >= 0) one.ranks->ring.reset();
-      there = there || state.layer >= 0;
-    }
-    if (!there) continue;
-    std::vector<std::int32_t>& tokens = all[one.group].emplace(static_cast<std::size_t>(one.count));
-    std::memcpy(tokens.data(), here.data() + one.tokens, tokens.size() * sizeof(std::int32_t));
-  }
-  listed_.clear();
-  return all;
+                                        .tokens = reinterpret_cast<std::int32_t*>(lists)});
+  return chosen;
 }
 
 }  // namespace kvkeep::cuda

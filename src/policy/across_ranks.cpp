@@ -193,33 +193,29 @@ class RanksEvent final : public Event {
   }
 
   [[nodiscard]] PromptScores prompt_scores(const PromptScoreOptions& options) override {
-    PromptScores own = or_tell([&] { return own_->prompt_scores(options); });
+    using By = PromptScoreOptions::By;
+    if (options.by == By::last_query) {
+      expected_ = AcrossHeads::scores;
+      const Tensor products = or_tell([&] { return last_query_products(evidence_); });
+      gathered_.clear();
+      gather({products});
+      return {.tokens = pooled_over_heads(everything(), gathered_[0], options.pool)};
+    }
+    PromptScores own = or_tell([&]() -> PromptScores {
+      if (options.by == By::weighted) return {.heads = window_sums(evidence_, options.window, options.weights)};
+      return own_->prompt_scores(options);
+    });
     gather({own.heads, own.sums});
     own.tokens = sum_over_heads(everything(), gathered_[0], options.window);
     return own;
   }
 
-  [[nodiscard]] Tensor last_query_scores(std::int32_t pool) override {
-    expected_ = AcrossHeads::scores;
-    const Tensor products = or_tell([&] { return last_query_products(evidence_); });
-    gathered_.clear();
-    gather({products});
-    return pooled_over_heads(everything(), gathered_[0], pool);
+  [[nodiscard]] ChosenTokens rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override {
+    return together().rank({.tokens = scores.tokens, .sums = masses_ ? gathered_[1] : Tensor{}}, ranks, list);
   }
-
-  [[nodiscard]] Tensor token_sums(std::int32_t window, std::span<const float> weights) override {
-    const Tensor sums = or_tell([&] { return window_sums(evidence_, window, weights); });
-    gather({sums});
-    return sum_over_heads(everything(), gathered_[0], window);
+  [[nodiscard]] ChosenTokens choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override {
+    return together().choose(scores, best, of);
   }
-
-  void rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override {
-    together().rank({.heads = {}, .tokens = scores.tokens, .sums = masses_ ? gathered_[1] : Tensor{}}, ranks, list);
-  }
-  void choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override {
-    together().choose(scores, best, of);
-  }
-  [[nodiscard]] std::vector<std::optional<std::vector<std::int32_t>>> chosen() override { return together().chosen(); }
 
  private:
   [[nodiscard]] Whole& whole() {

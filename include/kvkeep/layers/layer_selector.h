@@ -128,7 +128,7 @@ class LayerSelector {
 // The ranks of one prompt's tokens from layer to layer, in a machine's memory: a LayerSelector, wherever it runs.
 
 /// What one prompt is ranked by; machines update it. After Event::rank() layer() and relative_variance() say what they
-/// said before, until Event::chosen() has returned.
+/// said before, until ChosenTokens::read() has returned.
 struct PromptRanks {
   /// Throws as LayerSelector.
   PromptRanks(const LayerSelectorOptions& given, std::int32_t of) : options(given), tokens(of), selector(given, of) {}

@@ -225,6 +225,10 @@ inline std::int64_t slots_before_windows(const RowTable& table, std::int32_t win
 }  // namespace prompt_scores_detail
 
 KVKEEP_INLINE PromptScores prompt_scores(const Evidence& evidence, PromptScoreOptions options) {
+  using By = PromptScoreOptions::By;
+  if (options.by == By::last_query) return {.tokens = last_query_scores(evidence, options.pool)};
+  if (options.by == By::weighted)
+    return {.tokens = sum_over_heads(evidence, window_sums(evidence, options.window, options.weights), options.window)};
   prompt_scores_detail::check(evidence, options);
   const ModelSpec& spec = evidence.spec;
   const RowTable& table = evidence.table;

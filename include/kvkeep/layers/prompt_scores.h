@@ -19,23 +19,32 @@ struct PromptScoreOptions {
     average,  ///< divided by `pool` at the borders too (published)
     maximum,
   };
+  enum class By : std::uint8_t {
+    window,      ///< attention of the window's queries, pooled
+    weighted,    ///< the same, each query with a weight, not pooled: window_sums() over all heads
+    last_query,  ///< last_query_scores() with `pool`
+  };
   std::int32_t window = 32;  ///< W newest queries: their tokens are not scored
   std::int32_t pool = 7;     ///< tokens pooled over, odd; 1: none
   Pool kind = Pool::average;
+  By by = By::window;
+  std::span<const float> weights = {};  ///< [W] of By::weighted, oldest first
 };
 
 struct PromptScores {
-  Tensor heads;   ///< f32 [slots] flat over the rows: per KV head, sum over its query heads of the pooled sums over the
-                  ///< window; 0 for the window's own slots
-  Tensor tokens;  ///< f32 flat over the groups, each [length - W]: the same, summed over the KV heads
-  Tensor sums;    ///< f32 [slots] attention_sum() of the window over all slots, not pooled: mean over the group's heads
+  Tensor heads = {};  ///< f32 [slots] flat over the rows: per KV head, sum over its query heads of the pooled sums over
+                      ///< the window; 0 for the window's own slots
+  Tensor tokens = {};  ///< f32 flat over the groups, each [length - W]: the same, summed over the KV heads
+  Tensor sums = {};    ///< f32 [slots] attention_sum() of the window over all slots, not pooled: mean over the group's
+                       ///< heads
 };
 
 /// Softmax of every window query over all slots that it sees, summed over the queries, pooled over only the slots
 /// before the window, summed over query heads. Requires: rows end with the window's own slots; a group's rows have one
 /// length. Throws InvalidArgument for a group with fewer than W queries or no slot before them, rows of unequal length,
 /// an even pool, and what attention_sum() refuses. Cost: attention_sum(), with Pool::maximum once per query head. Rows
-/// run in parallel; a row's result depends only on the row.
+/// run in parallel; a row's result depends only on the row. Under By::weighted and By::last_query only `tokens` are
+/// there, under the latter each [length]; it throws as window_sums() and last_query_scores() do.
 [[nodiscard]] PromptScores prompt_scores(const Evidence& evidence, PromptScoreOptions options = {});
 
 /// attention_sum() of the newest `window` queries of every row, which must end with their slots. Throws InvalidArgument

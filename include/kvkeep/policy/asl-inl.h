@@ -214,18 +214,19 @@ KVKEEP_INLINE LayerDecision Asl::decide_layer(Machine& machine, const Evidence& 
   const std::unique_ptr<Event> event = machine.begin(evidence, limits, layer_demand());
   const PromptScores scores =
       event->prompt_scores({.window = selector.window, .pool = options_.pool, .kind = options_.pooling});
-  event->rank(scores, ranked, options_.two_pass && layer == evidence.spec.num_layers() - 1);
+  ChosenTokens ranks = event->rank(scores, ranked, options_.two_pass && layer == evidence.spec.num_layers() - 1);
   if (std::ranges::any_of(decision.prompts, &LayerDecision::Prompt::cut)) {
     event->allot(*cut_, {options_.cache > 0 ? scores.heads : scores.sums}, {}, decision.rows);
     decision.rows.scores.data = scores.heads;
   }
-  auto chosen = event->chosen();
+  ChosenTokens::Places chosen = std::move(ranks).read(machine.memory());
   if (options_.indices == AslOptions::Indices::last_query) {
     std::vector<bool> again;
     for (const auto& tokens : chosen) again.push_back(tokens.has_value());
     if (std::ranges::count(again, true) > 0) {
-      event->choose(event->last_query_scores(asl_detail::kLastQueryPool), selector.select, again);
-      chosen = event->chosen();
+      const PromptScores by_last =
+          event->prompt_scores({.pool = asl_detail::kLastQueryPool, .by = PromptScoreOptions::By::last_query});
+      chosen = event->choose(by_last.tokens, selector.select, again).read(machine.memory());
     }
   }
   for (std::size_t g = 0; g < passes.size(); ++g) {

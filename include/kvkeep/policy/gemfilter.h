@@ -102,9 +102,10 @@ inline LayerDecision GemFilter::decide_layer(Machine& machine, const Evidence& e
   }
   const Limits limits{Variant::strict, {}, std::vector<RowLimit>(table.rows.size())};
   const std::unique_ptr<Event> event = machine.begin(evidence, limits, layer_demand());
-  event->choose(event->last_query_scores(options_.pool), options_.select, std::vector<bool>(passes.size(), true));
+  const PromptScores scores = event->prompt_scores({.pool = options_.pool, .by = PromptScoreOptions::By::last_query});
   LayerDecision decision;
-  for (const auto& tokens : event->chosen()) {
+  for (const auto& tokens :
+       event->choose(scores.tokens, options_.select, std::vector<bool>(passes.size(), true)).read(machine.memory())) {
     decision.prompts.push_back({.reason = Reason::select_layer, .narrow = tokens_of(*tokens)});
     decision.prompts.back().narrow->afresh = true;
   }

@@ -3,6 +3,7 @@
 // The CPU as a machine: the line's stages are the library's own functions.
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -190,16 +191,8 @@ class HostEvent final : public Event {
     return kvkeep::prompt_scores(evidence(), options);
   }
 
-  [[nodiscard]] Tensor last_query_scores(std::int32_t pool) override {
-    return kvkeep::last_query_scores(evidence(), pool);
-  }
-
-  [[nodiscard]] Tensor token_sums(std::int32_t window, std::span<const float> weights) override {
-    return sum_over_heads(evidence(), window_sums(evidence(), window, weights), window);
-  }
-
-  void rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override {
-    chosen_.assign(ranks.size(), {});
+  [[nodiscard]] ChosenTokens rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override {
+    ChosenTokens chosen{ChosenTokens::Places(ranks.size())};
     Tensor mass;
     std::int64_t first = 0;
     for (std::size_t g = 0; g < ranks.size(); ++g) {
@@ -215,25 +208,25 @@ class HostEvent final : public Event {
                              : std::span<float>();
         };
         if (own.selector.see(group.layer, of_prompt(scores.tokens), of_prompt(mass)) || list)
-          chosen_[g] = own.selector.tokens();
+          chosen.places[g] = own.selector.tokens();
         own.state.layer = own.selector.layer(), own.state.relative = own.selector.relative_variance();
       }
       first += tokens;
     }
+    return chosen;
   }
 
-  void choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override {
-    chosen_.assign(of.size(), {});
+  [[nodiscard]] ChosenTokens choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override {
+    ChosenTokens chosen{ChosenTokens::Places(of.size())};
     std::int64_t first = 0;
     for (std::size_t g = 0; g < of.size(); ++g) {
       const std::int32_t tokens =
           evidence().table.rows[static_cast<std::size_t>(evidence().table.groups[g].first_row)].length;
-      if (of[g]) chosen_[g] = best_tokens({scores.data<float>() + first, static_cast<std::size_t>(tokens)}, best);
+      if (of[g]) chosen.places[g] = best_tokens({scores.data<float>() + first, static_cast<std::size_t>(tokens)}, best);
       first += tokens;
     }
+    return chosen;
   }
-
-  [[nodiscard]] std::vector<std::optional<std::vector<std::int32_t>>> chosen() override { return std::move(chosen_); }
 
  private:
   [[nodiscard]] static std::int32_t window_of(std::span<PromptRanks* const> ranks) {
@@ -252,7 +245,6 @@ class HostEvent final : public Event {
   const Needs needs_;
   const Limits& limits_;
   std::optional<ReadableEvidence> readable_;
-  std::vector<std::optional<std::vector<std::int32_t>>> chosen_;
 };
 
 class Host final : public Machine {
@@ -283,6 +275,27 @@ class Host final : public Machine {
 };
 
 }  // namespace host_detail
+
+KVKEEP_INLINE ChosenTokens::Places ChosenTokens::read(MachineMemory& memory) && {
+  if (lists.empty()) return std::move(places);
+  std::vector<std::byte> here(static_cast<std::size_t>(bytes));
+  memory.read(here.data(), there, bytes);
+  for (std::size_t n = 0; n < lists.size(); ++n) {
+    const List& one = lists[n];
+    bool chosen = one.always;
+    if (one.ranks != nullptr) {
+      LayerSelection state;
+      std::memcpy(&state, here.data() + n * sizeof state, sizeof state);
+      one.ranks->state = state;
+      if (state.layer >= 0) one.ranks->ring.reset();
+      chosen = chosen || state.layer >= 0;
+    }
+    if (!chosen) continue;
+    std::vector<std::int32_t>& tokens = places[one.prompt].emplace(static_cast<std::size_t>(one.count));
+    std::memcpy(tokens.data(), here.data() + one.tokens, tokens.size() * sizeof(std::int32_t));
+  }
+  return std::move(places);
+}
 
 KVKEEP_INLINE SharedRows shared_rows(const Evidence& evidence, const Limits& limits, Sharing share) {
   const RowTable& table = evidence.table;

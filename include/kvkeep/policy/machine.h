@@ -2,6 +2,7 @@
 /// What runs the line from evidence to moved rows: the CPU (host()), or a GPU (kvkeep::cuda::accelerator()). Policies
 /// and the Keeper are written once over it.
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -33,6 +34,30 @@ struct SpanCut {
   bool by_mass = false;        ///< attention mass weights a slot, if the allocator computes it
 };
 
+/// Tokens of prompts that continue, which on a device the host does not know yet: from Event::rank() or choose(), until
+/// the next event begins.
+struct ChosenTokens {
+  /// Of each prompt, ascending, among its tokens present; absent: all continue.
+  using Places = std::vector<std::optional<std::vector<std::int32_t>>>;
+
+  /// `memory`: of the machine. On a device it waits, once, if a layer that was ranked may select, or tokens were
+  /// chosen.
+  [[nodiscard]] Places read(MachineMemory& memory) &&;
+
+  /// On a device: a prompt whose tokens it has.
+  struct List {
+    std::size_t prompt;
+    PromptRanks* ranks;   ///< null: none, the list is there
+    std::int64_t tokens;  ///< where the list begins, in bytes
+    std::int32_t count;
+    bool always;  ///< the list is there even if the layer does not select
+  };
+  Places places;  ///< on a device absent until they are read
+  std::vector<List> lists = {};
+  const std::byte* there = nullptr;  ///< the LayerSelection of every list if they are ranked, then the lists
+  std::int64_t bytes = 0;            ///< of all that
+};
+
 /// One event on a machine, from Machine::begin(). Results are in the machine's memory: valid until the next begin(), on
 /// the host as long as anything refers to them. Order: attend, if the scorer or the allocator reads the window; score;
 /// share, if rows share a selection; allot.
@@ -56,28 +81,19 @@ class Event {
   virtual void allot(const Allocator& allocator, const Scores& scores, WindowAttention seen, Decision& decision) = 0;
 
   // Of prompts in one layer: each group of the evidence is one, with a slot for every token present. Order: scores;
-  // rank or choose; chosen; allot, if slots are dropped. Only chosen() may wait.
+  // rank or choose; allot, if slots are dropped. Only ChosenTokens::read() may wait.
 
-  /// kvkeep::prompt_scores() of every prompt. `sums` are absent on a device. Throws as that does.
+  /// kvkeep::prompt_scores() of every prompt. `sums` are absent on a device. Throws as that does, and Unsupported for
+  /// By::weighted on a device.
   [[nodiscard]] virtual PromptScores prompt_scores(const PromptScoreOptions& options) = 0;
 
-  /// kvkeep::last_query_scores() of every prompt. Throws as that does.
-  [[nodiscard]] virtual Tensor last_query_scores(std::int32_t pool) = 0;
-
-  /// sum_over_heads() of window_sums(): what the newest `window` queries give the tokens before them. `weights`: one
-  /// per query, oldest first. Throws as these do, and Unsupported on a device.
-  [[nodiscard]] virtual Tensor token_sums(std::int32_t window, std::span<const float> weights) = 0;
-
   /// Takes in the ranks of prompt g under `scores` where ranks[g] is not null, as LayerSelector::see() does. `list`:
-  /// chosen() gives the tokens that would continue even if the layer does not select.
-  virtual void rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) = 0;
+  /// the tokens that would continue are chosen even if the layer does not select.
+  [[nodiscard]] virtual ChosenTokens rank(const PromptScores& scores, std::span<PromptRanks* const> ranks,
+                                          bool list) = 0;
 
-  /// The `best` tokens of every prompt g with of[g]. `scores`: one per token, as last_query_scores() gives them.
-  virtual void choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) = 0;
-
-  /// What rank() or choose() found: places of each prompt's tokens that continue, ascending; absent: all continue. On a
-  /// device it waits, once, if a layer that was ranked may select, or tokens were chosen.
-  [[nodiscard]] virtual std::vector<std::optional<std::vector<std::int32_t>>> chosen() = 0;
+  /// The `best` tokens of every prompt g with of[g]. `scores`: one per token, as By::last_query gives them.
+  [[nodiscard]] virtual ChosenTokens choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) = 0;
 };
 
 /// The sets of rows of an event that share a selection. Throws as Event::share().

@@ -51,7 +51,8 @@ class ShrinkingContext {
   /// Weight of each observer, oldest first.
   [[nodiscard]] std::vector<float> weights() const;
   /// Places, among the tokens present, of those that continue after this layer, ascending. sums: what the weighted
-  /// observers' attention gives each of the others, f32 [present - observers()] (Event::token_sums). Cost: a sort.
+  /// observers' attention gives each of the others, f32 [present - observers()] (PromptScoreOptions::By::weighted).
+  /// Cost: a sort.
   [[nodiscard]] std::vector<std::int32_t> tokens(std::int32_t layer, std::span<const float> sums) const;
 
  private:
@@ -146,8 +147,11 @@ inline LayerDecision PyramidInfer::decide_layer(Machine& machine, const Evidence
                        .moment = evidence.moment,
                        .output_projections = evidence.output_projections};
     const Limits none;
-    const Tensor sums =
-        machine.begin(own, none, layer_demand())->token_sums(pass.context().observers(), pass.context().weights());
+    const Tensor sums = machine.begin(own, none, layer_demand())
+                            ->prompt_scores({.window = pass.context().observers(),
+                                             .by = PromptScoreOptions::By::weighted,
+                                             .weights = pass.context().weights()})
+                            .tokens;
     const std::span of_tokens(sums.data<float>(), static_cast<std::size_t>(sums.numel()));
     decision.prompts.push_back(
         {.reason = Reason::over_budget, .narrow = tokens_of(pass.context().tokens(row.layer, of_tokens))});
