@@ -18,37 +18,14 @@ namespace {
 
 constexpr std::int32_t kMostDim = 256, kMostWidth = 128;  ///< that kernels factorise
 
-DeviceRows& device_rows(FoldedRows* rows) { return static_cast<DeviceRows&>(*rows); }
+/// Of a sequence that has folded.
+const DeviceRows& device_rows(const FoldedRows& rows) { return *static_cast<const DeviceRows*>(rows.on_device.get()); }
 
-/// Spans on the device beyond the ends of their rows.
-class DeviceFolding final : public Folding {
- public:
-  struct Part {
-    DeviceRows* sequence;
-    std::int32_t row;
-    DeviceRows::Count count;
-  };
-
-  explicit DeviceFolding(LeavingRooms& leaving) : leaving_(leaving) {}
-  ~DeviceFolding() override {
-    if (!rooms.empty()) leaving_.add(std::move(rooms));
-  }
-  DeviceFolding(const DeviceFolding&) = delete;
-  DeviceFolding& operator=(const DeviceFolding&) = delete;
-
-  void keep() noexcept override {
-    for (const Part& part : parts) part.sequence->add(part.row, part.count);
-    for (std::size_t i = 0; i < rooms.size(); ++i) owners[i]->keep(std::move(rooms[i]));
-    rooms.clear();
-  }
-
-  std::vector<Part> parts;
-  std::vector<DeviceRows*> owners;                       ///< [rooms]
-  std::vector<std::unique_ptr<PageLocked::Room>> rooms;  ///< one for each sequence that folds
-
- private:
-  LeavingRooms& leaving_;
-};
+std::int32_t most_spans(const FoldedRows& rows) {
+  std::int32_t most = 0;
+  for (const FoldedRows::Count& count : rows.counts()) most = std::max(most, count.spans);
+  return most;
+}
 
 }  // namespace
 
@@ -90,53 +67,36 @@ std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& sp
 }
 
 LeavingRooms::~LeavingRooms() {
-  for (Leaving& one : leaving_) {
-    try {
-      if (!one.marked) mark(one);
+  try {
+    mark();
+    for (const Leaving& one : leaving_)
       for (const auto& each : one.marks) each->wait();
-    } catch (const DeviceError&) {  // the device is gone, and with it whatever used the memory
-    }
+  } catch (const DeviceError&) {  // the device is gone, and with it whatever used the memory
   }
 }
 
-void LeavingRooms::mark(Leaving& leaving) const {
+void LeavingRooms::mark() {
+  if (unmarked_.empty()) return;
   const DeviceScope scope(pool_.device());
   std::vector<std::unique_ptr<StreamMark>> marks;
   for (const Stream stream : pool_.used()) {
     if (is_capturing(stream)) return;
     marks.push_back(std::make_unique<StreamMark>(stream));
   }
-  leaving.marks = std::move(marks);
-  leaving.marked = true;
-}
-
-void LeavingRooms::add(std::vector<std::unique_ptr<PageLocked::Room>> rooms) noexcept {
-  if (rooms.empty()) return;
-  leaving_.push_back({std::move(rooms)});
-  try {
-    mark(leaving_.back());
-  } catch (const DeviceError&) {  // sweep() tries again
-  }
+  leaving_.push_back({std::exchange(unmarked_, {}), std::move(marks)});
 }
 
 void LeavingRooms::sweep() {
-  for (; !leaving_.empty(); leaving_.pop_front()) {
-    Leaving& first = leaving_.front();
-    if (!first.marked) mark(first);
-    if (!first.marked || !std::ranges::all_of(first.marks, [](const auto& each) { return each->reached(); })) return;
-  }
-}
-
-std::int32_t DeviceRows::most_spans() const {
-  std::int32_t most = 0;
-  for (const Count& count : counts_) most = std::max(most, count.spans);
-  return most;
+  mark();
+  while (!leaving_.empty() &&
+         std::ranges::all_of(leaving_.front().marks, [](const auto& each) { return each->reached(); }))
+    leaving_.pop_front();
 }
 
 void DeviceRows::grow(std::int64_t& capacity, std::int64_t wanted, std::span<Array> arrays) {
   if (wanted <= capacity) return;
   constexpr std::int64_t kLeast = 16;
-  const std::int64_t larger = std::max({wanted, capacity + capacity / 2, kLeast}), rows = std::ssize(counts_);
+  const std::int64_t larger = std::max({wanted, capacity + capacity / 2, kLeast}), rows = std::ssize(counted_.counts());
   std::vector<DeviceMemory> fresh;
   for (const Array& array : arrays) fresh.push_back(memory_.allocate(rows * larger * array.bytes));
   for (std::size_t i = 0; i < arrays.size(); ++i) {
@@ -155,7 +115,7 @@ void DeviceRows::reserve(std::int32_t spans, std::int64_t tokens) {
 }
 
 void DeviceRows::describe_end(std::int32_t row, FoldingRow& out) const {
-  const Count& own = count(row);
+  const FoldedRows::Count& own = counted_.count(row);
   const auto end = [&](std::size_t array) { return at(of_spans_[array], span_room_, row, own.spans); };
   out.table = reinterpret_cast<MemorySpan*>(end(kTable));
   out.coarse_keys = end(kCoarseKeys);
@@ -169,7 +129,7 @@ void DeviceRows::describe_end(std::int32_t row, FoldingRow& out) const {
 }
 
 void DeviceRows::describe(std::int32_t row, FoldedRow& out) const {
-  out.spans = count(row).spans;
+  out.spans = counted_.count(row).spans;
   if (out.spans == 0) return;
   const auto begin = [&](std::size_t array) { return at(of_spans_[array], span_room_, row, 0); };
   out.table = reinterpret_cast<const MemorySpan*>(begin(kTable));
@@ -182,24 +142,9 @@ void DeviceRows::describe(std::int32_t row, FoldedRow& out) const {
   out.sizes = reinterpret_cast<const std::uint16_t*>(at(of_blocks_[kSizes], block_room_, row, 0));
 }
 
-void DeviceRows::add(std::int32_t row, const Count& more) noexcept {
-  Count& own = counts_[static_cast<std::size_t>(row)];
-  own.spans += more.spans;
-  own.tokens += more.tokens;
-  near_bytes_ += more.spans * (2 * entry_ + static_cast<std::int64_t>(sizeof(float))) +
-                 (words_ == 0 ? 0 : more.tokens * (words_ * 4 + 2));
-  ++version_;
-}
-
-void DeviceRows::keep(std::unique_ptr<PageLocked::Room> room) noexcept {
-  far_bytes_ += room->size();
-  rooms_.push_back(std::move(room));
-}
-
 DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, FoldBounds bounds, DevicePool& pool,
                          MachineMemory& machine, Staging& staging, std::function<void(const Decision&)> require_newest)
-    : spec_(spec),
-      memory_(memory),
+    : FoldedMemory(spec, memory, machine),
       options_(memory.fold_options()),
       bounds_(bounds),
       pool_(pool),
@@ -212,11 +157,11 @@ DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, Fol
       fold_table_(pool),
       view_table_(pool) {}
 
-std::unique_ptr<FoldedRows> DeviceFolds::rows(std::vector<SpanRow> rows) {
-  KVKEEP_REQUIRE_AS(Unsupported, std::ranges::all_of(rows, [](const SpanRow& row) { return row.size() == 0; }),
-                    "folded spans: they are not restored on ", pool_.device().str(), "; allowed on the CPU");
-  return std::make_unique<DeviceRows>(rows.size(), spec_.key_dim, options_.store, options_.sketch, machine_, leaving_,
-                                      ++serial_);
+DeviceRows& DeviceFolds::rows_of(FoldedRows& sequence) {
+  if (sequence.on_device == nullptr)
+    sequence.on_device =
+        std::make_shared<DeviceRows>(sequence, spec_.key_dim, options_.store, options_.sketch, machine_, ++serial_);
+  return *static_cast<DeviceRows*>(sequence.on_device.get());
 }
 
 void DeviceFolds::require_no_capture(const char* operation) const {
@@ -225,8 +170,7 @@ void DeviceFolds::require_no_capture(const char* operation) const {
                     "capture");
 }
 
-std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision& decision,
-                                           std::span<const FoldTarget> targets) {
+Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::span<const FoldTarget> targets) {
   const DeviceScope scope(pool_.device());
   require_newest_(decision);
   require_no_capture("fold");
@@ -241,11 +185,11 @@ std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision
                     "; allowed as they are, or on the CPU");
   const Element store = element_of("factors", options_.store);
 
-  auto folding = std::make_unique<DeviceFolding>(leaving_);
+  Folding folding;
   std::vector<FoldingRow> rows;
   std::vector<FoldingSpan> pieces;
-  std::map<DeviceRows*, std::int64_t> bytes;  // of blobs, by sequence
-  std::map<DeviceRows*, DeviceRows::Count> most;
+  std::map<FoldedRows*, std::int64_t> bytes;  // of blobs, by sequence
+  std::map<FoldedRows*, FoldedRows::Count> most;
   FoldArguments all;
   std::int64_t longest = 0, slots = 0;
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
@@ -253,7 +197,7 @@ std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision
     const auto spans = static_cast<std::int32_t>(last - first);
     const auto dropped = static_cast<std::int32_t>(fold.spans[last] - fold.spans[first]);
     if (dropped == 0) continue;
-    DeviceRows& sequence = device_rows(targets[r].sequence);
+    FoldedRows& sequence = *targets[r].sequence;
     std::int64_t length = 0;  // of the longest span
     for (std::size_t s = first; s < last; ++s) length = std::max(length, fold.spans[s + 1] - fold.spans[s]);
     rows.push_back({.row = static_cast<std::int32_t>(r),
@@ -264,35 +208,42 @@ std::unique_ptr<Folding> DeviceFolds::fold(const RowTable& table, const Decision
       pieces.emplace_back(static_cast<std::int32_t>(rows.size()) - 1,
                           static_cast<std::int32_t>(fold.spans[s] - fold.spans[first]),
                           static_cast<std::int32_t>(fold.spans[s + 1] - fold.spans[s]));
-    folding->tokens += dropped;
-    folding->parts.push_back({&sequence, targets[r].row, {spans, dropped}});
+    const FoldedRows::Count count{spans, dropped};
+    folding.tokens += dropped;
+    folding.parts.push_back(
+        {&sequence, {.row = targets[r].row, .count = count, .near_bytes = rows_of(sequence).near_bytes(count)}});
     all.spans += spans;
     slots += dropped;
     all.longest = std::max(all.longest, table.rows[r].length);
     longest = std::max(longest, length);
     bytes[&sequence] += spans * rows.back().blob_bytes;
-    const DeviceRows::Count& had = sequence.count(targets[r].row);
-    DeviceRows::Count& needed = most[&sequence];
+    const FoldedRows::Count& had = sequence.count(targets[r].row);
+    FoldedRows::Count& needed = most[&sequence];
     needed.spans = std::max(needed.spans, had.spans + spans);
     needed.tokens = std::max(needed.tokens, had.tokens + dropped);
   }
   if (rows.empty()) return folding;
 
   leaving_.sweep();
-  std::map<DeviceRows*, std::byte*> blobs;
-  for (const auto& [sequence, wanted] : bytes) {
-    sequence->reserve_room();
-    folding->owners.push_back(sequence);
-    folding->rooms.push_back(far_.room(wanted));
-    folding->far_bytes += folding->rooms.back()->size();
-    blobs[sequence] = folding->rooms.back()->bytes();
+  far_bytes_ = far_.bytes();
+  std::map<FoldedRows*, std::byte*> blobs;
+  for (auto& [sequence, part] : folding.parts) {
+    auto [blob, fresh] = blobs.try_emplace(sequence);
+    if (!fresh) continue;
+    std::unique_ptr<PageLocked::Room> room = far_.room(bytes[sequence]);
+    blob->second = room->bytes();
+    part.far_bytes = room->size();
+    part.far = leaving_.hold(std::move(room));
+    sequence->reserve(part);
+    folding.far_bytes += part.far_bytes;
+    far_bytes_ = far_.bytes();
   }
-  for (const auto& [sequence, count] : most) sequence->reserve(count.spans, count.tokens);
+  for (const auto& [sequence, count] : most) rows_of(*sequence).reserve(count.spans, count.tokens);
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    const DeviceFolding::Part& part = folding->parts[i];
-    part.sequence->describe_end(part.row, rows[i]);
-    rows[i].blobs = blobs[part.sequence];
-    blobs[part.sequence] += part.count.spans * rows[i].blob_bytes;
+    const auto& [sequence, part] = folding.parts[i];
+    rows_of(*sequence).describe_end(part.row, rows[i]);
+    rows[i].blobs = blobs[sequence];
+    blobs[sequence] += part.count.spans * rows[i].blob_bytes;
   }
 
   const Stream stream = pool_.stream();
@@ -370,9 +321,10 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
   Step step;
   std::int32_t last = 0;
   for (const FoldedReader& reader : reading.readers) {
-    const DeviceRows& rows = device_rows(reader.rows);
-    readers.emplace_back(rows.version(), reader.seen, reader.first, reader.tokens);
-    step.most_spans = std::max(step.most_spans, reader.tokens > 0 ? rows.most_spans() : 0);
+    const std::int32_t spans = most_spans(*reader.rows);
+    readers.emplace_back(spans > 0 ? device_rows(*reader.rows).version() : Step::kUnfolded, reader.seen, reader.first,
+                         reader.tokens);
+    step.most_spans = std::max(step.most_spans, reader.tokens > 0 ? spans : 0);
     last = std::max(last, reader.first + reader.tokens);
   }
   if (readers == step_.readers) return;
@@ -392,18 +344,18 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
       for (const FoldedReader& reader : reading.readers) {
         const std::int32_t begin = std::max(reader.first, first),
                            end = std::min(reader.first + reader.tokens, first + slice.tokens);
-        const DeviceRows& rows = device_rows(reader.rows);
-        if (begin >= end || rows.most_spans() == 0) continue;
+        if (begin >= end || most_spans(*reader.rows) == 0) continue;
+        const DeviceRows& rows = device_rows(*reader.rows);
         if (layer == 0) {
           slice.rows += spec_.kv_heads;
           slice.most_queries = std::max(slice.most_queries, end - begin);
-          far += rows.state().far_bytes;
+          far += reader.rows->state().far_bytes;
         }
         for (std::int32_t head = 0; head < spec_.kv_heads; ++head) {
           const std::int32_t row = layer * spec_.kv_heads + head;
           FoldedRow own{.head = head, .first_query = begin - first, .queries = end - begin};
           rows.describe(row, own);
-          const DeviceRows::Count& count = rows.count(row);
+          const FoldedRows::Count& count = reader.rows->count(row);
           own.entries = memory_.entries_after(reader.seen);
           own.resident =
               static_cast<double>(reader.columns->length(row)) +
@@ -445,6 +397,7 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
 ReadCounts DeviceFolds::view(const FoldedReading& reading) {
   const DeviceScope scope(pool_.device());
   require_no_capture("view");
+  leaving_.mark();
   prepare(reading);
   const Stream stream = pool_.stream();
   const Tensor& queries = reading.queries;

@@ -25,7 +25,7 @@ namespace kvkeep::cuda {
 [[nodiscard]] std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& spec, Device device);
 
 /// Page-locked rooms that kernels may still use: each goes back once all streams of the pool have passed the point at
-/// which nobody on the host needed it any more.
+/// which nobody on the host needed it any more, or the next call after it.
 class LeavingRooms {
  public:
   explicit LeavingRooms(DevicePool& pool) : pool_(pool) {}
@@ -33,39 +33,43 @@ class LeavingRooms {
   LeavingRooms(const LeavingRooms&) = delete;
   LeavingRooms& operator=(const LeavingRooms&) = delete;
 
-  void add(std::vector<std::unique_ptr<PageLocked::Room>> rooms) noexcept;
-  /// Gives back those that the device has passed. Does not wait.
+  /// The room comes here once nobody holds it.
+  [[nodiscard]] std::shared_ptr<void> hold(std::unique_ptr<PageLocked::Room> room) {
+    return {room.release(), [this](PageLocked::Room* left) { unmarked_.emplace_back(left); }};
+  }
+  /// The streams must pass where they are now for those that have come since; not while one of them is being captured.
+  void mark();
+  /// The same, and gives back those that the device has passed. Does not wait.
   void sweep();
 
  private:
   struct Leaving {
     std::vector<std::unique_ptr<PageLocked::Room>> rooms;
-    std::vector<std::unique_ptr<StreamMark>> marks = {};
-    bool marked = false;  ///< false: not yet, since a stream was being captured
+    std::vector<std::unique_ptr<StreamMark>> marks;
   };
-  void mark(Leaving& leaving) const;
   DevicePool& pool_;
+  std::vector<std::unique_ptr<PageLocked::Room>> unmarked_;
   std::deque<Leaving> leaving_;  ///< in their order
 };
 
-/// Spans of one sequence on a device: arrays [rows, capacity], grown by half.
-class DeviceRows final : public FoldedRows {
+/// Spans of one sequence on a device: arrays [rows, capacity], grown by half. The host counts them.
+class DeviceRows {
  public:
-  DeviceRows(std::size_t rows, std::int64_t dim, Dtype store, bool sketch, MachineMemory& memory, LeavingRooms& leaving,
+  DeviceRows(const FoldedRows& counted, std::int64_t dim, Dtype store, bool sketch, MachineMemory& memory,
              std::uint64_t serial)
-      : FoldedRows(rows),
+      : counted_(counted),
         entry_(dim * element_size(store)),
         words_(sketch ? KeySketch::words(dim) : 0),
         serial_(serial),
-        memory_(memory),
-        leaving_(leaving) {}
-  ~DeviceRows() override { leaving_.add(std::move(rooms_)); }
-  DeviceRows(const DeviceRows&) = delete;
-  DeviceRows& operator=(const DeviceRows&) = delete;
+        memory_(memory) {}
 
-  [[nodiscard]] std::int32_t most_spans() const;
   /// Differs between all sequences of a keeper, and from event to event.
-  [[nodiscard]] std::pair<std::uint64_t, std::uint64_t> version() const { return {serial_, version_}; }
+  [[nodiscard]] std::pair<std::uint64_t, std::uint64_t> version() const { return {serial_, counted_.version()}; }
+  /// FoldedState::near_bytes of as many spans.
+  [[nodiscard]] std::int64_t near_bytes(const FoldedRows::Count& count) const {
+    return count.spans * (2 * entry_ + static_cast<std::int64_t>(sizeof(float))) +
+           (words_ == 0 ? 0 : count.tokens * (words_ * 4 + 2));
+  }
 
   /// Room for rows of so many spans and tokens. Changes nothing visible.
   void reserve(std::int32_t spans, std::int64_t tokens);
@@ -73,10 +77,6 @@ class DeviceRows final : public FoldedRows {
   void describe_end(std::int32_t row, FoldingRow& out) const;
   /// The spans of a row, as attention reads them.
   void describe(std::int32_t row, FoldedRow& out) const;
-  /// Makes room for keep(), which then does not fail.
-  void reserve_room() { rooms_.reserve(rooms_.size() + 1); }
-  void add(std::int32_t row, const Count& more) noexcept;
-  void keep(std::unique_ptr<PageLocked::Room> room) noexcept;
 
  private:
   /// One array: `bytes` for each span, or for each block of tokens.
@@ -89,10 +89,10 @@ class DeviceRows final : public FoldedRows {
     return static_cast<std::byte*>(array.memory.get()) + (row * capacity + i) * array.bytes;
   }
 
+  const FoldedRows& counted_;
   std::int64_t entry_, words_;  ///< bytes of a coarse entry; words of a sketched key, 0: none
-  std::uint64_t serial_, version_ = 0;
+  std::uint64_t serial_;
   MachineMemory& memory_;
-  LeavingRooms& leaving_;
   std::int64_t span_room_ = 0, block_room_ = 0;  ///< of every row: spans; blocks of tokens
   enum : std::uint8_t { kTable, kCoarseKeys, kCoarseValues, kLogLength, kFar, kOfSpans };
   std::array<Array, kOfSpans> of_spans_ = {{{.bytes = sizeof(MemorySpan)},
@@ -103,7 +103,6 @@ class DeviceRows final : public FoldedRows {
   enum : std::uint8_t { kSigns, kSizes, kOfBlocks };
   std::array<Array, kOfBlocks> of_blocks_ = {
       {{.bytes = KeySketch::kBlock * words_ * 4}, {.bytes = KeySketch::kBlock * 2}}};
-  std::vector<std::unique_ptr<PageLocked::Room>> rooms_;
 };
 
 class DeviceFolds final : public FoldedMemory {
@@ -112,16 +111,16 @@ class DeviceFolds final : public FoldedMemory {
   DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, FoldBounds bounds, DevicePool& pool,
               MachineMemory& machine, Staging& staging, std::function<void(const Decision&)> require_newest);
 
-  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> rows) override;
-  [[nodiscard]] std::unique_ptr<Folding> fold(const RowTable& table, const Decision& decision,
-                                              std::span<const FoldTarget> targets) override;
+  [[nodiscard]] Folding fold(const RowTable& table, const Decision& decision,
+                             std::span<const FoldTarget> targets) override;
   ReadCounts view(const FoldedReading& reading) override;
-  [[nodiscard]] std::int64_t far_bytes() const override { return far_.bytes(); }
 
  private:
   /// What readers read in every layer of a step: how their tokens are cut, and the table of rows, on the device.
   struct Step {
-    using Reader = std::tuple<std::pair<std::uint64_t, std::uint64_t>, std::int64_t, std::int32_t, std::int32_t>;
+    using Version = std::pair<std::uint64_t, std::uint64_t>;
+    using Reader = std::tuple<Version, std::int64_t, std::int32_t, std::int32_t>;
+    static constexpr Version kUnfolded = {0, 0};
     std::vector<Reader> readers;  ///< of which it is
     struct Slice {
       std::int32_t first = 0, tokens = 0;  ///< of the step
@@ -132,13 +131,13 @@ class DeviceFolds final : public FoldedMemory {
     std::vector<Slice> slices;
     std::int32_t most_spans = 0;
   };
+  /// Made when a sequence first folds.
+  [[nodiscard]] DeviceRows& rows_of(FoldedRows& sequence);
   void require_no_capture(const char* operation) const;
   void launch_folds(const FoldArguments& all, std::int32_t spans, std::int64_t longest, Element values, Stream stream);
   void prepare(const FoldedReading& reading);
   void place_near(std::int64_t bytes);
 
-  const ModelSpec spec_;
-  const MemoryOptions& memory_;
   const FactorOptions options_;
   const FoldBounds bounds_;
   DevicePool& pool_;

@@ -206,11 +206,7 @@ TEST_F(DeviceFolds, LeaveRoomThatTheDeviceMayStillUse) {
   const Stream stream = pool.stream();
   PageLocked store(std::int64_t{1} << 30);
   LeavingRooms leaving(pool);
-  const auto leave = [&](std::int64_t bytes) {
-    std::vector<std::unique_ptr<PageLocked::Room>> rooms;
-    rooms.push_back(store.room(bytes));
-    leaving.add(std::move(rooms));
-  };
+  const auto leave = [&](std::int64_t bytes) { static_cast<void>(leaving.hold(store.room(bytes))); };
   model::hold_streams(true);
   leave(640);
   leaving.sweep();

@@ -59,7 +59,7 @@ class Folds final : public Part {
 
   std::unique_ptr<FoldedMemory> memory_;  ///< outlives the rows
   PerSequence<Folded> folded_;
-  std::unique_ptr<Folding> folding_;   ///< between reserve() and report()
+  std::optional<Folding> folding_;     ///< between reserve() and report()
   std::vector<FoldedReader> readers_;  ///< scratch of view()
 };
 
@@ -145,7 +145,7 @@ inline void Folds::reserve(const PartEvent& event) {
 }
 
 inline void Folds::settle(const PartEvent& event, std::size_t g) noexcept {
-  if (folding_ == nullptr) return;
+  if (!folding_) return;
   if (g == 0) folding_->keep();
   const SequenceId id = event.ids[static_cast<std::size_t>(event.table.groups[g].sequence)];
   SequenceState& s = sequences().at(id);
@@ -155,7 +155,7 @@ inline void Folds::settle(const PartEvent& event, std::size_t g) noexcept {
 }
 
 inline void Folds::report(Report& report) noexcept {
-  if (folding_ == nullptr) return;
+  if (!folding_) return;
   report.slots_folded = folding_->tokens;
   report.far_bytes = folding_->far_bytes;
   folding_.reset();

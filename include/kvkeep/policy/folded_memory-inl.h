@@ -16,76 +16,14 @@
 namespace kvkeep {
 namespace folded_memory_detail {
 
-class HostRows final : public FoldedRows {
- public:
-  /// held: far bytes of all sequences, which outlives it.
-  HostRows(std::vector<SpanRow> rows, std::int64_t& held) : FoldedRows(rows.size()), held_(held) {
-    host_rows_ = std::move(rows);
-    for (std::size_t r = 0; r < host_rows_.size(); ++r) {
-      const SpanRow& row = host_rows_[r];
-      counts_[r] = {static_cast<std::int32_t>(row.size()), row.tokens()};
-      near_bytes_ += row.near_bytes();
-      far_bytes_ += row.far_bytes();
-    }
-    held_ += far_bytes_;
-  }
-  ~HostRows() override { held_ -= far_bytes_; }
-  HostRows(const HostRows&) = delete;
-  HostRows& operator=(const HostRows&) = delete;
-
-  [[nodiscard]] SpanRow& at(std::int32_t row) { return host_rows_[static_cast<std::size_t>(row)]; }
-  void append(std::int32_t row, SpanRow later) noexcept {
-    SpanRow& own = at(row);
-    const std::int64_t near = own.near_bytes(), far = later.far_bytes();
-    own.append(std::move(later));
-    counts_[static_cast<std::size_t>(row)] = {static_cast<std::int32_t>(own.size()), own.tokens()};
-    near_bytes_ += own.near_bytes() - near;
-    far_bytes_ += far;
-    held_ += far;
-  }
-
- private:
-  std::int64_t& held_;
-};
-
-/// Only this file's FoldedMemory makes them, and every one that it is given is its own.
-inline HostRows& host_rows(FoldedRows* rows) { return static_cast<HostRows&>(*rows); }
-
-class HostFolding final : public Folding {
- public:
-  HostFolding(std::vector<SpanRow> folded, std::span<const FoldTarget> targets)
-      : folded_(std::move(folded)), targets_(targets.begin(), targets.end()) {
-    for (std::size_t r = 0; r < folded_.size(); ++r) {
-      host_rows(targets_[r].sequence).at(targets_[r].row).reserve(folded_[r]);
-      tokens += folded_[r].tokens();
-      far_bytes += folded_[r].far_bytes();
-    }
-  }
-  void keep() noexcept override {
-    for (std::size_t r = 0; r < folded_.size(); ++r)
-      host_rows(targets_[r].sequence).append(targets_[r].row, std::move(folded_[r]));
-  }
-
- private:
-  std::vector<SpanRow> folded_;
-  std::vector<FoldTarget> targets_;
-};
-
 class HostFoldedMemory final : public FoldedMemory {
  public:
-  HostFoldedMemory(const ModelSpec& spec, const MemoryOptions& memory) : spec_(spec), memory_(memory) {
+  HostFoldedMemory(const ModelSpec& spec, const MemoryOptions& memory) : FoldedMemory(spec, memory, host_memory()) {
     reads_.resize(spec.full_layers().size() * static_cast<std::size_t>(spec.kv_heads));
   }
 
-  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> rows) override {
-    auto own = std::make_unique<HostRows>(std::move(rows), far_bytes_);
-    KVKEEP_REQUIRE_AS(StateError, far_bytes_ <= memory_.host_bytes, "folded spans: no room for ",
-                      own->state().far_bytes, " bytes of factors; host_bytes allows ", memory_.host_bytes, " in all");
-    return own;
-  }
-
-  [[nodiscard]] std::unique_ptr<Folding> fold(const RowTable& table, const Decision& decision,
-                                              std::span<const FoldTarget> targets) override {
+  [[nodiscard]] Folding fold(const RowTable& table, const Decision& decision,
+                             std::span<const FoldTarget> targets) override {
     const Fold& fold = *decision.fold;
     std::vector<std::vector<std::int64_t>> spans(table.rows.size());  // where each begins among the slots of its row
     std::vector<RowFold> rows;
@@ -121,7 +59,20 @@ class HostFoldedMemory final : public FoldedMemory {
         folded[r].set_norms(memory_.routing->layers[static_cast<std::size_t>(row.layer)].norms(
             folded[r], std::int64_t{row.head} * spec_.group(), spec_.group()));
       }
-    return std::make_unique<HostFolding>(std::move(folded), targets);
+    Folding folding;
+    for (std::size_t r = 0; r < folded.size(); ++r) {
+      SpanRow& own = folded[r];
+      FoldedRows::Part part{.row = targets[r].row,
+                            .count = {static_cast<std::int32_t>(own.size()), own.tokens()},
+                            .near_bytes = own.near_bytes(),
+                            .far_bytes = own.far_bytes(),
+                            .spans = std::move(own)};
+      targets[r].sequence->reserve(part);
+      folding.tokens += part.count.tokens;
+      folding.far_bytes += part.far_bytes;
+      folding.parts.push_back({targets[r].sequence, std::move(part)});
+    }
+    return folding;
   }
 
   ReadCounts view(const FoldedReading& r) override {
@@ -130,16 +81,14 @@ class HostFoldedMemory final : public FoldedMemory {
     return counts;
   }
 
-  [[nodiscard]] std::int64_t far_bytes() const override { return far_bytes_; }
-
  private:
   ReadCounts view(const FoldedReading& r, const FoldedReader& reader) {
     const std::int32_t first_row = r.index * spec_.kv_heads;
-    HostRows& own = host_rows(reader.rows);
+    const FoldedRows& own = *reader.rows;
     std::vector<MemoryRow> rows;
     std::int64_t spans = 0;
     for (std::int32_t row = first_row; row < first_row + spec_.kv_heads; ++row) {
-      rows.push_back({.spans = &own.at(row), .dense = reader.columns->length(row)});
+      rows.push_back({.spans = &own.host_rows()[static_cast<std::size_t>(row)], .dense = reader.columns->length(row)});
       spans += own.count(row).spans;
     }
     if (spans == 0 || reader.tokens == 0) return {};
@@ -169,13 +118,49 @@ class HostFoldedMemory final : public FoldedMemory {
     }
     return counts;
   }
-
-  const ModelSpec spec_;
-  const MemoryOptions& memory_;
-  std::int64_t far_bytes_ = 0;  // of living HostRows
 };
 
 }  // namespace folded_memory_detail
+
+KVKEEP_INLINE FoldedRows::FoldedRows(std::vector<SpanRow> rows, std::int64_t& held)
+    : counts_(rows.size()), host_rows_(std::move(rows)), held_(&held) {
+  for (std::size_t r = 0; r < host_rows_.size(); ++r) {
+    const SpanRow& row = host_rows_[r];
+    counts_[r] = {static_cast<std::int32_t>(row.size()), row.tokens()};
+    near_bytes_ += row.near_bytes();
+    far_bytes_ += row.far_bytes();
+  }
+  *held_ += far_bytes_;
+}
+
+KVKEEP_INLINE void FoldedRows::reserve(const Part& part) {
+  if (part.spans) host_rows_[static_cast<std::size_t>(part.row)].reserve(*part.spans);
+  if (part.far != nullptr) far_.reserve(far_.size() + 1);
+}
+
+KVKEEP_INLINE void FoldedRows::add(Part part) noexcept {
+  Count& own = counts_[static_cast<std::size_t>(part.row)];
+  own.spans += part.count.spans;
+  own.tokens += part.count.tokens;
+  near_bytes_ += part.near_bytes;
+  far_bytes_ += part.far_bytes;
+  if (held_ != nullptr) *held_ += part.far_bytes;
+  if (part.spans) host_rows_[static_cast<std::size_t>(part.row)].append(*std::move(part.spans));
+  if (part.far != nullptr) far_.push_back(std::move(part.far));
+  ++version_;
+}
+
+KVKEEP_INLINE std::unique_ptr<FoldedRows> FoldedMemory::rows(std::vector<SpanRow> rows) {
+  if (!on_host_) {
+    KVKEEP_REQUIRE_AS(Unsupported, std::ranges::all_of(rows, [](const SpanRow& row) { return row.size() == 0; }),
+                      "folded spans: they are not restored on ", device_.str(), "; allowed on the CPU");
+    return std::make_unique<FoldedRows>(rows.size());
+  }
+  auto own = std::make_unique<FoldedRows>(std::move(rows), far_bytes_);
+  KVKEEP_REQUIRE_AS(StateError, far_bytes_ <= memory_.host_bytes, "folded spans: no room for ", own->state().far_bytes,
+                    " bytes of factors; host_bytes allows ", memory_.host_bytes, " in all");
+  return own;
+}
 
 KVKEEP_INLINE std::unique_ptr<FoldedMemory> host_folded_memory(const ModelSpec& spec, const MemoryOptions& memory) {
   return std::make_unique<folded_memory_detail::HostFoldedMemory>(spec, memory);

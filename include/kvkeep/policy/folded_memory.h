@@ -4,11 +4,15 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/decision.h"
+#include "kvkeep/core/machine_memory.h"
+#include "kvkeep/core/model_spec.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/keep/columns.h"
 #include "kvkeep/memory/memory_options.h"
@@ -34,7 +38,22 @@ class FoldedRows {
     std::int64_t tokens = 0;
   };
 
-  virtual ~FoldedRows() = default;
+  /// What one event adds to one row.
+  struct Part {
+    std::int32_t row = 0;
+    Count count = {};
+    std::int64_t near_bytes = 0, far_bytes = 0;  ///< as in FoldedState
+    std::optional<SpanRow> spans = {};           ///< on the host
+    std::shared_ptr<void> far = {};  ///< on a device, in the first part of a sequence: what holds the factors of all
+  };
+
+  /// On a device: rows without spans.
+  explicit FoldedRows(std::size_t rows) : counts_(rows) {}
+  /// On the host. held: far bytes of all sequences, which outlives it.
+  FoldedRows(std::vector<SpanRow> rows, std::int64_t& held);
+  ~FoldedRows() {
+    if (held_ != nullptr) *held_ -= far_bytes_;
+  }
   FoldedRows(const FoldedRows&) = delete;
   FoldedRows& operator=(const FoldedRows&) = delete;
 
@@ -49,12 +68,21 @@ class FoldedRows {
   /// [rows] the spans themselves; empty on a device.
   [[nodiscard]] std::span<const SpanRow> host_rows() const { return host_rows_; }
 
- protected:
-  explicit FoldedRows(std::size_t rows) : counts_(rows) {}
+  /// Makes room for add(), which then does not throw. Changes nothing visible.
+  void reserve(const Part& part);
+  void add(Part part) noexcept;
+  /// How often add() was called.
+  [[nodiscard]] std::uint64_t version() const { return version_; }
 
+  std::shared_ptr<void> on_device;  ///< the spans there, as only its FoldedMemory knows them
+
+ private:
   std::vector<Count> counts_;
   std::vector<SpanRow> host_rows_;
   std::int64_t near_bytes_ = 0, far_bytes_ = 0;  ///< as in FoldedState
+  std::int64_t* held_ = nullptr;                 ///< null on a device
+  std::uint64_t version_ = 0;
+  std::vector<std::shared_ptr<void>> far_;
 };
 
 /// The row that the spans of one row of an event go to.
@@ -65,15 +93,21 @@ struct FoldTarget {
 };
 
 /// Spans that are folded and that no sequence holds yet. If it ends without keep(), nothing has changed.
-class Folding {
- public:
-  virtual ~Folding() = default;
+struct Folding {
+  struct Added {
+    FoldedRows* sequence;
+    FoldedRows::Part part;
+  };
 
-  /// Appends the spans to their rows.
-  virtual void keep() noexcept = 0;
+  /// Appends the spans to their rows. Requires: FoldedRows::reserve() of every part.
+  void keep() noexcept {
+    for (auto& [sequence, part] : parts) sequence->add(std::move(part));
+    parts.clear();
+  }
 
   std::int64_t tokens = 0;     ///< in the spans
   std::int64_t far_bytes = 0;  ///< as FoldedState::far_bytes
+  std::vector<Added> parts = {};
 };
 
 /// One sequence whose folded spans are read.
@@ -101,13 +135,13 @@ class FoldedMemory {
 
   /// Of a sequence with these rows: empty ones when it begins, those that were saved when it continues. Throws
   /// StateError if the cap leaves no room for their factors, and Unsupported for saved spans on a device.
-  [[nodiscard]] virtual std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> rows) = 0;
+  [[nodiscard]] std::unique_ptr<FoldedRows> rows(std::vector<SpanRow> rows);
 
   /// Folds the slots that decision.fold names, which lie where the table says. targets: [rows]. Throws, and changes
   /// nothing: as kvkeep::fold(); StateError if the cap leaves no room. On a device it only launches, what is not finite
   /// is not refused, and it throws StateError for a decision that is not the newest, and while a stream is captured.
-  [[nodiscard]] virtual std::unique_ptr<Folding> fold(const RowTable& table, const Decision& decision,
-                                                      std::span<const FoldTarget> targets) = 0;
+  [[nodiscard]] virtual Folding fold(const RowTable& table, const Decision& decision,
+                                     std::span<const FoldTarget> targets) = 0;
 
   /// Merges the folded spans of the readers into attention, in place. Throws as read_memory(). On a device it only
   /// launches, all counts are 0, and it throws StateError while a stream is captured.
@@ -117,10 +151,21 @@ class FoldedMemory {
   [[nodiscard]] std::span<const ReadCounts> reads() const { return reads_; }
   /// FoldedState::far_bytes of all sequences; on a device also of those that have left but may still be read. Never
   /// above MemoryOptions::host_bytes.
-  [[nodiscard]] virtual std::int64_t far_bytes() const = 0;
+  [[nodiscard]] std::int64_t far_bytes() const { return far_bytes_; }
 
  protected:
+  /// `memory` must outlive it. where: the memory of its machine.
+  FoldedMemory(const ModelSpec& spec, const MemoryOptions& memory, const MachineMemory& where)
+      : spec_(spec), memory_(memory), device_(where.device()), on_host_(where.is_host()) {}
+
+  const ModelSpec spec_;
+  const MemoryOptions& memory_;
   std::vector<ReadCounts> reads_;
+  std::int64_t far_bytes_ = 0;  ///< on the host FoldedRows keep it up to date
+
+ private:
+  const Device device_;
+  const bool on_host_;
 };
 
 /// On the CPU: spans as SpanRow. `memory` must outlive it.
