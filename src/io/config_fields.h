@@ -1,7 +1,7 @@
 #pragma once
 /// Typed reading of one JSON object. Errors name the file and the field.
 
-#include <cmath>
+#include <array>
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -16,19 +16,9 @@ namespace kvkeep::io {
 
 inline constexpr std::int32_t kMostLayers = 1 << 16;
 
+inline constexpr std::array<std::string_view, 5> kArchitectures{"llama", "qwen2", "qwen3", "smollm3", "gemma3"};
 inline std::string_view name_of(Architecture architecture) {
-  switch (architecture) {
-    case Architecture::qwen2:
-      return "qwen2";
-    case Architecture::qwen3:
-      return "qwen3";
-    case Architecture::smollm3:
-      return "smollm3";
-    case Architecture::gemma3:
-      return "gemma3";
-    default:
-      return "llama";
-  }
+  return kArchitectures[static_cast<std::size_t>(architecture)];
 }
 
 /// `model_type` of config.json. Gemma 3's text models have one of their own: `gemma3` names those that see images.
@@ -41,8 +31,8 @@ inline std::string_view model_type_of(Architecture architecture) {
 inline Architecture architecture_called(std::string_view name, const std::string& where, std::string_view field,
                                         std::string_view (*name_of)(Architecture)) {
   std::string known;
-  for (const Architecture one :
-       {Architecture::llama, Architecture::qwen2, Architecture::qwen3, Architecture::smollm3, Architecture::gemma3}) {
+  for (std::size_t i = 0; i < kArchitectures.size(); ++i) {
+    const auto one = static_cast<Architecture>(i);
     if (name == name_of(one)) return one;
     known += text(known.empty() ? "" : ", ", name_of(one));
   }
@@ -89,24 +79,13 @@ class ConfigFields {
   }
 
   [[nodiscard]] std::optional<double> number(const char* name) const {
-    const nlohmann::json* value = find(name);
-    if (value == nullptr) return std::nullopt;
-    KVKEEP_REQUIRE(value->is_number(), complaint(name, *value), "a number");
-    return value->get<double>();
+    return typed<double>(name, &nlohmann::json::is_number, "a number");
   }
-
   [[nodiscard]] std::optional<bool> truth(const char* name) const {
-    const nlohmann::json* value = find(name);
-    if (value == nullptr) return std::nullopt;
-    KVKEEP_REQUIRE(value->is_boolean(), complaint(name, *value), "true or false");
-    return value->get<bool>();
+    return typed<bool>(name, &nlohmann::json::is_boolean, "true or false");
   }
-
   [[nodiscard]] std::optional<std::string> word(const char* name) const {
-    const nlohmann::json* value = find(name);
-    if (value == nullptr) return std::nullopt;
-    KVKEEP_REQUIRE(value->is_string(), complaint(name, *value), "a string");
-    return value->get<std::string>();
+    return typed<std::string>(name, &nlohmann::json::is_string, "a string");
   }
 
   /// A size of the model: required, 1 to 2^31 - 1 or `most`.
@@ -122,6 +101,14 @@ class ConfigFields {
   }
 
  private:
+  template <class T>
+  [[nodiscard]] std::optional<T> typed(const char* name, bool (nlohmann::json::*is)() const,
+                                       const char* allowed) const {
+    const nlohmann::json* value = find(name);
+    if (value == nullptr) return std::nullopt;
+    KVKEEP_REQUIRE((value->*is)(), complaint(name, *value), allowed);
+    return value->get<T>();
+  }
   [[nodiscard]] std::string complaint(const char* name, const nlohmann::json& value) const {
     return text("read config: ", where_, " has ", name, " = ", shown(value), "; allowed ");
   }

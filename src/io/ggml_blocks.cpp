@@ -1,6 +1,7 @@
 #include "ggml_blocks.h"
 #include "kvkeep/core/dtype.h"
 #include "kvkeep/simd/attention_lanes.h"
+#include "regular_file.h"
 
 #include <array>
 #include <bit>
@@ -9,17 +10,8 @@
 namespace kvkeep::io {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "GGUF files are read as they are stored in memory");
-
 constexpr std::int32_t kSmall = 32;   // values per block of the older types
 constexpr std::int32_t kLarge = 256;  // of types with K in their names: sub-blocks with their own scales
-
-template <class T>
-T load(const std::uint8_t* bytes) {
-  T value;
-  std::memcpy(&value, bytes, sizeof(T));
-  return value;
-}
 
 float half(const std::uint8_t* bytes) { return static_cast<float>(Half::from_bits(load<std::uint16_t>(bytes))); }
 
@@ -54,30 +46,26 @@ struct Q4_0 {
   static void widen(const std::uint8_t* block, float* out) { cpu::widen(block, Dtype::q4_0, kSmall, out); }
 };
 
+// Value i of 32 whose low bits are stored as in Q4_0, and a fifth one as bit i of `fifth`.
+float small_value(const std::uint8_t* halves, std::uint32_t fifth, unsigned i) {
+  const unsigned low = i < 16 ? halves[i] & 15U : halves[i - 16] >> 4U;
+  return static_cast<float>(low | ((fifth >> i & 1U) << 4));
+}
+
 struct Q4_1 {
   static constexpr std::int32_t kValues = kSmall, kBytes = 4 + 16;
   static void widen(const std::uint8_t* block, float* out) {
     const float scale = half(block), least = half(block + 2);
-    const std::uint8_t* halves = block + 4;
-    for (int i = 0; i < 16; ++i) {
-      out[i] = scale * static_cast<float>(halves[i] & 15) + least;
-      out[i + 16] = scale * static_cast<float>(halves[i] >> 4) + least;
-    }
+    for (unsigned i = 0; i < kSmall; ++i) out[i] = scale * small_value(block + 4, 0, i) + least;
   }
 };
 
-// As Q4_0, but five bits: the fifth of value i is bit i of 32.
 struct Q5_0 {
   static constexpr std::int32_t kValues = kSmall, kBytes = 2 + 4 + 16;
   static void widen(const std::uint8_t* block, float* out) {
     const float scale = half(block);
     const auto fifth = load<std::uint32_t>(block + 2);
-    const std::uint8_t* halves = block + 6;
-    for (unsigned i = 0; i < 16; ++i) {
-      out[i] = scale * static_cast<float>(static_cast<int>((halves[i] & 15U) | ((fifth >> i & 1U) << 4)) - 16);
-      out[i + 16] =
-          scale * static_cast<float>(static_cast<int>((halves[i] >> 4U) | ((fifth >> (i + 16) & 1U) << 4)) - 16);
-    }
+    for (unsigned i = 0; i < kSmall; ++i) out[i] = scale * (small_value(block + 6, fifth, i) - 16);
   }
 };
 
@@ -86,60 +74,35 @@ struct Q5_1 {
   static void widen(const std::uint8_t* block, float* out) {
     const float scale = half(block), least = half(block + 2);
     const auto fifth = load<std::uint32_t>(block + 4);
-    const std::uint8_t* halves = block + 8;
-    for (unsigned i = 0; i < 16; ++i) {
-      out[i] = scale * static_cast<float>((halves[i] & 15U) | ((fifth >> i & 1U) << 4)) + least;
-      out[i + 16] = scale * static_cast<float>((halves[i] >> 4U) | ((fifth >> (i + 16) & 1U) << 4)) + least;
-    }
+    for (unsigned i = 0; i < kSmall; ++i) out[i] = scale * small_value(block + 8, fifth, i) + least;
   }
 };
 
-// Scale and offset of sub-block `s` of 8, six bits each, from the twelve bytes where Q4_K and Q5_K store them.
-struct ScaleAndLeast {
-  ScaleAndLeast(const std::uint8_t* packed, int s) {
-    if (s < 4) {
-      scale = static_cast<float>(packed[s] & 63);
-      least = static_cast<float>(packed[s + 4] & 63);
-    } else {
-      scale = static_cast<float>((packed[s + 4] & 15) | (packed[s - 4] >> 6 << 4));
-      least = static_cast<float>((packed[s + 4] >> 4) | (packed[s] >> 6 << 4));
-    }
-  }
-  float scale, least;
-};
-
-// f16 scales of the scales and of the offsets; the twelve bytes; 8 sub-blocks of 32 values, two per 32 bytes: the low
-// halves are those of the even one.
-struct Q4_K {
-  static constexpr std::int32_t kValues = kLarge, kBytes = 4 + 12 + kLarge / 2;
+// f16 scales of the scales and of the offsets; twelve bytes of these, six bits each; 8 sub-blocks of 32 values, two per
+// 32 bytes: the low halves are those of the even one. With five bits, the fifth of value i of sub-block s is bit s of
+// byte i before the halves.
+template <bool kFive>
+struct Offset_K {
+  static constexpr std::int32_t kFifths = kFive ? kLarge / 8 : 0;
+  static constexpr std::int32_t kValues = kLarge, kBytes = 4 + 12 + kFifths + kLarge / 2;
   static void widen(const std::uint8_t* block, float* out) {
     const float scales = half(block), leasts = half(block + 2);
+    const std::uint8_t *packed = block + 4, *fifth = block + 16;
     for (int s = 0; s < 8; ++s) {
-      const ScaleAndLeast sub(block + 4, s);
-      const float scale = scales * sub.scale, least = leasts * sub.least;
-      const std::uint8_t* halves = block + 16 + 32 * (s / 2);
+      const int own_scale = s < 4 ? packed[s] & 63 : (packed[s + 4] & 15) | (packed[s - 4] >> 6 << 4);
+      const int own_least = s < 4 ? packed[s + 4] & 63 : (packed[s + 4] >> 4) | (packed[s] >> 6 << 4);
+      const float scale = scales * static_cast<float>(own_scale), least = leasts * static_cast<float>(own_least);
+      const std::uint8_t* halves = fifth + kFifths + 32 * (s / 2);
       const int shift = 4 * (s % 2);
-      for (int i = 0; i < 32; ++i) out[32 * s + i] = scale * static_cast<float>(halves[i] >> shift & 15) - least;
+      for (int i = 0; i < 32; ++i) {
+        const int high = kFive ? (fifth[i] >> s & 1) << 4 : 0;
+        out[32 * s + i] = scale * static_cast<float>((halves[i] >> shift & 15) | high) - least;
+      }
     }
   }
 };
-
-// As Q4_K, but five bits: the fifth of value i of sub-block s is bit s of byte i.
-struct Q5_K {
-  static constexpr std::int32_t kValues = kLarge, kBytes = 4 + 12 + kLarge / 8 + kLarge / 2;
-  static void widen(const std::uint8_t* block, float* out) {
-    const float scales = half(block), leasts = half(block + 2);
-    const std::uint8_t* fifth = block + 16;
-    for (int s = 0; s < 8; ++s) {
-      const ScaleAndLeast sub(block + 4, s);
-      const float scale = scales * sub.scale, least = leasts * sub.least;
-      const std::uint8_t* halves = block + 48 + 32 * (s / 2);
-      const int shift = 4 * (s % 2);
-      for (int i = 0; i < 32; ++i)
-        out[32 * s + i] = scale * static_cast<float>((halves[i] >> shift & 15) | (fifth[i] >> s & 1) << 4) - least;
-    }
-  }
-};
+using Q4_K = Offset_K<false>;
+using Q5_K = Offset_K<true>;
 
 // Two halves of 128 values: 64 bytes of low halves, 32 bytes of pairs of bits above them; then 16 signed scales, one
 // per 16 values, and their f16 scale.

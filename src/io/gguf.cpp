@@ -18,8 +18,6 @@ namespace {
 
 constexpr std::string_view kReadGguf = "read GGUF";
 constexpr std::uint32_t kMostDimensions = 4;
-constexpr std::uint64_t kMostElements = std::uint64_t{1} << 62;
-constexpr std::uint32_t kMostAlignment = 1U << 31;
 constexpr std::string_view kAlignmentKey = "general.alignment";
 
 // Types of values by their numbers in files.
@@ -51,14 +49,6 @@ constexpr std::uint32_t one_of(std::initializer_list<ValueType> types) {
   return bits;
 }
 constexpr std::uint32_t kIntegers = one_of({u8, i8, u16, i16, u32, i32, u64, i64}), kFloats = one_of({f32, f64});
-
-template <class T>
-T load(const std::byte* bytes) {
-  static_assert(std::endian::native == std::endian::little, "GGUF files are read as they are stored in memory");
-  T value;
-  std::memcpy(&value, bytes, sizeof(T));
-  return value;
-}
 
 // Calls `read` with the item as its stored type.
 auto as_integer(std::uint32_t type, const std::byte* item, auto&& read) {
@@ -131,11 +121,10 @@ struct GgufFile::Reader {
     KVKEEP_REQUIRE(size >= 4 && std::memcmp(data, "GGUF", 4) == 0, kReadGguf, ": ", file.where_,
                    " does not begin with 'GGUF'; allowed a GGUF file");
     at = 4;
-    file.version_ = number<std::uint32_t>("the version");
-    KVKEEP_REQUIRE((file.version_ & 0xffffU) != 0 || file.version_ == 0, kReadGguf, ": ", file.where_,
+    const auto found = number<std::uint32_t>("the version");
+    KVKEEP_REQUIRE((found & 0xffffU) != 0 || found == 0, kReadGguf, ": ", file.where_,
                    " is big-endian; allowed little-endian files");
-    KVKEEP_REQUIRE(file.version_ == 2 || file.version_ == 3, kReadGguf, ": ", file.where_, " has version ",
-                   file.version_, "; allowed 2 and 3");
+    KVKEEP_REQUIRE(found == 2 || found == 3, kReadGguf, ": ", file.where_, " has version ", found, "; allowed 2 and 3");
   }
 
   void value() {
@@ -172,6 +161,7 @@ struct GgufFile::Reader {
     const auto dimensions = number<std::uint32_t>(subject);
     KVKEEP_REQUIRE(dimensions <= kMostDimensions, complaint, "has ", dimensions, " dimensions; allowed at most ",
                    kMostDimensions);
+    constexpr std::uint64_t kMostElements = std::uint64_t{1} << 62;
     std::vector<std::int64_t> shape;
     std::uint64_t elements = 1;
     bool empty = false;
@@ -203,8 +193,8 @@ struct GgufFile::Reader {
   std::uint64_t alignment() const {
     if (!file.has_key(kAlignmentKey)) return 32;
     const std::uint64_t alignment = file.whole_number(kAlignmentKey);
-    KVKEEP_REQUIRE(std::has_single_bit(alignment) && alignment <= kMostAlignment, key_in(kAlignmentKey, file.where_),
-                   "is ", alignment, "; allowed powers of two to 2^31");
+    KVKEEP_REQUIRE(std::has_single_bit(alignment) && alignment <= 1U << 31, key_in(kAlignmentKey, file.where_), "is ",
+                   alignment, "; allowed powers of two to 2^31");
     return alignment;
   }
 
@@ -262,7 +252,6 @@ GgufFile GgufFile::parse(std::shared_ptr<const FileBytes> bytes, std::string whe
 
 std::vector<std::string_view> GgufFile::keys() const {
   std::vector<std::string_view> keys;
-  keys.reserve(values_.size());
   for (const auto& [key, value] : values_) keys.push_back(key);
   return keys;
 }

@@ -1,6 +1,7 @@
 #include "kvkeep/io/model_config.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -15,38 +16,21 @@ namespace {
 
 using Json = nlohmann::json;
 
-std::string read_text(const std::filesystem::path& path) { return read_file(path, "read config"); }
-
-Json parse_json(std::string_view content, const std::string& where) {
-  return read_json(content, "read config: " + where);
-}
-
 /// Qwen2 and Qwen3 have sliding layers, Llama and SmolLM3 a bias on the MLP.
 bool is_qwen(Architecture architecture) {
   return architecture == Architecture::qwen2 || architecture == Architecture::qwen3;
 }
 
+constexpr std::array<std::string_view, 4> kRopeTypes{"default", "linear", "llama3", "yarn"};
+
 RopeConfig::Type rope_type_called(const std::string& name, const std::string& where) {
-  if (name == "default") return RopeConfig::Type::standard;
-  if (name == "linear") return RopeConfig::Type::linear;
-  if (name == "llama3") return RopeConfig::Type::llama3;
-  if (name == "yarn") return RopeConfig::Type::yarn;
-  refuse<Unsupported>("read config: ", where, " has rope_type '", shortened(name),
-                      "'; the decoder has code for default, linear, llama3, yarn");
+  const auto found = std::ranges::find(kRopeTypes, name);
+  KVKEEP_REQUIRE_AS(Unsupported, found != kRopeTypes.end(), "read config: ", where, " has rope_type '", shortened(name),
+                    "'; the decoder has code for default, linear, llama3, yarn");
+  return static_cast<RopeConfig::Type>(found - kRopeTypes.begin());
 }
 
-std::string name_of(RopeConfig::Type type) {
-  switch (type) {
-    case RopeConfig::Type::linear:
-      return "linear";
-    case RopeConfig::Type::llama3:
-      return "llama3";
-    case RopeConfig::Type::yarn:
-      return "yarn";
-    default:
-      return "default";
-  }
-}
+std::string_view name_of(RopeConfig::Type type) { return kRopeTypes[static_cast<std::size_t>(type)]; }
 
 // The base of the frequencies may be in `rope_parameters` (transformers 5), at the top level (4), or, rarely, in
 // `rope_scaling`. Reading one place only would silently fall back to 10000 on a file of the other release.
@@ -271,13 +255,13 @@ ModelConfig ModelConfig::read(const std::filesystem::path& path) {
   const std::filesystem::path config = path / "config.json", generation = path / "generation_config.json";
   KVKEEP_REQUIRE(std::filesystem::is_directory(path, none), "read config: ", path.string(),
                  " is neither a folder nor a file; allowed a Hugging Face model folder or a GGUF file");
-  return parse(read_text(config), std::filesystem::exists(generation, none) ? read_text(generation) : std::string(),
-               config.string());
+  return parse(read_file(config, "read config"),
+               std::filesystem::exists(generation, none) ? read_file(generation, "read config") : "", config.string());
 }
 
 ModelConfig ModelConfig::parse(std::string_view config_text, std::string_view generation_text,
                                const std::string& where) {
-  const Json parsed = parse_json(config_text, where);
+  const Json parsed = read_json(config_text, "read config: " + where);
   const ConfigFields config(parsed, where);
   ModelConfig model;
   const std::optional<std::string> model_type = config.word("model_type");
@@ -314,7 +298,7 @@ ModelConfig ModelConfig::parse(std::string_view config_text, std::string_view ge
   if (!generation_text.empty()) {
     const std::string generation_where =
         (std::filesystem::path(where).parent_path() / "generation_config.json").string();
-    const Json generation = parse_json(generation_text, generation_where);
+    const Json generation = read_json(generation_text, "read config: " + generation_where);
     if (auto tokens = read_end_tokens(ConfigFields(generation, generation_where))) model.end_tokens = *tokens;
   }
   if (model.end_tokens.empty()) model.end_tokens = read_end_tokens(config).value_or(std::vector<std::int32_t>{});
@@ -349,20 +333,8 @@ ModelConfig ModelConfig::shape(Architecture architecture, std::int32_t layers, s
 
 namespace {
 
-std::string_view class_of(Architecture architecture) {
-  switch (architecture) {
-    case Architecture::qwen2:
-      return "Qwen2ForCausalLM";
-    case Architecture::qwen3:
-      return "Qwen3ForCausalLM";
-    case Architecture::smollm3:
-      return "SmolLM3ForCausalLM";
-    case Architecture::gemma3:
-      return "Gemma3ForCausalLM";
-    default:
-      return "LlamaForCausalLM";
-  }
-}
+constexpr std::array<const char*, kArchitectures.size()> kClasses{
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM", "Gemma3ForCausalLM"};
 
 Json json_of(const RopeConfig& rope) {
   Json scaling{{"rope_type", name_of(rope.type)}};
@@ -394,7 +366,7 @@ std::string ModelConfig::json(std::string_view dtype, Layout layout) const {
   KVKEEP_REQUIRE(rope.divisors.empty(),
                  "write config: RoPE has divisors of a GGUF file; config.json cannot express them");
   const bool qwen = is_qwen(architecture), gemma = architecture == Architecture::gemma3;
-  Json config{{"architectures", {class_of(architecture)}},
+  Json config{{"architectures", {kClasses[static_cast<std::size_t>(architecture)]}},
               {"model_type", model_type_of(architecture)},
               {"vocab_size", vocab},
               {"hidden_size", hidden},

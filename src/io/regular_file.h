@@ -1,13 +1,24 @@
 #pragma once
 /// Regular files that others wrote, as bytes: mapped if they are large, copied if they must not change.
 
+#include <bit>
 #include <cstddef>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <string>
 #include <string_view>
 
 namespace kvkeep::io {
+
+/// A number as files store it: little-endian, at any address.
+template <class T>
+T load(const void* bytes) {
+  static_assert(std::endian::native == std::endian::little, "files are read as they are stored in memory");
+  T value;
+  std::memcpy(&value, bytes, sizeof(T));
+  return value;
+}
 
 /// Bytes that stay in place while somebody holds them. Every message begins with `operation`, for example "read
 /// safetensors".

@@ -19,43 +19,33 @@ using Json = nlohmann::json;
 
 constexpr std::string_view kReadSafetensors = "read safetensors";
 
-struct DtypeName {
-  std::string_view name;
-  Dtype dtype;
-};
-constexpr std::array<DtypeName, 13> kDtypes{{{"F64", Dtype::f64},
-                                             {"F32", Dtype::f32},
-                                             {"F16", Dtype::f16},
-                                             {"BF16", Dtype::bf16},
-                                             {"I64", Dtype::i64},
-                                             {"I32", Dtype::i32},
-                                             {"I16", Dtype::i16},
-                                             {"I8", Dtype::i8},
-                                             {"U64", Dtype::u64},
-                                             {"U32", Dtype::u32},
-                                             {"U16", Dtype::u16},
-                                             {"U8", Dtype::u8},
-                                             {"BOOL", Dtype::boolean}}};
+constexpr std::array<std::pair<std::string_view, Dtype>, 13> kDtypes{{{"F64", Dtype::f64},
+                                                                      {"F32", Dtype::f32},
+                                                                      {"F16", Dtype::f16},
+                                                                      {"BF16", Dtype::bf16},
+                                                                      {"I64", Dtype::i64},
+                                                                      {"I32", Dtype::i32},
+                                                                      {"I16", Dtype::i16},
+                                                                      {"I8", Dtype::i8},
+                                                                      {"U64", Dtype::u64},
+                                                                      {"U32", Dtype::u32},
+                                                                      {"U16", Dtype::u16},
+                                                                      {"U8", Dtype::u8},
+                                                                      {"BOOL", Dtype::boolean}}};
 constexpr std::string_view kAllowedDtypes = "F64, F32, F16, BF16, I64, I32, I16, I8, U64, U32, U16, U8, BOOL";
-constexpr std::size_t kLengthBytes = 8;
+constexpr std::size_t kLengthBytes = sizeof(std::uint64_t);
 constexpr std::uint64_t kLongestHeader = 100'000'000;
 
 std::optional<Dtype> dtype_called(std::string_view name) {
-  for (const DtypeName& known : kDtypes)
-    if (known.name == name) return known.dtype;
+  for (const auto& [known, dtype] : kDtypes)
+    if (known == name) return dtype;
   return std::nullopt;
 }
 
 std::optional<std::string_view> safetensors_name(Dtype dtype) {
-  for (const DtypeName& known : kDtypes)
-    if (known.dtype == dtype) return known.name;
+  for (const auto& [name, known] : kDtypes)
+    if (known == dtype) return name;
   return std::nullopt;
-}
-
-std::uint64_t little_endian_length(const std::byte* bytes) {
-  std::uint64_t length = 0;
-  for (std::size_t i = 0; i < kLengthBytes; ++i) length |= std::to_integer<std::uint64_t>(bytes[i]) << (8 * i);
-  return length;
 }
 
 std::map<std::string, std::string> parse_metadata(const Json& metadata, const std::string& where) {
@@ -120,7 +110,7 @@ SafetensorsFile SafetensorsFile::from_bytes(std::string_view bytes, std::string 
 SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const FileBytes> bytes, std::string where) {
   KVKEEP_REQUIRE(bytes->size() >= kLengthBytes, "read safetensors: ", where, " has ", bytes->size(),
                  " bytes; allowed 8 or more (the header's length comes first)");
-  const std::uint64_t header_bytes = little_endian_length(bytes->data());
+  const auto header_bytes = load<std::uint64_t>(bytes->data());
   KVKEEP_REQUIRE(header_bytes <= kLongestHeader, "read safetensors: ", where, " says its header has ", header_bytes,
                  " bytes; allowed at most ", kLongestHeader);
   KVKEEP_REQUIRE(header_bytes <= bytes->size() - kLengthBytes, "read safetensors: ", where, " says its header has ",
@@ -132,7 +122,7 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const FileBytes> bytes, s
   SafetensorsFile file;
   file.where_ = std::move(where);
   file.data_begin_ = kLengthBytes + header_bytes;
-  file.data_bytes_ = bytes->size() - file.data_begin_;
+  const std::size_t data_bytes = bytes->size() - file.data_begin_;
   file.bytes_ = std::move(bytes);
   // A repeated name would hide a tensor.
   const Json parsed = read_json(header, "read safetensors: the header of " + file.where_, RepeatedNames::refused);
@@ -156,8 +146,8 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const FileBytes> bytes, s
     const std::vector<std::uint64_t> offsets = whole_numbers(described["data_offsets"], subject, "data_offsets");
     KVKEEP_REQUIRE(offsets.size() == 2 && offsets[0] <= offsets[1], subject,
                    "has data_offsets that are not [begin, end] with begin <= end");
-    KVKEEP_REQUIRE(offsets[1] <= file.data_bytes_, subject, "ends at byte ", offsets[1],
-                   " of the data, but the file holds ", file.data_bytes_, "; is it truncated?");
+    KVKEEP_REQUIRE(offsets[1] <= data_bytes, subject, "ends at byte ", offsets[1], " of the data, but the file holds ",
+                   data_bytes, "; is it truncated?");
     const std::uint64_t expected = bytes_of_shape(shape, element_size(*dtype), subject);
     KVKEEP_REQUIRE(offsets[1] - offsets[0] == expected, subject, "has ", offsets[1] - offsets[0],
                    " bytes by its data_offsets but ", expected, " by its dtype and shape");
@@ -179,8 +169,8 @@ SafetensorsFile SafetensorsFile::parse(std::shared_ptr<const FileBytes> bytes, s
     covered = entry.begin + entry.bytes;
     file.by_name_[entry.name] = i;
   }
-  KVKEEP_REQUIRE(covered == file.data_bytes_, "read safetensors: the tensors of ", file.where_, " cover ", covered,
-                 " bytes, but ", file.data_bytes_, " follow the header; allowed only bytes that belong to a tensor");
+  KVKEEP_REQUIRE(covered == data_bytes, "read safetensors: the tensors of ", file.where_, " cover ", covered,
+                 " bytes, but ", data_bytes, " follow the header; allowed only bytes that belong to a tensor");
   return file;
 }
 
@@ -246,10 +236,9 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<std:
   KVKEEP_REQUIRE(header.size() <= kLongestHeader, "write safetensors: the header of ", path.string(), " would have ",
                  header.size(), " bytes; allowed ", kLongestHeader);
 
-  std::array<char, kLengthBytes> length{};
-  for (std::size_t i = 0; i < kLengthBytes; ++i) length[i] = static_cast<char>(header.size() >> (8 * i) & 0xff);
+  const std::uint64_t length = header.size();
   AtomicFile file(path);
-  file.write(length.data(), length.size());
+  file.write(&length, kLengthBytes);
   file.write(header);
   for (const Tensor& tensor : data) file.write(tensor.bytes(), tensor.nbytes());
   file.commit();

@@ -39,20 +39,15 @@ struct RecordedEvent {
 };
 
 Json parsed(const io::SafetensorsFile& file, const std::string& key) {
-  const auto found = file.metadata().find(key);
-  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key,
-                 "\" is missing; an event trace needs it");
-  return io::read_json(found->second, text(file.where(), ": metadata \"", key, "\""));
+  return io::read_json(metadata(file, key, "; an event trace needs it"),
+                       text(file.where(), ": metadata \"", key, "\""));
 }
 
-std::string choice(const io::SafetensorsFile& file, const std::string& key, const std::string& first,
-                   const std::string& second) {
-  const auto found = file.metadata().find(key);
-  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing; allowed ", first,
-                 " or ", second);
-  KVKEEP_REQUIRE(found->second == first || found->second == second, file.where(), ": metadata \"", key, "\" is \"",
-                 shortened(found->second), "\"; allowed ", first, " or ", second);
-  return found->second;
+QueryBasis basis_of(const io::SafetensorsFile& file) {
+  const std::string& basis = metadata(file, "query_basis", "; allowed pre_rope or post_rope");
+  KVKEEP_REQUIRE(basis == "pre_rope" || basis == "post_rope", file.where(), ": metadata \"query_basis\" is \"",
+                 shortened(basis), "\"; allowed pre_rope or post_rope");
+  return basis == "pre_rope" ? QueryBasis::pre_rope : QueryBasis::post_rope;
 }
 
 /// A tensor of one layer, or the one shared by all layers.
@@ -162,7 +157,7 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Reco
     e.output_projections[layer] = contiguous(projection);
   }
   e.spec.layers[layer].kind = LayerKind::full;
-  e.rows[layer] = (DenseKv{clone(keys), clone(values)});
+  e.rows[layer] = DenseKv{clone(keys), clone(values)};
   e.positions.push_back(as<std::int32_t>(positions));
   e.query_positions.push_back(queries.defined() ? as<std::int32_t>(query_positions) : Tensor());
   e.query_data.push_back(queries.defined() ? contiguous(queries) : Tensor());
@@ -231,15 +226,6 @@ std::vector<double> frequencies_of(const io::SafetensorsFile& file, std::string_
   return list.get<std::vector<double>>();
 }
 
-void read_rope(const io::SafetensorsFile& file, RecordedEvent& e) {
-  const auto style = file.metadata().find("rope_style");
-  KVKEEP_REQUIRE(style != file.metadata().end(), file.where(),
-                 ": metadata \"rope_style\" is missing; allowed half, interleaved or none");
-  e.spec.rope.style = style_called(file, "metadata \"rope_style\"", style->second);
-  e.spec.rope.inv_freq = frequencies_of(file, "metadata \"inv_freq\"", parsed(file, "inv_freq"));
-  e.spec.rope.attention_scaling = number(file, "attention_scaling", 1.0);
-}
-
 /// Layers whose RoPE is not the model's: {"3": {"rope_style": "none"}, ...}.
 void read_layer_ropes(const io::SafetensorsFile& file, RecordedEvent& e) {
   if (!file.metadata().contains("layer_ropes")) return;
@@ -270,10 +256,11 @@ RecordedEvent read_event(const io::SafetensorsFile& file) {
   KVKEEP_REQUIRE(kind_of(file) == "event", file.where(), ": the trace is of kind \"", shortened(kind_of(file)),
                  "\"; allowed here: event");
   RecordedEvent e;
-  if (file.metadata().contains("query_basis") || file.has("queries"))
-    e.basis = choice(file, "query_basis", "pre_rope", "post_rope") == "pre_rope" ? QueryBasis::pre_rope
-                                                                                 : QueryBasis::post_rope;
-  read_rope(file, e);
+  if (file.metadata().contains("query_basis") || file.has("queries")) e.basis = basis_of(file);
+  e.spec.rope.style = style_called(file, "metadata \"rope_style\"",
+                                   metadata(file, "rope_style", "; allowed half, interleaved or none"));
+  e.spec.rope.inv_freq = frequencies_of(file, "metadata \"inv_freq\"", parsed(file, "inv_freq"));
+  e.spec.rope.attention_scaling = number(file, "attention_scaling", 1.0);
   e.spec.softmax_scale = number(file, "softmax_scale", 0.0);
 
   if (file.has("lengths")) {
@@ -293,8 +280,7 @@ RecordedEvent read_event(const io::SafetensorsFile& file) {
     KVKEEP_REQUIRE(keys.dim() == 4 && static_cast<std::int64_t>(e.lengths.size()) == keys.size(0), file.where(),
                    ": lengths holds ", e.lengths.size(), " entries; allowed one per sequence of keys");
     for (const std::int32_t length : e.lengths)
-      KVKEEP_REQUIRE(length >= 0 && length <= keys.size(2), file.where(), ": lengths holds ", length, "; allowed 0 to ",
-                     keys.size(2));
+      KVKEEP_REQUIRE(length <= keys.size(2), file.where(), ": lengths holds ", length, "; allowed 0 to ", keys.size(2));
   }
   for (const std::string& prefix : e.prefixes) read_layer(file, prefix, e);
   read_pins(file, e);
@@ -316,9 +302,10 @@ RecordedEvent read_event(const io::SafetensorsFile& file) {
   return e;
 }
 
-RowTable rows_of(RecordedEvent& e, std::vector<std::int32_t>& due) {
+RowTable rows_of(RecordedEvent& e) {
   std::vector<SequenceId> sequences(static_cast<std::size_t>(e.batch));
   std::iota(sequences.begin(), sequences.end(), 0);
+  const std::vector<std::int32_t> due(sequences.begin(), sequences.end());
   RowTable table = make_rows(e.spec, e.rows, {.sequences = sequences, .lengths = {e.lengths}}, e.layers, due);
   const std::int64_t planes = e.batch * e.spec.kv_heads;  // rows of one layer of the trace
   const auto column = [](const Tensor& t, std::int64_t plane, std::int32_t length, const float*& data,
@@ -432,6 +419,12 @@ void add_layer(RecordedEvent& e, const RowTable& table, const Decision& decision
 
 }  // namespace
 
+const std::string& metadata(const io::SafetensorsFile& file, const std::string& key, std::string_view rest) {
+  const auto found = file.metadata().find(key);
+  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing", rest);
+  return found->second;
+}
+
 double number(const io::SafetensorsFile& file, const std::string& key, double fallback) {
   if (!file.metadata().contains(key)) return fallback;
   const Json value = parsed(file, key);
@@ -441,14 +434,9 @@ double number(const io::SafetensorsFile& file, const std::string& key, double fa
 }
 
 std::string kind_of(const io::SafetensorsFile& file) {
-  const auto version = file.metadata().find("kvkeep_trace");
-  KVKEEP_REQUIRE(version != file.metadata().end(), file.where(),
-                 ": metadata \"kvkeep_trace\" is missing, so this is not a trace");
-  KVKEEP_REQUIRE(version->second == "1", file.where(), ": the trace has format version ", shortened(version->second),
-                 "; allowed 1");
-  const auto kind = file.metadata().find("kind");
-  KVKEEP_REQUIRE(kind != file.metadata().end(), file.where(), ": metadata \"kind\" is missing; a trace names its kind");
-  return kind->second;
+  const std::string& version = metadata(file, "kvkeep_trace", ", so this is not a trace");
+  KVKEEP_REQUIRE(version == "1", file.where(), ": the trace has format version ", shortened(version), "; allowed 1");
+  return metadata(file, "kind", "; a trace names its kind");
 }
 
 Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
@@ -457,9 +445,7 @@ Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
         {.queries = e.spec.query_heads > 0,
          .output_projections = e.output_projections,
          .given_scores = std::ranges::all_of(e.given, [](const Tensor& t) { return t.defined(); })});
-  std::vector<std::int32_t> due(static_cast<std::size_t>(e.batch));
-  std::iota(due.begin(), due.end(), 0);
-  const RowTable table = rows_of(e, due);
+  const RowTable table = rows_of(e);
   const Decision decision = policy.decide({e.spec, table, e.basis, Moment::step_end, true, e.output_projections});
   const KeepSet keep = decision.keep ? *decision.keep : keep_everything(table);
   require_pinned(policy.name(), table, keep);

@@ -23,14 +23,12 @@ struct Prompt {
 };
 
 std::int32_t layers_of(const io::SafetensorsFile& file) {
-  const auto found = file.metadata().find("num_layers");
-  KVKEEP_REQUIRE(found != file.metadata().end(), file.where(),
-                 ": metadata \"num_layers\" is missing; a prefill trace needs it");
+  const std::string& given = metadata(file, "num_layers", "; a prefill trace needs it");
   std::int32_t layers = 0;
-  const char* end = found->second.data() + found->second.size();
-  const auto [stop, error] = std::from_chars(found->second.data(), end, layers);
+  const char* end = given.data() + given.size();
+  const auto [stop, error] = std::from_chars(given.data(), end, layers);
   KVKEEP_REQUIRE(error == std::errc() && stop == end && layers >= 1 && layers <= 4096, file.where(),
-                 ": metadata \"num_layers\" is \"", shortened(found->second), "\"; allowed 1 to 4096");
+                 ": metadata \"num_layers\" is \"", shortened(given), "\"; allowed 1 to 4096");
   return layers;
 }
 

@@ -71,7 +71,6 @@ TEST(Gguf, WidensEveryTypeToTheBitsOfThePythonPackage) {
 
 TEST(Gguf, ReadsMetadataAsThePythonPackageWritesIt) {
   const GgufFile file = golden();
-  EXPECT_EQ(file.version(), 3U);
   EXPECT_EQ(file.string("general.architecture"), "test");
   EXPECT_EQ(file.string("words"), std::string_view("gr\xc3\xb6\xc3\x9f"
                                                    "e\0inside",
@@ -227,7 +226,7 @@ TEST(Gguf, RefusesWhatIsNoGgufFileOfVersion2Or3) {
   parts.version = 0x03000000;
   expect_refused(parts, {"big-endian"});
   parts.version = 2;
-  EXPECT_EQ(file_of(parts).version(), 2U);
+  EXPECT_NO_THROW((void)file_of(parts));
 }
 
 TEST(Gguf, RefusesCountsAndLengthsThatTheFileCannotHold) {

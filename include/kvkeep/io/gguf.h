@@ -46,7 +46,6 @@ class GgufFile {
 
   /// The name of this file in messages.
   [[nodiscard]] const std::string& where() const { return where_; }
-  [[nodiscard]] std::uint32_t version() const { return version_; }
 
   // ---- Metadata. The functions below throw InvalidArgument for a missing key, or if its value has another type.
 
@@ -105,7 +104,6 @@ class GgufFile {
 
   std::string where_;
   std::shared_ptr<const FileBytes> bytes_;
-  std::uint32_t version_ = 0;
   std::map<std::string_view, Value> values_;  // names are views of the bytes
   std::map<std::string_view, Entry> tensors_;
   std::vector<std::string_view> names_;

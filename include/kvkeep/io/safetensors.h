@@ -53,9 +53,6 @@ class SafetensorsFile {
   /// The name of this file in messages.
   [[nodiscard]] const std::string& where() const { return where_; }
 
-  /// Bytes of tensor data, without the header.
-  [[nodiscard]] std::size_t data_bytes() const { return data_bytes_; }
-
  private:
   struct Entry {
     std::string name;
@@ -71,7 +68,6 @@ class SafetensorsFile {
   std::string where_;
   std::shared_ptr<const FileBytes> bytes_;
   std::size_t data_begin_ = 0;
-  std::size_t data_bytes_ = 0;
   std::vector<Entry> entries_;                               // in file order
   std::map<std::string, std::size_t, std::less<>> by_name_;  // name -> entry
   std::map<std::string, std::string> metadata_;

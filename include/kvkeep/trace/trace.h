@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -33,17 +34,14 @@ struct Result {
 
 // Checks of a trace's tensors.
 
-inline std::string shape_of(const Tensor& t) {
-  std::string out = "[";
-  for (std::int64_t d = 0; d < t.dim(); ++d) out += (d > 0 ? ", " : "") + std::to_string(t.size(d));
-  return out + "]";
-}
-
 inline void want(const io::SafetensorsFile& file, const std::string& name, const Tensor& t, bool ok,
                  const std::string& allowed) {
-  KVKEEP_REQUIRE(ok, file.where(), ": tensor \"", name, "\" has shape ", shape_of(t), " and dtype ", t.dtype(),
+  KVKEEP_REQUIRE(ok, file.where(), ": tensor \"", name, "\" has shape ", t.sizes(), " and dtype ", t.dtype(),
                  "; allowed ", allowed);
 }
+
+/// A metadata value. Throws InvalidArgument if it is missing; `rest` ends the sentence.
+const std::string& metadata(const io::SafetensorsFile& file, const std::string& key, std::string_view rest);
 
 /// A metadata value that is a positive number; `fallback` if it is absent.
 double number(const io::SafetensorsFile& file, const std::string& key, double fallback);
