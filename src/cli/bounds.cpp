@@ -193,11 +193,7 @@ BoundedForecast follow(const ModelSpec& spec, const KVPolicy& policy, const Sequ
   return result;
 }
 
-// Tokens that leave the local window of sekv together, in one row.
-struct Batch {
-  Bounds slots, near, folded, spans;  // near: K and V of those that stay, too
-};
-
+// A row of sekv: what becomes of the tokens that leave its local window.
 class SekvRows {
  public:
   SekvRows(const ModelSpec& spec, const Sekv& policy, const SequencePlan& plan, std::int64_t slot)
@@ -239,7 +235,9 @@ class SekvRows {
     return static_cast<std::int64_t>(std::ceil(bytes_.far_token * static_cast<double>(total.folded.most)));
   }
 
-  Batch total;
+  struct {
+    Bounds slots, near, folded, spans;  // near: K and V of those that stay, too
+  } total;
 
  private:
   [[nodiscard]] double longest() const { return cut_.max_span > 0 ? cut_.max_span : kAnyLength; }

@@ -24,12 +24,14 @@ struct SequencePlan {
 struct LayerSlots {
   std::int32_t least = 0, most = 0;
   std::int64_t bytes = 0;
+  bool operator==(const LayerSlots&) const = default;
 };
 
 struct LayerForecast {
   LayerSlots full;  // nothing dropped
   LayerSlots peak;  // just before the event that finds most
   LayerSlots kept;  // right after the last event; at the end if there is none
+  bool operator==(const LayerForecast&) const = default;
 };
 
 struct Forecast {

@@ -3,15 +3,14 @@
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
 #include <algorithm>
+#include <array>
 #include <charconv>
-#include <map>
 
-#include "forecast.h"
 #include "kvkeep/cli/options.h"
+#include "forecast.h"
 #include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/model_config.h"
-#include "kvkeep/io/untrusted_json.h"
 #include "kvkeep/policy/prefill.h"
 #include "plan.h"
 
@@ -83,26 +82,10 @@ ModelSpec spec_of(const PlanOptions& o) {
       .spec;
 }
 
-struct Planned {
-  ModelSpec spec;
-  std::unique_ptr<KVPolicy> policy;
-  Forecast sequence;
-  OwnBytes own;
-  std::int64_t fits = 0;
-};
+using PlannedExactly = Planned<Forecast>;
 
-bool alike(const LayerSlots& a, const LayerSlots& b) {
-  return a.least == b.least && a.most == b.most && a.bytes == b.bytes;
-}
-
-bool alike(const Planned& out, std::size_t a, std::size_t b) {
-  const LayerForecast &x = out.sequence.layers[a], &y = out.sequence.layers[b];
-  return out.spec.layers[a].kind == out.spec.layers[b].kind && alike(x.full, y.full) && alike(x.peak, y.peak) &&
-         alike(x.kept, y.kept);
-}
-
-// One row for consecutive layers that are alike; bytes are per layer.
-Table layer_table(const Planned& out) {
+// Bytes are per layer.
+Table layer_table(const PlannedExactly& out) {
   Table table({{"layers", "layers", false},
                {"kind", "kind", false},
                {"full_slots", "full slots"},
@@ -111,20 +94,14 @@ Table layer_table(const Planned& out) {
                {"peak_bytes", "per layer"},
                {"kept_slots", "kept slots"},
                {"kept_bytes", "per layer"}});
-  for (std::size_t l = 0; l < out.sequence.layers.size();) {
-    std::size_t last = l;
-    while (last + 1 < out.sequence.layers.size() && alike(out, l, last + 1)) ++last;
-    const LayerForecast& layer = out.sequence.layers[l];
-    table.add({l == last ? std::to_string(l) : text(l, "-", last), kind_text(out.spec.layers[l].kind),
-               slots_text(layer.full.least, layer.full.most), bytes_cell(layer.full.bytes),
-               slots_text(layer.peak.least, layer.peak.most), bytes_cell(layer.peak.bytes),
-               slots_text(layer.kept.least, layer.kept.most), bytes_cell(layer.kept.bytes)});
-    l = last + 1;
-  }
+  each_run(out, [&](const std::string& layers, const char* kind, const LayerForecast& layer) {
+    table.add({layers, kind, slots_text(layer.full), bytes_cell(layer.full.bytes), slots_text(layer.peak),
+               bytes_cell(layer.peak.bytes), slots_text(layer.kept), bytes_cell(layer.kept.bytes)});
+  });
   return table;
 }
 
-Table total_table(const PlanOptions& o, const Planned& out) {
+Table total_table(const PlanOptions& o, const PlannedExactly& out) {
   Table table(
       {{"what", "K and V of all layers", false}, {"sequence", "per sequence"}, {"batch", text("batch of ", o.batch)}});
   const auto add = [&](const char* what, std::int64_t bytes) {
@@ -138,72 +115,51 @@ Table total_table(const PlanOptions& o, const Planned& out) {
   return table;
 }
 
-std::string markdown(const PlanOptions& o, const Planned& out) {
+std::string markdown(const PlanOptions& o, const PlannedExactly& out) {
   const Forecast& s = out.sequence;
-  std::string head =
-      text("A token takes ", bytes_cell(s.slot_bytes).shown, " of K and V in full layers (", o.dtype, "). ");
-  if (out.policy->trigger().never)
-    head += text(out.policy->name(), " never cuts.\n");
+  std::string head = token_text(o, s.slot_bytes);
+  if (out.policy.trigger().never)
+    head += text(out.policy.name(), " never cuts.\n");
   else if (s.events == 0)
     head += text("No event within ", o.length, " tokens.\n");
   else
     head += text(s.events, s.events == 1 ? " event" : " events", ", the first at token ", s.first_event,
                  ", the last at token ", s.last_event, ". Of the slots that it keeps, the scorer chooses ",
                  share_cell(static_cast<double>(s.chosen_slots) / static_cast<double>(s.kept_slots)).shown, ".\n");
-  if (out.policy->trigger().thins)
+  if (out.policy.trigger().thins)
     head += "Rows keep what passes, and may end up unequal: slots are the most that they may hold.\n";
-  else if (out.policy->trigger().ragged)
+  else if (out.policy.trigger().ragged)
     head +=
         "Rows may end up unequal. If the data decide what each head of a layer holds, slots are those of an average "
         "row.\n";
-  return text(head, "\n", layer_table(out).markdown(), "\n", total_table(o, out).markdown(), "\nIn the memory of ",
-              o.batch, o.batch == 1 ? " full cache" : " full caches", " there is room for ", out.fits,
-              out.fits == 1 ? " sequence" : " sequences", " under ", out.policy->name(), ": ",
-              std::max<std::int64_t>(0, out.fits - o.batch), " more.\n");
+  return text(head, "\n", layer_table(out).markdown(), "\n", total_table(o, out).markdown(),
+              room_text(o, out.fits), " under ", out.policy.name(), ": ", std::max<std::int64_t>(0, out.fits - o.batch),
+              " more.\n");
 }
 
 Json slots_json(const LayerSlots& slots) {
   return {{"slots_least", slots.least}, {"slots_most", slots.most}, {"bytes", slots.bytes}};
 }
 
-std::string json(const PlanOptions& o, const Planned& out) {
+std::string json(const PlanOptions& o, const PlannedExactly& out) {
   const Forecast& s = out.sequence;
-  Json all{{"model", o.model.empty() ? o.shape : o.model},
-           {"policy", Json::parse(out.policy->to_json())},
-           {"dtype", o.dtype},
-           {"batch", o.batch},
-           {"length", o.length},
-           {"prompt", o.prompt},
-           {"page_size", o.page_size},
-           {"token_bytes", s.slot_bytes},
-           {"ragged", out.policy->trigger().ragged},
-           {"events", s.events},
-           {"first_event", s.events > 0 ? Json(s.first_event) : Json(nullptr)},
-           {"last_event", s.events > 0 ? Json(s.last_event) : Json(nullptr)},
-           {"kept_slots", s.kept_slots},
-           {"chosen_slots", s.chosen_slots},
-           {"layers", Json::array()}};
-  for (std::size_t l = 0; l < s.layers.size(); ++l)
-    all["layers"].push_back({{"layer", l},
-                             {"kind", kind_text(out.spec.layers[l].kind)},
-                             {"full", slots_json(s.layers[l].full)},
-                             {"peak", slots_json(s.layers[l].peak)},
-                             {"kept", slots_json(s.layers[l].kept)}});
-  all["own"] = own_json(out.own);
-  const auto totals = [&](std::int64_t n) -> Json {
-    return {{"full_bytes", s.full_bytes * n},
-            {"peak_bytes", s.peak_bytes * n},
-            {"kept_bytes", s.kept_bytes * n},
-            {"own_bytes", out.own.sum() * n}};
-  };
-  all["sequence"] = totals(1);
-  all["total"] = totals(o.batch);
-  all["sequences_that_fit"] = out.fits;
-  return io::written(all, 2) + "\n";
+  return json_text(
+      o, out,
+      {{"events", s.events},
+       {"first_event", s.events > 0 ? Json(s.first_event) : Json(nullptr)},
+       {"last_event", s.events > 0 ? Json(s.last_event) : Json(nullptr)},
+       {"kept_slots", s.kept_slots},
+       {"chosen_slots", s.chosen_slots}},
+      [](const LayerForecast& layer) -> Json {
+        return {{"full", slots_json(layer.full)}, {"peak", slots_json(layer.peak)}, {"kept", slots_json(layer.kept)}};
+      },
+      [&](std::int64_t n) -> Json {
+        return {{"full_bytes", s.full_bytes * n}, {"peak_bytes", s.peak_bytes * n}, {"kept_bytes", s.kept_bytes * n}};
+      });
 }
 
 // Layers, then one sequence, the batch, and what fits into the batch's full caches.
-std::string csv(const PlanOptions& o, const Planned& out) {
+std::string csv(const PlanOptions& o, const PlannedExactly& out) {
   Table table({{"what", ""},
                {"layer", ""},
                {"kind", ""},
@@ -237,59 +193,50 @@ std::string csv(const PlanOptions& o, const Planned& out) {
 void run(const PlanOptions& o) {
   KVKEEP_REQUIRE(o.prompt <= o.length, "--prompt: ", o.prompt, " tokens of a sequence of ", o.length,
                  "; allowed at most --length");
-  Planned out{.spec = spec_of(o), .policy = PolicyText(o.policy).make(), .sequence = {}, .own = {}};
+  const ModelSpec spec = spec_of(o);
+  const std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
   const std::int32_t bytes = o.dtype == "f32" ? 4 : o.dtype == "8bit" ? 1 : 2;
-  const double most = static_cast<double>(out.spec.num_layers()) * out.spec.kv_heads *
-                      (out.spec.key_dim + out.spec.value_dim) * bytes * (static_cast<double>(o.length) + o.page_size) *
-                      o.batch;
+  const double most = static_cast<double>(spec.num_layers()) * spec.kv_heads * (spec.key_dim + spec.value_dim) * bytes *
+                      (static_cast<double>(o.length) + o.page_size) * o.batch;
   KVKEEP_REQUIRE(most < 1e18, "--batch: the full caches of ", o.batch,
                  " sequences would take more than 1e18 bytes; allowed less");
   const SequencePlan plan{.prompt = o.prompt, .length = o.length, .element_bytes = bytes, .page_size = o.page_size};
-  const auto own = [&](const KVPolicy& policy, std::int64_t peak_slots) {
-    return own_bytes(out.spec, policy, peak_slots, o.length, std::max(bytes, 2));  // queries are never quantised
+  const auto* prefill = dynamic_cast<const Prefill*>(policy.get());
+  const KVPolicy& decoding = prefill != nullptr ? prefill->decoding() : *policy;
+  const bool bounded = policy->narrows() || policy->memory() != nullptr;
+  const auto planned = [&]<class Sequence>(const Sequence& sequence, std::int64_t peak_bytes) {
+    Planned<Sequence> out{spec, *policy, sequence, {}, decoding.trigger().ragged, 0};
+    if (bounded || !policy->trigger().never)  // else an engine without kvkeep
+      out.own = own_bytes(spec, decoding, sequence.peak_slots, o.length, std::max(bytes, 2));  // queries: not quantised
+    const std::int64_t each = peak_bytes + out.own.sum();
+    out.fits = each > 0 ? sequence.full_bytes * o.batch / each : 0;
+    return out;
   };
-  const auto room_for = [&](std::int64_t full_bytes, std::int64_t each) {
-    return each > 0 ? full_bytes * o.batch / each : 0;
-  };
-  if (out.policy->narrows() || out.policy->memory() != nullptr) {
-    PlannedBounds between{
-        .spec = out.spec, .policy = *out.policy, .sequence = bounded_forecast(out.spec, *out.policy, plan), .own = {}};
-    const auto* prefill = dynamic_cast<const Prefill*>(out.policy.get());
-    const KVPolicy& decoding = prefill != nullptr ? prefill->decoding() : *out.policy;
-    between.own = own(decoding, between.sequence.peak_slots);
-    between.ragged = decoding.trigger().ragged;
-    between.fits = room_for(between.sequence.full_bytes, between.sequence.peak.most + between.own.sum());
-    return print(bounds_text(o, between));
+  if (bounded) {
+    const BoundedForecast sequence = bounded_forecast(spec, *policy, plan);
+    return print(bounds_text(o, planned(sequence, sequence.peak.most)));
   }
-  out.sequence = forecast(out.spec, *out.policy, plan);
-  out.own = own(*out.policy, out.sequence.peak_slots);
-  if (out.policy->trigger().never) out.own = {};  // an engine without kvkeep
-  out.fits = room_for(out.sequence.full_bytes, out.sequence.peak_bytes + out.own.sum());
-  const std::string warning = warning_about(*out.policy);
+  const Forecast sequence = forecast(spec, *policy, plan);
+  const PlannedExactly out = planned(sequence, sequence.peak_bytes);
+  const std::string warning = warning_about(*policy);
   if (!o.output.quiet && !warning.empty()) note(warning);
   print(o.output.format == Format::md ? markdown(o, out) : o.output.format == Format::csv ? csv(o, out) : json(o, out));
 }
 
 }  // namespace
 
-std::string slots_text(std::int64_t least, std::int64_t most) {
-  return least == most ? std::to_string(most) : text(least, "-", most);
+std::string token_text(const PlanOptions& o, std::int64_t slot_bytes) {
+  return text("A token takes ", bytes_cell(slot_bytes).shown, " of K and V in full layers (", o.dtype, "). ");
+}
+
+std::string room_text(const PlanOptions& o, std::int64_t fits) {
+  return text("\nIn the memory of ", o.batch, o.batch == 1 ? " full cache" : " full caches", " there is room for ", fits,
+              fits == 1 ? " sequence" : " sequences");
 }
 
 const char* kind_text(LayerKind kind) {
-  switch (kind) {
-    case LayerKind::full:
-      return "full";
-    case LayerKind::elsewhere:
-      return "elsewhere";
-    case LayerKind::sliding:
-      return "sliding";
-    case LayerKind::shared:
-      return "shared";
-    case LayerKind::other:
-      return "other";
-  }
-  return "";
+  constexpr std::array kKinds{"full", "elsewhere", "sliding", "shared", "other"};
+  return kKinds[static_cast<std::size_t>(kind)];
 }
 
 void each_own(const OwnBytes& own, const std::function<void(const char* what, std::int64_t bytes)>& add) {
@@ -300,11 +247,6 @@ void each_own(const OwnBytes& own, const std::function<void(const char* what, st
   if (own.surprisal > 0) add("kvkeep's own: surprisal", own.surprisal);
   if (own.queries > 0) add("kvkeep's own: queries", own.queries);
   if (own.event > 0) add("kvkeep's own: one event", own.event);
-}
-
-Json own_json(const OwnBytes& own) {
-  return {{"positions", own.positions}, {"credit", own.credit},   {"tally", own.tally}, {"given", own.given},
-          {"surprisal", own.surprisal}, {"queries", own.queries}, {"event", own.event}, {"sum", own.sum()}};
 }
 
 Run add_plan(CLI::App& app) {

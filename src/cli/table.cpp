@@ -14,9 +14,9 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::string formatted(const char* format, double number) {
+std::string formatted(const char* format, auto... numbers) {
   char text[64];
-  std::snprintf(text, sizeof text, format, number);
+  std::snprintf(text, sizeof text, format, numbers...);
   return text;
 }
 
@@ -52,8 +52,7 @@ Cell bytes_cell(std::int64_t bytes) {
 
 Cell real_cell(double number, int digits) {
   if (!std::isfinite(number)) return {nullptr, "-"};
-  char text[64];
-  std::snprintf(text, sizeof text, "%.*f", digits, number);
+  const std::string text = formatted("%.*f", digits, number);
   return {Json::parse(text), text};
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/untrusted_json.h"
@@ -9,12 +10,7 @@
 namespace kvkeep {
 namespace {
 
-std::string shown(double value) {
-  nlohmann::json number = value;
-  return number.dump();
-}
-
-std::string bound(std::int64_t most) { return most >= INT32_MAX ? "" : std::to_string(most); }
+std::string shown(double value) { return nlohmann::json(value).dump(); }
 
 }  // namespace
 
@@ -46,6 +42,17 @@ const nlohmann::json* JsonFields::find(const char* name, Aliases aliases) {
   return found;
 }
 
+const nlohmann::json* JsonFields::take(const char* name, Aliases aliases, OptionInfo info,
+                                       const nlohmann::ordered_json& usual) {
+  if (listing()) {
+    list(name, aliases, std::move(info));
+    return nullptr;
+  }
+  const nlohmann::json* given = find(name, aliases);
+  if (given == nullptr && !usual.is_null()) put(name, usual);
+  return given;
+}
+
 void JsonFields::put(const char* name, const nlohmann::ordered_json& value) {
   if (scope_.empty())
     resolved_[name] = value;
@@ -55,22 +62,14 @@ void JsonFields::put(const char* name, const nlohmann::ordered_json& value) {
 
 bool JsonFields::integer(const char* name, std::int64_t& value, std::int64_t least, std::int64_t most, const char* what,
                          Aliases aliases, const char* fallback) {
-  const std::string allowed = bound(most).empty() ? "an integer, " + std::to_string(least) + " or more"
-                                                  : "an integer from " + std::to_string(least) + " to " + bound(most);
-  if (listing()) {
-    list(name, aliases, {{}, fallback != nullptr ? fallback : std::to_string(value), allowed, what});
-    return false;
-  }
-  const nlohmann::json* given = find(name, aliases);
-  if (given == nullptr) {
-    if (fallback == nullptr) put(name, value);
-    return false;
-  }
-  if (!given->is_number_integer() || (given->is_number_unsigned() && given->get<std::uint64_t>() > INT64_MAX))
-    bad_json(name, *given, allowed);
-  const auto number = given->get<std::int64_t>();
-  if (number < least || number > most) bad_json(name, *given, allowed);
-  value = number;
+  const std::string allowed = most >= INT32_MAX ? text("an integer, ", least, " or more")
+                                                : text("an integer from ", least, " to ", most);
+  const nlohmann::json* given = take(name, aliases, {{}, fallback != nullptr ? fallback : text(value), allowed, what},
+                                     fallback == nullptr ? nlohmann::ordered_json(value) : nullptr);
+  if (given == nullptr) return false;
+  const std::optional<std::int64_t> number = io::whole_number(*given, least, most);
+  if (!number) bad_json(name, *given, allowed);
+  value = *number;
   put(name, value);
   return true;
 }
@@ -90,15 +89,9 @@ JsonFields::Given JsonFields::number(const char* name, double& value, Range rang
   std::string allowed = text("a number in ", range.low_open ? "(" : "[", shown(range.low), ", ", shown(range.high),
                              range.high_open ? ")" : "]");
   if (word != nullptr) allowed += text(" or ", word);
-  if (listing()) {
-    list(name, aliases, {{}, fallback != nullptr ? fallback : shown(value), allowed, what});
-    return Given::nothing;
-  }
-  const nlohmann::json* given = find(name, aliases);
-  if (given == nullptr) {
-    if (fallback == nullptr) put(name, value);
-    return Given::nothing;
-  }
+  const nlohmann::json* given = take(name, aliases, {{}, fallback != nullptr ? fallback : shown(value), allowed, what},
+                                     fallback == nullptr ? nlohmann::ordered_json(value) : nullptr);
+  if (given == nullptr) return Given::nothing;
   if (word != nullptr && *given == word) {
     put(name, word);
     return Given::word;
@@ -127,29 +120,24 @@ void JsonFields::exactly_one(std::initializer_list<std::pair<const char*, bool>>
 }
 
 std::filesystem::path JsonFields::file(const char* name, const char* what) {
-  if (listing()) return listed_file(name, "required", what);
-  const std::filesystem::path path = named_file(name);
-  KVKEEP_REQUIRE(!path.empty(), "policy: ", full_name(name),
+  const std::filesystem::path path = named_file(name, "required", what);
+  KVKEEP_REQUIRE(!path.empty() || listing(), "policy: ", full_name(name),
                  " is missing; allowed the name of a file, relative to the policy file");
   return path;
 }
 
 std::filesystem::path JsonFields::optional_file(const char* name, const char* what) {
-  return listing() ? listed_file(name, "-", what) : named_file(name);
+  return named_file(name, "-", what);
 }
 
-std::filesystem::path JsonFields::listed_file(const char* name, const char* fallback, const char* what) {
-  list(name, {}, {{}, fallback, "a file, relative to the policy file", what, true});
-  return {};
-}
-
-std::filesystem::path JsonFields::named_file(const char* name) {
-  const nlohmann::json* given = find(name, {});
+std::filesystem::path JsonFields::named_file(const char* name, const char* fallback, const char* what) {
+  const nlohmann::json* given =
+      take(name, {}, {{}, fallback, "a file, relative to the policy file", what, true}, nullptr);
   if (given == nullptr) return {};
   if (!given->is_string() || given->get<std::string>().empty()) bad_json(name, *given, "the name of a file");
-  const std::filesystem::path path = given->get<std::string>();
-  put(name, path.is_absolute() ? path.string() : (folder_ / path).string());
-  return path.is_absolute() ? path : folder_ / path;
+  const std::filesystem::path path = folder_ / given->get<std::string>();  // an absolute one replaces it all
+  put(name, path.string());
+  return path;
 }
 
 bool JsonFields::gives(const char* scope, const char* name) const {
@@ -157,15 +145,12 @@ bool JsonFields::gives(const char* scope, const char* name) const {
 }
 
 bool JsonFields::says(const char* scope, const char* name, const char* word) const {
-  if (listing() || !from_->contains(scope)) return false;
-  const nlohmann::json& object = (*from_)[scope];
-  return object.is_object() && object.contains(name) && object[name] == word;
+  return gives(scope, name) && (*from_)[scope][name] == word;
 }
 
 void JsonFields::flag(const char* name, bool& value, const char* what) {
-  if (listing()) return list(name, {}, {{}, value ? "true" : "false", "true, false", what});
-  const nlohmann::json* given = find(name, {});
-  if (given == nullptr) return put(name, value);
+  const nlohmann::json* given = take(name, {}, {{}, value ? "true" : "false", "true, false", what}, value);
+  if (given == nullptr) return;
   if (!given->is_boolean()) bad_json(name, *given, "true, false");
   value = given->get<bool>();
   put(name, value);
@@ -173,15 +158,11 @@ void JsonFields::flag(const char* name, bool& value, const char* what) {
 
 std::string JsonFields::word(const char* name, const std::string& fallback, const std::string& allowed,
                              const char* what, Aliases aliases) {
-  if (listing()) {
-    list(name, aliases, {{}, fallback, allowed, what});
-    return fallback;
-  }
-  const nlohmann::json* given = find(name, aliases);
-  if (given != nullptr && !given->is_string()) bad_json(name, *given, "one of " + allowed);
-  std::string value = given == nullptr ? fallback : given->get<std::string>();
-  put(name, value);
-  return value;
+  const nlohmann::json* given = take(name, aliases, {{}, fallback, allowed, what}, fallback);
+  if (given == nullptr) return fallback;
+  if (!given->is_string()) bad_json(name, *given, "one of " + allowed);
+  put(name, *given);
+  return given->get<std::string>();
 }
 
 void JsonFields::enter(const char* scope) {

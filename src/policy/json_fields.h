@@ -63,8 +63,9 @@ class JsonFields final : public Fields {
   [[noreturn]] void bad_json(const char* name, const nlohmann::json& given, const std::string& allowed) const;
   [[nodiscard]] std::string full_name(const char* name) const { return scope_.empty() ? name : scope_ + "." + name; }
   const nlohmann::json* find(const char* name, Aliases aliases);
-  std::filesystem::path listed_file(const char* name, const char* fallback, const char* what);
-  std::filesystem::path named_file(const char* name);
+  /// What was given; null: nothing, or the option is listed. `usual` is then written, unless that is null.
+  const nlohmann::json* take(const char* name, Aliases aliases, OptionInfo info, const nlohmann::ordered_json& usual);
+  std::filesystem::path named_file(const char* name, const char* fallback, const char* what);
   void list(const char* name, Aliases aliases, OptionInfo info);
   void put(const char* name, const nlohmann::ordered_json& value);
 

@@ -1,5 +1,6 @@
 #include "kvkeep/policy/registry.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "json_fields.h"
@@ -101,19 +102,16 @@ std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view text, const std
 
 std::vector<PolicyFile> files_of(const nlohmann::json& object, const std::filesystem::path& folder) {
   std::vector<PolicyFile> files;
-  const auto text_at = [](const nlohmann::json& in, const std::string& key) {
-    const auto found = in.is_object() ? in.find(key) : in.end();
-    return found != in.end() && found->is_string() ? found->get<std::string>() : std::string();
+  const auto text_at = [&](std::string option) {
+    std::ranges::replace(option, '.', '/');
+    const nlohmann::json::json_pointer place("/" + option);
+    return object.contains(place) && object.at(place).is_string() ? object.at(place).get<std::string>() : std::string();
   };
-  const KnownPolicy* known = known_policies().find(text_at(object, "policy"));
+  const KnownPolicy* known = known_policies().find(text_at("policy"));
   if (known == nullptr) return files;
   for (const OptionInfo& option : info_of(*known).options) {
     if (!option.file) continue;
-    const std::size_t dot = option.name.find('.');
-    const auto scope = dot == std::string::npos ? object.end() : object.find(option.name.substr(0, dot));
-    const std::string named = dot == std::string::npos ? text_at(object, option.name)
-                              : scope != object.end()  ? text_at(*scope, option.name.substr(dot + 1))
-                                                       : std::string();
+    const std::string named = text_at(option.name);
     if (!named.empty()) files.push_back({option.name, folder / named});
   }
   if (object.contains("decode"))
