@@ -335,6 +335,15 @@ class Evictor {
     ~Timer() { seconds += std::chrono::duration<double>(Clock::now() - begun).count(); }
   };
 
+  /// Keys, and values, of every layer that is cut.
+  template <class F>
+  void each_stored(const F& f) const {
+    for (const std::int32_t l : full_layers_)
+      f(cache_[static_cast<std::size_t>(l)].keys), f(cache_[static_cast<std::size_t>(l)].values);
+  }
+  [[nodiscard]] static std::byte* row_at(const ggml_tensor* t, std::int32_t cell) {
+    return static_cast<std::byte*>(t->data) + static_cast<std::size_t>(cell) * t->nb[1];
+  }
   static std::optional<Dtype> dtype_of(ggml_type type) {
     if (type == GGML_TYPE_F32) return Dtype::f32;
     if (type == GGML_TYPE_F16) return Dtype::f16;
@@ -397,7 +406,7 @@ class Evictor {
   void require_plain_shift() const;
   void renumber(llama_seq_id sequence);
   void move_cell(std::int32_t from, std::int32_t to);
-  void remove(llama_seq_id sequence, std::span<const std::int32_t> before, std::span<const std::int32_t> freed);
+  void remove(llama_seq_id sequence, std::span<const std::int32_t> before, std::vector<std::int32_t> freed);
 
   Keeper keeper_;
   Needs needs_;

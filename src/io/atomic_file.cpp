@@ -6,13 +6,11 @@
 #include <cerrno>
 #include <cstring>
 #include <system_error>
-#include <utility>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 
 namespace kvkeep::io {
-namespace fs = std::filesystem;
 
 // A signal handler may only read what existed before the signal: entries that are reused and never freed, each
 // published by one atomic store.
@@ -51,20 +49,18 @@ ListedFile* publish(const std::string& path) {
   return &file;
 }
 
-void withdraw(ListedFile* file) {
-  if (file != nullptr) file->state.store(kFree);
-}
-
 std::string reason() { return std::system_category().message(errno); }
 
-void sync_folder(const fs::path& folder) {
+void sync_folder(const std::filesystem::path& folder) {
   const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) return;  // the file itself is safe; a folder that cannot be opened cannot be synced
   ::fsync(descriptor);
   ::close(descriptor);
 }
 
-fs::path folder_of(const fs::path& path) { return path.has_parent_path() ? path.parent_path() : fs::path("."); }
+std::filesystem::path folder_of(const std::filesystem::path& path) {
+  return path.has_parent_path() ? path.parent_path() : ".";
+}
 
 }  // namespace
 
@@ -79,24 +75,25 @@ std::filesystem::path through_links(const std::filesystem::path& path) {
   refuse("write file: '", path.string(), "' is a link without an end; allowed a file or a new name");
 }
 
-AtomicFile::AtomicFile(const fs::path& path) : path_(through_links(path)) {
+AtomicFile::AtomicFile(const std::filesystem::path& path) : path_(through_links(path)) {
   static std::atomic<unsigned> count{0};
   KVKEEP_REQUIRE(path_.has_filename(), "write file: '", path.string(),
                  "' does not name a file; allowed a path that ends in a file name");
   std::error_code error;
-  const fs::file_status there = fs::status(path_, error);
-  KVKEEP_REQUIRE(there.type() != fs::file_type::none, "write file: '", path.string(), "' cannot be inspected (",
-                 error.message(), "); allowed a file or a new name");
-  KVKEEP_REQUIRE(!fs::exists(there) || fs::is_regular_file(there), "write file: '", path.string(),
-                 "' exists and is not a regular file; allowed a file or a new name");
+  const std::filesystem::file_status there = std::filesystem::status(path_, error);
+  KVKEEP_REQUIRE(there.type() != std::filesystem::file_type::none, "write file: '", path.string(),
+                 "' cannot be inspected (", error.message(), "); allowed a file or a new name");
+  KVKEEP_REQUIRE(!std::filesystem::exists(there) || std::filesystem::is_regular_file(there),
+                 "write file: '", path.string(), "' exists and is not a regular file; allowed a file or a new name");
   constexpr std::size_t kMostOfName = 200;  // the rest of the 255 is for the prefix and suffix
   const std::string name = path_.filename().string().substr(0, kMostOfName);
   do {  // a killed process may have left a file, and in a container the next one has the same process id
-    temporary_ = (folder_of(path_) / text(".", name, ".", ::getpid(), "-", count++, ".unfinished")).string();
-    listed_ = publish(temporary_);
+    temporary_ =
+        (folder_of(path_) / text(".", name, ".", ::getpid(), "-", count++, ".unfinished")).string();
+    listed_.emplace(temporary_);
     descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (descriptor_ >= 0) return;
-    withdraw(listed_);
+    listed_.reset();
   } while (errno == EEXIST);
   refuse("write file: cannot create '", path.string(), "' (", reason(),
          "); allowed an existing folder that can be written to");
@@ -107,7 +104,6 @@ AtomicFile::~AtomicFile() {
     ::close(descriptor_);
     ::unlink(temporary_.c_str());
   }
-  withdraw(listed_);
 }
 
 void AtomicFile::write(const void* data, std::size_t bytes) {
@@ -116,28 +112,32 @@ void AtomicFile::write(const void* data, std::size_t bytes) {
     constexpr std::size_t kMost = std::size_t{1} << 30;  // Linux writes at most 2 GiB at once
     const ssize_t done = ::write(descriptor_, next, bytes < kMost ? bytes : kMost);
     if (done < 0 && errno == EINTR) continue;
-    KVKEEP_REQUIRE_AS(Error, done > 0, "write file: writing '", path_.string(), "' failed (", reason(), ")");
+    KVKEEP_REQUIRE_AS(Error, done > 0, "write file: writing '", path_.string(), "' failed (",
+                      reason(), ")");
     next += done;
     bytes -= static_cast<std::size_t>(done);
   }
 }
 
 void AtomicFile::commit() {
-  KVKEEP_REQUIRE_AS(Error, ::fsync(descriptor_) == 0, "write file: syncing '", path_.string(), "' failed (", reason(),
-                    ")");
+  KVKEEP_REQUIRE_AS(Error, ::fsync(descriptor_) == 0, "write file: syncing '", path_.string(), "' failed (",
+                    reason(), ")");
   KVKEEP_REQUIRE_AS(Error, ::rename(temporary_.c_str(), path_.c_str()) == 0, "write file: putting '", path_.string(),
                     "' in place failed (", reason(), ")");
   ::close(descriptor_);
   descriptor_ = -1;
-  withdraw(std::exchange(listed_, nullptr));
+  listed_.reset();
   sync_folder(folder_of(path_));
 }
 
-RemovedOnSignal::RemovedOnSignal(const fs::path& path) : listed_(publish(path.string())) {}
+RemovedOnSignal::RemovedOnSignal(const std::filesystem::path& path)
+    : listed_(publish(path.string())) {}
 
-RemovedOnSignal::~RemovedOnSignal() { withdraw(listed_); }
+RemovedOnSignal::~RemovedOnSignal() {
+  if (listed_ != nullptr) listed_->state.store(kFree);
+}
 
-void write_text_atomically(const fs::path& path, std::string_view content) {
+void write_text_atomically(const std::filesystem::path& path, std::string_view content) {
   AtomicFile file(path);
   file.write(content);
   file.commit();

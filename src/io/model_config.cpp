@@ -337,8 +337,7 @@ constexpr std::array<const char*, kArchitectures.size()> kClasses{
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM", "Gemma3ForCausalLM"};
 
 Json json_of(const RopeConfig& rope) {
-  Json scaling{{"rope_type", name_of(rope.type)}};
-  if (rope.type != RopeConfig::Type::standard) scaling["factor"] = rope.factor;
+  Json scaling{{"rope_type", name_of(rope.type)}, {"factor", rope.factor}};
   if (rope.original_max > 0) scaling["original_max_position_embeddings"] = rope.original_max;
   if (rope.type == RopeConfig::Type::llama3) {
     scaling["low_freq_factor"] = rope.low_freq_factor;
@@ -355,14 +354,9 @@ Json json_of(const RopeConfig& rope) {
   return scaling;
 }
 
-Json with_theta(Json scaling, double theta) {
-  scaling["rope_theta"] = theta;
-  return scaling;
-}
-
 }  // namespace
 
-std::string ModelConfig::json(std::string_view dtype, Layout layout) const {
+std::string ModelConfig::json(std::string_view dtype) const {
   KVKEEP_REQUIRE(rope.divisors.empty(),
                  "write config: RoPE has divisors of a GGUF file; config.json cannot express them");
   const bool qwen = is_qwen(architecture), gemma = architecture == Architecture::gemma3;
@@ -378,8 +372,11 @@ std::string ModelConfig::json(std::string_view dtype, Layout layout) const {
               {gemma ? "hidden_activation" : "hidden_act", gemma ? "gelu_pytorch_tanh" : "silu"},
               {"rms_norm_eps", rms_eps},
               {"max_position_embeddings", max_positions},
-              {"tie_word_embeddings", tied}};
-  config[layout == Layout::transformers5 ? "dtype" : "torch_dtype"] = dtype;
+              {"tie_word_embeddings", tied},
+              {"torch_dtype", dtype},
+              {"rope_theta", rope.theta},
+              {"rope_scaling", rope.type == RopeConfig::Type::standard ? Json() : json_of(rope)}};
+  if (sliding_rope) config["rope_local_base_freq"] = sliding_rope->theta;
   if (architecture != Architecture::qwen2) config["attention_bias"] = qkv_bias;
   if (!qwen && !gemma) config["mlp_bias"] = mlp_bias;
   if (end_tokens.size() == 1) config["eos_token_id"] = end_tokens[0];
@@ -400,18 +397,6 @@ std::string ModelConfig::json(std::string_view dtype, Layout layout) const {
 
   // transformers' Gemma 3 divides by the root of this number, whatever the head's size.
   if (gemma) config["query_pre_attn_scalar"] = std::llround(1 / (spec.scale() * spec.scale()));
-
-  if (layout == Layout::transformers5) {
-    const Json all = with_theta(json_of(rope), rope.theta);
-    config["rope_parameters"] =
-        sliding_rope ? Json{{"full_attention", all},
-                            {"sliding_attention", with_theta(json_of(*sliding_rope), sliding_rope->theta)}}
-                     : all;
-  } else {
-    config["rope_theta"] = rope.theta;
-    config["rope_scaling"] = rope.type == RopeConfig::Type::standard ? Json() : json_of(rope);
-    if (sliding_rope) config["rope_local_base_freq"] = sliding_rope->theta;
-  }
   return config.dump(1) + "\n";
 }
 

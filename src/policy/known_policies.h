@@ -38,7 +38,6 @@ class KnownPolicies {
  private:
   /// Adds what `name` makes, or throws if `name` or a name that it makes is taken.
   void add(std::string_view operation, std::string_view name, std::vector<KnownPolicy> more);
-  [[nodiscard]] bool taken(std::string_view name) const;
 
   mutable std::mutex mutex_;
   std::vector<ScorerEntry> scorers_;

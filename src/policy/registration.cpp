@@ -16,6 +16,8 @@ bool fit(const ScorerEntry& scorer, const AllocatorEntry& allocator) {
   return s.composes && (s.probability || (!a.probability && (s.comparable || !a.comparable)));
 }
 
+constexpr auto kNameOfPolicy = [](const KnownPolicy* policy) -> const std::string& { return policy->entry.name; };
+
 KnownPolicy composed(const ScorerEntry& scorer, const AllocatorEntry& allocator) {
   return evicting(text(allocator.traits.name, "-", scorer.traits.name), scorer, allocator);
 }
@@ -29,14 +31,11 @@ void require_name(std::string_view operation, std::string_view name) {
 
 }  // namespace
 
-bool KnownPolicies::taken(std::string_view name) const {
-  return std::ranges::any_of(policies_, [&](const KnownPolicy& p) { return p.entry.name == name; }) ||
-         std::ranges::any_of(allocators_, [&](const AllocatorEntry& a) { return a.traits.name == name; });
-}
-
 void KnownPolicies::add(std::string_view operation, std::string_view name, std::vector<KnownPolicy> more) {
   const auto require_free = [&](std::string_view made) {
-    KVKEEP_REQUIRE(!taken(made), operation, ": there is a policy or an allocator ", made, " already; given \"", name,
+    const bool taken = std::ranges::any_of(policies_, [&](const KnownPolicy& p) { return p.entry.name == made; }) ||
+                       std::ranges::any_of(allocators_, [&](const AllocatorEntry& a) { return a.traits.name == made; });
+    KVKEEP_REQUIRE(!taken, operation, ": there is a policy or an allocator ", made, " already; given \"", name,
                    "\"; allowed a name that is not taken");
   };
   require_free(name);
@@ -102,10 +101,6 @@ const KnownPolicy* KnownPolicies::find(std::string_view name) const {
   const auto found = std::ranges::find(policies_, name, [](const KnownPolicy& p) { return p.entry.name; });
   return found == policies_.end() ? nullptr : &*found;
 }
-
-namespace {
-constexpr auto kNameOfPolicy = [](const KnownPolicy* policy) -> const std::string& { return policy->entry.name; };
-}  // namespace
 
 std::string KnownPolicies::names() const { return joined(all(), kNameOfPolicy); }
 

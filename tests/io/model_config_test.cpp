@@ -212,22 +212,20 @@ TEST(ModelConfig, MalformedFieldsAreNamed) {
   EXPECT_THROW((void)ModelConfig::read("/nowhere/at/all"), InvalidArgument);
 }
 
-TEST(ModelConfig, WhatIsWrittenReadsBackInBothLayouts) {
+TEST(ModelConfig, WhatIsWrittenReadsBack) {
   RopeConfig yarn{.type = RopeConfig::Type::yarn, .theta = 5e5, .factor = 4.0, .original_max = 128};
   ModelConfig model = ModelConfig::shape(Architecture::qwen3, 3, 32, 64, 4, 2, 8, 100, yarn);
   model.tied = true;
   model.end_tokens = {1, 7};
   model.spec.layers[1] = {LayerKind::sliding, 9, -1};
-  for (const auto layout : {ModelConfig::Layout::transformers4, ModelConfig::Layout::transformers5}) {
-    const ModelConfig read = ModelConfig::parse(model.json("bfloat16", layout), "", "config.json");
-    EXPECT_EQ(read.architecture, model.architecture);
-    EXPECT_EQ(read.spec.rope.inv_freq, model.spec.rope.inv_freq);
-    EXPECT_EQ(read.spec.rope.attention_scaling, model.spec.rope.attention_scaling);
-    EXPECT_EQ(read.spec.full_layers(), model.spec.full_layers());
-    EXPECT_EQ(read.end_tokens, model.end_tokens);
-    EXPECT_TRUE(read.tied);
-    EXPECT_EQ(read.vocab, 100);
-  }
+  const ModelConfig read = ModelConfig::parse(model.json("bfloat16"), "", "config.json");
+  EXPECT_EQ(read.architecture, model.architecture);
+  EXPECT_EQ(read.spec.rope.inv_freq, model.spec.rope.inv_freq);
+  EXPECT_EQ(read.spec.rope.attention_scaling, model.spec.rope.attention_scaling);
+  EXPECT_EQ(read.spec.full_layers(), model.spec.full_layers());
+  EXPECT_EQ(read.end_tokens, model.end_tokens);
+  EXPECT_TRUE(read.tied);
+  EXPECT_EQ(read.vocab, 100);
 }
 
 TEST(ModelConfig, ReadsWhichLayersOfASmolLM3HaveNoRope) {
@@ -286,8 +284,7 @@ TEST(ModelConfig, ReadsGemma3InBothLayouts) {
                               {"sliding_attention", {{"rope_type", "default"}, {"rope_theta", 1e4}}}};
   for (int l = 0; l < 18; ++l)
     young["layer_types"].push_back((l + 1) % 6 == 0 ? "full_attention" : "sliding_attention");
-  for (const Json& config : {old, young, Json::parse(parse(old).json("float32")),
-                             Json::parse(parse(old).json("float32", ModelConfig::Layout::transformers5))}) {
+  for (const Json& config : {old, young, Json::parse(parse(old).json("float32"))}) {
     const ModelConfig read = parse(config);
     EXPECT_EQ(read.architecture, Architecture::gemma3);
     EXPECT_EQ(read.spec.full_layers(), (std::vector<std::int32_t>{5, 11, 17}));

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -30,6 +31,19 @@ struct ListedFile;
 /// InvalidArgument for a circular link.
 [[nodiscard]] std::filesystem::path through_links(const std::filesystem::path& path);
 
+/// A file that must not outlive the process if a signal ends it: remove_unfinished_files() removes it while this object
+/// lives.
+class RemovedOnSignal {
+ public:
+  explicit RemovedOnSignal(const std::filesystem::path& path);
+  ~RemovedOnSignal();
+  RemovedOnSignal(const RemovedOnSignal&) = delete;
+  RemovedOnSignal& operator=(const RemovedOnSignal&) = delete;
+
+ private:
+  ListedFile* listed_;
+};
+
 /// A file under construction: bytes go to a temporary file beside `path`. commit() puts it in place; without it, the
 /// temporary file is removed. If `path` is a link, its target is replaced or created. Any number may be under
 /// construction at once. Throws: InvalidArgument if the folder is missing or cannot be written to, if `path` exists and
@@ -51,24 +65,11 @@ class AtomicFile {
   std::filesystem::path path_;
   std::string temporary_;
   int descriptor_ = -1;
-  ListedFile* listed_ = nullptr;  // the entry that remove_unfinished_files finds
+  std::optional<RemovedOnSignal> listed_;  // ends after the file is gone
 };
 
 /// Writes a text file whole or not at all.
 void write_text_atomically(const std::filesystem::path& path, std::string_view content);
-
-/// A file that must not outlive the process if a signal ends it: remove_unfinished_files() removes it too while this
-/// object lives.
-class RemovedOnSignal {
- public:
-  explicit RemovedOnSignal(const std::filesystem::path& path);
-  ~RemovedOnSignal();
-  RemovedOnSignal(const RemovedOnSignal&) = delete;
-  RemovedOnSignal& operator=(const RemovedOnSignal&) = delete;
-
- private:
-  ListedFile* listed_;
-};
 
 /// Removes the temporary file of every living AtomicFile, and every RemovedOnSignal. Async-signal-safe: for a SIGINT
 /// handler that then exits.

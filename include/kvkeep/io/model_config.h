@@ -94,10 +94,9 @@ struct ModelConfig {
                            std::int32_t intermediate, std::int32_t query_heads, std::int32_t kv_heads,
                            std::int32_t head_dim, std::int32_t vocab, RopeConfig rope = {});
 
-  /// config.json as transformers saves it; reading it back gives an equal config. Throws: InvalidArgument if RoPE has
-  /// divisors, which config.json cannot express.
-  enum class Layout : std::uint8_t { transformers4, transformers5 };
-  [[nodiscard]] std::string json(std::string_view dtype, Layout layout = Layout::transformers4) const;
+  /// config.json as transformers 4 saves it, which 5 reads too; reading it back gives an equal config. Throws:
+  /// InvalidArgument if RoPE has divisors, which config.json cannot express.
+  [[nodiscard]] std::string json(std::string_view dtype) const;
 };
 
 }  // namespace kvkeep::io

@@ -85,12 +85,11 @@ inline void Evictor::make_view(std::span<const SequenceId> due) {
 /// Cuts those of these sequences that are due. What throws on the way leaves nothing to go on with.
 inline void Evictor::evict(std::vector<SequenceId> due) {
   try {
-    const auto begun = Clock::now();
+    std::optional<Timer> timer(spent_.observing);
     due_ = std::move(due);
     make_view(due_);
     const Plan plan = keeper_.plan(view_);
-    spent_.observing += std::chrono::duration<double>(Clock::now() - begun).count();
-    const Timer timer(spent_.events);
+    timer.emplace(spent_.events);
     cut(plan);
   } catch (...) {
     detach();
@@ -154,7 +153,7 @@ inline void Evictor::rearrange(llama_seq_id sequence, const PageMove& move, cons
     place(held, move, plan, freed);
   else if (rewritable_)
     lower(held, move, freed);
-  remove(sequence, move.before, freed);
+  remove(sequence, move.before, std::move(freed));
   if (!rewritable_ && positions_ == Positions::cache) renumber(sequence);
   if (positions_ == Positions::cache) held.lag = keeper_.logical_length(sequence) - std::ssize(held.cells);
   held.least = label(*std::ranges::min_element(held.cells, {}, [&](std::int32_t cell) { return label(cell); }));
@@ -193,17 +192,13 @@ inline void Evictor::place(Held& held, const PageMove& move, const Plan& plan, s
   std::vector<std::int32_t> cells(move.before.begin(), move.before.begin() + slots), labels;
   for (const std::int32_t cell : cells) labels.push_back(label(cell));
   const ModelSpec& spec = keeper_.spec();
-  for (const std::int32_t l : full_layers_)
-    for (const ggml_tensor* t :
-         {cache_[static_cast<std::size_t>(l)].keys, cache_[static_cast<std::size_t>(l)].values}) {
-      auto* data = static_cast<std::byte*>(t->data);
-      gathered_.resize(static_cast<std::size_t>(slots) * t->nb[1]);
-      for (std::size_t j = 0; j < cells.size(); ++j)
-        std::memcpy(gathered_.data() + j * t->nb[1], data + static_cast<std::size_t>(held.cells[j]) * t->nb[1],
-                    t->nb[1]);
-      for (std::size_t j = 0; j < cells.size(); ++j)
-        std::memcpy(data + static_cast<std::size_t>(cells[j]) * t->nb[1], gathered_.data() + j * t->nb[1], t->nb[1]);
-    }
+  each_stored([&](const ggml_tensor* t) {
+    gathered_.resize(static_cast<std::size_t>(slots) * t->nb[1]);
+    for (std::size_t j = 0; j < cells.size(); ++j)
+      std::memcpy(gathered_.data() + j * t->nb[1], row_at(t, held.cells[j]), t->nb[1]);
+    for (std::size_t j = 0; j < cells.size(); ++j)
+      std::memcpy(row_at(t, cells[j]), gathered_.data() + j * t->nb[1], t->nb[1]);
+  });
   for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
     const Row& row = plan.table.rows[r];
     if (row.sequence != move.sequence) continue;
@@ -245,25 +240,15 @@ inline void Evictor::renumber(llama_seq_id sequence) {
 
 /// K and V of a cell, in every layer.
 inline void Evictor::move_cell(std::int32_t from, std::int32_t to) {
-  for (const std::int32_t l : full_layers_)
-    for (const ggml_tensor* t :
-         {cache_[static_cast<std::size_t>(l)].keys, cache_[static_cast<std::size_t>(l)].values}) {
-      auto* data = static_cast<std::byte*>(t->data);
-      std::memcpy(data + static_cast<std::size_t>(to) * t->nb[1], data + static_cast<std::size_t>(from) * t->nb[1],
-                  t->nb[1]);
-    }
+  each_stored([&](const ggml_tensor* t) { std::memcpy(row_at(t, to), row_at(t, from), t->nb[1]); });
 }
 
 /// Gives cells back, as runs of positions under which llama.cpp knows them.
 inline void Evictor::remove(llama_seq_id sequence, std::span<const std::int32_t> before,
-                            std::span<const std::int32_t> freed) {
+                            std::vector<std::int32_t> freed) {
   std::vector<std::pair<llama_pos, bool>> known;
-  const std::vector<std::int32_t> gone = [&] {
-    std::vector<std::int32_t> sorted(freed.begin(), freed.end());
-    std::ranges::sort(sorted);
-    return sorted;
-  }();
-  for (const std::int32_t cell : before) known.emplace_back(label(cell), std::ranges::binary_search(gone, cell));
+  std::ranges::sort(freed);
+  for (const std::int32_t cell : before) known.emplace_back(label(cell), std::ranges::binary_search(freed, cell));
   std::ranges::sort(known);
   for (std::size_t i = 0; i < known.size();) {
     std::size_t end = i;

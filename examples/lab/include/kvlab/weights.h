@@ -65,7 +65,6 @@ std::vector<TensorSpec> checkpoint_tensors(const io::ModelConfig& config);
 /// tests and benches. Matrices are normal with deviation 1/sqrt(in), norms near 1, so activations keep their size
 /// through any depth. The same `seed` gives the same bytes. `dtype` is f32, f16 or bf16.
 void write_random_checkpoint(const std::filesystem::path& folder, const io::ModelConfig& config, std::uint64_t seed,
-                             Dtype dtype = Dtype::f32, std::int32_t shards = 1,
-                             io::ModelConfig::Layout layout = io::ModelConfig::Layout::transformers4);
+                             Dtype dtype = Dtype::f32, std::int32_t shards = 1);
 
 }  // namespace kvkeep::lm

@@ -188,14 +188,14 @@ Weights Weights::to(Device device) const {
 }
 
 void write_random_checkpoint(const fs::path& folder, const io::ModelConfig& config, std::uint64_t seed, Dtype dtype,
-                             std::int32_t shards, io::ModelConfig::Layout layout) {
+                             std::int32_t shards) {
   config.check();
   KVKEEP_REQUIRE(is_scorable(dtype), "write random checkpoint: dtype is ", dtype, "; allowed f32, f16, bf16");
   const std::vector<TensorSpec> tensors = checkpoint_tensors(config);
   KVKEEP_REQUIRE(shards >= 1 && static_cast<std::size_t>(shards) <= tensors.size(),
                  "write random checkpoint: shards is ", shards, "; allowed 1 to ", tensors.size());
   fs::create_directories(folder);
-  io::write_text_atomically(folder / "config.json", config.json(dtype_name(dtype), layout));
+  io::write_text_atomically(folder / "config.json", config.json(dtype_name(dtype)));
   if (!config.end_tokens.empty())
     io::write_text_atomically(folder / "generation_config.json",
                               Json{{"eos_token_id", config.end_tokens}}.dump(1) + "\n");

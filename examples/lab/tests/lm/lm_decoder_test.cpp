@@ -318,7 +318,7 @@ TEST(Decoder, ReadsShardsAsItReadsOneFile) {
   const io::ModelConfig config = io::ModelConfig::shape(io::Architecture::llama, 2, 32, 48, 4, 2, 8, 64);
   const Folder whole, parts;
   write_random_checkpoint(whole.path, config, 5);
-  write_random_checkpoint(parts.path, config, 5, Dtype::f32, 3, io::ModelConfig::Layout::transformers5);
+  write_random_checkpoint(parts.path, config, 5, Dtype::f32, 3);
   Decoder a = Decoder::open(whole.path), b = Decoder::open(parts.path);
   const auto x = a.make_cache(1, 8), y = b.make_cache(1, 8);
   EXPECT_TRUE(same_bits(feed(a, x, {1, 2, 3}, 0, 0, 0), feed(b, y, {1, 2, 3}, 0, 0, 0)));
