@@ -132,9 +132,8 @@ std::string markdown(const PlanOptions& o, const PlannedExactly& out) {
     head +=
         "Rows may end up unequal. If the data decide what each head of a layer holds, slots are those of an average "
         "row.\n";
-  return text(head, "\n", layer_table(out).markdown(), "\n", total_table(o, out).markdown(),
-              room_text(o, out.fits), " under ", out.policy.name(), ": ", std::max<std::int64_t>(0, out.fits - o.batch),
-              " more.\n");
+  return text(head, "\n", layer_table(out).markdown(), "\n", total_table(o, out).markdown(), room_text(o, out.fits),
+              " under ", out.policy.name(), ": ", std::max<std::int64_t>(0, out.fits - o.batch), " more.\n");
 }
 
 Json slots_json(const LayerSlots& slots) {
@@ -160,19 +159,9 @@ std::string json(const PlanOptions& o, const PlannedExactly& out) {
 
 // Layers, then one sequence, the batch, and what fits into the batch's full caches.
 std::string csv(const PlanOptions& o, const PlannedExactly& out) {
-  Table table({{"what", ""},
-               {"layer", ""},
-               {"kind", ""},
-               {"sequences", ""},
-               {"full_slots", ""},
-               {"full_bytes", ""},
-               {"peak_slots_least", ""},
-               {"peak_slots_most", ""},
-               {"peak_bytes", ""},
-               {"kept_slots_least", ""},
-               {"kept_slots_most", ""},
-               {"kept_bytes", ""},
-               {"own_bytes", ""}});
+  Table table(
+      columns_of({"what", "layer", "kind", "sequences", "full_slots", "full_bytes", "peak_slots_least",
+                  "peak_slots_most", "peak_bytes", "kept_slots_least", "kept_slots_most", "kept_bytes", "own_bytes"}));
   const Cell none(nullptr, "");
   for (std::size_t l = 0; l < out.sequence.layers.size(); ++l) {
     const LayerForecast& layer = out.sequence.layers[l];
@@ -230,8 +219,8 @@ std::string token_text(const PlanOptions& o, std::int64_t slot_bytes) {
 }
 
 std::string room_text(const PlanOptions& o, std::int64_t fits) {
-  return text("\nIn the memory of ", o.batch, o.batch == 1 ? " full cache" : " full caches", " there is room for ", fits,
-              fits == 1 ? " sequence" : " sequences");
+  return text("\nIn the memory of ", o.batch, o.batch == 1 ? " full cache" : " full caches", " there is room for ",
+              fits, fits == 1 ? " sequence" : " sequences");
 }
 
 const char* kind_text(LayerKind kind) {

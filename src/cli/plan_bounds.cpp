@@ -74,12 +74,9 @@ std::string written(const PlanOptions& o, const PlannedBounds& out) {
   return json_text(
       o, out, {{"events", between(s.events)}, {"spans", between(s.spans)}, {"folded", between(s.folded)}},
       [](const BoundedLayer& layer) -> Json {
-        return {{"full_slots", layer.full_slots},
-                {"full_bytes", layer.full_bytes},
-                {"peak_slots", between(layer.peak_slots)},
-                {"peak_bytes", between(layer.peak_bytes)},
-                {"kept_slots", between(layer.kept_slots)},
-                {"kept_bytes", between(layer.kept_bytes)},
+        return {{"full_slots", layer.full_slots},          {"full_bytes", layer.full_bytes},
+                {"peak_slots", between(layer.peak_slots)}, {"peak_bytes", between(layer.peak_bytes)},
+                {"kept_slots", between(layer.kept_slots)}, {"kept_bytes", between(layer.kept_bytes)},
                 {"far_bytes", between(layer.far_bytes)}};
       },
       [&](std::int64_t n) -> Json {
@@ -91,18 +88,8 @@ std::string written(const PlanOptions& o, const PlannedBounds& out) {
 }
 
 std::string listed(const PlanOptions& o, const PlannedBounds& out) {
-  Table table({{"what", ""},
-               {"layer", ""},
-               {"kind", ""},
-               {"sequences", ""},
-               {"full_bytes", ""},
-               {"peak_bytes_least", ""},
-               {"peak_bytes_most", ""},
-               {"kept_bytes_least", ""},
-               {"kept_bytes_most", ""},
-               {"far_bytes_least", ""},
-               {"far_bytes_most", ""},
-               {"own_bytes", ""}});
+  Table table(columns_of({"what", "layer", "kind", "sequences", "full_bytes", "peak_bytes_least", "peak_bytes_most",
+                          "kept_bytes_least", "kept_bytes_most", "far_bytes_least", "far_bytes_most", "own_bytes"}));
   const Cell none(nullptr, "");
   const auto add = [&](const char* what, const Cell& layer, const Cell& kind, const Cell& sequences, std::int64_t full,
                        const Bounds& peak, const Bounds& kept, const Bounds& far, const Cell& own) {

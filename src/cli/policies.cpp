@@ -49,12 +49,7 @@ struct PoliciesOptions {
 
 // For programs: every policy, one line each.
 Table overview(const std::vector<PolicyInfo>& known) {
-  Table table({{"policy", "policy", false},
-               {"scorer", "scorer", false},
-               {"allocator", "allocator", false},
-               {"needs", "needs", false},
-               {"what", "what", false},
-               {"source", "source", false}});
+  Table table(columns_of({"policy", "scorer", "allocator", "needs", "what", "source"}));
   for (const PolicyInfo& policy : known)
     table.add({policy.name, policy.scorer, policy.allocator, policy.needs, policy.what, policy.source});
   return table;
@@ -66,9 +61,9 @@ std::string survey(const std::vector<PolicyInfo>& known) {
   for (const PolicyInfo& p : known)
     if (!p.allocator.empty() && std::find(allocators.begin(), allocators.end(), p.allocator) == allocators.end())
       allocators.push_back(p.allocator);
-  std::vector<Column> columns{{"policy", "policy", false}};
+  std::vector<Column> columns = columns_of({"policy"});
   for (const std::string& a : allocators) columns.push_back({a, a + "-", false});
-  for (const char* c : {"needs", "what", "source"}) columns.push_back({c, c, false});
+  append(columns, columns_of({"needs", "what", "source"}));
   Table scorers(columns);
   for (const PolicyInfo& p : known) {
     if (!p.allocator.empty() || p.narrows) continue;
@@ -81,15 +76,14 @@ std::string survey(const std::vector<PolicyInfo>& known) {
     for (const std::string& cell : {p.needs, p.what, p.source}) row.emplace_back(cell);
     scorers.add(std::move(row));
   }
-  Table table(
-      {{"name", "name", false}, {"alone", "alone", false}, {"what", "what", false}, {"source", "source", false}});
+  Table table(columns_of({"name", "alone", "what", "source"}));
   for (const std::string& a : allocators) {
     const auto bare = std::find_if(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == a; });
     const auto any = std::find_if(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.allocator == a; });
     table.add({a + "-<scorer>", bare == known.end() ? std::string("-") : text("`", a, "` is ", a, "-", bare->scorer),
                any->what.substr(0, any->what.rfind(": ")), any->source.substr(0, any->source.find(", over "))});
   }
-  Table prompts({{"policy", "policy", false}, {"what", "what", false}, {"source", "source", false}});
+  Table prompts(columns_of({"policy", "what", "source"}));
   for (const PolicyInfo& p : known)
     if (p.narrows) prompts.add({p.name, p.what, p.source});
   return text(
@@ -102,12 +96,7 @@ std::string survey(const std::vector<PolicyInfo>& known) {
 }
 
 Table options_of(const std::vector<PolicyInfo>& shown) {
-  Table table({{"policy", "policy", false},
-               {"option", "option", false},
-               {"default", "default", false},
-               {"allowed", "allowed", false},
-               {"what", "what", false},
-               {"source", "source", false}});
+  Table table(columns_of({"policy", "option", "default", "allowed", "what", "source"}));
   for (const PolicyInfo& policy : shown) {
     for (const OptionInfo& option : policy.options)
       table.add({policy.name, option.name, option.fallback, option.allowed, option.what, policy.source});
@@ -122,10 +111,7 @@ std::string page(const PolicyInfo& policy) {
   if (!policy.chooses.empty())
     out += text("Chooses by score: ", policy.chooses, " slots; the others are sinks and recents\n");
   if (policy.options.empty()) return out + "No options.\n";
-  Table table({{"option", "option", false},
-               {"default", "default", false},
-               {"allowed", "allowed", false},
-               {"what", "what", false}});
+  Table table(columns_of({"option", "default", "allowed", "what"}));
   for (const OptionInfo& option : policy.options)
     table.add({option.name, option.fallback, option.allowed, option.what});
   return out + "\n" + table.markdown();

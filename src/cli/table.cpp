@@ -61,6 +61,12 @@ Cell share_cell(double share) {
   return {Json::parse(formatted("%.5f", share)), formatted("%.1f %%", 100 * share)};
 }
 
+std::vector<Column> columns_of(std::initializer_list<const char*> keys) {
+  std::vector<Column> columns;
+  for (const char* key : keys) columns.push_back({key, key, false});
+  return columns;
+}
+
 void Table::add(std::vector<Cell> row) {
   if (row.size() != columns_.size()) throw std::logic_error("table: the row does not have one cell per column");
   rows_.push_back(std::move(row));

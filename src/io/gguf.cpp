@@ -21,26 +21,11 @@ constexpr std::uint32_t kMostDimensions = 4;
 constexpr std::string_view kAlignmentKey = "general.alignment";
 
 // Types of values by their numbers in files.
-enum ValueType : std::uint32_t {
-  u8,
-  i8,
-  u16,
-  i16,
-  u32,
-  i32,
-  f32,
-  boolean,
-  characters,
-  list,
-  u64,
-  i64,
-  f64,
-  type_count
-};
-constexpr std::array<std::string_view, type_count> kTypeNames{"u8",   "i8",     "u16",   "i16", "u32", "i32", "f32",
-                                                              "bool", "string", "array", "u64", "i64", "f64"};
-constexpr std::array<std::size_t, type_count> kItemBytes{1, 1, 2,  2, 4, 4, 4,
-                                                         1, 8, 12, 8, 8, 8};  // of strings and arrays: the minimum
+enum ValueType : std::uint32_t { u8, i8, u16, i16, u32, i32, f32, boolean, characters, list, u64, i64, f64 };
+constexpr std::array<std::string_view, 13> kTypeNames{"u8",   "i8",     "u16",   "i16", "u32", "i32", "f32",
+                                                      "bool", "string", "array", "u64", "i64", "f64"};
+constexpr std::array<std::size_t, kTypeNames.size()> kItemBytes{
+    1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8};  // of strings and arrays: the minimum
 constexpr std::string_view kReadableValues = "u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, bool, string, array";
 
 constexpr std::uint32_t one_of(std::initializer_list<ValueType> types) {
@@ -131,8 +116,8 @@ struct GgufFile::Reader {
     const std::string_view key = string("a key");
     const std::string subject = text("the value of '", shortened(key), "'");
     const auto known = [&](std::uint32_t type) {
-      KVKEEP_REQUIRE(type < type_count, key_in(key, file.where_), "has a value of type ", type, "; allowed 0 to ",
-                     type_count - 1, " (", kReadableValues, ")");
+      KVKEEP_REQUIRE(type < kTypeNames.size(), key_in(key, file.where_), "has a value of type ", type,
+                     "; allowed 0 to ", kTypeNames.size() - 1, " (", kReadableValues, ")");
       return type;
     };
     Value value{known(number<std::uint32_t>(subject)), false, 1, 0};

@@ -196,9 +196,9 @@ void refuse_what_has_no_code(const ConfigFields& config, Architecture architectu
                     " has use_bidirectional_attention; the decoder's attention is causal");
 }
 
-std::optional<std::vector<std::int32_t>> read_end_tokens(const ConfigFields& fields) {
+std::vector<std::int32_t> read_end_tokens(const ConfigFields& fields) {
   const Json* value = fields.find("eos_token_id");
-  if (value == nullptr) return std::nullopt;
+  if (value == nullptr) return {};
   const Json list = value->is_array() ? *value : Json::array({*value});
   std::vector<std::int32_t> tokens;
   for (const Json& token : list) {
@@ -299,9 +299,9 @@ ModelConfig ModelConfig::parse(std::string_view config_text, std::string_view ge
     const std::string generation_where =
         (std::filesystem::path(where).parent_path() / "generation_config.json").string();
     const Json generation = read_json(generation_text, "read config: " + generation_where);
-    if (auto tokens = read_end_tokens(ConfigFields(generation, generation_where))) model.end_tokens = *tokens;
+    model.end_tokens = read_end_tokens(ConfigFields(generation, generation_where));
   }
-  if (model.end_tokens.empty()) model.end_tokens = read_end_tokens(config).value_or(std::vector<std::int32_t>{});
+  if (model.end_tokens.empty()) model.end_tokens = read_end_tokens(config);
   model.check();
   return model;
 }

@@ -53,11 +53,9 @@ void describe_common(Fields& f, Retention& r) {
   if (stated) r.recent = recent;
   f.flag("protect_prompt", r.protect_prompt,
          "the prompt always stays, inside the budget; a prompt that does not fit raises the budget to prompt + recent");
-  std::int32_t counts = r.trigger.budget.decoded_only ? 1 : 0;
-  f.choice("budget_counts", counts, {{"all", 0}, {"decoded", 1}},
+  f.choice("budget_counts", r.trigger.budget.decoded_only, {{"all", false}, {"decoded", true}},
            "what the budget counts: every slot, or those after the prompt, which then stays in addition (needs "
            "protect_prompt)");
-  r.trigger.budget.decoded_only = counts == 1;
   f.choice("variant", r.variant, {{"strict", Variant::strict}, {"official", Variant::official}},
            "our corrected form, or the published code slot for slot");
   f.choice("share", r.share,

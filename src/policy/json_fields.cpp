@@ -62,8 +62,8 @@ void JsonFields::put(const char* name, const nlohmann::ordered_json& value) {
 
 bool JsonFields::integer(const char* name, std::int64_t& value, std::int64_t least, std::int64_t most, const char* what,
                          Aliases aliases, const char* fallback) {
-  const std::string allowed = most >= INT32_MAX ? text("an integer, ", least, " or more")
-                                                : text("an integer from ", least, " to ", most);
+  const std::string allowed =
+      most >= INT32_MAX ? text("an integer, ", least, " or more") : text("an integer from ", least, " to ", most);
   const nlohmann::json* given = take(name, aliases, {{}, fallback != nullptr ? fallback : text(value), allowed, what},
                                      fallback == nullptr ? nlohmann::ordered_json(value) : nullptr);
   if (given == nullptr) return false;

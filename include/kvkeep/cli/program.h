@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -126,6 +127,9 @@ struct Column {
   std::string title;  // in Markdown
   bool number = true;
 };
+
+// Columns of words, or of a table that only becomes CSV, under their keys.
+std::vector<Column> columns_of(std::initializer_list<const char*> keys);
 
 // More columns of a header, or more cells of a row.
 template <class T>
