@@ -16,6 +16,7 @@ An event happens at the start of the forward that follows the tokens it counts, 
 import threading
 import warnings
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
@@ -43,10 +44,6 @@ from ._rows import KeptCache, Rows
 from ._rows import rows_of as _rows_of
 
 
-def _spec(model):
-    return describe(model)[0]
-
-
 @dataclass
 class Event:
     """What one event did to one sequence."""
@@ -67,9 +64,8 @@ class attach:
     """
 
     def __init__(self, model, policy, output_projections=False, check=True):
-        spec, projections = _spec(model), []
+        (spec, modules), projections = describe(model), []
         if output_projections:
-            modules = describe(model)[1]
             projections = [modules[i].o_proj.weight.detach() if i in modules else None for i in range(spec.num_layers)]
         self._start(model, policy, Keeper(spec, policy, output_projections=projections))
         if check:
@@ -78,7 +74,8 @@ class attach:
     def _start(self, model, policy, keeper):
         self.model, self.policy, self.events, self.bytes_moved = model, policy, [], 0
         self.keeper, self.lock = keeper, threading.RLock()
-        self._next, self._entered, self._nearest, self._uncached = 0, None, None, False
+        self._next, self._decoder, self._nearest, self._uncached = 0, None, None, False
+        self._given_back = ExitStack()  # what a model has while a `with` block runs
         self._here = threading.local()  # the prompt of generate() and the rows of the forward that run in a thread
 
     def __repr__(self):
@@ -157,7 +154,7 @@ class attach:
 
     def _before_forward(self, module, args, kwargs):
         self._here.running = None  # of a forward that did not end
-        if self._entered is None or module is not self._entered.decoder:  # of a copy of the model
+        if module is not self._decoder:  # of a copy of the model
             return None
         if kwargs.get("output_attentions"):
             refuse(Unsupported, "output_attentions: weights are not formed under a policy; allowed without")
@@ -177,7 +174,7 @@ class attach:
 
     def _after_forward(self, module, args, kwargs, output):
         rows = getattr(self._here, "running", None)
-        if rows is not None and module is self._entered.decoder:
+        if rows is not None and module is self._decoder:
             self._here.running = None
             rows.commit()
 
@@ -212,14 +209,26 @@ class attach:
         return generate
 
     def __enter__(self):
-        if self._entered is not None:
+        if self._decoder is not None:
             refuse(InvalidArgument, "attach() is entered twice; allowed once at a time")
-        self._entered = _Entered(self)
+        model, decoder = self.model, decoder_of(self.model)
+        self._given_back.enter_context(our_attention(model))
+        for hook in (
+            decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            decoder.register_forward_hook(self._after_forward, with_kwargs=True),
+        ):
+            self._given_back.callback(hook.remove)
+        if hasattr(model, "generate"):
+            if "generate" in model.__dict__:
+                self._given_back.callback(setattr, model, "generate", model.generate)
+            self._given_back.callback(model.__dict__.pop, "generate", None)
+            model.generate = MethodType(self._generate(model.generate), model)
+        self._decoder = decoder
         return self
 
     def __exit__(self, error, *_):
-        self._entered.leave()
-        self._entered = None
+        self._given_back.close()
+        self._decoder = None
         if error is not None or self.events:
             return
         if self._nearest is not None:
@@ -265,28 +274,3 @@ class _Ended(StoppingCriteria):
         self.now = (self.now | self.at_end) & (newest == self.pad).numpy()
         self.at_end = torch.isin(newest, self.ends).numpy()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-class _Entered:
-    """What a model has while a `with` block runs, and gives back."""
-
-    def __init__(self, owner):
-        model = self.model = owner.model
-        self.decoder = decoder_of(model)
-        self.attention = our_attention(model)
-        self.attention.__enter__()
-        self.hooks = [
-            self.decoder.register_forward_pre_hook(owner._before_forward, with_kwargs=True),
-            self.decoder.register_forward_hook(owner._after_forward, with_kwargs=True),
-        ]
-        self.own_generate = model.__dict__.get("generate")
-        if hasattr(model, "generate"):
-            model.generate = MethodType(owner._generate(model.generate), model)
-
-    def leave(self):
-        for hook in self.hooks:
-            hook.remove()
-        self.attention.__exit__(None, None, None)
-        self.model.__dict__.pop("generate", None)
-        if self.own_generate is not None:
-            self.model.generate = self.own_generate
