@@ -19,7 +19,7 @@
 #include "kvkeep/simd/highway.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace kvkeep::cpu::HWY_NAMESPACE::attention_lanes {
+namespace kvkeep::cpu::HWY_NAMESPACE::inline attention_lanes {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using D = hn::ScalableTag<float>;
@@ -48,6 +48,15 @@ KVKEEP_INLINE std::int64_t PanelWidth(std::int64_t queries) {
   return queries <= WidthOf<Narrow>() ? WidthOf<Narrow>() : WidthOf<Wide>();
 }
 KVKEEP_INLINE std::int64_t PanelVector(std::int64_t width) { return width == WidthOf<Wide>() ? width / 2 : width; }
+
+/// body(the form of a panel of this width)
+template <class Body>
+HWY_INLINE void WithForm(std::int64_t width, const Body& body) {
+  if (width == WidthOf<Wide>())
+    body(Wide());
+  else
+    body(Narrow());
+}
 
 template <class Half>
 HWY_INLINE void Widen(const Half* HWY_RESTRICT from, std::int64_t n, float* HWY_RESTRICT to) {
@@ -348,10 +357,7 @@ HWY_INLINE void Logits(const Keys& keys, std::int64_t from, std::int64_t to, con
 KVKEEP_INLINE void PanelLogits(std::int64_t width, const Keys& keys, std::int64_t from, std::int64_t to,
                                const float* panels, std::int64_t count, std::int64_t panel_stride, float* logits,
                                float* top, float* widened) {
-  if (width == WidthOf<Wide>())
-    Logits<Wide>(keys, from, to, panels, count, panel_stride, logits, top, widened);
-  else
-    Logits<Narrow>(keys, from, to, panels, count, panel_stride, logits, top, widened);
+  WithForm(width, [&](auto form) HWY_ATTR { Logits<decltype(form)>(keys, from, to, panels, count, panel_stride, logits, top, widened); });
 }
 
 template <class Form>
@@ -375,10 +381,7 @@ HWY_INLINE void Exp(float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_
 }
 
 KVKEEP_INLINE void PanelExp(std::int64_t width, float* x, std::int64_t slots, const float* top, float* sum) {
-  if (width == WidthOf<Wide>())
-    Exp<Wide>(x, slots, top, sum);
-  else
-    Exp<Narrow>(x, slots, top, sum);
+  WithForm(width, [&](auto form) HWY_ATTR { Exp<decltype(form)>(x, slots, top, sum); });
 }
 
 template <class Form>
@@ -412,10 +415,7 @@ HWY_INLINE void GroupMax(const float* HWY_RESTRICT x, std::int64_t slots, std::i
 
 KVKEEP_INLINE void PanelGroupMax(std::int64_t width, const float* x, std::int64_t slots, std::int64_t heads,
                                  std::int64_t queries, std::int64_t stride, bool first, float* largest, float* top) {
-  if (width == WidthOf<Wide>())
-    GroupMax<Wide>(x, slots, heads, queries, stride, first, largest, top);
-  else
-    GroupMax<Narrow>(x, slots, heads, queries, stride, first, largest, top);
+  WithForm(width, [&](auto form) HWY_ATTR { GroupMax<decltype(form)>(x, slots, heads, queries, stride, first, largest, top); });
 }
 
 template <class Form>
@@ -433,10 +433,7 @@ HWY_INLINE void Weigh(const float* HWY_RESTRICT x, std::int64_t slots, const flo
 
 KVKEEP_INLINE void PanelWeigh(std::int64_t width, const float* x, std::int64_t slots, const float* weight,
                               float* usage) {
-  if (width == WidthOf<Wide>())
-    Weigh<Wide>(x, slots, weight, usage);
-  else
-    Weigh<Narrow>(x, slots, weight, usage);
+  WithForm(width, [&](auto form) HWY_ATTR { Weigh<decltype(form)>(x, slots, weight, usage); });
 }
 
 template <class Form>
@@ -455,10 +452,7 @@ HWY_INLINE void Gather(const float* HWY_RESTRICT x, std::int64_t slots, const fl
 
 KVKEEP_INLINE void PanelGather(std::int64_t width, const float* x, std::int64_t slots, const float* weight,
                                float* out) {
-  if (width == WidthOf<Wide>())
-    Gather<Wide>(x, slots, weight, out);
-  else
-    Gather<Narrow>(x, slots, weight, out);
+  WithForm(width, [&](auto form) HWY_ATTR { Gather<decltype(form)>(x, slots, weight, out); });
 }
 
 template <class Form>
@@ -469,10 +463,7 @@ HWY_INLINE void Fold(const float* HWY_RESTRICT usage, std::int64_t slots, float*
 }
 
 KVKEEP_INLINE void FoldLanes(std::int64_t width, const float* usage, std::int64_t slots, float* out) {
-  if (width == WidthOf<Wide>())
-    Fold<Wide>(usage, slots, out);
-  else
-    Fold<Narrow>(usage, slots, out);
+  WithForm(width, [&](auto form) HWY_ATTR { Fold<decltype(form)>(usage, slots, out); });
 }
 
 KVKEEP_INLINE void AddScaled(float* HWY_RESTRICT to, const float* HWY_RESTRICT from, float a, std::int64_t n) {
@@ -497,40 +488,10 @@ KVKEEP_INLINE void PanelSizes(const float* HWY_RESTRICT x, std::int64_t slots, f
 }
 
 }  // namespace kvkeep::cpu::HWY_NAMESPACE::attention_lanes
-
-namespace kvkeep::cpu::HWY_NAMESPACE {
-using attention_lanes::AddScaled;
-using attention_lanes::FoldLanes;
-using attention_lanes::PanelExp;
-using attention_lanes::PanelGather;
-using attention_lanes::PanelGroupMax;
-using attention_lanes::PanelLogits;
-using attention_lanes::PanelSizes;
-using attention_lanes::PanelVector;
-using attention_lanes::PanelWeigh;
-using attention_lanes::PanelWidth;
-using attention_lanes::WidenAny;
-using attention_lanes::WidestPanel;
-}  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvkeep::cpu {
-
-#ifndef KVKEEP_HEADER_ONLY
-HWY_EXPORT(WidestPanel);
-HWY_EXPORT(PanelWidth);
-HWY_EXPORT(PanelVector);
-HWY_EXPORT(PanelLogits);
-HWY_EXPORT(PanelExp);
-HWY_EXPORT(PanelGroupMax);
-HWY_EXPORT(PanelWeigh);
-HWY_EXPORT(PanelGather);
-HWY_EXPORT(FoldLanes);
-HWY_EXPORT(AddScaled);
-HWY_EXPORT(WidenAny);
-HWY_EXPORT(PanelSizes);
-#endif
 
 KVKEEP_INLINE std::int64_t panel_width() { return KVKEEP_DISPATCH(WidestPanel)(); }
 

@@ -15,7 +15,7 @@
 #include "kvkeep/simd/key_lanes.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace kvkeep::cpu::HWY_NAMESPACE::key_lanes {
+namespace kvkeep::cpu::HWY_NAMESPACE::inline key_lanes {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::ScalableTag<float>;
@@ -141,22 +141,10 @@ KVKEEP_INLINE void AddWeightedKeys(const Keys& keys, std::int64_t from, std::int
 }
 
 }  // namespace kvkeep::cpu::HWY_NAMESPACE::key_lanes
-
-namespace kvkeep::cpu::HWY_NAMESPACE {
-using key_lanes::AddWeightedKeys;
-using key_lanes::KeyDots;
-using key_lanes::KeyNorms;
-}  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvkeep::cpu {
-
-#ifndef KVKEEP_HEADER_ONLY
-HWY_EXPORT(KeyNorms);
-HWY_EXPORT(KeyDots);
-HWY_EXPORT(AddWeightedKeys);
-#endif
 
 KVKEEP_INLINE void key_norms(const Keys& keys, std::int64_t from, std::int64_t to, float* norms) {
   KVKEEP_DISPATCH(KeyNorms)(keys, from, to, norms);

@@ -18,7 +18,7 @@
 #include "kvkeep/simd/similar_lanes.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace kvkeep::cpu::HWY_NAMESPACE::similar_lanes {
+namespace kvkeep::cpu::HWY_NAMESPACE::inline similar_lanes {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using P = hn::CappedTag<float, 16>;
@@ -385,20 +385,10 @@ KVKEEP_INLINE void FindSimilar(const Keys& keys, std::int64_t n, const float* in
 }
 
 }  // namespace kvkeep::cpu::HWY_NAMESPACE::similar_lanes
-
-namespace kvkeep::cpu::HWY_NAMESPACE {
-using similar_lanes::FindSimilar;
-using similar_lanes::SimilarWidth;
-}  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvkeep::cpu {
-
-#ifndef KVKEEP_HEADER_ONLY
-HWY_EXPORT(SimilarWidth);
-HWY_EXPORT(FindSimilar);
-#endif
 
 KVKEEP_INLINE std::int64_t similar_width() { return KVKEEP_DISPATCH(SimilarWidth)(); }
 
