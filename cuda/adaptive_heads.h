@@ -1,29 +1,17 @@
 #pragma once
 /// AdaKV on a GPU. Same contract as `kvkeep::AdaptiveHeads`: how many slots every head keeps, and which.
 
-#include <cstdint>
-
-#include "kvkeep/core/protect.h"
-#include "kvkeep/core/slot.h"
-#include "stream.h"
+#include "allotted_rows.h"
 
 namespace kvkeep::cuda {
 
-struct AdaptiveHeadsArguments {
-  const Row* rows = nullptr;  ///< [count] on the device, as all below; the rows of a (layer, sequence) next to each
-                              ///< other, also in the flat scores
-  const RowLimit* limits = nullptr;  ///< [count]; the rows of a (layer, sequence) are due together, when they hold more
-                                     ///< slots than their budgets in total
-  std::int32_t count = 0;
-  std::int32_t heads = 1;                ///< rows of a (layer, sequence)
-  std::int32_t longest = 0;              ///< slots of the longest row, as the host knows it
-  double safeguard = 0.2;                ///< AdaptiveHeadsOptions::safeguard, [0, 1]
-  const float* scores = nullptr;         ///< f32, flat over the rows
-  std::int32_t* counts = nullptr;        ///< i32 [count] out: slots that stay
-  const std::int64_t* indptr = nullptr;  ///< i64 [count + 1] where each row's kept slots go: room for as many as
-                                         ///< cpu::most_across_heads() allows
-  std::int32_t* slots = nullptr;  ///< i32 [indptr[count]] out, ascending from each row's beginning; null: counts alone
-  void* workspace = nullptr;      ///< adaptive_heads_workspace_bytes(), aligned to 32
+/// The rows of a (layer, sequence) are due together, when they hold more slots than their budgets in total. indptr has
+/// room for as many as cpu::most_across_heads() allows. `slots` null: counts alone.
+struct AdaptiveHeadsArguments : AllottedRows {
+  std::int32_t heads = 1;          ///< rows of a (layer, sequence)
+  double safeguard = 0.2;          ///< AdaptiveHeadsOptions::safeguard, [0, 1]
+  std::int32_t* counts = nullptr;  ///< i32 [count] out: slots that stay
+  void* workspace = nullptr;       ///< adaptive_heads_workspace_bytes(), aligned to 32
 };
 
 /// 8 bytes per row and per (layer, sequence).

@@ -1,29 +1,17 @@
 #pragma once
 /// ChunkKV on a GPU. Same contract as `kvkeep::Chunks`, and the same slots given the same scores.
 
-#include <cstdint>
-
+#include "allotted_rows.h"
 #include "kvkeep/allot/chunks.h"
 #include "kvkeep/core/protect.h"
-#include "kvkeep/core/slot.h"
-#include "stream.h"
 
 namespace kvkeep::cuda {
 
-/// Everything on the device but the struct itself.
-struct ChunksArguments {
-  ChunksOptions options;  ///< Heads::shared needs rows of one length and budget in a (layer, sequence)
+struct ChunksArguments : AllottedRows {
+  ChunksOptions options = {};  ///< Heads::shared needs rows of one length and budget in a (layer, sequence)
   Variant variant = Variant::strict;
-  const Row* rows = nullptr;         ///< [count], the rows of a (layer, sequence) next to each other
-  const RowLimit* limits = nullptr;  ///< [count]
-  std::int32_t count = 0;
   std::int32_t heads = 1;         ///< rows of a (layer, sequence)
-  std::int32_t longest = 0;       ///< slots of the longest row
   std::int64_t slots_in_all = 0;  ///< sum of the rows' lengths
-  const float* scores = nullptr;  ///< f32 flat
-  const std::int64_t* indptr =
-      nullptr;  ///< i64 [count + 1] where each row's kept slots go: min(budget, length) for a due row, all for others
-  std::int32_t* slots = nullptr;  ///< i32 [indptr[count]] out, ascending in each row
   void* workspace = nullptr;      ///< chunks_workspace_bytes(), aligned to 32
 };
 

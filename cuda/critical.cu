@@ -4,7 +4,6 @@
 #include "kvkeep/allot/divide.h"
 #include "launch.cuh"
 #include "panel.cuh"
-#include "parts.cuh"
 #include "select.cuh"
 #include "tuning.cuh"
 #include "workspace.h"

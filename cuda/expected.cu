@@ -7,7 +7,6 @@
 #include "key_lanes.cuh"
 #include "launch.cuh"
 #include "panel.cuh"
-#include "parts.cuh"
 #include "softmax.cuh"
 #include "team.cuh"
 #include "tuning.cuh"

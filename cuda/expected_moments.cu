@@ -2,8 +2,8 @@
 #include "kvkeep/score/window.h"
 #include "launch.cuh"
 #include "panel.cuh"
-#include "parts.cuh"
 #include "tuning.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda::expected {
 namespace {

@@ -5,9 +5,9 @@
 
 #include "element.cuh"
 #include "launch.cuh"
-#include "parts.cuh"
 #include "team.cuh"
 #include "tuning.cuh"
+#include "workspace.h"
 
 namespace kvkeep::cuda {
 namespace {

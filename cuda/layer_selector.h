@@ -7,7 +7,7 @@
 #include <span>
 
 #include "kvkeep/layers/layer_selector.h"
-#include "ranked_prompt.h"
+#include "ranks.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

@@ -1,7 +1,6 @@
 #include "mass_segmented.h"
 
 #include "launch.cuh"
-#include "parts.cuh"
 #include "select.cuh"
 #include "tuning.cuh"
 #include "workspace.h"
@@ -204,7 +203,8 @@ class Selection {
   }
 
   __device__ void write(std::int32_t* slots) const {
-    write_kept(team_, length_, [&](std::int32_t t) { return marks_[t] == kIn; }, slots);
+    write_kept(
+        team_, length_, [&](std::int32_t t) { return marks_[t] == kIn; }, slots);
   }
 
  private:

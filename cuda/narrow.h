@@ -6,7 +6,7 @@
 #include <span>
 
 #include "layer_selector.h"
-#include "ranked_prompt.h"
+#include "ranks.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

@@ -4,10 +4,20 @@
 #include <cstdint>
 #include <span>
 
-#include "ranked_prompt.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {
+
+/// One prompt of a launch, known on the host. Places are elements from the array's beginning, so that finished prompts
+/// can be left out and the others keep their places.
+struct RankedPrompt {
+  std::int64_t scores = 0;  ///< its first score
+  std::int64_t ranks = 0;   ///< its first rank
+  std::int64_t stride = 0;  ///< from its ranks of one layer to those of the next
+  std::int64_t kept = 0;    ///< where the list of its tokens that continue begins
+  std::int32_t ranked = 0;  ///< its tokens before the window
+  std::int32_t state = 0;   ///< its LayerSelection
+};
 
 struct RanksArguments {
   std::span<const RankedPrompt> prompts;  ///< on the host

@@ -1,5 +1,6 @@
 #include "select.h"
 
+#include "kvkeep/allot/threshold.h"
 #include "launch.cuh"
 #include "select.cuh"
 #include "tuning.cuh"
@@ -21,12 +22,30 @@ __global__ void __launch_bounds__(tuning::kMostThreads) select_kernel(SelectArgu
   }
 }
 
+__global__ void __launch_bounds__(tuning::kMostThreads) threshold_kernel(ThresholdArguments a) {
+  KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
+  KVKEEP_SHARED(std::int32_t, histogram, kDigits);
+  const BlockTeam team(scratch);
+  for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
+    const Row& row = a.rows[r];
+    const RowLimit& limit = a.limits[r];
+    const float* scores = a.scores + row.first;
+    const std::int32_t kept = limit.due ? passing_slots(scores, row.length, limit, a.threshold, team) : row.length;
+    if (team.thread() == 0) a.counts[r] = kept;
+    write_best(team, histogram, row.length, limit.guarded, scores, kept, a.slots + a.indptr[r]);
+  }
+}
+
 }  // namespace
 
 void launch_select(const SelectArguments& arguments, Stream stream) {
   launch("select", select_kernel,
-         {.blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest), .shared_bytes = 0},
-         stream, arguments);
+         {.blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest)}, stream, arguments);
+}
+
+void launch_threshold(const ThresholdArguments& arguments, Stream stream) {
+  launch("threshold", threshold_kernel,
+         {.blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest)}, stream, arguments);
 }
 
 }  // namespace kvkeep::cuda

@@ -1,29 +1,26 @@
 #pragma once
-/// Top-k of every row with protected slots, on a GPU. Same contract as `kvkeep::select` in rows that are due; others
-/// keep every slot.
+/// Top-k of every row with protected slots, on a GPU: `kvkeep::select` in rows that are due, others keep every slot.
+/// And slots above a threshold: same contract as `kvkeep::Threshold`.
 
-#include <cstdint>
-
-#include "kvkeep/core/protect.h"
-#include "kvkeep/core/slot.h"
-#include "stream.h"
+#include "allotted_rows.h"
 
 namespace kvkeep::cuda {
 
-struct SelectArguments {
-  const Row* rows = nullptr;         ///< [count] on the device, as all below
-  const RowLimit* limits = nullptr;  ///< [count]
-  std::int32_t count = 0;
-  std::int32_t longest = 0;       ///< slots of the longest row, as the host knows it
-  Padding padding = {};           ///< official only: over a whole row, to rank before all others is to stay
-  const float* scores = nullptr;  ///< f32, flat over the rows
-  const std::int64_t* indptr =
-      nullptr;  ///< i64 [count + 1] where each row's kept slots go: min(budget, length) for a due row, all for others
-  std::int32_t* slots = nullptr;  ///< i32 [indptr[count]] out, ascending in each row
+struct SelectArguments : AllottedRows {
+  Padding padding = {};  ///< official only: over a whole row, to rank before all others is to stay
 };
 
 /// One launch, one block per row. Order, ties and NaN as in kvkeep/core/rank_key.h: the same slots as the CPU. No
 /// workspace. Cost: 5 to 9 passes over the scores.
 void launch_select(const SelectArguments& arguments, Stream stream);
+
+struct ThresholdArguments : AllottedRows {
+  float threshold = 0;             ///< ThresholdOptions::threshold as f32
+  std::int32_t* counts = nullptr;  ///< i32 [count] out: how many slots stay; indptr has room for min(budget, length)
+};
+
+/// One launch, one block per row: the same slots as the CPU. No workspace. Cost: a pass over the scores, and as
+/// launch_select.
+void launch_threshold(const ThresholdArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

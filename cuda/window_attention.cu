@@ -1,5 +1,4 @@
 #include "launch.cuh"
-#include "parts.cuh"
 #include "softmax.cuh"
 #include "window_attention_task.cuh"
 #include "workspace.h"

@@ -55,7 +55,6 @@
 // logits of a query, the eight of one c those of a slot: shuffles among them add up over slots or over queries.
 
 #include "launch.cuh"
-#include "parts.cuh"
 #include "window_attention_queries.cuh"
 #include "workspace.h"
 

@@ -1,5 +1,6 @@
 #pragma once
-/// Parts of a caller's workspace. No LibTorch in here.
+/// How memory that is allocated as one piece is cut into arrays: a caller's workspace, and a block's shared memory. No
+/// LibTorch in here.
 
 #include <cstddef>
 #include <cstdint>
@@ -37,6 +38,16 @@ class WorkspaceParts {
  private:
   std::byte* base_;
   std::int64_t bytes_ = 0;
+};
+
+/// The same of the dynamic shared memory, which only a kernel has: offsets from its beginning.
+struct Parts {
+  std::size_t bytes = 0;
+  KVKEEP_HD std::size_t take(std::size_t wanted) {
+    const std::size_t at = bytes;
+    bytes += (wanted + 31) / 32 * 32;
+    return at;
+  }
 };
 
 }  // namespace kvkeep::cuda

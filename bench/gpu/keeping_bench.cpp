@@ -5,20 +5,29 @@
 
 #include <tuple>
 
+#include "arrivals.h"
 #include "chunks.h"
 #include "compact.h"
 #include "critical.h"
-#include "given.h"
 #include "kvkeep/allot/divide.h"
 #include "mass_segmented.h"
-#include "query_ring.h"
 #include "rows.h"
 #include "select.h"
 #include "share.h"
-#include "threshold.h"
 
 namespace kvkeep::cuda {
 namespace {
+
+/// The event's rows, each with its budget, by its scores.
+AllottedRows allotted(const RandomEvent& event) {
+  return {.rows = event.rows->data(),
+          .limits = event.limits->data(),
+          .count = static_cast<std::int32_t>(event.count),
+          .longest = static_cast<std::int32_t>(event.length),
+          .scores = event.scores->data(),
+          .indptr = event.bounds->data(),
+          .slots = event.slots->data()};
+}
 
 void compact(Result& result, Shape shape, Size size) {
   const RandomEvent event(shape, size);
@@ -51,13 +60,7 @@ void compact(Result& result, Shape shape, Size size) {
 
 void select(Result& result, Shape shape, Size size) {
   const RandomEvent event(shape, size);
-  const SelectArguments arguments{.rows = event.rows->data(),
-                                  .limits = event.limits->data(),
-                                  .count = static_cast<std::int32_t>(event.count),
-                                  .longest = size.length,
-                                  .scores = event.scores->data(),
-                                  .indptr = event.bounds->data(),
-                                  .slots = event.slots->data()};
+  const SelectArguments arguments{allotted(event)};
   launch_select(arguments, stream());
   for (const std::int32_t r : sample_of(arguments.count)) {
     const float* scores = event.drawn.data() + r * event.length;
@@ -85,6 +88,12 @@ struct Rooms {
     for (std::size_t r = 0; r < bounds.size(); ++r) bounds[r] = static_cast<std::int64_t>(r) * length;
     indptr = std::make_unique<DeviceArray<std::int64_t>>(bounds);
   }
+  [[nodiscard]] AllottedRows of(const RandomEvent& event) const {
+    AllottedRows rows = allotted(event);
+    rows.indptr = indptr->data();
+    rows.slots = slots.data();
+    return rows;
+  }
   [[nodiscard]] std::vector<std::int32_t> kept_of(std::int32_t r) const {
     const std::int32_t kept = counts.download(static_cast<std::size_t>(r), 1)[0];
     return slots.download(static_cast<std::size_t>(r * length), static_cast<std::size_t>(kept));
@@ -98,15 +107,7 @@ struct Rooms {
 void threshold(Result& result, Shape shape, Size size) {
   const RandomEvent event(shape, size);
   const Rooms rooms(event);
-  const ThresholdArguments a{.rows = event.rows->data(),
-                             .limits = event.limits->data(),
-                             .count = static_cast<std::int32_t>(event.count),
-                             .longest = size.length,
-                             .threshold = 1,  // a sixth of the slots pass
-                             .scores = event.scores->data(),
-                             .indptr = rooms.indptr->data(),
-                             .slots = rooms.slots.data(),
-                             .counts = rooms.counts.data()};
+  const ThresholdArguments a{rooms.of(event), 1, rooms.counts.data()};  // a sixth of the slots pass
   launch_threshold(a, stream());
   for (const std::int32_t r : sample_of(a.count)) {
     std::vector<std::int32_t> want;
@@ -158,15 +159,8 @@ std::vector<std::vector<std::int32_t>> shared_by_heads(const RandomEvent& event,
 void adaptive_heads(Result& result, Shape shape, Size size) {
   const RandomEvent event(shape, size);
   const Rooms rooms(event);
-  AdaptiveHeadsArguments a{.rows = event.rows->data(),
-                           .limits = event.limits->data(),
-                           .count = static_cast<std::int32_t>(event.count),
-                           .heads = shape.kv_heads,
-                           .longest = size.length,
-                           .scores = event.scores->data(),
-                           .counts = rooms.counts.data(),
-                           .indptr = rooms.indptr->data(),
-                           .slots = rooms.slots.data()};
+  AdaptiveHeadsArguments a{rooms.of(event), shape.kv_heads};
+  a.counts = rooms.counts.data();
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(adaptive_heads_workspace_bytes(a)));
   a.workspace = workspace.data();
   launch_adaptive_heads(a, stream());
@@ -183,20 +177,13 @@ void mass_segmented(Result& result, Shape shape, Size size) {
   const RandomEvent event(shape, size);
   const auto slots = static_cast<std::size_t>(event.count * event.length);
   const DeviceArray<float> mass(slots), credit(slots);
-  MassSegmentedArguments a;
-  a.rows = event.rows->data();
-  a.limits = event.limits->data();
+  MassSegmentedArguments a{allotted(event)};
   a.windows = event.windows->data();
   a.queries = event.queries->data();
-  a.count = static_cast<std::int32_t>(event.count);
   a.heads = shape.kv_heads;
-  a.longest = size.length;
   a.slots_in_all = static_cast<std::int64_t>(slots);
-  a.scores = event.scores->data();
   a.mass = mass.data();
   a.credit = credit.data();
-  a.indptr = event.bounds->data();
-  a.slots = event.slots->data();
   const DeviceArray<std::byte> workspace(mass_segmented_workspace_bytes(a.options, a.count, a.longest, a.slots_in_all));
   a.workspace = workspace.data();
   copy_inside(mass.data(), event.usage->data(), slots * 4);
@@ -214,16 +201,9 @@ void mass_segmented(Result& result, Shape shape, Size size) {
 
 void chunks(Result& result, Shape shape, Size size) {
   const RandomEvent event(shape, size);
-  ChunksArguments a;
-  a.rows = event.rows->data();
-  a.limits = event.limits->data();
-  a.count = static_cast<std::int32_t>(event.count);
+  ChunksArguments a{allotted(event)};
   a.heads = shape.kv_heads;
-  a.longest = size.length;
   a.slots_in_all = event.count * event.length;
-  a.scores = event.scores->data();
-  a.indptr = event.bounds->data();
-  a.slots = event.slots->data();
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(chunks_workspace_bytes(a)));
   a.workspace = workspace.data();
   launch_chunks(a, stream());

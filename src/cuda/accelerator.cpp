@@ -6,16 +6,15 @@
 #include <algorithm>
 #include <numeric>
 
+#include "arrivals.h"
 #include "compact.h"
 #include "device_folds.h"
 #include "event.h"
-#include "given.h"
 #include "kvkeep/cuda.h"
 #include "kvkeep/keep/pages.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/torch.h"
 #include "page_counts.h"
-#include "query_ring.h"
 
 namespace kvkeep::cuda {
 namespace {

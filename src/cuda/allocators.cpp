@@ -15,43 +15,38 @@
 #include "kvkeep/allot/threshold.h"
 #include "mass_segmented.h"
 #include "select.h"
-#include "threshold.h"
 
 namespace kvkeep::cuda {
 namespace {
 
+AllottedRows rows_of(const CudaEvent& event, const float* scores, std::int32_t* slots) {
+  return {.rows = event.arguments.rows,
+          .limits = event.arguments.limits,
+          .count = event.arguments.count,
+          .longest = event.arguments.longest,
+          .scores = scores,
+          .indptr = event.tables.indptr,
+          .slots = slots};
+}
+
 float* allot(CudaEvent& event, const Flat&, const WindowAttention&, const float* scores, std::int32_t* slots) {
   const Padding padding = event.limits.variant == Variant::official ? event.limits.padding : Padding{};
-  event.launch(launch_select, {.rows = event.arguments.rows,
-                               .limits = event.arguments.limits,
-                               .count = event.arguments.count,
-                               .longest = event.arguments.longest,
-                               .padding = padding,
-                               .scores = scores,
-                               .indptr = event.tables.indptr,
-                               .slots = slots});
+  event.launch(launch_select, {rows_of(event, scores, slots), padding});
   return nullptr;
 }
 
 float* allot(CudaEvent& event, const MassSegmented& allocator, const WindowAttention& seen, const float* scores,
              std::int32_t* slots) {
-  MassSegmentedArguments arguments;
+  MassSegmentedArguments arguments{rows_of(event, scores, slots)};
   arguments.options = allocator.options();
   arguments.variant = event.limits.variant;
   arguments.padding = event.limits.padding;
-  arguments.rows = event.arguments.rows;
-  arguments.limits = event.arguments.limits;
   arguments.windows = event.asked().windows;
   arguments.queries = event.arguments.queries;
-  arguments.count = event.arguments.count;
   arguments.heads = event.arguments.kv_heads;
-  arguments.longest = event.arguments.longest;
   arguments.slots_in_all = event.evidence.table.slots;
-  arguments.scores = scores;
   arguments.mass = seen.usage.data<float>();
   arguments.credit = arguments.options.credit ? event.flat() : nullptr;
-  arguments.indptr = event.tables.indptr;
-  arguments.slots = slots;
   arguments.workspace = event.take<std::byte>(static_cast<std::int64_t>(
       mass_segmented_workspace_bytes(arguments.options, arguments.count, arguments.longest, arguments.slots_in_all)));
   event.launch(launch_mass_segmented, arguments);
@@ -60,7 +55,7 @@ float* allot(CudaEvent& event, const MassSegmented& allocator, const WindowAtten
 
 float* allot(CudaEvent& event, const Chunks& allocator, const WindowAttention&, const float* scores,
              std::int32_t* slots) {
-  ChunksArguments arguments;
+  ChunksArguments arguments{rows_of(event, scores, slots)};
   arguments.options = allocator.options();
   const RowTable& table = event.evidence.table;
   for (const RowGroup& group : table.groups)
@@ -71,15 +66,8 @@ float* allot(CudaEvent& event, const Chunks& allocator, const WindowAttention&, 
                         allocator.name(), ": heads of layer ", row.layer,
                         " hold different numbers of slots; allowed rows of one length, or heads \"own\"");
   arguments.variant = event.limits.variant;
-  arguments.rows = event.arguments.rows;
-  arguments.limits = event.arguments.limits;
-  arguments.count = event.arguments.count;
   arguments.heads = event.arguments.kv_heads;
-  arguments.longest = event.arguments.longest;
   arguments.slots_in_all = event.evidence.table.slots;
-  arguments.scores = scores;
-  arguments.indptr = event.tables.indptr;
-  arguments.slots = slots;
   arguments.workspace = event.take<std::byte>(chunks_workspace_bytes(arguments));
   event.launch(launch_chunks, arguments);
   return nullptr;
@@ -87,16 +75,7 @@ float* allot(CudaEvent& event, const Chunks& allocator, const WindowAttention&, 
 
 /// `slots` null: counts alone.
 void share_heads(CudaEvent& event, double safeguard, const float* scores, std::int32_t* slots) {
-  AdaptiveHeadsArguments arguments{.rows = event.arguments.rows,
-                                   .limits = event.arguments.limits,
-                                   .count = event.arguments.count,
-                                   .heads = event.arguments.kv_heads,
-                                   .longest = event.arguments.longest,
-                                   .safeguard = safeguard,
-                                   .scores = scores,
-                                   .counts = event.counts,
-                                   .indptr = event.tables.indptr,
-                                   .slots = slots};
+  AdaptiveHeadsArguments arguments{rows_of(event, scores, slots), event.arguments.kv_heads, safeguard, event.counts};
   arguments.workspace = event.take<std::byte>(adaptive_heads_workspace_bytes(arguments));
   event.launch(launch_adaptive_heads, arguments);
 }
@@ -109,15 +88,8 @@ float* allot(CudaEvent& event, const AdaptiveHeads& allocator, const WindowAtten
 
 float* allot(CudaEvent& event, const Threshold& allocator, const WindowAttention&, const float* scores,
              std::int32_t* slots) {
-  event.launch(launch_threshold, {.rows = event.arguments.rows,
-                                  .limits = event.arguments.limits,
-                                  .count = event.arguments.count,
-                                  .longest = event.arguments.longest,
-                                  .threshold = static_cast<float>(allocator.options().threshold),
-                                  .scores = scores,
-                                  .indptr = event.tables.indptr,
-                                  .slots = slots,
-                                  .counts = event.counts});
+  event.launch(launch_threshold,
+               {rows_of(event, scores, slots), static_cast<float>(allocator.options().threshold), event.counts});
   return nullptr;
 }
 

@@ -20,16 +20,7 @@ void make_due(CountedCase& c, const AdaptiveHeads& allocator, oracle::Random& ra
 }
 
 AdaptiveHeadsArguments arguments_of(const CountedCase& c, const DeviceCounted& there, double safeguard) {
-  return {.rows = there.rows.data(),
-          .limits = there.limits.data(),
-          .count = c.count(),
-          .heads = c.spec.kv_heads,
-          .longest = c.longest,
-          .safeguard = safeguard,
-          .scores = there.scores.data(),
-          .counts = there.counts.data(),
-          .indptr = there.indptr.data(),
-          .slots = there.slots.data()};
+  return {there.as_allotted(c), c.spec.kv_heads, safeguard, there.counts.data()};
 }
 
 void launch(AdaptiveHeadsArguments a) {
@@ -94,8 +85,8 @@ TEST_F(AdaptiveHeadsKernel, TakesHeadsThatNeedTheLargestBlock) {
 }
 
 TEST_F(AdaptiveHeadsKernel, RefusesWhatItCannotShare) {
-  EXPECT_THROW(launch_adaptive_heads({.safeguard = 1.5}, nullptr), InvalidArgument);
-  EXPECT_THROW(launch_adaptive_heads({.heads = 1 << 16, .longest = 1 << 15}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_adaptive_heads({{}, 1, 1.5}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_adaptive_heads({{.longest = 1 << 15}, 1 << 16}, nullptr), InvalidArgument);
 }
 
 }  // namespace

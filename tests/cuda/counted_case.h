@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 
+#include "allotted_rows.h"
 #include "device.h"
 #include "kvkeep/kvkeep.h"
 #include "oracle/random_case.h"
@@ -118,6 +119,16 @@ class DeviceCounted {
         indptr(bounds),
         slots(std::vector<std::int32_t>(static_cast<std::size_t>(bounds.back()), kNothing)),
         counts(std::vector<std::int32_t>(most.size(), kNothing)) {}
+
+  [[nodiscard]] AllottedRows as_allotted(const CountedCase& c) const {
+    return {.rows = rows.data(),
+            .limits = limits.data(),
+            .count = c.count(),
+            .longest = c.longest,
+            .scores = scores.data(),
+            .indptr = indptr.data(),
+            .slots = slots.data()};
+  }
 
   /// Counts and slots as the CPU's, and nothing behind them.
   void expect_kept(const KeepSet& wanted) const {

@@ -106,14 +106,14 @@ Got on_device(const CriticalCase& k, double first_stage, bool matrix_unit = true
   CriticalArguments a;
   a.evidence = there.arguments();
   if (safeguard >= 0) {
-    AdaptiveHeadsArguments heads{.rows = a.evidence.rows,
-                                 .limits = a.evidence.limits,
-                                 .count = a.evidence.count,
-                                 .heads = a.evidence.kv_heads,
-                                 .longest = a.evidence.longest,
-                                 .safeguard = safeguard,
-                                 .scores = scores.data(),
-                                 .counts = counts.data()};
+    AdaptiveHeadsArguments heads{{.rows = a.evidence.rows,
+                                  .limits = a.evidence.limits,
+                                  .count = a.evidence.count,
+                                  .longest = a.evidence.longest,
+                                  .scores = scores.data()},
+                                 a.evidence.kv_heads,
+                                 safeguard,
+                                 counts.data()};
     const DeviceArray<std::byte> room(static_cast<std::size_t>(adaptive_heads_workspace_bytes(heads)));
     heads.workspace = room.data();
     launch_adaptive_heads(heads, nullptr);

@@ -1,7 +1,7 @@
 // Given scores on their way to their columns: each at its place as f32, whatever the strides and the dtype; what lies
 // beside them stays.
 
-#include "given.h"
+#include "arrivals.h"
 
 #include <limits>
 

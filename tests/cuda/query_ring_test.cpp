@@ -1,7 +1,7 @@
 // New queries on their way to their rings: every token at its place, whatever the strides, the dtype and where the ring
 // begins; what lies between stays.
 
-#include "query_ring.h"
+#include "arrivals.h"
 
 #include "device.h"
 #include "oracle/random_case.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "oracle/random_case.h"
-#include "ranked_prompt.h"
+#include "ranks.h"
 
 namespace kvkeep::cuda {
 

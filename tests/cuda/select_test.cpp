@@ -74,13 +74,13 @@ TEST_F(Select, KeepsTheSlotsThatTheCpuKeeps) {
       const DeviceArray<float> device_scores(scores);
       const DeviceArray<std::int64_t> device_indptr(indptr);
       const DeviceArray<std::int32_t> slots(wanted.size());
-      launch_select({.rows = device_rows.data(),
-                     .limits = device_limits.data(),
-                     .count = static_cast<std::int32_t>(rows.size()),
-                     .longest = longest,
-                     .scores = device_scores.data(),
-                     .indptr = device_indptr.data(),
-                     .slots = slots.data()},
+      launch_select({{.rows = device_rows.data(),
+                      .limits = device_limits.data(),
+                      .count = static_cast<std::int32_t>(rows.size()),
+                      .longest = longest,
+                      .scores = device_scores.data(),
+                      .indptr = device_indptr.data(),
+                      .slots = slots.data()}},
                     nullptr);
       ASSERT_EQ(slots.download(), wanted) << "round " << round;
     });
@@ -102,13 +102,13 @@ TEST_F(Select, TakesARowThatNeedsTheLargestBlock) {
     const DeviceArray<float> device_scores(scores);
     const DeviceArray<std::int64_t> indptr(std::vector<std::int64_t>{0, length / 3});
     const DeviceArray<std::int32_t> slots(wanted.size());
-    launch_select({.rows = device_rows.data(),
-                   .limits = device_limits.data(),
-                   .count = 1,
-                   .longest = length,
-                   .scores = device_scores.data(),
-                   .indptr = indptr.data(),
-                   .slots = slots.data()},
+    launch_select({{.rows = device_rows.data(),
+                    .limits = device_limits.data(),
+                    .count = 1,
+                    .longest = length,
+                    .scores = device_scores.data(),
+                    .indptr = indptr.data(),
+                    .slots = slots.data()}},
                   nullptr);
     ASSERT_EQ(slots.download(), wanted) << length;
   }

@@ -1,6 +1,6 @@
 // Slots above a threshold on a GPU: the CPU's counts and slots, ties and NaN included.
 
-#include "threshold.h"
+#include "select.h"
 
 #include "counted_case.h"
 
@@ -18,16 +18,7 @@ void expect_as_on_cpu(const CountedCase& c, double threshold) {
   }
   in_every_order([&] {
     const DeviceCounted there(c, most);
-    launch_threshold({.rows = there.rows.data(),
-                      .limits = there.limits.data(),
-                      .count = c.count(),
-                      .longest = c.longest,
-                      .threshold = static_cast<float>(threshold),
-                      .scores = there.scores.data(),
-                      .indptr = there.indptr.data(),
-                      .slots = there.slots.data(),
-                      .counts = there.counts.data()},
-                     nullptr);
+    launch_threshold({there.as_allotted(c), static_cast<float>(threshold), there.counts.data()}, nullptr);
     ASSERT_NO_FATAL_FAILURE(there.expect_kept(wanted));
   });
 }

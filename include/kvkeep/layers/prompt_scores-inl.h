@@ -215,11 +215,24 @@ inline Tensor over_groups(const RowTable& table, std::int32_t group, const float
   return sums;
 }
 
-inline std::int64_t slots_before_windows(const RowTable& table, std::int32_t window) {
-  std::int64_t before = 0;
-  for (const RowGroup& group : table.groups)
-    before += table.rows[static_cast<std::size_t>(group.first_row)].length - window;
-  return before;
+/// `weight` times the sum over the KV heads of each group, for the slots before the window.
+inline Tensor before_windows(const Evidence& evidence, const Tensor& heads, std::int32_t window, float weight) {
+  const RowTable& table = evidence.table;
+  const auto before = [&](const RowGroup& group) {
+    return table.rows[static_cast<std::size_t>(group.first_row)].length - window;
+  };
+  std::int64_t all = 0;
+  for (const RowGroup& group : table.groups) all += before(group);
+  Tensor tokens = zeros({all}, Dtype::f32);
+  float* out = tokens.data<float>();
+  for (const RowGroup& group : table.groups) {
+    for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
+      const float* head = heads.data<float>() + row.first;
+      for (std::int32_t t = 0; t < before(group); ++t) out[t] += product(weight, head[t]);
+    }
+    out += before(group);
+  }
+  return tokens;
 }
 
 }  // namespace prompt_scores_detail
@@ -276,34 +289,12 @@ KVKEEP_INLINE Tensor window_sums(const Evidence& evidence, std::int32_t window, 
 }
 
 KVKEEP_INLINE Tensor sum_over_heads(const Evidence& evidence, const Tensor& heads, std::int32_t window) {
-  const RowTable& table = evidence.table;
-  Tensor tokens = zeros({prompt_scores_detail::slots_before_windows(table, window)}, Dtype::f32);
-  float* out = tokens.data<float>();
-  for (const RowGroup& group : table.groups) {
-    const std::int32_t before = table.rows[static_cast<std::size_t>(group.first_row)].length - window;
-    for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
-      const float* head = heads.data<float>() + row.first;
-      for (std::int32_t t = 0; t < before; ++t) out[t] += head[t];
-    }
-    out += before;
-  }
-  return tokens;
+  return prompt_scores_detail::before_windows(evidence, heads, window, 1.0F);
 }
 
 KVKEEP_INLINE Tensor token_mass(const Evidence& evidence, const Tensor& sums, std::int32_t window) {
-  const RowTable& table = evidence.table;
-  Tensor mass = zeros({prompt_scores_detail::slots_before_windows(table, window)}, Dtype::f32);
-  float* out = mass.data<float>();
-  const float each = 1.0F / static_cast<float>(std::int64_t{evidence.spec.kv_heads} * window);
-  for (const RowGroup& group : table.groups) {
-    const std::int32_t before = table.rows[static_cast<std::size_t>(group.first_row)].length - window;
-    for (const Row& row : table.rows_of(group, evidence.spec.kv_heads)) {
-      const float* u = sums.data<float>() + row.first;
-      for (std::int32_t t = 0; t < before; ++t) out[t] += product(each, u[t]);
-    }
-    out += before;
-  }
-  return mass;
+  return prompt_scores_detail::before_windows(evidence, sums, window,
+                                              1.0F / static_cast<float>(std::int64_t{evidence.spec.kv_heads} * window));
 }
 
 }  // namespace kvkeep

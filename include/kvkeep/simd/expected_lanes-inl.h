@@ -468,7 +468,7 @@ KVKEEP_INLINE void VectorNorms(const Keys& values, std::int64_t from, std::int64
     Norms<float>(values, from, to, out, widened);
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::expected_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline expected_lanes
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE

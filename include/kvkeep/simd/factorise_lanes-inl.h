@@ -419,7 +419,7 @@ KVKEEP_INLINE void BlendLanes(const double* mask, const double* from, std::int64
   for (std::int64_t i = 0; i < n; ++i) Put(hn::IfThenElse(marked, At(from, i), At(to, i)), to, i);
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::factorise_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline factorise_lanes
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE

@@ -140,7 +140,7 @@ KVKEEP_INLINE void AddWeightedKeys(const Keys& keys, std::int64_t from, std::int
   });
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::key_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline key_lanes
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE

@@ -286,7 +286,7 @@ KVKEEP_INLINE bool AnyNan(const float* HWY_RESTRICT x, std::int64_t n) {
   return false;
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::memory_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline memory_lanes
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE

@@ -362,7 +362,7 @@ KVKEEP_INLINE void TriCombine(const float* HWY_RESTRICT raw, std::int64_t group,
   for (; t < length; ++t) run(hn::CappedTag<float, 1>(), t);
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::triattention_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline triattention_lanes
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE

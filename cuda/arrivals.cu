@@ -1,5 +1,8 @@
-#include "query_ring.h"
+#include "arrivals.h"
 
+#include <algorithm>
+
+#include "element.cuh"
 #include "launch.cuh"
 #include "tuning.cuh"
 #include "word.cuh"
@@ -54,20 +57,46 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) query_ring_push_step_ker
   }
 }
 
+/// Blocks with the same y walk the tokens of one arrival.
+template <class T>
+__global__ void __launch_bounds__(tuning::kTurnThreads) given_push_kernel(PushGivenArguments a) {
+  const GivenArrival& arrival = a.arrivals[blockIdx.y];
+  const auto stride = static_cast<std::int64_t>(gridDim.x) * tuning::kTurnThreads;
+  for (std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * tuning::kTurnThreads + threadIdx.x; t < arrival.tokens;
+       t += stride)
+    arrival.to[t] = to_float(*reinterpret_cast<const T*>(arrival.from + t * a.token_stride));
+}
+
+/// Tokens of the longest arrival.
+template <class Arguments>
+std::int32_t most_tokens(const Arguments& arguments) {
+  std::int32_t most = 0;
+  for (std::int32_t i = 0; i < arguments.count; ++i) most = std::max(most, arguments.arrivals[i].tokens);
+  return most;
+}
+
 }  // namespace
 
 void launch_push_queries(const PushQueriesArguments& arguments, Stream stream) {
-  std::int32_t tokens = 0;
-  for (std::int32_t i = 0; i < arguments.count; ++i)
-    tokens = tokens < arguments.arrivals[i].tokens ? arguments.arrivals[i].tokens : tokens;
   launch("query_ring_push", query_ring_push_kernel,
-         {.blocks = blocks_for(tokens, static_cast<unsigned>(arguments.count)), .threads = tuning::kTurnThreads},
+         {.blocks = blocks_for(most_tokens(arguments), static_cast<unsigned>(arguments.count)),
+          .threads = tuning::kTurnThreads},
          stream, arguments);
 }
 
 void launch_push_step(const PushStepArguments& arguments, Stream stream) {
   launch("query_ring_push_step", query_ring_push_step_kernel,
          {.blocks = blocks_for(arguments.tokens), .threads = tuning::kTurnThreads}, stream, arguments);
+}
+
+void launch_push_given(const PushGivenArguments& arguments, Stream stream) {
+  check_wide("give", "scores", arguments.element);
+  dim3 blocks = blocks_of_threads(most_tokens(arguments), tuning::kTurnThreads);
+  blocks.y = static_cast<unsigned>(arguments.count);
+  with_wide_element(arguments.element, [&](auto element) {
+    launch("given_push", given_push_kernel<decltype(element)>, {.blocks = blocks, .threads = tuning::kTurnThreads},
+           stream, arguments);
+  });
 }
 
 }  // namespace kvkeep::cuda
