@@ -66,22 +66,22 @@ __device__ void stage_values(const CriticalTask& task, const Row& row, std::int3
   const auto plain = [](std::int32_t) { return 1.0F; };
   const std::int32_t dim = task.a.value_dim;
   const Element element = task.a.values;
+  const auto stage = [&](auto type) {
+    stage_as<decltype(type), S>(row.values, aligned, begin, row.length, rows, dim, task.padded, element, to, stride,
+                                plain);
+  };
   switch (element) {
     case Element::f16:
-      if constexpr (!std::is_same_v<S, __nv_bfloat16>)
-        stage_as<__half, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, element, to, stride, plain);
+      if constexpr (!std::is_same_v<S, __nv_bfloat16>) stage(__half{});
       return;
     case Element::bf16:
-      if constexpr (!std::is_same_v<S, __half>)
-        stage_as<__nv_bfloat16, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, element, to, stride,
-                                   plain);
+      if constexpr (!std::is_same_v<S, __half>) stage(__nv_bfloat16{});
       return;
     case Element::f32:
-      if constexpr (std::is_same_v<S, float>)
-        stage_as<float, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, element, to, stride, plain);
+      if constexpr (std::is_same_v<S, float>) stage(float{});
       return;
     default:  // 8 bits: all exact as f16 and as bf16
-      stage_as<Bits8, S>(row.values, aligned, begin, row.length, rows, dim, task.padded, element, to, stride, plain);
+      stage(Bits8{});
   }
 }
 
@@ -142,6 +142,7 @@ __global__ void __launch_bounds__(kPanelThreads, 4) critical_f32_kernel(Critical
 
 // On matrix units: a warp has 32 slots, and multiplies them with 32 hidden units at a time.
 
+static_assert(kCriticalThreads == kPanelThreads);
 constexpr std::int32_t kUnitSlots = kCriticalThreads, kScratchStride = 20;
 
 template <class S>
@@ -267,26 +268,6 @@ __global__ void __launch_bounds__(tuning::kMostThreads) critical_kernel(Critical
   }
 }
 
-template <class S>
-void launch_matrix(CriticalTask& task, Stream stream) {
-  task.chunks = (task.a.evidence.longest + kUnitSlots - 1) / kUnitSlots;
-  launch("critical_matrix", critical_matrix_kernel<S>,
-         {.blocks = blocks_for(std::int64_t{task.a.evidence.count} * task.chunks),
-          .threads = kCriticalThreads,
-          .shared_bytes = CriticalMatrixShared<S>(task.padded).bytes},
-         stream, task);
-}
-
-template <class W>
-void launch_f32(CriticalTask& task, Stream stream) {
-  task.chunks = (task.a.evidence.longest + kPanelSlots - 1) / kPanelSlots;
-  launch("critical_f32", critical_f32_kernel<W>,
-         {.blocks = blocks_for(std::int64_t{task.a.evidence.count} * task.chunks),
-          .threads = kPanelThreads,
-          .shared_bytes = CriticalF32Shared(task.padded).bytes},
-         stream, task);
-}
-
 }  // namespace
 
 std::int64_t critical_workspace_bytes(const CriticalArguments& arguments) {
@@ -302,16 +283,22 @@ void launch_critical(const CriticalArguments& a, Stream stream) {
   if (a.evidence.count == 0 || a.evidence.longest == 0) return;
   CriticalTask task{a, static_cast<float*>(a.workspace), (a.value_dim + 15) / 16 * 16, 0};
   const bool unit = a.matrix_unit && a.projection != Element::f32 && (a.values == a.projection || is_8bit(a.values));
-  if (unit && a.projection == Element::f16)
-    launch_matrix<__half>(task, stream);
-  else if (unit)
-    launch_matrix<__nv_bfloat16>(task, stream);
-  else if (a.projection == Element::f16)
-    launch_f32<__half>(task, stream);
-  else if (a.projection == Element::bf16)
-    launch_f32<__nv_bfloat16>(task, stream);
-  else
-    launch_f32<float>(task, stream);
+  const auto measure = [&](const char* name, void (*kernel)(CriticalTask), std::int32_t slots, std::size_t shared) {
+    task.chunks = (a.evidence.longest + slots - 1) / slots;
+    launch(name, kernel,
+           {.blocks = blocks_for(std::int64_t{a.evidence.count} * task.chunks),
+            .threads = kCriticalThreads,
+            .shared_bytes = shared},
+           stream, task);
+  };
+  with_wide_element(a.projection, [&](auto type) {
+    using W = decltype(type);
+    if constexpr (!std::is_same_v<W, float>)
+      if (unit)
+        return measure("critical_matrix", critical_matrix_kernel<W>, kUnitSlots,
+                       CriticalMatrixShared<W>(task.padded).bytes);
+    measure("critical_f32", critical_f32_kernel<W>, kPanelSlots, CriticalF32Shared(task.padded).bytes);
+  });
   launch("critical", critical_kernel,
          {.blocks = blocks_for(a.evidence.count), .threads = tuning::threads_for(a.evidence.longest)}, stream, task);
 }

@@ -108,32 +108,19 @@ __device__ inline void to_floats(const T* from, Element element, float* to) {
   }
 }
 
-/// Calls body(T{}) with the C++ type of an element, Bits8 for all of 8 bits.
+/// Calls body(T{}) with the C++ type of an element that is not an 8-bit number.
+#pragma nv_exec_check_disable
 template <class Body>
-decltype(auto) with_element(Element element, Body&& body) {
-  switch (element) {
-    case Element::f16:
-      return body(__half{});
-    case Element::bf16:
-      return body(__nv_bfloat16{});
-    case Element::f32:
-      return body(float{});
-    default:
-      return body(Bits8{});
-  }
+KVKEEP_HD decltype(auto) with_wide_element(Element element, Body&& body) {
+  if (element == Element::f16) return body(__half{});
+  if (element == Element::bf16) return body(__nv_bfloat16{});
+  return body(float{});
 }
 
-/// The same for an element that is not an 8-bit number.
+/// The same, with Bits8 for all of 8 bits.
 template <class Body>
-decltype(auto) with_wide_element(Element element, Body&& body) {
-  switch (element) {
-    case Element::f16:
-      return body(__half{});
-    case Element::bf16:
-      return body(__nv_bfloat16{});
-    default:
-      return body(float{});
-  }
+decltype(auto) with_element(Element element, Body&& body) {
+  return is_8bit(element) ? body(Bits8{}) : with_wide_element(element, body);
 }
 
 /// The dtype that keys are multiplied in.
@@ -249,7 +236,7 @@ __device__ void stage_as(const SlotAddress& side, bool aligned, std::int32_t beg
 /// kCount numbers of an element that is known at run time, none of 8 bits, as f32.
 template <int kCount>
 __device__ inline void load_wide(const void* from, Element element, float* to) {
-  const auto load = [&](auto type) {
+  with_wide_element(element, [&](auto type) {
     using T = decltype(type);
     PackedElements<T, kCount> held;
     if (reinterpret_cast<std::uintptr_t>(from) % sizeof held == 0) {
@@ -259,13 +246,7 @@ __device__ inline void load_wide(const void* from, Element element, float* to) {
       for (int k = 0; k < kCount; ++k) held.x[k] = static_cast<const T*>(from)[k];
     }
     to_floats<kCount>(held.x, element, to);
-  };
-  if (element == Element::f16)
-    load(__half{});
-  else if (element == Element::bf16)
-    load(__nv_bfloat16{});
-  else
-    load(float{});
+  });
 }
 
 /// What the keys of a slot are multiplied with: its scale if keys have 8 bits, else 1.

@@ -314,16 +314,14 @@ __global__ void __launch_bounds__(kKeyThreads, 4) expected_scores_kernel(Expecte
   const EvidenceArguments& e = task.a.evidence;
   const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes;
   const auto epsilon = static_cast<float>(task.a.epsilon);
-  for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * task.chunks; work += gridDim.x) {
-    const std::int64_t r = work / task.chunks;
+  each_chunk(e, task.chunks, kExpectedChunk, [&](const Chunk& chunk) {
+    const std::int64_t r = chunk.row;
     const Row& row = e.rows[r];
-    const std::int32_t begin = static_cast<std::int32_t>(work - r * task.chunks) * kExpectedChunk, length = row.length;
-    if (!e.due(r) || begin >= length) continue;
-    const std::int32_t end = length - begin < kExpectedChunk ? length : begin + kExpectedChunk;
+    const std::int32_t begin = chunk.begin, end = chunk.end, length = row.length;
     float* g = task.a.scores + row.first;
     if (!is_scored(task, r)) {
       for (std::int32_t t = begin + thread; t < end; t += kKeyThreads) g[t] = static_cast<float>(t);
-      continue;
+      return;
     }
     const std::int32_t chunks = (length + kExpectedChunk - 1) / kExpectedChunk;
     for (std::int32_t h = thread / 32; h < e.group; h += kKeyThreads / 32) {
@@ -381,7 +379,7 @@ __global__ void __launch_bounds__(kKeyThreads, 4) expected_scores_kernel(Expecte
     top = team.largest(top);
     if (thread == 0) task.tops[r * task.chunks + begin / kExpectedChunk] = top;
     __syncthreads();
-  }
+  });
 }
 
 /// Gives the sinks the largest score of the others: one warp per row.

@@ -104,11 +104,8 @@ __device__ void draw_sketch(const RowMatrix& keys, double weight, std::int32_t d
       if (d < dim) squares += x * x, sum += fabs(x);
       if (warp.thread() == 0) row.signs[(own / kSketchBlock * words + w) * kSketchBlock + own % kSketchBlock] = bits;
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      squares += __shfl_xor_sync(kWholeWarp, squares, step);
-      sum += __shfl_xor_sync(kWholeWarp, sum, step);
-    }
+    squares = sum_of_warp(squares);
+    sum = sum_of_warp(sum);
     if (warp.thread() == 0)
       from_float(sum > 0 ? __fdividef(static_cast<float>(squares), static_cast<float>(sum)) : 0.0F,
                  reinterpret_cast<__nv_bfloat16*>(row.sizes)[own]);

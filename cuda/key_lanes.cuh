@@ -39,15 +39,14 @@ struct Chunk {
   std::int32_t begin, end;
 };
 
-/// Calls body(chunk) for every chunk of a due row that falls to this block.
+/// Calls body(chunk) for every chunk of `size` slots of a due row that falls to this block. chunks: of the longest row.
 template <class Body>
-__device__ inline void each_chunk(const EvidenceArguments& e, std::int32_t chunks, Body&& body) {
+__device__ inline void each_chunk(const EvidenceArguments& e, std::int32_t chunks, std::int32_t size, Body&& body) {
   for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * chunks; work += gridDim.x) {
     const std::int64_t r = work / chunks;
-    const std::int32_t begin = static_cast<std::int32_t>(work - r * chunks) * tuning::kKeyChunk,
-                       length = e.rows[r].length;
+    const std::int32_t begin = static_cast<std::int32_t>(work - r * chunks) * size, length = e.rows[r].length;
     if (!e.due(r) || begin >= length) continue;
-    body(Chunk{r, begin, length - begin < tuning::kKeyChunk ? length : begin + tuning::kKeyChunk});
+    body(Chunk{r, begin, length - begin < size ? length : begin + size});
   }
 }
 

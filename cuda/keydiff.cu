@@ -21,7 +21,7 @@ template <class T>
 __global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_direction_kernel(KeyDiffTask task) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim;
-  each_chunk(task.e, task.chunks, [&](const Chunk& chunk) {
+  each_chunk(task.e, task.chunks, tuning::kKeyChunk, [&](const Chunk& chunk) {
     const Row& row = task.e.rows[chunk.row];
     const double sum = weighted_sum<T>(row, chunk.begin, chunk.end, dim, task.e.keys, [&](std::int32_t t, float norm) {
       task.scores[row.first + t] = norm;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_cosine_kernel(Key
   KVKEEP_SHARED(float, anchor, 256 + 16);
   const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes;
   const std::int32_t dim = task.e.dim;
-  each_chunk(task.e, task.chunks, [&](const Chunk& chunk) {
+  each_chunk(task.e, task.chunks, tuning::kKeyChunk, [&](const Chunk& chunk) {
     const Row& row = task.e.rows[chunk.row];
     const bool aligned = is_aligned(row.keys);
     const float* of_row = task.anchors + chunk.row * (dim + 1);

@@ -86,12 +86,6 @@ __device__ Asked asked_of(const MemoryAttentionTask& task, std::int64_t work, st
           query < row.queries && row.spans > 0};
 }
 
-__device__ float number_at(const std::byte* at, Element element, std::int32_t i) {
-  if (element == Element::f16) return to_float(reinterpret_cast<const __half*>(at)[i]);
-  if (element == Element::bf16) return to_float(reinterpret_cast<const __nv_bfloat16*>(at)[i]);
-  return reinterpret_cast<const float*>(at)[i];
-}
-
 /// Floats from one query to the next in shared memory.
 KVKEEP_HD inline std::int32_t staged_query(std::int32_t dim) { return (dim + 7) / 8 * 8; }
 
@@ -101,7 +95,11 @@ __device__ void stage_queries(const MemoryAttentionTask& task, const Asked& aske
     const std::int32_t h = i / stride, d = i - h * stride;
     const std::byte* query =
         task.a.queries + asked.token * task.a.token_stride + (asked.first_head + h) * task.a.head_stride;
-    to[i] = d < task.a.dim ? number_at(query, task.a.query, d) : 0.0F;
+    float x = 0;
+    if (d < task.a.dim)
+      with_wide_element(task.a.query,
+                        [&](auto type) { x = to_float(reinterpret_cast<const decltype(type)*>(query)[d]); });
+    to[i] = x;
   }
 }
 
@@ -235,13 +233,6 @@ __global__ void __launch_bounds__(kMemoryThreads)
                });
   __syncthreads();
   if (told) add_told(task, asked, begin, end, tables, entries, relevance);
-}
-
-template <class T>
-__device__ T sum_of_warp(T x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kWholeWarp, x, step);
-  return x;
 }
 
 /// Turns the logits of one head into shares of all mass, `dense` being the log-sum-exp of everything else; marks those

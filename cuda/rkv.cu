@@ -60,7 +60,7 @@ template <class T>
 __global__ void __launch_bounds__(tuning::kKeyThreads) rkv_unit_sums_kernel(RkvTask task) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim;
-  each_chunk(task.e, task.chunks, [&](const Chunk& chunk) {
+  each_chunk(task.e, task.chunks, tuning::kKeyChunk, [&](const Chunk& chunk) {
     const std::int32_t n = task.domain(chunk.row), end = chunk.end < n ? chunk.end : n;
     if (chunk.begin >= end) return;
     const Row& row = task.e.rows[chunk.row];

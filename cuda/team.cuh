@@ -8,15 +8,21 @@ namespace kvkeep::cuda {
 
 inline constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
 
+/// Sum over a warp in a fixed order, the same in every lane.
+template <class T>
+__device__ inline T sum_of_warp(T x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kWholeWarp, x, step);
+  return x;
+}
+
 /// The 32 lanes of a warp.
 struct WarpTeam {
   [[nodiscard]] __device__ std::int32_t thread() const { return static_cast<std::int32_t>(threadIdx.x % 32); }
   [[nodiscard]] __device__ constexpr std::int32_t size() const { return 32; }
   __device__ void sync() const { __syncwarp(kWholeWarp); }
   [[nodiscard]] __device__ std::uint64_t sum(std::uint64_t mine) const {
-    auto x = static_cast<unsigned long long>(mine);
-    for (int bits = 16; bits > 0; bits /= 2) x += __shfl_xor_sync(kWholeWarp, x, bits);
-    return x;
+    return sum_of_warp(static_cast<unsigned long long>(mine));
   }
   [[nodiscard]] __device__ float largest(float mine) const {
     for (int bits = 16; bits > 0; bits /= 2) {
@@ -37,8 +43,7 @@ struct WarpTeam {
 
 /// Sum over a block in a fixed order, the same in every thread. `shared`: one double per warp.
 __device__ inline double sum_of_block(double x, double* shared, std::int32_t warps) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kWholeWarp, x, step);
+  x = sum_of_warp(x);
   __syncthreads();
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
   __syncthreads();

@@ -89,16 +89,12 @@ __global__ void __launch_bounds__(kTriThreads) triattention_columns_kernel(TriAt
 
 /// Four pairs of a key in shared memory; zeros after the last.
 template <class T>
-struct alignas(4 * sizeof(T)) FourElements {
-  T x[4];
-};
-template <class T>
 __device__ inline void load_pairs(const T* key, std::int32_t f, std::int32_t pairs, RopeStyle style, float scale,
                                   float* a, float* b) {
   if (pairs % 4 == 0) {
     const bool half = style == RopeStyle::half;
-    const auto first = *reinterpret_cast<const FourElements<T>*>(key + (half ? f : 2 * f)),
-               second = *reinterpret_cast<const FourElements<T>*>(key + (half ? f + pairs : 2 * f + 4));
+    const auto first = *reinterpret_cast<const PackedElements<T, 4>*>(key + (half ? f : 2 * f)),
+               second = *reinterpret_cast<const PackedElements<T, 4>*>(key + (half ? f + pairs : 2 * f + 4));
     const float p[4] = {to_float(first.x[0]) * scale, to_float(first.x[1]) * scale, to_float(first.x[2]) * scale,
                         to_float(first.x[3]) * scale};
     const float q[4] = {to_float(second.x[0]) * scale, to_float(second.x[1]) * scale, to_float(second.x[2]) * scale,
