@@ -316,8 +316,7 @@ __device__ void open_within(const MemoryAttentionTask& task, const BlockTeam& te
   }
   const double all = row.resident + static_cast<double>(team.sum(mine)) / costs.unit();
   if (!(all + fabs(all) * 1e-9 <= row.entries)) {  // nearly always they all fit, in any order
-    const std::int32_t asked = write_kept(
-        team, row.spans, [&](std::int32_t s) { return flags[s] != 0; }, list);
+    const std::int32_t asked = write_kept(team, row.spans, [&](std::int32_t s) { return flags[s] != 0; }, list);
     team.sync();
     for (std::int32_t s = team.thread(); s < row.spans; s += team.size()) flags[s] = 0;
     std::uint64_t *a = entries, *b = entries + task.a.most_spans;
@@ -359,8 +358,7 @@ __global__ void __launch_bounds__(kMemoryThreads, 3) memory_attention_open_kerne
     open_within(task, team, counters, row, {relevance + h * stride, marks + h * stride, together, stride},
                 task.entries + 2 * place * stride, task.flags + place * stride, list);
   const SharingHeads all{relevance, marks, asked.heads, stride};
-  const std::int32_t opened = write_kept(
-      team, row.spans, [&](std::int32_t s) { return all.anyone(s); }, list);
+  const std::int32_t opened = write_kept(team, row.spans, [&](std::int32_t s) { return all.anyone(s); }, list);
   if (team.thread() == 0) task.a.opened_count[place] = opened;
 }
 

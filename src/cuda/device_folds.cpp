@@ -114,32 +114,30 @@ void DeviceRows::reserve(std::int32_t spans, std::int64_t tokens) {
   if (words_ > 0) grow(block_room_, KeySketch::padded(tokens) / KeySketch::kBlock, of_blocks_);
 }
 
+template <class Row>
+void DeviceRows::point(Row& out, std::int32_t row, std::int32_t span) const {
+  const auto set = [&](auto& to, const Array& array, std::int64_t room, std::int64_t first) {
+    to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(at(array, room, row, first));
+  };
+  set(out.table, of_spans_[kTable], span_room_, span);
+  set(out.coarse_keys, of_spans_[kCoarseKeys], span_room_, span);
+  set(out.coarse_values, of_spans_[kCoarseValues], span_room_, span);
+  set(out.log_length, of_spans_[kLogLength], span_room_, span);
+  set(out.far, of_spans_[kFar], span_room_, span);
+  if (words_ == 0) return;
+  set(out.signs, of_blocks_[kSigns], block_room_, 0);
+  set(out.sizes, of_blocks_[kSizes], block_room_, 0);
+}
+
 void DeviceRows::describe_end(std::int32_t row, FoldingRow& out) const {
   const FoldedRows::Count& own = counted_.count(row);
-  const auto end = [&](std::size_t array) { return at(of_spans_[array], span_room_, row, own.spans); };
-  out.table = reinterpret_cast<MemorySpan*>(end(kTable));
-  out.coarse_keys = end(kCoarseKeys);
-  out.coarse_values = end(kCoarseValues);
-  out.log_length = reinterpret_cast<float*>(end(kLogLength));
-  out.far = reinterpret_cast<const std::byte**>(end(kFar));
   out.first_token = own.tokens;
-  if (words_ == 0) return;
-  out.signs = reinterpret_cast<std::uint32_t*>(at(of_blocks_[kSigns], block_room_, row, 0));
-  out.sizes = reinterpret_cast<std::uint16_t*>(at(of_blocks_[kSizes], block_room_, row, 0));
+  point(out, row, own.spans);
 }
 
 void DeviceRows::describe(std::int32_t row, FoldedRow& out) const {
   out.spans = counted_.count(row).spans;
-  if (out.spans == 0) return;
-  const auto begin = [&](std::size_t array) { return at(of_spans_[array], span_room_, row, 0); };
-  out.table = reinterpret_cast<const MemorySpan*>(begin(kTable));
-  out.coarse_keys = begin(kCoarseKeys);
-  out.coarse_values = begin(kCoarseValues);
-  out.log_length = reinterpret_cast<const float*>(begin(kLogLength));
-  out.far = reinterpret_cast<const std::byte* const*>(begin(kFar));
-  if (words_ == 0) return;
-  out.signs = reinterpret_cast<const std::uint32_t*>(at(of_blocks_[kSigns], block_room_, row, 0));
-  out.sizes = reinterpret_cast<const std::uint16_t*>(at(of_blocks_[kSizes], block_room_, row, 0));
+  if (out.spans > 0) point(out, row, 0);
 }
 
 DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, FoldBounds bounds, DevicePool& pool,

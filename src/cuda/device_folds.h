@@ -85,6 +85,9 @@ class DeviceRows {
     std::int64_t bytes = 0;
   };
   void grow(std::int64_t& capacity, std::int64_t wanted, std::span<Array> arrays);
+  /// Sets where a row's arrays are, those of spans from `span` on.
+  template <class Row>
+  void point(Row& out, std::int32_t row, std::int32_t span) const;
   [[nodiscard]] std::byte* at(const Array& array, std::int64_t capacity, std::int32_t row, std::int64_t i) const {
     return static_cast<std::byte*>(array.memory.get()) + (row * capacity + i) * array.bytes;
   }

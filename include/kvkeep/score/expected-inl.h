@@ -58,33 +58,6 @@ struct MeanTurn {
   }
 };
 
-/// cos and sin that undo RoPE on a query, attention scaling included; empty if there is none.
-struct TurnBack {
-  std::vector<float> cosines, sines;  ///< [tokens, F]
-
-  /// `tokens` positions, given by position(i).
-  template <class Position>
-  void fill(const RopeSpec& rope, std::int64_t tokens, Position&& position) {
-    const std::size_t pairs = rope.inv_freq.size();
-    cosines.resize(static_cast<std::size_t>(tokens) * pairs);
-    sines.resize(cosines.size());
-    const auto shrink = static_cast<float>(1.0 / (rope.attention_scaling * rope.attention_scaling));
-    for (std::int64_t i = 0; i < tokens; ++i) {
-      float *c = cosines.data() + static_cast<std::size_t>(i) * pairs,
-            *s = sines.data() + static_cast<std::size_t>(i) * pairs;
-      rope_at(rope, position(i), c, s);
-      for (std::size_t f = 0; f < pairs; ++f) {
-        c[f] *= shrink;
-        s[f] *= -shrink;
-      }
-    }
-  }
-  void apply(const RopeSpec& rope, std::int64_t i, float* x) const {
-    const auto pairs = static_cast<std::int64_t>(rope.inv_freq.size());
-    if (!cosines.empty()) rope_rotate(rope.style, pairs, cosines.data() + i * pairs, sines.data() + i * pairs, x);
-  }
-};
-
 /// Queries minus their mean, divided by `scale`.
 struct QueryBlock {
   Aligned<float> x;          ///< [rows, gram_stride(D)], followed by as much as gram() reads
@@ -127,10 +100,20 @@ struct QueryBlock {
   void multiply(std::int64_t rows, std::int64_t dim) { cpu::gram(x.data(), rows, dim, products.data()); }
 };
 
+/// cos and sin that undo RoPE, attention scaling included, on the queries of a view from `first` on.
+inline cpu::Turns turns_back(const RopeSpec& rope, const QueryView& view, std::int32_t first) {
+  cpu::Turns back{.rope = &rope};
+  back.fill(view.count - first, [&](std::int32_t i) { return view.position(first + i); });
+  const auto shrink = static_cast<float>(1.0 / (rope.attention_scaling * rope.attention_scaling));
+  for (float& c : back.cosines) c *= shrink;
+  for (float& s : back.sines) s *= -shrink;
+  return back;
+}
+
 /// Queries of one group that count, by their place in the view, and how to turn them back.
 struct Buffered {
   std::int32_t first = 0, count = 0;
-  const TurnBack* back = nullptr;  ///< of token `first` and later ones; null: the queries come before RoPE
+  const cpu::Turns* back = nullptr;  ///< undoes RoPE on token `first` and later ones; null: they come before it
 };
 
 /// How one row is processed, and the floats that this takes.
@@ -275,7 +258,7 @@ class RowScores {
       if (i + kAhead < buffered.count)  // tokens are far apart: fetched before they are read
         for (std::int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(view.at(buffered.first + i + kAhead, head) + b);
       cpu::widen(view.at(buffered.first + i, head), view.dtype, sizes_.dim, x);
-      if (buffered.back != nullptr) buffered.back->apply(*turn_.rope, i, x);
+      if (buffered.back != nullptr) buffered.back->apply(i, x);
     }
   }
 
@@ -513,7 +496,7 @@ KVKEEP_INLINE Scores Expected::score(const Evidence& evidence, const Limits& lim
   float* out = scores.data.data<float>();
 
   std::vector<expected_detail::Buffered> buffered(table.groups.size());
-  std::vector<expected_detail::TurnBack> backs(table.groups.size());
+  std::vector<cpu::Turns> backs(table.groups.size());
   std::vector<expected_detail::MeanTurn> turns;
   turns.reserve(table.groups.size());
   std::vector<std::size_t> turn_of(table.groups.size());
@@ -537,9 +520,7 @@ KVKEEP_INLINE Scores Expected::score(const Evidence& evidence, const Limits& lim
     turn_of[i] = twin == i ? turns.size() : turn_of[twin];
     if (twin == i) turns.emplace_back(rope, group.next_position, options_.future);
     if (b.count > 0 && evidence.basis == QueryBasis::post_rope && !rope.inv_freq.empty()) {
-      if (twin == i)
-        backs[i].fill(rope, b.count,
-                      [&](std::int64_t t) { return view.position(b.first + static_cast<std::int32_t>(t)); });
+      if (twin == i) backs[i] = expected_detail::turns_back(rope, view, b.first);
       b.back = twin == i ? &backs[i] : buffered[twin].back;
     }
   }

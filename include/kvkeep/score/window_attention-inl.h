@@ -16,26 +16,19 @@
 #include "kvkeep/simd/attention_lanes.h"
 
 namespace kvkeep::cpu {
-namespace window_queries_detail {
+namespace window_turns_detail {
 
 inline Turns turns_of(const Evidence& evidence, const RopeSpec& rope, const QueryView& queries, std::int32_t window) {
   KVKEEP_REQUIRE(evidence.basis == QueryBasis::post_rope || rope.stated(),
                  "window_attention: queries are taken before RoPE, which the model spec does not state; allowed with "
                  "rope.inv_freq, RopeStyle::none for a layer without RoPE, or QueryBasis::post_rope");
   Turns turns{.rope = &rope};
-  const auto pairs = rope.inv_freq.size();
-  if (evidence.basis == QueryBasis::post_rope || pairs == 0) return turns;
-  turns.window = window;
-  turns.cosines.resize(static_cast<std::size_t>(window) * pairs);
-  turns.sines.resize(turns.cosines.size());
-  for (std::int32_t i = 0; i < window; ++i)
-    rope_at(rope, queries.position(queries.count - window + i),
-            turns.cosines.data() + static_cast<std::size_t>(i) * pairs,
-            turns.sines.data() + static_cast<std::size_t>(i) * pairs);
+  if (evidence.basis != QueryBasis::post_rope && !rope.inv_freq.empty())
+    turns.fill(window, [&](std::int32_t i) { return queries.position(queries.count - window + i); });
   return turns;
 }
 
-}  // namespace window_queries_detail
+}  // namespace window_turns_detail
 
 KVKEEP_INLINE bool same_positions(const QueryView& a, const QueryView& b) {
   if (a.count != b.count) return false;
@@ -60,7 +53,7 @@ KVKEEP_INLINE WindowTurns::WindowTurns(const Evidence& evidence, std::span<const
         break;
       }
     Turns& known = turns_[index_[g]];
-    if (known.window < widest) known = window_queries_detail::turns_of(evidence, rope, groups[g].queries, widest);
+    if (known.window < widest) known = window_turns_detail::turns_of(evidence, rope, groups[g].queries, widest);
   }
 }
 
@@ -68,7 +61,6 @@ KVKEEP_INLINE void gather_queries(const Evidence& evidence, const QueryView& vie
                                   std::int32_t window, const Turns& turns, float* out) {
   const ModelSpec& spec = evidence.spec;
   const auto dim = static_cast<std::size_t>(spec.key_dim);
-  const auto pairs = turns.rope == nullptr ? 0 : static_cast<std::int64_t>(turns.rope->inv_freq.size());
   const auto scale = static_cast<float>(spec.scale());
   with_dtype("window_attention", view.dtype, [&](auto type) {
     float* q = out;
@@ -78,9 +70,7 @@ KVKEEP_INLINE void gather_queries(const Evidence& evidence, const QueryView& vie
         const auto* from =
             reinterpret_cast<const decltype(type)*>(view.at(view.count - window + i, head * spec.group() + g));
         for (std::size_t d = 0; d < dim; ++d) q[d] = static_cast<float>(from[d]);
-        if (!turns.cosines.empty())
-          rope_rotate(turns.rope->style, pairs, turns.cosines.data() + (skip + i) * pairs,
-                      turns.sines.data() + (skip + i) * pairs, q);
+        turns.apply(skip + i, q);
         for (std::size_t d = 0; d < dim; ++d) {
           KVKEEP_REQUIRE(std::isfinite(q[d]), "window_attention: query of head ", head * spec.group() + g,
                          " at position ", view.position(view.count - window + i), " holds ", q[d], " in component ", d,

@@ -114,11 +114,31 @@ namespace kvkeep::cpu {
 /// True when both hold queries at the same positions, as the layers of one sequence do.
 [[nodiscard]] bool same_positions(const QueryView& a, const QueryView& b);
 
-/// cos and sin of every window query of one sequence, in layers of one RoPE.
+/// cos and sin of the positions of some tokens of one sequence, in layers of one RoPE; none if it does not turn, or the
+/// queries are as they should be.
 struct Turns {
   const RopeSpec* rope = nullptr;
   std::int32_t window = 0;
   std::vector<float> cosines = {}, sines = {};  ///< [window, F], newest query last
+
+  /// For `tokens` positions, given by position(i).
+  template <class Position>
+  void fill(std::int32_t tokens, const Position& position) {
+    const std::size_t pairs = rope->inv_freq.size();
+    window = tokens;
+    cosines.resize(static_cast<std::size_t>(tokens) * pairs);
+    sines.resize(cosines.size());
+    for (std::int32_t i = 0; i < tokens; ++i) {
+      const std::size_t first = static_cast<std::size_t>(i) * pairs;
+      rope_at(*rope, position(i), cosines.data() + first, sines.data() + first);
+    }
+  }
+  /// Turns a query of the i-th token.
+  void apply(std::int64_t i, float* x) const {
+    if (cosines.empty()) return;
+    const auto pairs = static_cast<std::int64_t>(rope->inv_freq.size());
+    rope_rotate(rope->style, pairs, cosines.data() + i * pairs, sines.data() + i * pairs, x);
+  }
 };
 
 /// Turns of all groups, each as wide as the widest window of its rows. Layers of a sequence that turn alike share

@@ -252,11 +252,8 @@ KVKEEP_INLINE float CentreRows(float* HWY_RESTRICT x, std::int64_t rows, std::in
 
 KVKEEP_INLINE void ScaleRows(float* HWY_RESTRICT x, std::int64_t rows, std::int64_t stride, float factor) {
   const Floats d;
-  const std::int64_t n = rows * stride;
-  std::int64_t i = 0;
-  for (; i + kLanes<Floats> <= n; i += kLanes<Floats>)
+  for (std::int64_t i = 0; i < rows * stride; i += kLanes<Floats>)
     hn::StoreU(hn::Mul(hn::LoadU(d, x + i), hn::Set(d, factor)), d, x + i);
-  for (; i < n; ++i) x[i] *= factor;
 }
 
 KVKEEP_INLINE void TurnRows(float* HWY_RESTRICT x, std::int64_t rows, std::int64_t stride, std::int64_t pairs,

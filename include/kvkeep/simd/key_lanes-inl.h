@@ -31,11 +31,9 @@ HWY_INLINE Lanes32 Product(Lanes32 a, Lanes32 b) {
 }
 
 HWY_INLINE Lanes32 Load(const float* from) { return hn::LoadU(F32(), from); }
-HWY_INLINE Lanes32 Load(const hwy::float16_t* from) {
-  return hn::PromoteTo(F32(), hn::LoadU(hn::Rebind<hwy::float16_t, F32>(), from));
-}
-HWY_INLINE Lanes32 Load(const hwy::bfloat16_t* from) {
-  return hn::PromoteTo(F32(), hn::LoadU(hn::Rebind<hwy::bfloat16_t, F32>(), from));
+template <class Half>
+HWY_INLINE Lanes32 Load(const Half* from) {
+  return hn::PromoteTo(F32(), hn::LoadU(hn::Rebind<Half, F32>(), from));
 }
 
 /// The first n elements, then zeros.
