@@ -137,7 +137,7 @@ TEST_F(ChunksKernel, KnowsMoreSlotsOfOneScoreThanTheirNumbersHaveLowDigits) {
 }
 
 TEST_F(ChunksKernel, RefusesChunksOfNothing) {
-  EXPECT_THROW(launch_chunks({.options = {.chunk = 0}}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_chunks({{}, {.chunk = 0}}, nullptr), InvalidArgument);
 }
 
 }  // namespace

@@ -77,9 +77,8 @@ struct AdaptiveHeadsOptions {
 /// rest of heads * budget goes to the best slots of all heads together, by score, then the lower head, then the larger
 /// slot. NaN ranks last. Scores must be comparable across the heads of a layer (shares of attention
 /// are, and given scores if the engine makes them so).
-class AdaptiveHeads final : public Allocator {
+class AdaptiveHeads final : public AllocatorOf<AdaptiveHeadsOptions> {
  public:
-  using Options = AdaptiveHeadsOptions;
   static constexpr AllocatorTraits traits{
       .name = "adakv",
       .what = "the heads of a layer share one budget, spent on the best of all their slots",
@@ -88,7 +87,7 @@ class AdaptiveHeads final : public Allocator {
       .comparable = true};
   static void context(Fields& f) { f.uneven_heads = true; }
 
-  explicit AdaptiveHeads(AdaptiveHeadsOptions options) : options_(options) {}
+  using AllocatorOf::AllocatorOf;
   [[nodiscard]] std::string_view name() const override { return "adaptive_heads"; }
   void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, false); }
 
@@ -105,11 +104,6 @@ class AdaptiveHeads final : public Allocator {
              Decision& decision) const override;
 
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t group_slots) { return 8 * group_slots; }
-
-  [[nodiscard]] const AdaptiveHeadsOptions& options() const { return options_; }
-
- private:
-  AdaptiveHeadsOptions options_;
 };
 
 }  // namespace kvkeep

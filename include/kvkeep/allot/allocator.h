@@ -94,6 +94,18 @@ class Allocator {
                      Decision& decision) const = 0;
 };
 
+/// One with options, which `Body` describes.
+template <class Body>
+class AllocatorOf : public Allocator {
+ public:
+  using Options = Body;
+  explicit AllocatorOf(Body options) : options_(options) {}
+  [[nodiscard]] const Body& options() const { return options_; }
+
+ protected:
+  Body options_;
+};
+
 /// Every slot of every row.
 [[nodiscard]] KeepSet keep_everything(const RowTable& table);
 

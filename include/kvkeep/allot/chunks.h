@@ -63,15 +63,14 @@ inline void ChunksOptions::describe(Fields& f) {
 /// Protected slots stay. Chunks, cut from slot 0 on, rank by the mean score of their other slots (ties: the newer
 /// chunk; NaN last). Chunks stay whole, best first, as long as they fit; the best slots of the first chunk that does
 /// not fit fill the budget.
-class Chunks final : public Allocator {
+class Chunks final : public AllocatorOf<ChunksOptions> {
  public:
-  using Options = ChunksOptions;
   static constexpr AllocatorTraits traits{.name = "chunkkv",
                                           .what = "runs of adjacent slots stay or go together",
                                           .source = "ChunkKV (Liu et al.)",
                                           .scorer = "snapkv"};
 
-  explicit Chunks(ChunksOptions options) : options_(options) {}
+  using AllocatorOf::AllocatorOf;
   [[nodiscard]] std::string_view name() const override { return "chunks"; }
   void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, true); }
 
@@ -87,11 +86,6 @@ class Chunks final : public Allocator {
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t chunk) {
     return 8 * length + 16 * ((length + chunk - 1) / chunk + (length < chunk ? length : chunk));
   }
-
-  [[nodiscard]] const ChunksOptions& options() const { return options_; }
-
- private:
-  ChunksOptions options_;
 };
 
 }  // namespace kvkeep

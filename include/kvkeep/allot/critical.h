@@ -38,9 +38,8 @@ inline constexpr float kCriticalEpsilon = 1e-4F;
 /// the best of the rest by (score + 1e-4) * v[t], where v[t] = mean over the group's query heads of the L1 norm of
 /// W_o,head * V[t]. Ties: the larger slot; NaN, and a slot whose v[t] is not finite, rank last. Scores must not be
 /// negative and must mean the same in every head (shares of attention do).
-class Critical final : public Allocator {
+class Critical final : public AllocatorOf<CriticalOptions> {
  public:
-  using Options = CriticalOptions;
   static constexpr AllocatorTraits traits{
       .name = "criticalkv",
       .what = "half of the budget by score, the rest by score times the size of the value after the output projection",
@@ -52,7 +51,7 @@ class Critical final : public Allocator {
     f.uneven_heads = f.uneven_heads || f.says("allocator", "heads", "adaptive");
   }
 
-  explicit Critical(CriticalOptions options) : options_(options) {}
+  using AllocatorOf::AllocatorOf;
   [[nodiscard]] std::string_view name() const override { return "critical"; }
   void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, false); }
   void spread(const Evidence& evidence, std::span<const std::int32_t> least,
@@ -71,11 +70,6 @@ class Critical final : public Allocator {
              Decision& decision) const override;
 
   [[nodiscard]] static std::int64_t workspace_bytes(std::int64_t length, std::int64_t value_dim);
-
-  [[nodiscard]] const CriticalOptions& options() const { return options_; }
-
- private:
-  CriticalOptions options_;
 };
 
 }  // namespace kvkeep

@@ -8,9 +8,8 @@
 
 namespace kvkeep {
 
-class MassSegmented final : public Allocator {
+class MassSegmented final : public AllocatorOf<MassSegmentedOptions> {
  public:
-  using Options = MassSegmentedOptions;
   static constexpr AllocatorTraits traits{
       .name = "ams",
       .what = "budget spread over segments of equal attention mass, and within each",
@@ -19,7 +18,7 @@ class MassSegmented final : public Allocator {
   /// the scripts.
   [[nodiscard]] static Options defaults(Fields& f, const AllocatorContext& policy);
 
-  explicit MassSegmented(MassSegmentedOptions options) : options_(options) {}
+  using AllocatorOf::AllocatorOf;
   [[nodiscard]] std::string_view name() const override { return "mass_segmented"; }
   void check(AllocatorContext& policy) const override;
   [[nodiscard]] std::int32_t window() const override { return options_.window; }
@@ -35,11 +34,6 @@ class MassSegmented final : public Allocator {
   /// row.
   void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
              Decision& decision) const override;
-
-  [[nodiscard]] const MassSegmentedOptions& options() const { return options_; }
-
- private:
-  MassSegmentedOptions options_;
 };
 
 }  // namespace kvkeep

@@ -33,15 +33,14 @@ struct PyramidOptions {
 
 /// Budgets by layer, then top-k of each row with protected slots. All layers whose rows could be cut count, whether
 /// this cache holds them or not (LayerKind::full and `elsewhere`).
-class Pyramid final : public Allocator {
+class Pyramid final : public AllocatorOf<PyramidOptions> {
  public:
-  using Options = PyramidOptions;
   static constexpr AllocatorTraits traits{.name = "pyramidkv",
                                           .what = "early layers keep more than late ones, each the best of its rows",
                                           .source = "PyramidKV (Cai et al.)",
                                           .scorer = "snapkv"};
 
-  explicit Pyramid(PyramidOptions options) : options_(options) {}
+  using AllocatorOf::AllocatorOf;
   [[nodiscard]] std::string_view name() const override { return "pyramid"; }
   /// Every layer keeps sinks and what the scorer never drops: no budget is below that.
   void check(AllocatorContext& policy) const override;
@@ -54,9 +53,6 @@ class Pyramid final : public Allocator {
              Decision& decision) const override {
     Flat().allot(evidence, limits, scores, std::move(seen), decision);
   }
-
- private:
-  PyramidOptions options_;
 };
 
 }  // namespace kvkeep

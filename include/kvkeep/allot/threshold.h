@@ -57,14 +57,13 @@ struct ThresholdOptions {
 /// Per row: protected slots stay, and of the others those with a score of at least the threshold, compared as f32; NaN
 /// does not pass. If more pass than the budget has room for, the best stay: higher score, then the larger slot. Every
 /// row is due at every event (Trigger::thins).
-class Threshold final : public Allocator {
+class Threshold final : public AllocatorOf<ThresholdOptions> {
  public:
-  using Options = ThresholdOptions;
   static constexpr AllocatorTraits traits{.name = "threshold",
                                           .what = "slots above a threshold stay, at most the budget",
                                           .source = "KVzap and DMS (arXiv 2506.05345), as in kvpress"};
 
-  explicit Threshold(ThresholdOptions options) : options_(options) {}
+  using AllocatorOf::AllocatorOf;
   [[nodiscard]] std::string_view name() const override { return "threshold"; }
   void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, true); }
   [[nodiscard]] bool ragged() const override { return true; }
@@ -98,11 +97,6 @@ class Threshold final : public Allocator {
     });
     decision.keep = std::move(keep);
   }
-
-  [[nodiscard]] const ThresholdOptions& options() const { return options_; }
-
- private:
-  ThresholdOptions options_;
 };
 
 }  // namespace kvkeep
