@@ -6,8 +6,8 @@
 #include <array>
 #include <charconv>
 
-#include "kvkeep/cli/options.h"
 #include "forecast.h"
+#include "kvkeep/cli/options.h"
 #include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/model_config.h"

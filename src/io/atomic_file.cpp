@@ -83,13 +83,12 @@ AtomicFile::AtomicFile(const std::filesystem::path& path) : path_(through_links(
   const std::filesystem::file_status there = std::filesystem::status(path_, error);
   KVKEEP_REQUIRE(there.type() != std::filesystem::file_type::none, "write file: '", path.string(),
                  "' cannot be inspected (", error.message(), "); allowed a file or a new name");
-  KVKEEP_REQUIRE(!std::filesystem::exists(there) || std::filesystem::is_regular_file(there),
-                 "write file: '", path.string(), "' exists and is not a regular file; allowed a file or a new name");
+  KVKEEP_REQUIRE(!std::filesystem::exists(there) || std::filesystem::is_regular_file(there), "write file: '",
+                 path.string(), "' exists and is not a regular file; allowed a file or a new name");
   constexpr std::size_t kMostOfName = 200;  // the rest of the 255 is for the prefix and suffix
   const std::string name = path_.filename().string().substr(0, kMostOfName);
   do {  // a killed process may have left a file, and in a container the next one has the same process id
-    temporary_ =
-        (folder_of(path_) / text(".", name, ".", ::getpid(), "-", count++, ".unfinished")).string();
+    temporary_ = (folder_of(path_) / text(".", name, ".", ::getpid(), "-", count++, ".unfinished")).string();
     listed_.emplace(temporary_);
     descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (descriptor_ >= 0) return;
@@ -112,16 +111,15 @@ void AtomicFile::write(const void* data, std::size_t bytes) {
     constexpr std::size_t kMost = std::size_t{1} << 30;  // Linux writes at most 2 GiB at once
     const ssize_t done = ::write(descriptor_, next, bytes < kMost ? bytes : kMost);
     if (done < 0 && errno == EINTR) continue;
-    KVKEEP_REQUIRE_AS(Error, done > 0, "write file: writing '", path_.string(), "' failed (",
-                      reason(), ")");
+    KVKEEP_REQUIRE_AS(Error, done > 0, "write file: writing '", path_.string(), "' failed (", reason(), ")");
     next += done;
     bytes -= static_cast<std::size_t>(done);
   }
 }
 
 void AtomicFile::commit() {
-  KVKEEP_REQUIRE_AS(Error, ::fsync(descriptor_) == 0, "write file: syncing '", path_.string(), "' failed (",
-                    reason(), ")");
+  KVKEEP_REQUIRE_AS(Error, ::fsync(descriptor_) == 0, "write file: syncing '", path_.string(), "' failed (", reason(),
+                    ")");
   KVKEEP_REQUIRE_AS(Error, ::rename(temporary_.c_str(), path_.c_str()) == 0, "write file: putting '", path_.string(),
                     "' in place failed (", reason(), ")");
   ::close(descriptor_);
@@ -130,8 +128,7 @@ void AtomicFile::commit() {
   sync_folder(folder_of(path_));
 }
 
-RemovedOnSignal::RemovedOnSignal(const std::filesystem::path& path)
-    : listed_(publish(path.string())) {}
+RemovedOnSignal::RemovedOnSignal(const std::filesystem::path& path) : listed_(publish(path.string())) {}
 
 RemovedOnSignal::~RemovedOnSignal() {
   if (listed_ != nullptr) listed_->state.store(kFree);

@@ -12,6 +12,7 @@
 #include <sstream>
 
 #include "arrays.h"
+#include "kvkeep/score/window_attention.h"
 #include "loop_threads.h"
 
 namespace kvkeep::testing {

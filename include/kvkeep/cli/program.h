@@ -7,8 +7,8 @@
 #include <exception>
 #include <filesystem>
 #include <functional>
-#include <memory>
 #include <initializer_list>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
