@@ -1,5 +1,5 @@
 #pragma once
-/// Scorers that are one body for both machines (kvkeep/score/row_scorer.h, window_scorer.h) on a GPU.
+/// Scorers that are one body for both machines (kvkeep/score/row_scorer.h) on a GPU.
 
 #include <typeindex>
 

@@ -13,6 +13,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/given.h"
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"
 #include "kvkeep/parts/surprisal.h"

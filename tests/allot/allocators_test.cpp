@@ -504,12 +504,13 @@ TEST(Critical, PrefersTheValueThatMovesTheOutput) {
   projections[0].data<float>()[3] = -2;
   Decision decision = decision_with({.5F, .3F, .1F, .1F});
   WindowAttention seen;
-  Critical({}).allot({.spec = spec, .table = table, .output_projections = projections}, even_limits(table, 2),
-                     decision.scores, seen, decision);
+  Critical(CriticalOptions{})
+      .allot({.spec = spec, .table = table, .output_projections = projections}, even_limits(table, 2), decision.scores,
+             seen, decision);
   EXPECT_EQ(slots_of(*decision.keep, 0), (Ints{0, 2})) << ".3 * 1, .1 * 6, .1 * 4";
-  EXPECT_THROW(
-      Critical({}).allot({.spec = spec, .table = table}, even_limits(table, 2), decision.scores, seen, decision),
-      InvalidArgument);
+  EXPECT_THROW(Critical(CriticalOptions{})
+                   .allot({.spec = spec, .table = table}, even_limits(table, 2), decision.scores, seen, decision),
+               InvalidArgument);
 }
 
 TEST(Critical, RanksValuesThatAreNotFiniteLastAndLetsThemReachNoOtherRow) {
@@ -538,7 +539,7 @@ TEST(Critical, RanksValuesThatAreNotFiniteLastAndLetsThemReachNoOtherRow) {
 TEST(Critical, IsTheSameOnEveryInstructionSet) {
   testing::for_every_instruction_set([] {
     for (std::uint64_t seed = 0; seed < 15; ++seed) {
-      const Critical allocator({});
+      const Critical allocator(CriticalOptions{});
       const Event e(allocator, seed, true);
       const KeepSet keep = e.kept(allocator);
       for (const RowGroup& group : e.table().groups)

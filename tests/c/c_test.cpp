@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "c_engine.h"
+#include "kvkeep/parts/prompts.h"
 
 namespace kvkeep::c_test {
 namespace {

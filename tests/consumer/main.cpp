@@ -1,9 +1,4 @@
-#ifdef __FAST_MATH__  // all that an engine under -Ofast includes
-#include <kvkeep/keeper/keeper.h>
-#include <kvkeep/policy/registry.h>
-#else
 #include <kvkeep/kvkeep.h>
-#endif
 
 int main() {  // 0 when a prompt of twelve cached tokens fell to six
   kvkeep::ModelSpec model;

@@ -4,8 +4,10 @@
 #include "captured_graph.h"
 #include "engines.h"
 #include "fresh_accelerator.h"
+#include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/parts/given.h"
 #include "kvkeep/parts/pins.h"
+#include "kvkeep/score/recency.h"
 
 namespace kvkeep::cuda::finish_test {
 namespace {

@@ -12,6 +12,8 @@
 #include "fresh_accelerator.h"
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/policy/across_ranks.h"
+#include "kvkeep/score/calibration.h"
+#include "kvkeep/score/triattention.h"
 #include "near_ties.h"
 #include "policy/strided.h"
 #include "policy/tapering.h"

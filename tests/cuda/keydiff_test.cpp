@@ -3,6 +3,7 @@
 #include "keydiff.h"
 
 #include "evidence_case.h"
+#include "kvkeep/score/keydiff.h"
 
 namespace kvkeep::cuda::keydiff_test {
 namespace {

@@ -3,6 +3,7 @@
 #include "select.h"
 
 #include "counted_case.h"
+#include "kvkeep/allot/threshold.h"
 
 namespace kvkeep::cuda::threshold_test {
 namespace {

@@ -4,7 +4,13 @@
 
 #include "engines.h"
 #include "fresh_accelerator.h"
+#include "kvkeep/score/defensive.h"
+#include "kvkeep/score/h2o.h"
 #include "kvkeep/score/row_scorer.h"
+#include "kvkeep/score/rpc.h"
+#include "kvkeep/score/snapkv.h"
+#include "kvkeep/score/tova.h"
+#include "kvkeep/score/vase.h"
 #include "row_body.h"
 #include "value_case.h"
 

@@ -3,7 +3,11 @@
 
 #include "slots.h"
 
+#include <kvkeep/allot/mass_segmented.h>
 #include <kvkeep/kvkeep.h>
+#include <kvkeep/parts/folds.h>
+#include <kvkeep/score/rkv.h>
+#include <kvkeep/score/tova.h>
 
 #include <cstdio>
 #include <cstring>

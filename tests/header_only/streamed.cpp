@@ -1,6 +1,7 @@
 // A second file that includes everything: its bodies and those of the other file are the same to the linker.
 
 #include <kvkeep/kvkeep.h>
+#include <kvkeep/score/recency.h>
 
 #include "slots.h"
 

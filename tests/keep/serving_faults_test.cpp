@@ -16,6 +16,7 @@
 #include <nlohmann/json.hpp>
 
 #include "engines.h"
+#include "kvkeep/score/rkv.h"
 #include "layer_by_layer_engine.h"
 #include "message_of.h"
 

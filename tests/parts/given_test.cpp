@@ -11,6 +11,7 @@
 #include <map>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/parts/given.h"
 #include "layer_by_layer_engine.h"
 #include "message_of.h"
 #include "oracle/allocators_oracle.h"

@@ -12,6 +12,7 @@
 #include "kvkeep/core/protect.h"
 #include "kvkeep/parts/folds.h"
 #include "kvkeep/parts/pins.h"
+#include "kvkeep/score/knorm.h"
 #include "kvkeep/state/state_file.h"
 #include "message_of.h"
 

@@ -6,6 +6,7 @@
 
 #include <filesystem>
 
+#include "kvkeep/score/recency.h"
 #include "message_of.h"
 #include "rank_engine.h"
 #include "threads_collective.h"

@@ -7,6 +7,8 @@
 #include <iterator>
 #include <numeric>
 
+#include "kvkeep/allot/divide.h"
+#include "kvkeep/allot/segments.h"
 #include "library_event.h"
 #include "oracle/invariants.h"
 #include "oracle/random_case.h"

@@ -12,6 +12,7 @@
 #include "arrays.h"
 #include "kvkeep/keep/columns.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/parts/given.h"
 #include "kvkeep/parts/pins.h"
 #include "message_of.h"
 

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "kvkeep/parts/prompts.h"
+#include "kvkeep/policy/asl.h"
 #include "layer_by_layer_engine.h"
 #include "loop_threads.h"
 

@@ -1,6 +1,7 @@
 // Scorers, allocators and policies that a program adds: by name, in lists, in a Keeper, saved and restored; and names
 // that are refused.
 
+#include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/registry.h"
 
 #include <gtest/gtest.h>

@@ -8,6 +8,7 @@
 #include "kvkeep/parts/folds.h"
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"
+#include "kvkeep/score/calibration.h"
 #include "layer_by_layer_engine.h"
 #include "message_of.h"
 #include "restored.h"

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "kvkeep/score/defensive.h"
 #include "oracle/window_oracle.h"
 #include "scorer_case.h"
 

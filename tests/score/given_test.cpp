@@ -1,6 +1,7 @@
 // Scores that the engine gives, against what it gave.
 
 #include "kvkeep/score/given.h"
+#include "kvkeep/parts/given.h"
 
 #include <gtest/gtest.h>
 

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "kvkeep/score/h2o.h"
+#include "kvkeep/score/window_attention.h"
 #include "library_event.h"
 #include "oracle/random_case.h"
 #include "oracle/window_oracle.h"

@@ -8,6 +8,10 @@
 #include <tuple>
 
 #include "arrays.h"
+#include "kvkeep/score/cur.h"
+#include "kvkeep/score/keydiff.h"
+#include "kvkeep/score/knorm.h"
+#include "kvkeep/score/random.h"
 #include "oracle/key_oracle.h"
 #include "scorer_case.h"
 

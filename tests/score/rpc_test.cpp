@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "kvkeep/score/rpc.h"
 #include "library_event.h"
 #include "oracle/window_oracle.h"
 #include "scorer_case.h"

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include "kvkeep/score/recency.h"
+#include "kvkeep/score/tova.h"
 
 namespace kvkeep::testing::scorer_case_test {
 namespace {

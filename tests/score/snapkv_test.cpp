@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "kvkeep/score/snapkv.h"
+#include "kvkeep/score/window_attention.h"
 #include "library_event.h"
 #include "oracle/random_case.h"
 #include "oracle/window_oracle.h"

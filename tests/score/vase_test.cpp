@@ -7,6 +7,7 @@
 #include <set>
 
 #include "engines.h"
+#include "kvkeep/score/vase.h"
 #include "oracle/window_oracle.h"
 #include "scorer_case.h"
 

@@ -13,6 +13,7 @@
 #include "arrays.h"
 #include "kvkeep/keep/select.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/parts/given.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::engines {

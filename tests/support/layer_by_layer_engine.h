@@ -11,6 +11,7 @@
 
 #include "arrays.h"
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/parts/given.h"
 #include "kvkeep/parts/prompts.h"
 #include "layered_prompt.h"
 

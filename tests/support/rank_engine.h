@@ -10,6 +10,7 @@
 
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/parts/folds.h"
+#include "kvkeep/parts/given.h"
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"
 #include "kvkeep/parts/surprisal.h"

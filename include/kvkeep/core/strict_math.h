@@ -1,7 +1,6 @@
 #pragma once
-/// Included by headers whose bodies compute. Those of a Keeper, a view and policies by name (keeper/keeper.h,
-/// core/cache_view.h, policy/policy.h, policy/registry.h, torch.h, llama.h) compute nothing where the library is
-/// linked.
+/// Included by headers whose bodies compute. kvkeep.h, torch.h, llama.h and what these include compute nothing where
+/// the library is linked.
 
 #include "kvkeep/core/hd.h"
 

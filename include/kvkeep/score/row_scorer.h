@@ -1,6 +1,6 @@
 #pragma once
 /// Scorers that score every row alone: one body for the CPU and a GPU. A RowScorer reads keys, values and columns of
-/// the row, a WindowScorer (window_scorer.h) also what its newest queries attend to.
+/// the row, a WindowScorer also what its newest queries attend to.
 
 #include <algorithm>
 #include <functional>

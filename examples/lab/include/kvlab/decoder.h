@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include <kvkeep/parts/folds.h>
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/io/model_config.h"
 #include "kvkeep/observe/observation.h"

@@ -12,6 +12,7 @@
 
 #include "kvkeep/keep/paged_sequences.h"
 #include "kvkeep/keeper/keeper.h"
+#include "kvkeep/parts/pins.h"
 #include "kvlab/decoder.h"
 #include "kvlab/sampling.h"
 #include "kvlab/tensor.h"
