@@ -115,7 +115,7 @@ def take(folder):
     cases = re.findall(r"^(Event/\S+)", event.read_text(errors="replace"), re.M) if event.exists() else []
     for row in gpu_report.pages_of(event)[1:] if cases else []:
         kernel = gpu_report.short(row["Kernel Name"])
-        if kernel != "query_ring_push_kernel":
+        if kernel != "arrivals_queries_kernel":
             rows.append(
                 {
                     "kernel": kernel,

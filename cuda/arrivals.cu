@@ -34,7 +34,7 @@ __device__ void copy_normalisers(const QueryLayout& layout, std::int32_t token, 
 }
 
 /// Blocks with the same y walk the tokens of one arrival.
-__global__ void __launch_bounds__(tuning::kTurnThreads) query_ring_push_kernel(PushQueriesArguments a) {
+__global__ void __launch_bounds__(tuning::kTurnThreads) arrivals_queries_kernel(PushQueriesArguments a) {
   const QueryArrival& arrival = a.arrivals[blockIdx.y];
   const std::int64_t token_bytes = a.layout.heads * a.layout.head_bytes;
   for (auto i = static_cast<std::int32_t>(blockIdx.x); i < arrival.tokens; i += static_cast<std::int32_t>(gridDim.x)) {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) query_ring_push_kernel(P
 }
 
 /// One token per block.
-__global__ void __launch_bounds__(tuning::kTurnThreads) query_ring_push_step_kernel(PushStepArguments a) {
+__global__ void __launch_bounds__(tuning::kTurnThreads) arrivals_queries_step_kernel(PushStepArguments a) {
   for (auto t = static_cast<std::int32_t>(blockIdx.x); t < a.tokens; t += static_cast<std::int32_t>(gridDim.x)) {
     const QueryPlace place = a.places[t];
     if (place.query == nullptr) continue;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) query_ring_push_step_ker
 
 /// Blocks with the same y walk the tokens of one arrival.
 template <class T>
-__global__ void __launch_bounds__(tuning::kTurnThreads) given_push_kernel(PushGivenArguments a) {
+__global__ void __launch_bounds__(tuning::kTurnThreads) arrivals_given_kernel(PushGivenArguments a) {
   const GivenArrival& arrival = a.arrivals[blockIdx.y];
   const auto stride = static_cast<std::int64_t>(gridDim.x) * tuning::kTurnThreads;
   for (std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * tuning::kTurnThreads + threadIdx.x; t < arrival.tokens;
@@ -78,14 +78,14 @@ std::int32_t most_tokens(const Arguments& arguments) {
 }  // namespace
 
 void launch_push_queries(const PushQueriesArguments& arguments, Stream stream) {
-  launch("query_ring_push", query_ring_push_kernel,
+  launch("arrivals_queries", arrivals_queries_kernel,
          {.blocks = blocks_for(most_tokens(arguments), static_cast<unsigned>(arguments.count)),
           .threads = tuning::kTurnThreads},
          stream, arguments);
 }
 
 void launch_push_step(const PushStepArguments& arguments, Stream stream) {
-  launch("query_ring_push_step", query_ring_push_step_kernel,
+  launch("arrivals_queries_step", arrivals_queries_step_kernel,
          {.blocks = blocks_for(arguments.tokens), .threads = tuning::kTurnThreads}, stream, arguments);
 }
 
@@ -94,8 +94,8 @@ void launch_push_given(const PushGivenArguments& arguments, Stream stream) {
   dim3 blocks = blocks_of_threads(most_tokens(arguments), tuning::kTurnThreads);
   blocks.y = static_cast<unsigned>(arguments.count);
   with_wide_element(arguments.element, [&](auto element) {
-    launch("given_push", given_push_kernel<decltype(element)>, {.blocks = blocks, .threads = tuning::kTurnThreads},
-           stream, arguments);
+    launch("arrivals_given", arrivals_given_kernel<decltype(element)>,
+           {.blocks = blocks, .threads = tuning::kTurnThreads}, stream, arguments);
   });
 }
 

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) select_kernel(SelectArgu
   }
 }
 
-__global__ void __launch_bounds__(tuning::kMostThreads) threshold_kernel(ThresholdArguments a) {
+__global__ void __launch_bounds__(tuning::kMostThreads) select_threshold_kernel(ThresholdArguments a) {
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);
@@ -44,7 +44,7 @@ void launch_select(const SelectArguments& arguments, Stream stream) {
 }
 
 void launch_threshold(const ThresholdArguments& arguments, Stream stream) {
-  launch("threshold", threshold_kernel,
+  launch("threshold", select_threshold_kernel,
          {.blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest)}, stream, arguments);
 }
 

@@ -16,13 +16,12 @@ struct StridedOptions {
   void describe(Fields& f) { f.integer("stride", stride, 2, INT32_MAX, "slots from one that stays to the next"); }
 };
 
-class Strided final : public Allocator {
+class Strided final : public AllocatorOf<StridedOptions> {
  public:
-  using Options = StridedOptions;
   static constexpr AllocatorTraits traits{
       .name = "strided", .what = "every n-th slot stays, and the best of the others", .source = "none"};
 
-  explicit Strided(StridedOptions options) : options_(options) {}
+  using AllocatorOf::AllocatorOf;
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   void check(AllocatorContext& policy) const override { require_own_form(traits.name, policy, true); }
   [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
@@ -38,9 +37,6 @@ class Strided final : public Allocator {
     });
     Flat().allot(evidence, limits, ranked, std::move(seen), decision);
   }
-
- private:
-  StridedOptions options_;
 };
 
 }  // namespace kvkeep

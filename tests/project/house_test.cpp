@@ -88,11 +88,12 @@ TEST(House, TheLibrarysTestsKnowNoLibTorch) {
 
 // Policies run on a Machine. Only what stands between them and a cache may ask which.
 TEST(House, PoliciesKnowNoAccelerator) {
-  const std::set<std::string> between{"machine.h",    "policy.h",         "host-inl.h",  "across_ranks-inl.h", "part.h",
-                                      "query_ring.h", "query_ring-inl.h", "restore.cpp", "checked_view.h"};
+  const std::set<std::string> between{"machine.h", "policy.h",  "host-inl.h",   "across_ranks.cpp", "folded_memory.h",
+                                      "part.h",    "columns.h", "query_ring.h", "restore.cpp",      "checked_view.h"};
   std::size_t looked_at = 0;
   for (const char* room : {"policy", "parts", "keeper", "score", "allot", "layers", "keep", "memory", "observe"})
-    for (const char* above : {"include/kvkeep", "src"})
+    for (const char* above : {"include/kvkeep", "src"}) {
+      if (!fs::exists(root() / above / room)) continue;  // all of it is in headers
       for (const fs::path& file : sources_in(fs::path(above) / room)) {
         if (between.contains(file.filename().string())) continue;
         const std::string text = content_of(file);
@@ -100,6 +101,7 @@ TEST(House, PoliciesKnowNoAccelerator) {
           EXPECT_EQ(text.find(word), std::string::npos) << file << " says " << word;
         ++looked_at;
       }
+    }
   EXPECT_GT(looked_at, 100U);
   for (const fs::path& file : sources_in("src/cuda"))
     for (const char* policy : {"dynamic_cast", "policy/evict.h", "policy/sekv.h", "policy/asl.h"})
@@ -120,7 +122,7 @@ TEST(House, RoomsIncludeEachOtherInOneDirection) {
       {"memory", {"keep"}},
       {"state", {"io"}},
       {"policy", {"allot", "keep", "layers", "memory", "observe", "score"}},
-      {"parts", {"keep", "memory", "observe", "policy"}},
+      {"parts", {"keep", "memory", "observe", "policy", "score"}},
       {"keeper", {"keep", "observe", "parts", "policy"}},
   };
   for (const auto& [room, others] : may)
