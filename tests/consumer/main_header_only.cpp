@@ -1,4 +1,5 @@
 #include <kvkeep/kvkeep.h>
+#include <kvkeep/score/recency.h>
 
 #include <memory>
 
