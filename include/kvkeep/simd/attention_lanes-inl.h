@@ -19,7 +19,7 @@
 #include "kvkeep/simd/highway.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace kvkeep::cpu::HWY_NAMESPACE::inline attention_lanes {
+namespace kvkeep::cpu::HWY_NAMESPACE::attention_lanes {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using D = hn::ScalableTag<float>;
@@ -48,15 +48,6 @@ KVKEEP_INLINE std::int64_t PanelWidth(std::int64_t queries) {
   return queries <= WidthOf<Narrow>() ? WidthOf<Narrow>() : WidthOf<Wide>();
 }
 KVKEEP_INLINE std::int64_t PanelVector(std::int64_t width) { return width == WidthOf<Wide>() ? width / 2 : width; }
-
-/// body(the form of a panel of this width)
-template <class Body>
-HWY_INLINE void WithForm(std::int64_t width, const Body& body) {
-  if (width == WidthOf<Wide>())
-    body(Wide());
-  else
-    body(Narrow());
-}
 
 template <class Half>
 HWY_INLINE void Widen(const Half* HWY_RESTRICT from, std::int64_t n, float* HWY_RESTRICT to) {
@@ -119,29 +110,39 @@ HWY_INLINE void SomeKeys(const float* const* HWY_RESTRICT key, std::int64_t dim,
   const typename Form::D d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   using Sum = V<Form>;
-  constexpr int kSums = 6, kStep = Form::kTwo ? 1 : 2;  // a pair of sums belongs to one key or to two
-  Sum sums[kSums][2];
-#pragma GCC unroll 6
-  for (auto& sum : sums) sum[0] = sum[1] = hn::Zero(d);
+  Sum a0 = hn::Zero(d), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, e0 = a0, e1 = a0, f0 = a0, f1 = a0, g0 = a0,
+      g1 = a0;
+  constexpr int kStep = Form::kTwo ? 1 : 2;  // a pair of sums belongs to one key or to two
+  const float *ka = key[0], *kb = key[kStep], *kc = key[2 * kStep], *ke = key[3 * kStep], *kf = key[4 * kStep],
+              *kg = key[5 * kStep];
+  const float *la = key[kStep - 1], *lb = key[2 * kStep - 1], *lc = key[3 * kStep - 1], *le = key[4 * kStep - 1],
+              *lf = key[5 * kStep - 1], *lg = key[6 * kStep - 1];
   for (std::int64_t i = 0; i < dim; ++i, panel += WidthOf<Form>()) {
     const Sum q0 = hn::LoadU(d, panel), q1 = Form::kTwo ? hn::LoadU(d, panel + lanes) : q0;
-#pragma GCC unroll 6
-    for (int n = 0; n < kSums; ++n) {
-      sums[n][0] = hn::MulAdd(hn::Set(d, key[n * kStep][i]), q0, sums[n][0]);
-      sums[n][1] = hn::MulAdd(hn::Set(d, key[(n + 1) * kStep - 1][i]), q1, sums[n][1]);
-    }
+    const auto add = [&](const float* k0, const float* k1, Sum& x0, Sum& x1) HWY_ATTR {
+      x0 = hn::MulAdd(hn::Set(d, k0[i]), q0, x0);
+      x1 = hn::MulAdd(hn::Set(d, k1[i]), q1, x1);
+    };
+    add(ka, la, a0, a1);
+    add(kb, lb, b0, b1);
+    add(kc, lc, c0, c1);
+    add(ke, le, e0, e1);
+    add(kf, lf, f0, f1);
+    add(kg, lg, g0, g1);
   }
-#pragma GCC unroll 6
-  for (int n = 0; n < kSums; ++n, out += 2 * lanes) {
-    hn::StoreU(sums[n][0], d, out);
-    hn::StoreU(sums[n][1], d, out + lanes);
-  }
-  const auto largest = [&](int half) HWY_ATTR {
-    const auto of_two = [&](int n) HWY_ATTR { return hn::Max(sums[n][half], sums[n + 1][half]); };
-    return hn::Max(hn::Max(of_two(0), of_two(2)), of_two(4));
+  const auto put = [&](Sum x0, Sum x1) HWY_ATTR {
+    hn::StoreU(x0, d, out);
+    hn::StoreU(x1, d, out + lanes);
+    out += 2 * lanes;
   };
-  top0 = hn::Max(top0, largest(0));
-  top1 = hn::Max(top1, largest(1));
+  put(a0, a1);
+  put(b0, b1);
+  put(c0, c1);
+  put(e0, e1);
+  put(f0, f1);
+  put(g0, g1);
+  top0 = hn::Max(top0, hn::Max(hn::Max(hn::Max(a0, b0), hn::Max(c0, e0)), hn::Max(f0, g0)));
+  top1 = hn::Max(top1, hn::Max(hn::Max(hn::Max(a1, b1), hn::Max(c1, e1)), hn::Max(f1, g1)));
 }
 
 /// The last keys of a row, one at a time: the same chain of multiply-adds.
@@ -222,32 +223,46 @@ HWY_INLINE void SomePairs(const float* HWY_RESTRICT pairs, std::int64_t dim, con
   const D d;
   const hn::Repartition<std::uint64_t, D> wide;
   using Sum = hn::Vec<D>;
-  Sum sums[kPairs];
-#pragma GCC unroll 16
-  for (Sum& sum : sums) sum = hn::Zero(d);
+  Sum a0 = hn::Zero(d), b0 = a0, c0 = a0, e0 = a0, f0 = a0, g0 = a0, h0 = a0, i0 = a0, a1 = a0, b1 = a0, c1 = a0,
+      e1 = a0, f1 = a0, g1 = a0, h1 = a0, i1 = a0;
   for (std::int64_t i = 0; i < dim; i += kPart, pairs += kPairs * 2 * kPart) {
     for (std::int64_t c = 0; c < kPart; ++c, doubled += 2 * kPart) {
       const std::byte* ahead = next[(i + c) % (2 * kPairs)] + (i + c) / (2 * kPairs) * (two_lines ? 128 : 64);
       hwy::Prefetch(ahead);
       if (two_lines) hwy::Prefetch(ahead + 64);
       const Sum q = hn::LoadU(d, doubled);
-#pragma GCC unroll 16
-      for (int pair = 0; pair < kPairs; ++pair) {
+      const auto add = [&](std::int64_t pair, Sum& sum) HWY_ATTR {
         std::uint64_t both;
         std::memcpy(&both, pairs + pair * 2 * kPart + 2 * c, sizeof(both));
-        sums[pair] = hn::MulAdd(hn::BitCast(d, hn::Set(wide, both)), q, sums[pair]);
-      }
+        sum = hn::MulAdd(hn::BitCast(d, hn::Set(wide, both)), q, sum);
+      };
+      add(0, a0);
+      add(1, b0);
+      add(2, c0);
+      add(3, e0);
+      add(4, f0);
+      add(5, g0);
+      add(6, h0);
+      add(7, i0);
+      add(8, a1);
+      add(9, b1);
+      add(10, c1);
+      add(11, e1);
+      add(12, f1);
+      add(13, g1);
+      add(14, h1);
+      add(15, i1);
     }
   }
   alignas(64) static constexpr std::int32_t kApart[16] = {0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15};
   const auto apart = hn::SetTableIndices(d, kApart);
-#pragma GCC unroll 16
-  for (const Sum& sum : sums) {
+  const auto put = [&](Sum sum) HWY_ATTR {
     const Sum rows = hn::TableLookupLanes(sum, apart);
     hn::StoreU(rows, d, out);
     top = hn::Max(top, rows);
     out += 2 * kPart;
-  }
+  };
+  for (const Sum* sum : {&a0, &b0, &c0, &e0, &f0, &g0, &h0, &i0, &a1, &b1, &c1, &e1, &f1, &g1, &h1, &i1}) put(*sum);
 }
 
 /// Logits<Narrow> for the part of [from, to) that is whole blocks of pairs; returns the first slot that is left.
@@ -333,9 +348,10 @@ HWY_INLINE void Logits(const Keys& keys, std::int64_t from, std::int64_t to, con
 KVKEEP_INLINE void PanelLogits(std::int64_t width, const Keys& keys, std::int64_t from, std::int64_t to,
                                const float* panels, std::int64_t count, std::int64_t panel_stride, float* logits,
                                float* top, float* widened) {
-  WithForm(width, [&](auto form) HWY_ATTR {
-    Logits<decltype(form)>(keys, from, to, panels, count, panel_stride, logits, top, widened);
-  });
+  if (width == WidthOf<Wide>())
+    Logits<Wide>(keys, from, to, panels, count, panel_stride, logits, top, widened);
+  else
+    Logits<Narrow>(keys, from, to, panels, count, panel_stride, logits, top, widened);
 }
 
 template <class Form>
@@ -359,7 +375,10 @@ HWY_INLINE void Exp(float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_
 }
 
 KVKEEP_INLINE void PanelExp(std::int64_t width, float* x, std::int64_t slots, const float* top, float* sum) {
-  WithForm(width, [&](auto form) HWY_ATTR { Exp<decltype(form)>(x, slots, top, sum); });
+  if (width == WidthOf<Wide>())
+    Exp<Wide>(x, slots, top, sum);
+  else
+    Exp<Narrow>(x, slots, top, sum);
 }
 
 template <class Form>
@@ -393,8 +412,10 @@ HWY_INLINE void GroupMax(const float* HWY_RESTRICT x, std::int64_t slots, std::i
 
 KVKEEP_INLINE void PanelGroupMax(std::int64_t width, const float* x, std::int64_t slots, std::int64_t heads,
                                  std::int64_t queries, std::int64_t stride, bool first, float* largest, float* top) {
-  WithForm(width, [&](auto form)
-                      HWY_ATTR { GroupMax<decltype(form)>(x, slots, heads, queries, stride, first, largest, top); });
+  if (width == WidthOf<Wide>())
+    GroupMax<Wide>(x, slots, heads, queries, stride, first, largest, top);
+  else
+    GroupMax<Narrow>(x, slots, heads, queries, stride, first, largest, top);
 }
 
 template <class Form>
@@ -412,7 +433,10 @@ HWY_INLINE void Weigh(const float* HWY_RESTRICT x, std::int64_t slots, const flo
 
 KVKEEP_INLINE void PanelWeigh(std::int64_t width, const float* x, std::int64_t slots, const float* weight,
                               float* usage) {
-  WithForm(width, [&](auto form) HWY_ATTR { Weigh<decltype(form)>(x, slots, weight, usage); });
+  if (width == WidthOf<Wide>())
+    Weigh<Wide>(x, slots, weight, usage);
+  else
+    Weigh<Narrow>(x, slots, weight, usage);
 }
 
 template <class Form>
@@ -431,7 +455,10 @@ HWY_INLINE void Gather(const float* HWY_RESTRICT x, std::int64_t slots, const fl
 
 KVKEEP_INLINE void PanelGather(std::int64_t width, const float* x, std::int64_t slots, const float* weight,
                                float* out) {
-  WithForm(width, [&](auto form) HWY_ATTR { Gather<decltype(form)>(x, slots, weight, out); });
+  if (width == WidthOf<Wide>())
+    Gather<Wide>(x, slots, weight, out);
+  else
+    Gather<Narrow>(x, slots, weight, out);
 }
 
 template <class Form>
@@ -442,7 +469,10 @@ HWY_INLINE void Fold(const float* HWY_RESTRICT usage, std::int64_t slots, float*
 }
 
 KVKEEP_INLINE void FoldLanes(std::int64_t width, const float* usage, std::int64_t slots, float* out) {
-  WithForm(width, [&](auto form) HWY_ATTR { Fold<decltype(form)>(usage, slots, out); });
+  if (width == WidthOf<Wide>())
+    Fold<Wide>(usage, slots, out);
+  else
+    Fold<Narrow>(usage, slots, out);
 }
 
 KVKEEP_INLINE void AddScaled(float* HWY_RESTRICT to, const float* HWY_RESTRICT from, float a, std::int64_t n) {
@@ -466,11 +496,41 @@ KVKEEP_INLINE void PanelSizes(const float* HWY_RESTRICT x, std::int64_t slots, f
                sums);
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline attention_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::attention_lanes
+
+namespace kvkeep::cpu::HWY_NAMESPACE {
+using attention_lanes::AddScaled;
+using attention_lanes::FoldLanes;
+using attention_lanes::PanelExp;
+using attention_lanes::PanelGather;
+using attention_lanes::PanelGroupMax;
+using attention_lanes::PanelLogits;
+using attention_lanes::PanelSizes;
+using attention_lanes::PanelVector;
+using attention_lanes::PanelWeigh;
+using attention_lanes::PanelWidth;
+using attention_lanes::WidenAny;
+using attention_lanes::WidestPanel;
+}  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvkeep::cpu {
+
+#ifndef KVKEEP_HEADER_ONLY
+HWY_EXPORT(WidestPanel);
+HWY_EXPORT(PanelWidth);
+HWY_EXPORT(PanelVector);
+HWY_EXPORT(PanelLogits);
+HWY_EXPORT(PanelExp);
+HWY_EXPORT(PanelGroupMax);
+HWY_EXPORT(PanelWeigh);
+HWY_EXPORT(PanelGather);
+HWY_EXPORT(FoldLanes);
+HWY_EXPORT(AddScaled);
+HWY_EXPORT(WidenAny);
+HWY_EXPORT(PanelSizes);
+#endif
 
 KVKEEP_INLINE std::int64_t panel_width() { return KVKEEP_DISPATCH(WidestPanel)(); }
 

@@ -18,7 +18,7 @@
 #include "kvkeep/simd/highway.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace kvkeep::cpu::HWY_NAMESPACE::inline expected_lanes {
+namespace kvkeep::cpu::HWY_NAMESPACE::expected_lanes {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using Floats = hn::ScalableTag<float>;
@@ -252,8 +252,11 @@ KVKEEP_INLINE float CentreRows(float* HWY_RESTRICT x, std::int64_t rows, std::in
 
 KVKEEP_INLINE void ScaleRows(float* HWY_RESTRICT x, std::int64_t rows, std::int64_t stride, float factor) {
   const Floats d;
-  for (std::int64_t i = 0; i < rows * stride; i += kLanes<Floats>)
+  const std::int64_t n = rows * stride;
+  std::int64_t i = 0;
+  for (; i + kLanes<Floats> <= n; i += kLanes<Floats>)
     hn::StoreU(hn::Mul(hn::LoadU(d, x + i), hn::Set(d, factor)), d, x + i);
+  for (; i < n; ++i) x[i] *= factor;
 }
 
 KVKEEP_INLINE void TurnRows(float* HWY_RESTRICT x, std::int64_t rows, std::int64_t stride, std::int64_t pairs,
@@ -465,11 +468,61 @@ KVKEEP_INLINE void VectorNorms(const Keys& values, std::int64_t from, std::int64
     Norms<float>(values, from, to, out, widened);
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline expected_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::expected_lanes
+
+namespace kvkeep::cpu::HWY_NAMESPACE {
+using expected_lanes::AddKeyProducts;
+using expected_lanes::AddProductSquares;
+using expected_lanes::AddSquares;
+using expected_lanes::CentreRows;
+using expected_lanes::Cholesky;
+using expected_lanes::CholeskyStride;
+using expected_lanes::ColumnMeans;
+using expected_lanes::ColumnWidth;
+using expected_lanes::ExpectedLogits;
+using expected_lanes::Gram;
+using expected_lanes::GramRows;
+using expected_lanes::GramStride;
+using expected_lanes::PackTiles;
+using expected_lanes::RowExp;
+using expected_lanes::RowTop;
+using expected_lanes::ScaleRows;
+using expected_lanes::SplitPairs;
+using expected_lanes::TileKeys;
+using expected_lanes::TileProducts;
+using expected_lanes::TransposePairs;
+using expected_lanes::TurnRows;
+using expected_lanes::VectorNorms;
+}  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvkeep::cpu {
+
+#ifndef KVKEEP_HEADER_ONLY
+HWY_EXPORT(ColumnWidth);
+HWY_EXPORT(TileKeys);
+HWY_EXPORT(GramStride);
+HWY_EXPORT(GramRows);
+HWY_EXPORT(CholeskyStride);
+HWY_EXPORT(PackTiles);
+HWY_EXPORT(AddSquares);
+HWY_EXPORT(TileProducts);
+HWY_EXPORT(AddProductSquares);
+HWY_EXPORT(AddKeyProducts);
+HWY_EXPORT(ExpectedLogits);
+HWY_EXPORT(ColumnMeans);
+HWY_EXPORT(CentreRows);
+HWY_EXPORT(ScaleRows);
+HWY_EXPORT(TurnRows);
+HWY_EXPORT(Gram);
+HWY_EXPORT(Cholesky);
+HWY_EXPORT(SplitPairs);
+HWY_EXPORT(TransposePairs);
+HWY_EXPORT(RowTop);
+HWY_EXPORT(RowExp);
+HWY_EXPORT(VectorNorms);
+#endif
 
 KVKEEP_INLINE std::int64_t column_width() { return KVKEEP_DISPATCH(ColumnWidth)(); }
 KVKEEP_INLINE std::int64_t tile_keys() { return KVKEEP_DISPATCH(TileKeys)(); }

@@ -57,7 +57,7 @@ bool column_means(const float* x, std::int64_t rows, std::int64_t dim, std::int6
 /// rounded to fp32 is near enough: it changes the second moment by the square of its rounding error.
 float centre_rows(float* x, std::int64_t rows, std::int64_t dim, std::int64_t stride, const float* mean);
 
-/// x *= factor over [rows, stride], a stride of gram_stride().
+/// x *= factor over [rows, stride].
 void scale_rows(float* x, std::int64_t rows, std::int64_t stride, float factor);
 
 /// Turns every row by the same cos and sin of each of `pairs` pairs (f, f + pairs), in place.

@@ -15,7 +15,7 @@
 #include "kvkeep/simd/highway.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace kvkeep::cpu::HWY_NAMESPACE::inline factorise_lanes {
+namespace kvkeep::cpu::HWY_NAMESPACE::factorise_lanes {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using D = hn::ScalableTag<double>;
@@ -419,11 +419,37 @@ KVKEEP_INLINE void BlendLanes(const double* mask, const double* from, std::int64
   for (std::int64_t i = 0; i < n; ++i) Put(hn::IfThenElse(marked, At(from, i), At(to, i)), to, i);
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline factorise_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::factorise_lanes
+
+namespace kvkeep::cpu::HWY_NAMESPACE {
+using factorise_lanes::BlendLanes;
+using factorise_lanes::CentredRows;
+using factorise_lanes::Eigenvectors;
+using factorise_lanes::MatrixLanes;
+using factorise_lanes::OuterProduct;
+using factorise_lanes::RowGram;
+using factorise_lanes::SumOfSquares;
+using factorise_lanes::TridiagonalEigenvalues;
+using factorise_lanes::Tridiagonalise;
+using factorise_lanes::WeightedMean;
+}  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvkeep::cpu {
+
+#ifndef KVKEEP_HEADER_ONLY
+HWY_EXPORT(MatrixLanes);
+HWY_EXPORT(WeightedMean);
+HWY_EXPORT(CentredRows);
+HWY_EXPORT(SumOfSquares);
+HWY_EXPORT(RowGram);
+HWY_EXPORT(OuterProduct);
+HWY_EXPORT(Tridiagonalise);
+HWY_EXPORT(TridiagonalEigenvalues);
+HWY_EXPORT(Eigenvectors);
+HWY_EXPORT(BlendLanes);
+#endif
 
 KVKEEP_INLINE std::int64_t matrix_lanes() { return KVKEEP_DISPATCH(MatrixLanes)(); }
 KVKEEP_INLINE void weighted_mean(const double* rows, std::int64_t length, std::int64_t dim, const double* weights,

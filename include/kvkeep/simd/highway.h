@@ -1,6 +1,5 @@
 // Not part of the interface. Highway, for loops that src/simd compiles once per instruction set. Under
 // KVKEEP_HEADER_ONLY they are compiled once, for the instruction set of the file that includes them.
-// KVKEEP_DISPATCH(Body) is the body for the machine it runs on.
 
 #include "kvkeep/core/header_only.h"
 
@@ -19,11 +18,7 @@
 #endif
 #define KVKEEP_DISPATCH HWY_STATIC_DISPATCH
 #else
-#define KVKEEP_DISPATCH(Body)           \
-  [] {                                  \
-    HWY_EXPORT(Body);                   \
-    return &HWY_DYNAMIC_DISPATCH(Body); \
-  }()
+#define KVKEEP_DISPATCH HWY_DYNAMIC_DISPATCH
 #endif
 
 #include <hwy/highway.h>

@@ -15,7 +15,7 @@
 #include "kvkeep/simd/key_lanes.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace kvkeep::cpu::HWY_NAMESPACE::inline key_lanes {
+namespace kvkeep::cpu::HWY_NAMESPACE::key_lanes {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::ScalableTag<float>;
@@ -31,9 +31,11 @@ HWY_INLINE Lanes32 Product(Lanes32 a, Lanes32 b) {
 }
 
 HWY_INLINE Lanes32 Load(const float* from) { return hn::LoadU(F32(), from); }
-template <class Half>
-HWY_INLINE Lanes32 Load(const Half* from) {
-  return hn::PromoteTo(F32(), hn::LoadU(hn::Rebind<Half, F32>(), from));
+HWY_INLINE Lanes32 Load(const hwy::float16_t* from) {
+  return hn::PromoteTo(F32(), hn::LoadU(hn::Rebind<hwy::float16_t, F32>(), from));
+}
+HWY_INLINE Lanes32 Load(const hwy::bfloat16_t* from) {
+  return hn::PromoteTo(F32(), hn::LoadU(hn::Rebind<hwy::bfloat16_t, F32>(), from));
 }
 
 /// The first n elements, then zeros.
@@ -138,11 +140,23 @@ KVKEEP_INLINE void AddWeightedKeys(const Keys& keys, std::int64_t from, std::int
   });
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline key_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::key_lanes
+
+namespace kvkeep::cpu::HWY_NAMESPACE {
+using key_lanes::AddWeightedKeys;
+using key_lanes::KeyDots;
+using key_lanes::KeyNorms;
+}  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvkeep::cpu {
+
+#ifndef KVKEEP_HEADER_ONLY
+HWY_EXPORT(KeyNorms);
+HWY_EXPORT(KeyDots);
+HWY_EXPORT(AddWeightedKeys);
+#endif
 
 KVKEEP_INLINE void key_norms(const Keys& keys, std::int64_t from, std::int64_t to, float* norms) {
   KVKEEP_DISPATCH(KeyNorms)(keys, from, to, norms);

@@ -17,7 +17,7 @@
 #include "kvkeep/simd/memory_lanes.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace kvkeep::cpu::HWY_NAMESPACE::inline memory_lanes {
+namespace kvkeep::cpu::HWY_NAMESPACE::memory_lanes {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using D = hn::ScalableTag<float>;
@@ -286,11 +286,31 @@ KVKEEP_INLINE bool AnyNan(const float* HWY_RESTRICT x, std::int64_t n) {
   return false;
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline memory_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::memory_lanes
+
+namespace kvkeep::cpu::HWY_NAMESPACE {
+using memory_lanes::AddRows;
+using memory_lanes::AnyNan;
+using memory_lanes::Exponentials;
+using memory_lanes::Largest;
+using memory_lanes::RowDots;
+using memory_lanes::SketchSums;
+using memory_lanes::SketchTable;
+}  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvkeep::cpu {
+
+#ifndef KVKEEP_HEADER_ONLY
+HWY_EXPORT(RowDots);
+HWY_EXPORT(AddRows);
+HWY_EXPORT(Largest);
+HWY_EXPORT(SketchTable);
+HWY_EXPORT(SketchSums);
+HWY_EXPORT(Exponentials);
+HWY_EXPORT(AnyNan);
+#endif
 
 KVKEEP_INLINE void row_dots(const float* rows, std::int64_t count, std::int64_t dim, const float* x, float* out) {
   KVKEEP_DISPATCH(RowDots)(rows, count, dim, x, out);

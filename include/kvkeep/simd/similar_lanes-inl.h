@@ -18,7 +18,7 @@
 #include "kvkeep/simd/similar_lanes.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace kvkeep::cpu::HWY_NAMESPACE::inline similar_lanes {
+namespace kvkeep::cpu::HWY_NAMESPACE::similar_lanes {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using P = hn::CappedTag<float, 16>;
@@ -53,32 +53,49 @@ HWY_INLINE void Hold(const float* const* HWY_RESTRICT key, const float* HWY_REST
                      const Panel& panel, float threshold, Verdict& verdict) {
   const P d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  Lane sums[kRows][2];
-#pragma GCC unroll 6
-  for (auto& sum : sums) sum[0] = sum[1] = hn::Zero(d);
-  const float* at = panel.elements;
+  Lane a0 = hn::Zero(d), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, e0 = a0, e1 = a0, f0 = a0, f1 = a0, g0 = a0,
+       g1 = a0;
+  const float *ka = key[0], *kb = key[1], *kc = key[2], *ke = key[3], *kf = key[4], *kg = key[5], *at = panel.elements;
   for (std::int64_t i = 0; i < dim; ++i, at += 2 * lanes) {
     const Lane q0 = hn::LoadU(d, at), q1 = hn::LoadU(d, at + lanes);
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-      const Lane k = hn::Set(d, key[r][i]);
-      sums[r][0] = hn::MulAdd(k, q0, sums[r][0]);
-      sums[r][1] = hn::MulAdd(k, q1, sums[r][1]);
-    }
+    Lane k = hn::Set(d, ka[i]);
+    a0 = hn::MulAdd(k, q0, a0);
+    a1 = hn::MulAdd(k, q1, a1);
+    k = hn::Set(d, kb[i]);
+    b0 = hn::MulAdd(k, q0, b0);
+    b1 = hn::MulAdd(k, q1, b1);
+    k = hn::Set(d, kc[i]);
+    c0 = hn::MulAdd(k, q0, c0);
+    c1 = hn::MulAdd(k, q1, c1);
+    k = hn::Set(d, ke[i]);
+    e0 = hn::MulAdd(k, q0, e0);
+    e1 = hn::MulAdd(k, q1, e1);
+    k = hn::Set(d, kf[i]);
+    f0 = hn::MulAdd(k, q0, f0);
+    f1 = hn::MulAdd(k, q1, f1);
+    k = hn::Set(d, kg[i]);
+    g0 = hn::MulAdd(k, q0, g0);
+    g1 = hn::MulAdd(k, q1, g1);
   }
   const Lane bound = hn::Set(d, threshold), left = hn::LoadU(d, panel.inverse),
              right = hn::LoadU(d, panel.inverse + lanes);
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-    const Lane mine = hn::Set(d, inverse[r]), x0 = hn::Mul(sums[r][0], hn::Mul(mine, left)),
-               x1 = hn::Mul(sums[r][1], hn::Mul(mine, right));
+  const auto judge = [&](std::int64_t r, Lane x0, Lane x1) HWY_ATTR {
+    const Lane mine = hn::Set(d, inverse[r]);
+    x0 = hn::Mul(x0, hn::Mul(mine, left));
+    x1 = hn::Mul(x1, hn::Mul(mine, right));
     const auto above0 = hn::Gt(x0, bound), above1 = hn::Gt(x1, bound);
     verdict.hits[r] = 0;
-    if (hn::AllFalse(d, hn::Or(above0, above1))) continue;
+    if (hn::AllFalse(d, hn::Or(above0, above1))) return;
     verdict.hits[r] = BitsOf(above0) | BitsOf(above1) << lanes;
     hn::StoreU(x0, d, verdict.cosine[r]);
     hn::StoreU(x1, d, verdict.cosine[r] + lanes);
-  }
+  };
+  judge(0, a0, a1);
+  judge(1, b0, b1);
+  judge(2, c0, c1);
+  judge(3, e0, e1);
+  judge(4, f0, f1);
+  judge(5, g0, g1);
 }
 
 /// Slack for the rounding of the exact cosine and of the coarse one.
@@ -367,11 +384,21 @@ KVKEEP_INLINE void FindSimilar(const Keys& keys, std::int64_t n, const float* in
   Search(keys, n, inverse, threshold, work).Run();
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline similar_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::similar_lanes
+
+namespace kvkeep::cpu::HWY_NAMESPACE {
+using similar_lanes::FindSimilar;
+using similar_lanes::SimilarWidth;
+}  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvkeep::cpu {
+
+#ifndef KVKEEP_HEADER_ONLY
+HWY_EXPORT(SimilarWidth);
+HWY_EXPORT(FindSimilar);
+#endif
 
 KVKEEP_INLINE std::int64_t similar_width() { return KVKEEP_DISPATCH(SimilarWidth)(); }
 

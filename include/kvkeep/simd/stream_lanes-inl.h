@@ -14,7 +14,7 @@
 #include "kvkeep/simd/stream_lanes.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace kvkeep::cpu::HWY_NAMESPACE::inline stream_lanes {
+namespace kvkeep::cpu::HWY_NAMESPACE::stream_lanes {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
@@ -28,15 +28,23 @@ KVKEEP_INLINE void StreamForward(std::uint8_t* to, const std::uint8_t* from, std
   for (std::int64_t i = 0; i < bytes; i += lanes) hn::Stream(hn::LoadU(d, from + i), d, to + i);
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline stream_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::stream_lanes
+
+namespace kvkeep::cpu::HWY_NAMESPACE {
+using stream_lanes::StreamForward;
+}  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvkeep::cpu {
 
+#ifndef KVKEEP_HEADER_ONLY
+HWY_EXPORT(StreamForward);
+#endif
+
 KVKEEP_INLINE void stream_forward(std::byte* to, const std::byte* from, std::int64_t bytes) {
-  KVKEEP_DISPATCH(StreamForward)
-  (reinterpret_cast<std::uint8_t*>(to), reinterpret_cast<const std::uint8_t*>(from), bytes);
+  KVKEEP_DISPATCH(StreamForward)(reinterpret_cast<std::uint8_t*>(to), reinterpret_cast<const std::uint8_t*>(from),
+                                 bytes);
 }
 
 KVKEEP_INLINE void flush_streams() { hwy::FlushStream(); }

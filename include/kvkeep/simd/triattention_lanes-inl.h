@@ -18,7 +18,7 @@
 #include "kvkeep/simd/triattention_lanes.h"
 
 HWY_BEFORE_NAMESPACE();
-namespace kvkeep::cpu::HWY_NAMESPACE::inline triattention_lanes {
+namespace kvkeep::cpu::HWY_NAMESPACE::triattention_lanes {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using D = hn::ScalableTag<float>;
@@ -362,11 +362,27 @@ KVKEEP_INLINE void TriCombine(const float* HWY_RESTRICT raw, std::int64_t group,
   for (; t < length; ++t) run(hn::CappedTag<float, 1>(), t);
 }
 
-}  // namespace kvkeep::cpu::HWY_NAMESPACE::inline triattention_lanes
+}  // namespace kvkeep::cpu::HWY_NAMESPACE::triattention_lanes
+
+namespace kvkeep::cpu::HWY_NAMESPACE {
+using triattention_lanes::FiniteSquares;
+using triattention_lanes::FiniteSum;
+using triattention_lanes::TriCombine;
+using triattention_lanes::TriScores;
+using triattention_lanes::TriScratch;
+}  // namespace kvkeep::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvkeep::cpu {
+
+#ifndef KVKEEP_HEADER_ONLY
+HWY_EXPORT(TriScratch);
+HWY_EXPORT(TriScores);
+HWY_EXPORT(FiniteSum);
+HWY_EXPORT(FiniteSquares);
+HWY_EXPORT(TriCombine);
+#endif
 
 KVKEEP_INLINE std::int64_t tri_scratch(std::int64_t group, std::int64_t pairs) {
   return KVKEEP_DISPATCH(TriScratch)(group, pairs);
