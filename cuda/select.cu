@@ -44,7 +44,7 @@ void launch_select(const SelectArguments& arguments, Stream stream) {
 }
 
 void launch_threshold(const ThresholdArguments& arguments, Stream stream) {
-  launch("threshold", select_threshold_kernel,
+  launch("select_threshold", select_threshold_kernel,
          {.blocks = blocks_for(arguments.count), .threads = tuning::threads_for(arguments.longest)}, stream, arguments);
 }
 
