@@ -12,7 +12,6 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/gguf.h"
 #include "kvkeep/io/model_config.h"
-#include "kvkeep/torch.h"
 #include "kvlab/text_model.h"
 
 namespace {
