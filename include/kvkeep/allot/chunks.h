@@ -12,10 +12,6 @@
 
 namespace kvkeep {
 
-// The values that ChunkKV ranks, bit-identical on the CPU and on a GPU.
-
-class Fields;
-
 struct ChunksOptions {
   std::int32_t chunk = 20;  ///< slots per chunk; the last may be shorter
   enum class Heads : std::uint8_t {
@@ -24,8 +20,14 @@ struct ChunksOptions {
   };
   Heads heads = Heads::shared;
 
-  void describe(Fields& f);  ///< in chunks.h
+  void describe(Fields& f) {
+    f.integer("chunk", chunk, 1, INT32_MAX, "slots per chunk");
+    f.choice("heads", heads, {{"shared", Heads::shared}, {"own", Heads::own}},
+             "chunks rank by the sum over the KV heads of a layer, or per KV head");
+  }
 };
+
+// The values that ChunkKV ranks, bit-identical on the CPU and on a GPU.
 
 /// Chunks of a row of `length` slots.
 KVKEEP_HD inline std::int32_t chunks_in(std::int32_t length, std::int32_t chunk) {
@@ -52,12 +54,6 @@ KVKEEP_HD inline double chunk_mean(const double* sums, SlotRange slots, const Pr
   for (std::int32_t t = slots.from; t < slots.to; ++t)
     if (!guarded.pins_slot(t)) mean += sums[t];
   return mean / free_count(slots, guarded);
-}
-
-inline void ChunksOptions::describe(Fields& f) {
-  f.integer("chunk", chunk, 1, INT32_MAX, "slots per chunk");
-  f.choice("heads", heads, {{"shared", Heads::shared}, {"own", Heads::own}},
-           "chunks rank by the sum over the KV heads of a layer, or per KV head");
 }
 
 /// Protected slots stay. Chunks, cut from slot 0 on, rank by the mean score of their other slots (ties: the newer

@@ -1,5 +1,6 @@
 #pragma once
-/// Errors. Every message reads "operation: what is wrong; given X; allowed Y" and is thrown before anything is written.
+/// Errors and their sentences. Every message reads "operation: what is wrong; given X; allowed Y" and is thrown before
+/// anything is written.
 
 #include <algorithm>
 #include <array>

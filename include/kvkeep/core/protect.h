@@ -1,5 +1,5 @@
 #pragma once
-/// Slots that stay whatever they score. A set, never a magic score.
+/// What of a row stays whatever it scores: sinks, recents, padding, pinned positions. Sets, never a magic score.
 
 #include <algorithm>
 #include <cstdint>

@@ -1,5 +1,5 @@
 #pragma once
-/// Files that appear whole or not at all.
+/// Files: read whole into memory, and written so that they appear whole or not at all.
 
 #include <cstddef>
 #include <cstdint>

@@ -1,5 +1,5 @@
 #pragma once
-/// What kvkeep must know of a model, as llama.cpp tells it. Part of kvkeep/llama.h.
+/// What kvkeep must know of a model, as llama.cpp tells it: shapes, and RoPE. Part of kvkeep/llama.h.
 
 #include <llama.h>
 
@@ -77,7 +77,7 @@ namespace kvkeep::llama {
 }
 
 // RoPE of each layer, read from the nodes of llama.cpp's graph: a model file does not say which layers have none, nor
-// frequency factors. Part of kvkeep/llama.h.
+// frequency factors.
 
 [[nodiscard]] inline bool on_host(const ggml_tensor* t) {
   const ggml_tensor* root = t->view_src != nullptr ? t->view_src : t;

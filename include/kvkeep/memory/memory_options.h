@@ -16,8 +16,6 @@
 
 namespace kvkeep {
 
-class Fields;
-
 struct MemoryOptions {
   FactorOptions factors;
   ZoomOptions zoom;

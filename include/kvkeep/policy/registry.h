@@ -1,5 +1,5 @@
 #pragma once
-/// Policies by name: from JSON, from a file, or from `name,key=value,...`.
+/// Policies by name: from JSON, from a file, or from `name,key=value,...`; and how a program adds names of its own.
 
 #include <cstdint>
 #include <filesystem>

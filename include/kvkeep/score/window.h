@@ -1,5 +1,5 @@
 #pragma once
-/// The result of window attention: how the newest queries of each row attend. Read by scorers and allocators.
+/// The windows of rows, and how the queries in them attend: what scorers and allocators read of window attention.
 
 #include <cstdint>
 #include <vector>

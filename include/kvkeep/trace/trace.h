@@ -1,6 +1,6 @@
 #pragma once
-/// Event traces: what an engine saw at one compression event, replayed without the model. The file format is
-/// docs/reference/trace-format.md.
+/// Traces, replayed without the model: of one compression event, as an engine saw it, and of a prompt. The file format
+/// is docs/reference/trace-format.md.
 
 #include <cstdint>
 #include <map>
@@ -46,8 +46,7 @@ const std::string& metadata(const io::SafetensorsFile& file, const std::string& 
 /// A metadata value that is a positive number; `fallback` if it is absent.
 double number(const io::SafetensorsFile& file, const std::string& key, double fallback);
 
-// Prefill traces: keys and queries of all layers of one prompt, replayed without the model. The file format is
-// docs/reference/trace-format.md.
+// Prefill traces: keys and queries of all layers of one prompt.
 
 /// Runs `policy` on a trace of kind `prefill`. A policy that narrows prompts sees the layers in order, and those after
 /// a selection with the recorded rows of the tokens that continue. Any other policy decides at the end of the prompt,
