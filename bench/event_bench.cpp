@@ -141,7 +141,7 @@ void Event(benchmark::State& state, const Shape& shape, Dtype dtype, bool paper)
   for (auto _ : state) {
     {
       Keeper keeper = subject.ready();
-      event.push_back(milliseconds([&] { bytes = keeper.step(subject.view_).bytes_moved; }));
+      event.push_back(milliseconds([&] { bytes = keeper.step(subject.view_).wait().bytes_moved; }));
       state.SetIterationTime(event.back() / 1e3);
     }
     limit.push_back(milliseconds([&] { subject.limit(window, bytes, from, to); }));

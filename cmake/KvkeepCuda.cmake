@@ -78,6 +78,7 @@ function(kvkeep_add_cuda_model headers)
   endif()
   add_library(kvkeep_cuda_model OBJECT ${model_sources} ${sources})
   kvkeep_own_code(kvkeep_cuda_model)
+  kvkeep_unite(kvkeep_cuda_model 2)
   target_include_directories(
     kvkeep_cuda_model
     PUBLIC

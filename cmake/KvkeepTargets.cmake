@@ -104,9 +104,10 @@ function(kvkeep_unite target parts)
     return()
   endif()
   get_target_property(sources ${target} SOURCES)
-  # Highway compiles such a file once per instruction set by including it again.
+  # Highway compiles such a file once per instruction set by including it again. Kernels of the execution model have
+  # names of their own.
   set(alone ${sources})
-  list(FILTER alone INCLUDE REGEX "_lanes\\.cpp$|/lm/kernels\\.cpp$")
+  list(FILTER alone INCLUDE REGEX "_lanes\\.cpp$|/lm/kernels\\.cpp$|/generated/cuda_model/")
   set_source_files_properties(${alone} TARGET_DIRECTORY ${target} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   list(LENGTH sources count)
   list(LENGTH alone count_alone)

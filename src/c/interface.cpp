@@ -341,10 +341,10 @@ kvkeep_report report_of_event(kvkeep_keeper& k, Report event) noexcept {
 /// Does what a plan says; completely, if `report` has no room to say that the event is pending.
 void carry_out(kvkeep_keeper& k, const Plan& plan, const CacheView& view, kvkeep_report* report) {
   make_room(k, plan.cuts.size(), plan.unscored.size(), 0);
-  Report event = k.keeper.apply(plan, view);
+  EventHandle event = k.keeper.apply(plan, view);
   const bool says = report != nullptr && report->size >= offsetof(kvkeep_report, slots_kept);
-  if (event.pending && !says) event = k.keeper.finish(view);
-  if (report != nullptr) give_back(report_of_event(k, std::move(event)), report);
+  if (!says) event.wait();
+  if (report != nullptr) give_back(report_of_event(k, std::move(event).report()), report);
 }
 
 }  // namespace

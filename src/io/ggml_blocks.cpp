@@ -82,7 +82,7 @@ struct Q5_1 {
 // 32 bytes: the low halves are those of the even one. With five bits, the fifth of value i of sub-block s is bit s of
 // byte i before the halves.
 template <bool kFive>
-struct Offset_K {
+struct OffsetK {
   static constexpr std::int32_t kFifths = kFive ? kLarge / 8 : 0;
   static constexpr std::int32_t kValues = kLarge, kBytes = 4 + 12 + kFifths + kLarge / 2;
   static void widen(const std::uint8_t* block, float* out) {
@@ -101,8 +101,8 @@ struct Offset_K {
     }
   }
 };
-using Q4_K = Offset_K<false>;
-using Q5_K = Offset_K<true>;
+using Q4_K = OffsetK<false>;
+using Q5_K = OffsetK<true>;
 
 // Two halves of 128 values: 64 bytes of low halves, 32 bytes of pairs of bits above them; then 16 signed scales, one
 // per 16 values, and their f16 scale.

@@ -18,5 +18,5 @@ int main() {  // 0 when a prompt of twelve cached tokens fell to six
   const kvkeep::DenseKv rows{kvkeep::zeros({1, 1, 12, 8}, kvkeep::Dtype::f32),
                              kvkeep::zeros({1, 1, 12, 8}, kvkeep::Dtype::f32)};
   keeper.bind({rows});
-  return keeper.step({{&id, 1}, {{&length, 1}}}).slots_dropped == 6 && length == 6 ? 0 : 1;
+  return keeper.step({{&id, 1}, {{&length, 1}}}).wait().slots_dropped == 6 && length == 6 ? 0 : 1;
 }

@@ -173,13 +173,13 @@ TEST_F(CapturedEvents, MayBeTheSecondOfTheirSize) {
   const auto view = [&] { return CacheView{ids, {lengths}}; };
   fill();
   ASSERT_GT(keeper.workspace_bytes(view()), std::int64_t{1} << 20) << "more than the least block";
-  EXPECT_EQ(keeper.step(view()).cuts.size(), ids.size());
+  EXPECT_EQ(keeper.step(view()).wait().cuts.size(), ids.size());
   EXPECT_EQ(lengths, Ints(kSequences, kBudget));
   fill();
 #if defined(KVKEEP_CUDA_MODEL)
   const std::int64_t before = model::counters().allocations;
 #endif
-  const CapturedGraph graph(stream(), [&] { EXPECT_EQ(keeper.step(view()).cuts.size(), ids.size()); });
+  const CapturedGraph graph(stream(), [&] { EXPECT_EQ(keeper.step(view()).wait().cuts.size(), ids.size()); });
 #if defined(KVKEEP_CUDA_MODEL)
   EXPECT_EQ(model::counters().allocations, before) << "the second event allocates";
 #endif

@@ -247,12 +247,20 @@ TEST_F(PendingEvents, ComeOfPlansWhoseLengthsAreBounds) {
     lengths.insert(lengths.end(), device.lengths.at(id).begin(), device.lengths.at(id).end());
   const CacheView view{ids, {lengths, kRows}, places};
   const Plan first = device.keeper.plan(view), plan = device.keeper.plan(view);
-  const Report pending = device.keeper.apply(plan, view);
+  EventHandle event = device.keeper.apply(plan, view);
+  EXPECT_FALSE(event.done());
+  const Report pending = event.report();
   EXPECT_TRUE(pending.pending);
   EXPECT_EQ(pending.bytes_after, plan.bytes_after);
   for (const Plan* again : {&first, &plan})
     EXPECT_THROW(static_cast<void>(device.keeper.apply(*again, view)), StateError);
-  const Report report = device.keeper.finish(view);
+  view.lengths.at(0, 0) += 1;
+  EXPECT_TRUE(names(refusal([&] { return event.wait().pending; }), "finish: sequence 1 holds 65 slots"));
+  view.lengths.at(0, 0) -= 1;
+  EXPECT_FALSE(event.done()) << "it may be waited for again";
+  const Report report = event.wait();
+  EXPECT_TRUE(event.done());
+  EXPECT_EQ(event.wait().bytes_moved, report.bytes_moved) << "and once more, for nothing";
   EXPECT_LT(report.bytes_after, plan.bytes_after);
   EXPECT_LE(report.bytes_moved, pending.bytes_moved);
   EXPECT_EQ(device.keeper.totals().bytes_moved, report.bytes_moved);

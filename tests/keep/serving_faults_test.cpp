@@ -171,7 +171,7 @@ TEST(ServingFaults, APolicyThatIsOffAsksForNothingAndTouchesNothing) {
     const Ints indptr{0, n == 0 ? 100 : 1};
     for (std::int32_t l = 0; l < kLayers; ++l) keeper.observe({.layer = l, .sequences = {&id, 1}, .indptr = indptr});
     length += indptr[1];
-    ASSERT_TRUE(keeper.step(view).cuts.empty());
+    ASSERT_TRUE(keeper.step(view).wait().cuts.empty());
     ASSERT_EQ(keeper.tokens_to_event(id), Trigger::kNoEvent);
   }
   EXPECT_EQ(keeper.workspace_bytes(view), 0);
@@ -511,7 +511,7 @@ TEST(ServingFaults, AStepPreparedWithTheLengthsBeforeAnEventIsRefused) {
   Ints told = stale;
   CacheView view = engine.view();
   view.lengths.data = told;
-  ASSERT_EQ(engine.keeper.step(view).cuts.size(), 1U);
+  ASSERT_EQ(engine.keeper.step(view).wait().cuts.size(), 1U);
   engine.lengths[1] = stale;  // what the engine still believes
   feed(engine, {{1, 1}});
   const auto before = bytes_of(engine.layers);

@@ -125,7 +125,7 @@ TEST(KeeperContract, RefusesTwoSequencesAtOnePlace) {
             }).find("sequence 2 is at place 4 of the batch; allowed 0 to 3"),
             std::string::npos);
   places = {3, 0};
-  EXPECT_EQ(line.keeper.step(view).cuts.size(), 2U);
+  EXPECT_EQ(line.keeper.step(view).wait().cuts.size(), 2U);
 }
 
 TEST(KeeperContract, RefusesAPageThatIsNamedMoreOftenThanItIsHeld) {
@@ -153,7 +153,7 @@ TEST(KeeperContract, RefusesAPageThatIsNamedMoreOftenThanItIsHeld) {
   pool.retain(2);
   pool.give_back(7);
   pool.give_back(3);
-  EXPECT_EQ(line.keeper.step(view).cuts.size(), 2U) << "a shared page";
+  EXPECT_EQ(line.keeper.step(view).wait().cuts.size(), 2U) << "a shared page";
 }
 
 TEST(KeeperContract, RefusesToApplyAPlanToAnotherView) {
@@ -232,7 +232,7 @@ TEST(KeeperContract, LosesNoPageWhereTakingOneFails) {
   EXPECT_EQ(paged.pages.pool.free_pages(), free);
   EXPECT_EQ(paged.line.lengths[0], 16);
   paged.pages.takes_left = -1;
-  EXPECT_EQ(paged.line.keeper.step(view).cuts.size(), 1U);
+  EXPECT_EQ(paged.line.keeper.step(view).wait().cuts.size(), 1U);
 }
 
 /// Keeps slots in an order that compaction refuses.

@@ -558,7 +558,10 @@ TEST(Keeper, AppliesNoPlanOfAnother) {
   }
   EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 40);
   EXPECT_THROW(static_cast<void>(engine.keeper.apply({}, view)), StateError) << "nobody made this one";
-  EXPECT_EQ(engine.keeper.apply(own, view).cuts.size(), 1U);
+  EventHandle event = engine.keeper.apply(own, view);
+  EXPECT_TRUE(event.done()) << "nothing is left to wait for on the CPU";
+  EXPECT_EQ(event.report().cuts.size(), 1U);
+  EXPECT_EQ(event.wait().cuts.size(), 1U);
 }
 
 TEST(Keeper, AppliesEitherOfTwoCurrentPlansAndThenNotTheOther) {
@@ -569,7 +572,7 @@ TEST(Keeper, AppliesEitherOfTwoCurrentPlansAndThenNotTheOther) {
     engine.step({{1, 0, 20}}, false);
     const CacheView view = engine.view();
     const Plan a = engine.keeper.plan(view), b = engine.keeper.plan(view);
-    EXPECT_EQ(engine.keeper.apply(first ? a : b, view).cuts.size(), 1U);
+    EXPECT_EQ(engine.keeper.apply(first ? a : b, view).wait().cuts.size(), 1U);
     EXPECT_THROW(static_cast<void>(engine.keeper.apply(first ? b : a, view)), StateError);
   }
 }

@@ -170,11 +170,9 @@ class Engine {
 
   Report cut(const std::vector<SequenceId>& ids) {
     CacheView view = lengthened_view(ids);
-    Report report = keeper.step(view);
-    if (report.pending) {
-      if (while_pending) while_pending(view, report);
-      report = keeper.finish(view);
-    }
+    EventHandle event = keeper.step(view);
+    if (!event.done() && while_pending) while_pending(view, event.report());
+    const Report report = std::move(event).wait();
     settle(view, report);
     for (std::size_t i = 0; i < ids.size(); ++i)
       for (std::int32_t r = 0; r < kRows; ++r) lengths.at(ids[i])[static_cast<std::size_t>(r)] = view.lengths.at(i, r);

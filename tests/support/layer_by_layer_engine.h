@@ -183,8 +183,7 @@ class Engine {
 
   Report end() {
     if (page_size_ > 0) block_table = pages.table(ids);
-    Report report = keeper.step(view());
-    if (report.pending) report = keeper.finish(view());
+    const Report report = keeper.step(view());
     if (page_size_ > 0) pages.settle(ids, report.pages);
     for (std::size_t i = 0; i < ids.size(); ++i)
       std::copy_n(flat.begin() + static_cast<std::ptrdiff_t>(i) * kRows, kRows, lengths[ids[i]].begin());

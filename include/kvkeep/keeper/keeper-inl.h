@@ -261,7 +261,7 @@ KVKEEP_INLINE std::vector<ColumnTarget> Keeper::reserve_settled(const Plan& plan
   return targets;
 }
 
-KVKEEP_INLINE Report Keeper::apply(const Plan& plan, CacheView view) {
+KVKEEP_INLINE EventHandle Keeper::apply(const Plan& plan, CacheView view) {
   KVKEEP_REQUIRE_AS(StateError, plan.keeper == identity_,
                     "apply: the plan is not from this keeper; allowed plans that its own plan() returned");
   KVKEEP_REQUIRE_AS(StateError, plan.version == sequences_->version(),
@@ -292,11 +292,11 @@ KVKEEP_INLINE Report Keeper::apply(const Plan& plan, CacheView view) {
     pending_ = std::move(pending);
     sequences_->changed();
     report.pending = true;
-    return report;
+    return {*this, view, std::move(report)};
   }
   settle(plan, view, report);
   if (plan.decision.keep) give_back_pages(report.pages, view.pages);
-  return report;
+  return EventHandle(std::move(report));
 }
 
 /// Everything that can fail, then the rows.
@@ -480,6 +480,11 @@ KVKEEP_INLINE Report Keeper::finish(CacheView view) {
   pending_.reset();
   give_back_pages(report.pages, view.pages);
   return report;
+}
+
+KVKEEP_INLINE const Report& EventHandle::wait() & {
+  if (!done()) report_ = keeper_->finish(*view_), keeper_ = nullptr;
+  return report_;
 }
 
 }  // namespace kvkeep

@@ -13,6 +13,7 @@
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/keep/columns.h"
 #include "kvkeep/keeper/checked_view.h"
+#include "kvkeep/keeper/event_handle.h"
 #include "kvkeep/keeper/observer.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/parts/part.h"
@@ -121,20 +122,20 @@ class Keeper {
   /// StateError for a plan of another keeper or one that is out of date (on a device also for one that a later plan()
   /// replaced), if there are no free pages for copies of shared ones, and if PageAllocator::take() gives a page that is
   /// in use or that no layer has.
-  Report apply(const Plan& plan, CacheView view);
+  EventHandle apply(const Plan& plan, CacheView view);
 
   /// On a device, some policies' scores decide how many slots stay (`adakv-*`, `threshold-*`, `criticalkv-*` with
-  /// adaptive heads). Their apply() then launches the event and returns: Report::pending is set, the view still has its
+  /// adaptive heads). Their apply() then launches the event and returns a handle that is not done: the view still has its
   /// old lengths and block table, and the cut sequences take no other call than end_prompt(), those that read
-  /// logical lengths and prompts, and those of parts that say so; no further event begins. This completes the event,
-  /// over the view that apply() had: writes the new lengths and block table, gives back pages, and returns what apply()
+  /// logical lengths and prompts, and those of parts that say so; no further event begins. EventHandle::wait() calls
+  /// this, which completes the event over the view that apply() had: writes the new lengths and block table, gives back pages, and returns what apply()
   /// would have returned. Waits until the device has chosen the slots, which by then it normally has. Throws, before
   /// anything is written: StateError if no event is pending, and for a view that is not as apply() had it; DeviceError.
   /// Cost: one copy of 4 bytes per row, which apply() began.
   Report finish(CacheView view);
 
-  /// plan(), then apply(); for those policies finish() follows.
-  Report step(CacheView view) { return apply(plan(view), view); }
+  /// plan(), then apply().
+  EventHandle step(CacheView view) { return apply(plan(view), view); }
 
   /// On a device: workspace bytes of an event over this view if all its sequences were due
   /// (Machine::use_workspace). 0 on the CPU. Launches nothing. Throws as plan() does.

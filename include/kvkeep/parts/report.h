@@ -66,7 +66,7 @@ struct Report {
                                  ///< host does not know which slots were already in place
   std::int64_t pages_freed = 0;  ///< holders removed, over all sequences; a page without holders is free
   bool pending = false;  ///< the device has yet to say how many slots stay: what comes after the event is an upper
-                         ///< bound, `pages` is empty, and the view is as it was until Keeper::finish()
+                         ///< bound, `pages` is empty, and the view is as it was until EventHandle::wait()
 };
 
 /// Counters since construction of the keeper.

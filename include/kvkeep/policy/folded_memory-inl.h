@@ -65,8 +65,8 @@ class HostFoldedMemory final : public FoldedMemory {
       FoldedRows::Part part{.row = targets[r].row,
                             .count = {static_cast<std::int32_t>(own.size()), own.tokens()},
                             .near_bytes = own.near_bytes(),
-                            .far_bytes = own.far_bytes(),
-                            .spans = std::move(own)};
+                            .far_bytes = own.far_bytes()};
+      part.spans = std::move(own);
       targets[r].sequence->reserve(part);
       folding.tokens += part.count.tokens;
       folding.far_bytes += part.far_bytes;

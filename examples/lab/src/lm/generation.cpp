@@ -488,8 +488,7 @@ void Generator::decide(Batch& batch) {
   if (options_.hooks.on_event && !plan.cuts.empty()) options_.hooks.on_event({keeper_, view, plan});
   std::vector<std::int64_t> bytes_before;
   for (const Cut& cut : plan.cuts) bytes_before.push_back(near_bytes(cut.sequence));
-  Report report = keeper_.apply(plan, view);
-  if (report.pending) report = keeper_.finish(view);
+  const Report report = keeper_.apply(plan, view);
   if (pages_) pages_->sequences.settle(view.sequences, report.pages);
   for (std::size_t c = 0; c < report.cuts.size(); ++c) {
     const Cut& cut = report.cuts[c];
