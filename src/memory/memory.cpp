@@ -1,5 +1,4 @@
 // Bodies of this room's headers, compiled once for the library.
 
-#include "kvkeep/memory/read_memory-inl.h"
 #include "kvkeep/memory/router-inl.h"
 #include "kvkeep/memory/row_zoom-inl.h"

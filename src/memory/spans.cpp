@@ -1,5 +1,4 @@
 // Bodies of this room's headers, compiled once for the library.
 
 #include "kvkeep/memory/factorise-inl.h"
-#include "kvkeep/memory/segmenter-inl.h"
 #include "kvkeep/memory/span_row-inl.h"

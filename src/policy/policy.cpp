@@ -1,8 +1,5 @@
 // Bodies of this room's headers, compiled once for the library.
 
-#include "kvkeep/policy/asl-inl.h"
 #include "kvkeep/policy/evict-inl.h"
-#include "kvkeep/policy/folded_memory-inl.h"
 #include "kvkeep/policy/host-inl.h"
-#include "kvkeep/policy/pyramidinfer-inl.h"
 #include "kvkeep/policy/sekv-inl.h"

@@ -1,5 +1,3 @@
 // Bodies of this room's headers, compiled once for the library.
 
-#include "kvkeep/score/rkv-inl.h"
-#include "kvkeep/score/triattention-inl.h"
 #include "kvkeep/score/window_attention-inl.h"

@@ -125,13 +125,13 @@ class Keeper {
   EventHandle apply(const Plan& plan, CacheView view);
 
   /// On a device, some policies' scores decide how many slots stay (`adakv-*`, `threshold-*`, `criticalkv-*` with
-  /// adaptive heads). Their apply() then launches the event and returns a handle that is not done: the view still has its
-  /// old lengths and block table, and the cut sequences take no other call than end_prompt(), those that read
+  /// adaptive heads). Their apply() then launches the event and returns a handle that is not done: the view still has
+  /// its old lengths and block table, and the cut sequences take no other call than end_prompt(), those that read
   /// logical lengths and prompts, and those of parts that say so; no further event begins. EventHandle::wait() calls
-  /// this, which completes the event over the view that apply() had: writes the new lengths and block table, gives back pages, and returns what apply()
-  /// would have returned. Waits until the device has chosen the slots, which by then it normally has. Throws, before
-  /// anything is written: StateError if no event is pending, and for a view that is not as apply() had it; DeviceError.
-  /// Cost: one copy of 4 bytes per row, which apply() began.
+  /// this, which completes the event over the view that apply() had: writes the new lengths and block table, gives back
+  /// pages, and returns what apply() would have returned. Waits until the device has chosen the slots, which by then it
+  /// normally has. Throws, before anything is written: StateError if no event is pending, and for a view that is not as
+  /// apply() had it; DeviceError. Cost: one copy of 4 bytes per row, which apply() began.
   Report finish(CacheView view);
 
   /// plan(), then apply().

@@ -112,6 +112,5 @@ void merge_rows(const float* keys, const float* values, std::int64_t count, std:
 }  // namespace kvkeep::cpu
 
 #ifdef KVKEEP_HEADER_ONLY
-#include "kvkeep/memory/read_memory-inl.h"
 #include "kvkeep/memory/row_zoom-inl.h"
 #endif

@@ -1,1 +1,0 @@
-#include "kvkeep/simd/coarse_lanes-inl.h"
