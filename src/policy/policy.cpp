@@ -2,4 +2,3 @@
 
 #include "kvkeep/policy/evict-inl.h"
 #include "kvkeep/policy/host-inl.h"
-#include "kvkeep/policy/sekv-inl.h"
