@@ -151,7 +151,7 @@ TEST(House, ASourceLiesInTheRoomOfItsHeader) {
         << source << " belongs into src/" << header->second;
     ++found;
   }
-  EXPECT_GT(found, 20U);
+  EXPECT_GE(found, 20U);
 }
 
 std::size_t occurrences(const std::string& text, const std::string& part) {
