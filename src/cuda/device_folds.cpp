@@ -107,6 +107,7 @@ void DeviceRows::grow(std::int64_t& capacity, std::int64_t wanted, std::span<Arr
     array.memory = std::move(fresh[i]);
   }
   capacity = larger;
+  ++moves_;
 }
 
 void DeviceRows::reserve(std::int32_t spans, std::int64_t tokens) {

@@ -63,8 +63,11 @@ class DeviceRows {
         serial_(serial),
         memory_(memory) {}
 
-  /// Differs between all sequences of a keeper, and from event to event.
-  [[nodiscard]] std::pair<std::uint64_t, std::uint64_t> version() const { return {serial_, counted_.version()}; }
+  /// Differs between all sequences of a keeper, from event to event, and where arrays are elsewhere than before: after
+  /// an event that failed, too.
+  [[nodiscard]] std::pair<std::uint64_t, std::uint64_t> version() const {
+    return {serial_, counted_.version() + moves_};
+  }
   /// FoldedState::near_bytes of as many spans.
   [[nodiscard]] std::int64_t near_bytes(const FoldedRows::Count& count) const {
     return count.spans * (2 * entry_ + static_cast<std::int64_t>(sizeof(float))) +
@@ -94,7 +97,7 @@ class DeviceRows {
 
   const FoldedRows& counted_;
   std::int64_t entry_, words_;  ///< bytes of a coarse entry; words of a sketched key, 0: none
-  std::uint64_t serial_;
+  std::uint64_t serial_, moves_ = 0;  ///< of arrays
   MachineMemory& memory_;
   std::int64_t span_room_ = 0, block_room_ = 0;  ///< of every row: spans; blocks of tokens
   enum : std::uint8_t { kTable, kCoarseKeys, kCoarseValues, kLogLength, kFar, kOfSpans };

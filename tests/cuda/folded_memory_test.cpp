@@ -201,6 +201,21 @@ TEST_F(DeviceFolds, AreMadeAndReadInTurnsWhereMemoryIsBounded) {
   EXPECT_GT(most, 12 * FoldingEngine::kLayers * 8 * 4) << "eight tokens a step, each by itself: four launches a layer";
 }
 
+/// An event that fails may have moved arrays, and the next layer that is read must not find the old ones.
+TEST_F(DeviceFolds, TellWhereArraysMoved) {
+  const FoldedRows counted(4);
+  DeviceRows rows(counted, 16, Dtype::f32, true, host_memory(), 1);
+  auto before = rows.version();
+  for (const auto& [spans, tokens] : {std::pair{3, 40}, {3, 40000}, {60, 40000}}) {
+    rows.reserve(spans, tokens);
+    const auto after = rows.version();
+    EXPECT_NE(after, before) << spans << " spans, " << tokens << " tokens";
+    rows.reserve(spans, tokens);
+    EXPECT_EQ(rows.version(), after) << "nothing moved";
+    before = after;
+  }
+}
+
 TEST_F(DeviceFolds, LeaveRoomThatTheDeviceMayStillUse) {
   DevicePool pool({});
   const Stream stream = pool.stream();
