@@ -96,7 +96,7 @@ class DeviceRows {
   }
 
   const FoldedRows& counted_;
-  std::int64_t entry_, words_;  ///< bytes of a coarse entry; words of a sketched key, 0: none
+  std::int64_t entry_, words_;        ///< bytes of a coarse entry; words of a sketched key, 0: none
   std::uint64_t serial_, moves_ = 0;  ///< of arrays
   MachineMemory& memory_;
   std::int64_t span_room_ = 0, block_room_ = 0;  ///< of every row: spans; blocks of tokens
