@@ -353,7 +353,7 @@ void bind_keeper(nb::module_& m) {
                       pages, shared_pages);
             return without_gil([&] {
               self.bind(std::move(view.layers));
-              return self.step(view.view);
+              return self.step(view.view).wait();
             });
           },
           "layers"_a, "sequences"_a, nb::arg("lengths").noconvert(), nb::kw_only(), "places"_a = nb::none(),
