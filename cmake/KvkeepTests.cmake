@@ -15,14 +15,11 @@ function(kvkeep_add_test_parts target parts)
 endfunction()
 
 # Every suite of a program as one test of ctest (tests/suites.cmake); SLOW has patterns of tests that are labelled so.
-# Under the sanitizers it is PARTS parts of the program, one unless given: each start costs more there than most suites.
+# Under the sanitizers it is one test: each start costs more there than most suites.
 function(kvkeep_discover_tests target)
-  cmake_parse_arguments(arg "" "PREFIX;PARTS" "SLOW" ${ARGN})
+  cmake_parse_arguments(arg "" "PREFIX" "SLOW" ${ARGN})
   if(KVKEEP_SANITIZE)
-    if(NOT arg_PARTS)
-      set(arg_PARTS 1)
-    endif()
-    kvkeep_add_test_parts(${target} ${arg_PARTS})
+    kvkeep_add_test_parts(${target} 1)
     return()
   endif()
   set(script "${CMAKE_CURRENT_BINARY_DIR}/${target}_suites.cmake")
