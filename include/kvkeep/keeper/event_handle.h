@@ -33,7 +33,7 @@ class EventHandle {
       : keeper_(&keeper), view_(view), report_(std::move(report)) {}
 
   /// Whether wait() costs nothing.
-  [[nodiscard]] bool done() const { return keeper_ == nullptr; }
+  [[nodiscard]] bool done() const { return !report_.pending; }
   /// What is known so far: everything once done(); before that Report::pending is set.
   [[nodiscard]] const Report& report() const& { return report_; }
   [[nodiscard]] Report report() && { return std::move(report_); }
@@ -46,7 +46,7 @@ class EventHandle {
   operator Report() && { return std::move(*this).wait(); }
 
  private:
-  Keeper* keeper_ = nullptr;  ///< null: done
+  Keeper* keeper_ = nullptr;  ///< of an event that was pending, and its view
   std::optional<CacheView> view_;
   Report report_;
 };

@@ -483,7 +483,7 @@ KVKEEP_INLINE Report Keeper::finish(CacheView view) {
 }
 
 KVKEEP_INLINE const Report& EventHandle::wait() & {
-  if (!done()) report_ = keeper_->finish(*view_), keeper_ = nullptr;
+  if (!done()) report_ = keeper_->finish(*view_);
   return report_;
 }
 
