@@ -6,6 +6,9 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
+#include <string>
+
 #include "replayed_trace.h"
 
 namespace kvkeep::event_trace_test {
@@ -39,6 +42,17 @@ testing::ReplayedTrace event() {
 
 TEST(EventTrace, ReplaysTheTraceThatTheOthersAreMadeOf) {
   EXPECT_EQ(event().replay(kPolicy).metadata.at("slots_kept"), "8");
+}
+
+// An earlier version wrote what the memory of the scores had held before.
+TEST(EventTrace, GivesZerosAsScoresOfRowsThatNoEventCuts) {
+  for (const char* policy :
+       {"tova,budget=24", "keydiff,budget=24,sink=1", "rkv,budget=24", "adakv-expected,budget=24"}) {
+    const trace::Result result = event().replay(policy);
+    const std::map<std::string, Tensor> tensors(result.tensors.begin(), result.tensors.end());
+    EXPECT_EQ(result.metadata.at("slots_kept"), "24") << policy;
+    EXPECT_TRUE(Array(tensors.at("scores")).equal(Array::zeros({1, 1, 24}, Dtype::f32))) << policy;
+  }
 }
 
 // An earlier version compared them as signed numbers: 2^64 - 1 was written to as layer -1, 2^63 + 5 was taken for

@@ -63,7 +63,7 @@ struct SharedRows {
 };
 
 /// Importance of every slot: any real number, higher stays, NaN is lowest. Flat over the rows of an event, row r at
-/// [row.first, row.first + row.length).
+/// [row.first, row.first + row.length). Rows that no event cuts are not scored: 0 on the CPU, undefined on a device.
 struct Scores {
   Tensor data;  ///< f32 [slots]
 };

@@ -174,7 +174,12 @@ class HostEvent final : public Event {
   }
 
   [[nodiscard]] Scores score(const Scorer& scorer, const WindowAttention& seen) override {
-    return scorer.score(evidence(), limits_, seen);
+    Scores scores = scorer.score(evidence(), limits_, seen);
+    if (scorer.accumulates()) return scores;  // of all rows: they are the next event's tally
+    for (std::size_t r = 0; r < limits_.rows.size(); ++r)
+      if (const Row& row = given_.table.rows[r]; !limits_.rows[r].due)
+        std::fill_n(scores.data.data<float>() + row.first, row.length, 0.0F);
+    return scores;
   }
 
   [[nodiscard]] Scores share(const Scores& scores, Sharing share) override {
