@@ -328,7 +328,7 @@ KVKEEP_C_API void kvkeep_accelerator_free(kvkeep_accelerator* accelerator);
 typedef struct kvkeep_narrowing {
   int64_t sequence;
   int32_t all_continue;  ///< 1: `tokens` says nothing
-  int32_t afresh;        ///< 1: the sequence starts over in the next step, with these tokens as its prompt
+  int32_t restart;       ///< 1: the sequence starts over in the next step, with these tokens as its prompt
   int64_t num_tokens;
   const int32_t* tokens;  ///< places, among the tokens present, of those that continue
 } kvkeep_narrowing;

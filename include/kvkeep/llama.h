@@ -436,7 +436,7 @@ class Evictor {
   std::vector<std::int32_t> member_of_;  ///< [tokens of the batch] index in members_
   std::int32_t next_token_ = 0;          ///< of the batch, with one stream
   bool reading_ = false;                 ///< queries of the micro-batch are read
-  std::int32_t layers_met_ = 0;          ///< whose queries were
+  std::int32_t layers_seen_ = 0;         ///< whose queries were
   std::int32_t asked_layer_ = -1;        ///< whose attention runs
   std::int32_t shifted_layer_ = -1;      ///< whose keys llama.cpp has turned last
   bool unseen_ = false;                  ///< the mask of the micro-batch was not yet seen

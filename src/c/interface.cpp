@@ -564,7 +564,7 @@ kvkeep_status kvkeep_narrow(kvkeep_keeper* keeper, const kvkeep_observation* obs
     for (const Narrowing& one : k.narrowed)
       k.prompts.push_back({.sequence = one.sequence,
                            .all_continue = one.tokens.has_value() ? 0 : 1,
-                           .afresh = one.afresh ? 1 : 0,
+                           .restart = one.restart ? 1 : 0,
                            .num_tokens = one.tokens.has_value() ? std::ssize(*one.tokens) : 0,
                            .tokens = one.tokens.has_value() ? one.tokens->data() : nullptr});
     list_pages(k, std::move(layer.pages));

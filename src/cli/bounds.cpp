@@ -346,7 +346,7 @@ void pass(Ledger& ledger, const PromptCourse& course, std::int32_t heads, std::i
         after(static_cast<std::size_t>(heads), course.held[l]);
     moments[l] = ledger.of_rows(whole);
     ledger.peak(tokens, moments);
-    if (course.afresh == 0) moments[l] = ledger.of_rows(after);
+    if (course.restart == 0) moments[l] = ledger.of_rows(after);
   }
 }
 
@@ -379,8 +379,8 @@ BoundedForecast bounded_forecast(const ModelSpec& spec, const KVPolicy& policy, 
                       prefill->decoding().name(), " cuts depends on the text; allowed counts, or decoding with full");
     for (const PromptCourse& course : courses) {
       SequencePlan decoding = plan;
-      if (course.afresh > 0)
-        decoding.prompt = course.afresh, decoding.length = course.afresh + plan.length - plan.prompt;
+      if (course.restart > 0)
+        decoding.prompt = course.restart, decoding.length = course.restart + plan.length - plan.prompt;
       decoding.held = course.held;
       BoundedForecast one = after_prompt(spec, prefill->decoding(), decoding);
       Ledger prompt(spec, plan);

@@ -224,7 +224,7 @@ std::string room_text(const PlanOptions& o, std::int64_t fits) {
 }
 
 const char* kind_text(LayerKind kind) {
-  constexpr std::array kKinds{"full", "elsewhere", "sliding", "shared", "other"};
+  constexpr std::array kKinds{"full", "remote", "sliding", "shared", "other"};
   return kKinds[static_cast<std::size_t>(kind)];
 }
 

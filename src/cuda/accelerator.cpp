@@ -282,7 +282,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
       const Row& row = table.rows[r];
       const RowLimit& limit = event.limits.rows[r];
       keep.indptr.push_back(keep.indptr.back() + most[r]);
-      keep.firm.push_back(limit.due ? std::min(limit.guarded.sinks, row.length) : row.length);
+      keep.in_place.push_back(limit.due ? std::min(limit.guarded.sinks, row.length) : row.length);
       longest = std::max(longest, row.length);
     }
     Dtype query_dtype = Dtype::f32;

@@ -106,7 +106,7 @@ void restore_columns(const Sequences& sequences, SequenceState& s, const StateFi
   std::optional<RaggedView<float>> given;
   if (with_given) given.emplace(state, "given", Dtype::f32, static_cast<std::int64_t>(rows));
 
-  const std::int64_t firm = logical - last_event;  // slots since the last event, in every row
+  const std::int64_t uncut = logical - last_event;  // slots since the last event, in every row
   const auto told = [&](std::size_t r) { return std::max(credit.row(r).size(), tally.row(r).size()); };
   std::size_t since = 0;  // slots without credit and tally, if others have them
   for (std::size_t r = 0; r < rows && since == 0; ++r)
@@ -114,15 +114,15 @@ void restore_columns(const Sequences& sequences, SequenceState& s, const StateFi
   bool any_told = false;
   for (std::size_t r = 0; r < rows; ++r) any_told = any_told || told(r) > 0;
   const auto newest =
-      positions.row(0).last(std::min(std::max(since, static_cast<std::size_t>(firm)), positions.row(0).size()));
+      positions.row(0).last(std::min(std::max(since, static_cast<std::size_t>(uncut)), positions.row(0).size()));
   std::vector<RowColumns> columns;
   for (std::size_t r = 0; r < rows; ++r) {
     const auto own = positions.row(r);
     const std::size_t credited = credit.row(r).size(), tallied = tally.row(r).size();
     const bool ascends = std::ranges::adjacent_find(own, std::ranges::greater_equal()) == own.end() &&
                          (own.empty() || (own.front() >= 0 && own.back() < next_position));
-    KVKEEP_REQUIRE(ascends && std::ssize(own) >= firm && std::ssize(own) <= logical, "restore: row ", r, " in ",
-                   state.where(), " has ", own.size(), " positions; allowed ", firm, " to ", logical,
+    KVKEEP_REQUIRE(ascends && std::ssize(own) >= uncut && std::ssize(own) <= logical, "restore: row ", r, " in ",
+                   state.where(), " has ", own.size(), " positions; allowed ", uncut, " to ", logical,
                    " ascending ones, from 0 to ", next_position - 1);
     KVKEEP_REQUIRE(
         (!any_told || told(r) + since == own.size()) && (credited == 0 || credited == told(r)) &&
@@ -144,7 +144,7 @@ void restore_columns(const Sequences& sequences, SequenceState& s, const StateFi
                        {tally.row(r).begin(), tally.row(r).end()},
                        {scores.begin(), scores.end()}});
   }
-  s.columns.take(std::move(columns), static_cast<std::int32_t>(firm));
+  s.columns.take(std::move(columns), static_cast<std::int32_t>(uncut));
   for (std::size_t l = 0; last_event > 0 && l < s.prompt_slots.size(); ++l) {
     const auto own = positions.row(l * static_cast<std::size_t>(spec.kv_heads));
     s.prompt_slots[l] =

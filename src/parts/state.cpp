@@ -97,26 +97,26 @@ void Prompts::restore(SequenceId sequence, const SequenceState&, const StateFile
 }
 
 void Ranks::save(SequenceId sequence, StateTensors& to) const {
-  if (const std::vector<std::int32_t>* beyond = beyond_.find(sequence))
-    to.emplace_back("beyond", list_of(*beyond, Dtype::i32));
+  if (const std::vector<std::int32_t>* extra = extra_slots_.find(sequence))
+    to.emplace_back("extra_slots", list_of(*extra, Dtype::i32));
 }
 
 void Ranks::restore(SequenceId sequence, const SequenceState& s, const StateFile& state) {
-  if (!state.has("beyond")) return;
+  if (!state.has("extra_slots")) return;
   const std::int32_t heads = spec().whole_heads();
   const auto layers = sequences().full_layers();
-  const Tensor stored = state.tensor("beyond", Dtype::i32, {std::ssize(layers) * heads});
-  const auto beyond = numbers_of<std::int32_t>(stored);
-  for (std::int32_t i = 0; i < std::ssize(beyond); ++i) {
+  const Tensor stored = state.tensor("extra_slots", Dtype::i32, {std::ssize(layers) * heads});
+  const auto extra = numbers_of<std::int32_t>(stored);
+  for (std::int32_t i = 0; i < std::ssize(extra); ++i) {
     const std::int32_t own = i % heads - spec().first_head, first = i / heads * spec().kv_heads;
-    const std::int64_t length = std::int64_t{s.columns.length(first)} + beyond[static_cast<std::size_t>(i)];
+    const std::int64_t length = std::int64_t{s.columns.length(first)} + extra[static_cast<std::size_t>(i)];
     KVKEEP_REQUIRE(length >= 0 && length <= s.logical &&
                        (own < 0 || own >= spec().kv_heads || length == s.columns.length(first + own)),
                    "restore: KV head ", i % heads, " of layer ", layers[static_cast<std::size_t>(i / heads)], " in ",
                    state.where(), " holds ", length, " slots; allowed 0 to ", s.logical,
                    ", and as many as its row if it is here");
   }
-  beyond_[sequence].assign(beyond.begin(), beyond.end());
+  extra_slots_[sequence].assign(extra.begin(), extra.end());
 }
 
 }  // namespace kvkeep::parts

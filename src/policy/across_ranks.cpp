@@ -14,7 +14,7 @@
 namespace kvkeep {
 namespace {
 
-/// The rows of all ranks, as one machine would have them. Those of other ranks are Row::elsewhere().
+/// The rows of all ranks, as one machine would have them. Those of other ranks are Row::remote().
 class Whole {
  public:
   Whole(const Evidence& evidence, const Limits& given)
@@ -89,7 +89,7 @@ class Whole {
 
 /// True if rows of a layer may differ in length, on any rank.
 bool uneven(const Evidence& evidence) {
-  return std::ranges::any_of(evidence.table.groups, [](const RowGroup& group) { return !group.beyond.empty(); });
+  return std::ranges::any_of(evidence.table.groups, [](const RowGroup& group) { return !group.extra_slots.empty(); });
 }
 
 /// What begins every message.
@@ -182,13 +182,14 @@ class RanksEvent final : public Event {
       seen.tops = tops_of_all(or_tell([&] { return allocator.tops(evidence_, limits_, seen); }));
     or_tell([&] { own_->allot(allocator, scores, std::move(seen), decision); });
     if (needs == AcrossHeads::counts && !alike_)
-      decision.of_all_heads = gather_rows(counts_of(*decision.keep));
+      decision.kept_per_head = gather_rows(counts_of(*decision.keep));
     else if (uneven(evidence_))
       for (std::size_t r = 0; r < whole().table.rows.size(); ++r) {
         const std::size_t group = r / static_cast<std::size_t>(whole().spec.kv_heads);
-        decision.of_all_heads.push_back(alike_ ? static_cast<std::int32_t>(decision.keep->count(
-                                                     group * static_cast<std::size_t>(evidence_.spec.kv_heads)))
-                                               : std::min(whole().table.rows[r].length, whole().limits.rows[r].budget));
+        decision.kept_per_head.push_back(alike_
+                                             ? static_cast<std::int32_t>(decision.keep->count(
+                                                   group * static_cast<std::size_t>(evidence_.spec.kv_heads)))
+                                             : std::min(whole().table.rows[r].length, whole().limits.rows[r].budget));
       }
   }
 
@@ -370,7 +371,7 @@ class RanksEvent final : public Event {
     std::int32_t* to = keep.slots.data<std::int32_t>();
     own_rows([&](std::size_t r) { to = std::ranges::copy(of_all.row(r), to).out; });
     for (std::size_t r = 0; ragged && r < whole().table.rows.size(); ++r)
-      decision.of_all_heads.push_back(static_cast<std::int32_t>(of_all.count(r)));
+      decision.kept_per_head.push_back(static_cast<std::int32_t>(of_all.count(r)));
   }
 
   Collective& ranks_;

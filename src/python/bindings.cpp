@@ -228,7 +228,7 @@ void bind_results(nb::module_& m) {
   nb::class_<Narrowing>(m, "Narrowing", "What one layer did to one prompt.")
       .def_ro("sequence", &Narrowing::sequence)
       .def_ro("tokens", &Narrowing::tokens, "places of those that continue; None: all do")
-      .def_ro("afresh", &Narrowing::afresh, "the sequence starts over, with these tokens as its prompt")
+      .def_ro("restart", &Narrowing::restart, "the sequence starts over, with these tokens as its prompt")
       .def_ro("slots_dropped", &Narrowing::slots_dropped);
   nb::class_<LayerReport>(m, "LayerReport", "What one layer did to the prompts of a step.")
       .def_ro("prompts", &LayerReport::prompts)

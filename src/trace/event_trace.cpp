@@ -22,7 +22,7 @@ using Json = nlohmann::json;
 
 /// One trace, with its shapes known and checked.
 struct RecordedEvent {
-  ModelSpec spec;  ///< the model's layers; those that the trace does not hold are `elsewhere`
+  ModelSpec spec;  ///< the model's layers; those that the trace does not hold are `remote`
   QueryBasis basis = QueryBasis::pre_rope;
   std::vector<std::string> prefixes;  ///< "" or "layer.<l>."
   std::vector<std::int32_t> layers;   ///< number of each layer of the trace
@@ -191,7 +191,7 @@ void read_layer_numbers(const io::SafetensorsFile& file, RecordedEvent& e) {
   if (file.metadata().contains("num_layers")) count = layer_number("num_layers", parsed(file, "num_layers"));
   KVKEEP_REQUIRE(count > most, file.where(), ": metadata \"num_layers\" is ", count,
                  "; allowed more than the largest layer number, ", most);
-  e.spec.layers.assign(static_cast<std::size_t>(count), {.kind = LayerKind::elsewhere});
+  e.spec.layers.assign(static_cast<std::size_t>(count), {.kind = LayerKind::remote});
   e.rows.resize(static_cast<std::size_t>(count));
 }
 

@@ -152,12 +152,12 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
   Result result;
   Tensor variance = full({layers}, std::numeric_limits<double>::quiet_NaN());
   std::int32_t selection_layer = -1;
-  bool afresh = false;
+  bool restart = false;
   std::int64_t dropped = 0;
   std::vector<std::int32_t> present(static_cast<std::size_t>(prompt.tokens));
   std::iota(present.begin(), present.end(), 0);
   const std::unique_ptr<PromptPass> pass = policy.begin_prompt(host(), prompt.spec, prompt.tokens);
-  for (std::int32_t l = 0; l < layers && !afresh; ++l) {
+  for (std::int32_t l = 0; l < layers && !restart; ++l) {
     const std::int32_t there = recorded(prompt, present);
     const std::int32_t wanted = pass == nullptr ? std::min(policy.needs().queries, prompt.tokens)
                                                 : pass->wants(l, static_cast<std::int32_t>(present.size()));
@@ -183,9 +183,9 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
     for (std::int64_t i = 0; i < decision.narrow->tokens.numel(); ++i)
       left.push_back(present[static_cast<std::size_t>(decision.narrow->tokens.data<std::int32_t>()[i])]);
     present = std::move(left);
-    afresh = decision.narrow->afresh;
+    restart = decision.narrow->restart;
   }
-  if (afresh) result.tensors.clear();  // the first pass keeps no cache
+  if (restart) result.tensors.clear();  // the first pass keeps no cache
   result.tensors.emplace_back("selection_layer", full<std::int32_t>({1}, selection_layer));
   result.tensors.emplace_back("relative_variance", variance);
   result.tensors.emplace_back("tokens",

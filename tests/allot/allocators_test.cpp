@@ -246,7 +246,7 @@ TEST(Pyramid, BudgetsAddUpFallAndKeepTheirBound) {
 
 TEST(Pyramid, CountsLayersThatAreElsewhereAndNotThoseThatAreNeverCut) {
   ModelSpec spec = small_spec(2);
-  spec.layers.assign(6, {.kind = LayerKind::elsewhere});
+  spec.layers.assign(6, {.kind = LayerKind::remote});
   spec.layers[1] = {.kind = LayerKind::sliding, .window = 4};
   spec.layers[2] = {.kind = LayerKind::full};
   const RowTable table = rows_of_lengths({20, 12}, 2, 2);

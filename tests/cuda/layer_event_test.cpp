@@ -97,7 +97,7 @@ struct Twins {
       EXPECT_EQ(layer, layer_there);
       EXPECT_EQ(a.sequence, b.sequence);
       EXPECT_EQ(a.tokens, b.tokens) << "sequence " << a.sequence << ", layer " << layer;
-      EXPECT_EQ(a.afresh, b.afresh);
+      EXPECT_EQ(a.restart, b.restart);
       EXPECT_EQ(a.slots_dropped, b.slots_dropped);
       EXPECT_LE(a.bytes_moved, b.bytes_moved) << "an upper bound";
     }

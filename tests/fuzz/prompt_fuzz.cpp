@@ -129,7 +129,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const std::span<const std::int32_t> places{decision.narrow->tokens.data<std::int32_t>(),
                                                static_cast<std::size_t>(decision.narrow->tokens.numel())};
     hold(ascends(places, n) && !places.empty(), what + ": tokens that go on do not ascend");
-    if (decision.narrow->afresh) break;
+    if (decision.narrow->restart) break;
     hold(places.back() == n - 1, what + ": the last token does not go on");
     std::vector<std::int32_t> left;
     for (const std::int32_t place : places) left.push_back(present[static_cast<std::size_t>(place)]);

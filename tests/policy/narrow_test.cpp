@@ -23,7 +23,7 @@ using namespace layer_by_layer;
 struct Alone {
   std::vector<Ints> rows;
   PromptReport report;
-  bool afresh = false;
+  bool restart = false;
 };
 
 Alone alone(const std::string& text, SequenceId id, std::int32_t tokens, QueryBasis basis) {
@@ -43,7 +43,7 @@ Alone alone(const std::string& text, SequenceId id, std::int32_t tokens, QueryBa
                    .going_on = prompt.all()};
   const auto policy = make_policy(text);
   const auto pass = policy->begin_prompt(host(), prompt.spec, tokens);
-  for (std::int32_t l = 0; l < kLayers && !result.afresh; ++l) {
+  for (std::int32_t l = 0; l < kLayers && !result.restart; ++l) {
     const Ints here = result.report.going_on;
     const auto n = static_cast<std::int32_t>(here.size());
     result.report.entered[static_cast<std::size_t>(l)] = n;
@@ -65,9 +65,9 @@ Alone alone(const std::string& text, SequenceId id, std::int32_t tokens, QueryBa
     if (!decision.narrow) continue;
     const std::int32_t* places = decision.narrow->tokens.data<std::int32_t>();
     result.report.going_on = Engine::at(here, {places, places + decision.narrow->tokens.numel()});
-    result.report.second_pass = result.afresh = decision.narrow->afresh;
+    result.report.second_pass = result.restart = decision.narrow->restart;
   }
-  if (result.afresh) result.rows.assign(kRows, {});
+  if (result.restart) result.rows.assign(kRows, {});
   return result;
 }
 
@@ -308,7 +308,7 @@ TEST_P(Narrow, BeginsAfreshWithTheChosenTokensInTheNextStep) {
       engine.step({{3, 8}});
       engine.step({{1, 70}, {3, 1}, {2, 15}});
       const Alone want = alone(policy, 1, 70, QueryBasis::pre_rope);
-      ASSERT_TRUE(want.afresh);
+      ASSERT_TRUE(want.restart);
       expect_same(*engine.keeper.part<parts::Prompts>().report_of(1), want.report);
       EXPECT_EQ(engine.tokens[1], want.report.going_on);
       EXPECT_EQ(engine.keeper.logical_length(1), 0);

@@ -29,11 +29,11 @@ struct Outcome {
   std::int32_t selected = -1;
   std::optional<Reason> ended;  ///< why the pass ended, where it did
   Ints tokens;
-  bool afresh = false;
+  bool restart = false;
 
   [[nodiscard]] bool same_tokens(const Outcome& o) const {
     return present == o.present && kept == o.kept && going == o.going && selected == o.selected && tokens == o.tokens &&
-           afresh == o.afresh;
+           restart == o.restart;
   }
 };
 
@@ -47,7 +47,7 @@ Outcome run(const KVPolicy& policy, const LayeredPrompt& prompt) {
   Outcome out;
   out.tokens = prompt.all();
   const std::unique_ptr<PromptPass> pass = policy.begin_prompt(host(), prompt.spec, prompt.shape.tokens);
-  for (std::int32_t l = 0; l < prompt.shape.layers && !out.afresh; ++l) {
+  for (std::int32_t l = 0; l < prompt.shape.layers && !out.restart; ++l) {
     const Ints present = out.tokens;
     const auto n = static_cast<std::int32_t>(present.size()), wanted = pass->wants(l, n);
     EXPECT_LE(wanted, n);
@@ -65,8 +65,8 @@ Outcome run(const KVPolicy& policy, const LayeredPrompt& prompt) {
     out.tokens = at(present, {decision.narrow->tokens.data<std::int32_t>(),
                               static_cast<std::size_t>(decision.narrow->tokens.numel())});
     out.going.back() = out.tokens;
-    out.afresh = decision.narrow->afresh;
-    if (out.afresh) out.ended = decision.reason;
+    out.restart = decision.narrow->restart;
+    if (out.restart) out.ended = decision.reason;
   }
   return out;
 }
@@ -100,7 +100,7 @@ void expect_whole(const Outcome& out, const LayeredPrompt& prompt, std::int32_t 
   const Ints all = prompt.all();
   EXPECT_EQ(out.selected, -1);
   EXPECT_EQ(out.tokens, all);
-  EXPECT_FALSE(out.afresh);
+  EXPECT_FALSE(out.restart);
   ASSERT_EQ(out.present.size(), static_cast<std::size_t>(prompt.shape.layers));
   for (std::size_t l = 0; l < out.present.size(); ++l) {
     EXPECT_EQ(out.present[l], all);
@@ -478,7 +478,7 @@ TEST(AslTwoPass, BeginsAfreshWithWhatTheSelectingLayerRanksBest) {
     const Outcome one = run("asl,budget=24,window=6,pool=5,min_layer=2,threshold=0.8", prompt),
                   two = run("asl-2pass,budget=24,window=6,pool=5,min_layer=2,threshold=0.8", prompt);
     if (one.selected >= 0) {
-      EXPECT_TRUE(two.afresh);
+      EXPECT_TRUE(two.restart);
       EXPECT_EQ(two.selected, one.selected);
       EXPECT_EQ(two.tokens, one.tokens);
       EXPECT_EQ(two.present.size(), static_cast<std::size_t>(one.selected) + 1) << "nothing behind it runs";
@@ -493,7 +493,7 @@ TEST(AslTwoPass, LeavesTheChoiceToTheLastLayerWhereNoneSelects) {
                   last = run("fastkv,budget=24,window=6,pool=5,layer=8", prompt);
     EXPECT_EQ(out.selected, -1);
     EXPECT_EQ(out.ended, Reason::last_layer);
-    EXPECT_TRUE(out.afresh);
+    EXPECT_TRUE(out.restart);
     EXPECT_EQ(out.tokens, last.tokens);
     EXPECT_EQ(run("asl-2pass,budget=24,window=6,min_layer=2,threshold=0,indices=last_query", prompt).tokens,
               run("gemfilter,budget=24,layer=8", prompt).tokens);
@@ -508,7 +508,7 @@ TEST(AslTwoPass, WithTheIndicesOfTheLastQueryTakesWhatGemFilterTakesThere) {
                     gem = run(text("gemfilter,budget=24,layer=", layer), prompt);
       EXPECT_EQ(asl.selected, layer);
       EXPECT_EQ(asl.tokens, gem.tokens);
-      EXPECT_TRUE(asl.afresh && gem.afresh);
+      EXPECT_TRUE(asl.restart && gem.restart);
     }
   });
 }
@@ -518,7 +518,7 @@ TEST(GemFilter, DoesWhatPlainLoopsDo) {
     for (const auto& [budget, layer, pool] : {std::tuple{24, 3, 5}, {1, 0, 5}, {59, 8, 1}, {10, 2, 9}}) {
       const Outcome out = run(text("gemfilter,budget=", budget, ",layer=", layer, ",pool=", pool), prompt);
       ASSERT_EQ(out.selected, layer);
-      ASSERT_TRUE(out.afresh);
+      ASSERT_TRUE(out.restart);
       ASSERT_EQ(out.present.size(), static_cast<std::size_t>(layer) + 1);
       ASSERT_EQ(out.tokens.size(), static_cast<std::size_t>(budget));
       ASSERT_TRUE(std::is_sorted(out.tokens.begin(), out.tokens.end()));
@@ -570,7 +570,7 @@ TEST(PyramidInfer, DoesWhatPlainLoopsDo) {  // 1.11.6
                ",schedule=", c.cosine ? "cosine" : "constant", ",min_context=", c.least, ",distance_weight=", c.weight),
           prompt);
       ASSERT_EQ(out.selected, -1);
-      ASSERT_FALSE(out.afresh);
+      ASSERT_FALSE(out.restart);
       const std::int32_t observers = static_cast<std::int32_t>(c.recent * tokens) + 1,
                          floor = std::min(c.least, tokens - observers);
       for (std::int32_t l = 0; l < 9; ++l) {

@@ -252,7 +252,7 @@ TEST(TriAttention, SaysWhichFieldOrHeadDoesNotFitTheModel) {
                        .key_dim = 8,
                        .value_dim = 8,
                        .rope = {.inv_freq = {1, .3, .1, .01}},
-                       .layers = {LayerSpec{}, {.kind = LayerKind::elsewhere}, LayerSpec{}}};
+                       .layers = {LayerSpec{}, {.kind = LayerKind::remote}, LayerSpec{}}};
   const Calibration good = calibration_of(spec);
   EXPECT_TRUE(good.problems(spec).empty());
   EXPECT_EQ(good.heads.count({1, 0}), 0U) << "a layer that is elsewhere needs no statistics";
@@ -300,7 +300,7 @@ TEST(TriAttention, SaysWhichFieldOrHeadDoesNotFitTheModel) {
   partial.rope.inv_freq.resize(2);
   contains(good.problems(partial).front(), {"F", "4", "2"});
   ModelSpec other = spec;
-  other.layers.assign(3, {.kind = LayerKind::elsewhere});
+  other.layers.assign(3, {.kind = LayerKind::remote});
   other.layers[1] = {};
   contains(one_problem(good, other), {"none of the model's layers"});
 }

@@ -173,7 +173,7 @@ class Engine {
       if (!n.tokens) continue;
       Ints& left = present[n.sequence];
       left = at(left, *n.tokens);
-      if (!n.afresh) continue;
+      if (!n.restart) continue;
       gone.insert(n.sequence);
       tokens[n.sequence] = at(tokens[n.sequence], left);
       fed[n.sequence] = 0;

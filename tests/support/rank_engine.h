@@ -221,11 +221,11 @@ class RankEngine {
     if (!keeper.policy().narrows()) return;
     for (const Narrowing& n : keeper.part<parts::Prompts>().narrow(o, view()).prompts) {
       if (!n.tokens) continue;
-      if (n.afresh) fed[n.sequence] = 0;
+      if (n.restart) fed[n.sequence] = 0;
       std::vector<std::int32_t> left;
       for (const std::int32_t at : *n.tokens) left.push_back(present[n.sequence][static_cast<std::size_t>(at)]);
       present[n.sequence] = std::move(left);
-      if (n.afresh) present.erase(n.sequence);
+      if (n.restart) present.erase(n.sequence);
     }
   }
 };

@@ -77,10 +77,10 @@ TEST(PrefillTrace, ReplaysWhatThePassDecides) {
         const auto pass = policy->begin_prompt(host(), prompt.spec, 60);
         Ints present = prompt.all();
         std::int32_t selected = -1;
-        bool afresh = false;
+        bool restart = false;
         const double* ratio = find(result, "relative_variance")->data<double>();
         for (std::int32_t l = 0; l < 9; ++l) {
-          const std::int32_t wanted = afresh ? 0 : pass->wants(l, static_cast<std::int32_t>(present.size()));
+          const std::int32_t wanted = restart ? 0 : pass->wants(l, static_cast<std::int32_t>(present.size()));
           Decision decision;
           if (wanted > 0) decision = policy->decide(*pass, PromptLayer(prompt, l, present, wanted).evidence());
           if (decision.relative_variance)
@@ -102,7 +102,7 @@ TEST(PrefillTrace, ReplaysWhatThePassDecides) {
           for (const std::int32_t place : ints(decision.narrow->tokens))
             left.push_back(present[static_cast<std::size_t>(place)]);
           present = left;
-          afresh = decision.narrow->afresh;
+          restart = decision.narrow->restart;
         }
         EXPECT_EQ(named(result, "tokens"), present);
         EXPECT_EQ(named(result, "selection_layer"), Ints{selected});
@@ -110,7 +110,7 @@ TEST(PrefillTrace, ReplaysWhatThePassDecides) {
         EXPECT_EQ(result.metadata.at("tokens_going_on"), std::to_string(present.size()));
         EXPECT_EQ(result.metadata.at("policy"), policy->to_json());
         for (std::int32_t l = 0; l < 9; ++l)
-          EXPECT_EQ(find(result, text("layer.", l, ".slots")) == nullptr, afresh)
+          EXPECT_EQ(find(result, text("layer.", l, ".slots")) == nullptr, restart)
               << "the first of two passes keeps no cache";
       }
 }

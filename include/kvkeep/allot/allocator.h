@@ -70,7 +70,7 @@ class Allocator {
   [[nodiscard]] virtual bool ragged() const { return false; }
 
   /// What a row's kept slots follow from besides that row, in spread() and allot(). Rows of which some are
-  /// Row::elsewhere() may reach allot() of one that says `scores`, and no other. It has no default: an answer that is
+  /// Row::remote() may reach allot() of one that says `scores`, and no other. It has no default: an answer that is
   /// missing would be wrong in silence where ranks hold a part of the heads.
   [[nodiscard]] virtual AcrossHeads across_heads() const = 0;
 

@@ -193,7 +193,7 @@ inline void Critical::allot(const Evidence& evidence, const Limits& limits, cons
     marks.assign(static_cast<std::size_t>(table.slots), 1);
   const auto make = [] { return critical_detail::Scratch(); };
   each_due_row(table, limits, make, [&](std::size_t r, const Row& row, critical_detail::Scratch& scratch) {
-    if (row.elsewhere()) return;
+    if (row.remote()) return;
     const RowLimit& limit = limits.rows[r];
     std::uint8_t* own = marks.data() + row.first;
     const auto budget =

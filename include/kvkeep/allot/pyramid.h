@@ -38,7 +38,7 @@ struct PyramidOptions {
                                                         std::int32_t least);
 
 /// Budgets by layer, then top-k of each row with protected slots. All layers whose rows could be cut count, whether
-/// this cache holds them or not (LayerKind::full and `elsewhere`).
+/// this cache holds them or not (LayerKind::full and `remote`).
 class Pyramid final : public AllocatorOf<PyramidOptions> {
  public:
   static constexpr AllocatorTraits traits{.name = "pyramidkv",
@@ -133,7 +133,7 @@ inline void Pyramid::spread(const Evidence& evidence, std::span<const std::int32
                             std::vector<RowLimit>& rows) const {
   const std::vector<LayerSpec>& layers = evidence.spec.layers;
   const auto counts = [](const LayerSpec& layer) {
-    return layer.kind == LayerKind::full || layer.kind == LayerKind::elsewhere;
+    return layer.kind == LayerKind::full || layer.kind == LayerKind::remote;
   };
   const auto count = static_cast<std::int32_t>(std::count_if(layers.begin(), layers.end(), counts));
   std::map<std::pair<std::int32_t, std::int32_t>, std::vector<std::int32_t>>

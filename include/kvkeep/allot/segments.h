@@ -116,15 +116,15 @@ KVKEEP_HD std::int32_t cut_by_mass(const std::uint64_t* prefix, std::int32_t len
   return count;
 }
 
-/// Merges intervals shorter than `least` into the next; with `tail`, a short last one into the previous. In place.
-KVKEEP_HD inline std::int32_t merge_short(std::int32_t* ends, std::int32_t count, std::int32_t least, bool tail) {
+/// Merges intervals shorter than `least` into the next; with `last`, a short last one into the previous. In place.
+KVKEEP_HD inline std::int32_t merge_short(std::int32_t* ends, std::int32_t count, std::int32_t least, bool last) {
   std::int32_t out = 0, start = 0;
   for (std::int32_t i = 0; i < count; ++i) {
     if (ends[i] - start < least && i + 1 < count) continue;
     ends[out++] = ends[i];
     start = ends[i];
   }
-  if (tail && out >= 2 && ends[out - 1] - ends[out - 2] < least) {
+  if (last && out >= 2 && ends[out - 1] - ends[out - 2] < least) {
     ends[out - 2] = ends[out - 1];
     --out;
   }

@@ -79,7 +79,7 @@ struct KeepSet {
   Tensor slots;                      ///< i32 [nnz]
   std::vector<std::int64_t> indptr;  ///< host [rows + 1]; where only a device knows how many slots stay
                                      ///< (EventTables::counts), room for as many as may
-  std::vector<std::int32_t> firm =
+  std::vector<std::int32_t> in_place =
       {};  ///< [rows] number of oldest slots that certainly stay where they are, if `slots` is on a device; else empty
 
   [[nodiscard]] std::int64_t count(std::size_t row) const { return indptr[row + 1] - indptr[row]; }
@@ -95,7 +95,7 @@ struct KeepSet {
 struct TokenSet {
   Tensor tokens;                     ///< i32 [nnz] places among the tokens present in the layer, ascending
   std::vector<std::int64_t> indptr;  ///< host [sequences + 1]
-  bool afresh =
+  bool restart =
       false;  ///< they form a new prompt that starts again at the first layer, at positions from 0 (two passes)
 };
 
@@ -156,7 +156,7 @@ struct Decision {
       Sharing::per_layer_per_head;  ///< which rows share one selection; `scores` are then the same in each of them
   std::optional<Allotment> allotment;
   EventTables tables = {};  ///< on a device
-  std::vector<std::int32_t> of_all_heads =
+  std::vector<std::int32_t> kept_per_head =
       {};  ///< [groups, whole_heads] slots that the row of each KV head of the
            ///< model keeps, where ranks hold a part each; empty: as many as rows here
 

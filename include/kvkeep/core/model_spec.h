@@ -144,11 +144,11 @@ inline void rope_rotate(RopeStyle style, std::int64_t pairs, const float* cosine
 
 /// What a layer caches. Only `full` layers are ever cut; the others stay untouched and count in no ratio.
 enum class LayerKind : std::uint8_t {
-  full,       ///< every token attends to all earlier ones; the layer owns its K and V
-  elsewhere,  ///< also full, but its rows are not in this cache: another device holds them, or a trace omits them
-  sliding,    ///< attends to the last `window` tokens only
-  shared,     ///< reads the cache of layer `source`
-  other,      ///< holds no K/V rows (state-space, linear attention, cross attention)
+  full,     ///< every token attends to all earlier ones; the layer owns its K and V
+  remote,   ///< also full, but its rows are not in this cache: another device holds them, or a trace omits them
+  sliding,  ///< attends to the last `window` tokens only
+  shared,   ///< reads the cache of layer `source`
+  other,    ///< holds no K/V rows (state-space, linear attention, cross attention)
 };
 
 struct LayerSpec {

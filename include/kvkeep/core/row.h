@@ -50,9 +50,9 @@ struct RowGroup {
                                    ///< of them stay; -1: not known
   std::span<const float> surprisal =
       {};  ///< nats, by logical position, of all tokens, if the policy asks for them; kNoToken in gaps
-  std::int32_t settled = 0;                   ///< logical position below which every decision is final (Fold::settled)
-  std::span<const std::int32_t> beyond = {};  ///< [whole_heads] slots that the row of each KV head of the model holds
-                                              ///< beyond this group's first; empty: as many as that
+  std::int32_t settled = 0;  ///< logical position below which every decision is final (Fold::settled)
+  std::span<const std::int32_t> extra_slots = {};  ///< [whole_heads] slots that the row of each KV head of the model
+                                                   ///< holds beyond this group's first; empty: as many as that
   std::span<const PositionSpan> pinned = {};  ///< ascending, disjoint: slots at these positions stay in every row
   std::vector<std::pair<std::type_index, const void*>> attached = {};  ///< what parts of a policy's own give it
 
@@ -89,7 +89,7 @@ struct RowTable {
     const auto own = static_cast<std::uint32_t>(head - spec.first_head);
     const Row* const first = rows.data() + group.first_row;
     if (own < static_cast<std::uint32_t>(spec.kv_heads)) return first[own].length;
-    return first->length + (group.beyond.empty() ? 0 : group.beyond[static_cast<std::size_t>(head)]);
+    return first->length + (group.extra_slots.empty() ? 0 : group.extra_slots[static_cast<std::size_t>(head)]);
   }
 };
 

@@ -60,7 +60,7 @@ struct Row {
     return bytes;
   }
   /// Another rank holds it (across_ranks()): nothing but its length is known here.
-  [[nodiscard]] bool elsewhere() const { return keys.width == 0 && values.width == 0; }
+  [[nodiscard]] bool remote() const { return keys.width == 0 && values.width == 0; }
   const std::int32_t* positions = nullptr;  ///< i32 [length] logical position per slot, ascending
   const float* credit = nullptr;            ///< f32 [credit_length] EMA credit of the oldest slots; 0 for the rest
   std::int32_t credit_length = 0;

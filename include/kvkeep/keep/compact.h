@@ -122,7 +122,7 @@ void each_side(const Row& row, const Body& body) {
 }
 
 inline std::int64_t bytes_of(const Row& row, const KeepSet& keep, std::size_t r, const Destinations& destinations) {
-  if (!keep.firm.empty()) return (keep.count(r) - keep.firm[r]) * row.slot_bytes();
+  if (!keep.in_place.empty()) return (keep.count(r) - keep.in_place[r]) * row.slot_bytes();
   const SlotAddress from = row.keys, to = destinations.of(row, from);
   const auto kept = keep.row(r);
   std::int64_t slots = 0;

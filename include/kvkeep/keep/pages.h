@@ -33,7 +33,7 @@ struct PageMove {
 /// nothing. If all kept slots of a result page come, in every row, from the same places of one page, that page is not
 /// copied but only gets another place in the block table. All other slots move into the first pages that are then free.
 /// Page p of the result may be written in ascending order of slots: no unread slot is overwritten. If the kept slots
-/// are on a device, a page stays as it is only if KeepSet::firm says so, and the rest moves into the first pages in
+/// are on a device, a page stays as it is only if KeepSet::in_place says so, and the rest moves into the first pages in
 /// order. A page to be written that others hold too is replaced by a new one (`SharedPages::copy`), or refused. Throws
 /// StateError, for `SharedPages::refuse`, with sequence and page. Cost: O(kept slots).
 [[nodiscard]] std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& keep,
@@ -107,9 +107,9 @@ class Sequence {
 
   /// The page that supplies all slots of page p of the result, each at its own place, in every row; -1: none.
   [[nodiscard]] std::int64_t moves_whole(std::int64_t p) const {
-    if (!keep_.firm.empty())
+    if (!keep_.in_place.empty())
       return std::ranges::all_of(
-                 rows_, [&](std::size_t r) { return std::min((p + 1) * size_, keep_.count(r)) <= keep_.firm[r]; })
+                 rows_, [&](std::size_t r) { return std::min((p + 1) * size_, keep_.count(r)) <= keep_.in_place[r]; })
                  ? p
                  : -1;
     std::int64_t page = -1;

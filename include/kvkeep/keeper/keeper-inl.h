@@ -171,13 +171,13 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   plan.keeper = identity_;
   const Trigger trigger = policy_->trigger();
   std::vector<std::int32_t> due;
-  const std::span<SequenceState* const> met = sequences_->meet("step", view.sequences);
+  const std::span<SequenceState* const> named = sequences_->resolve("step", view.sequences);
   KVKEEP_REQUIRE_AS(StateError, !pending_,
                     "step: the last event, of other sequences, is pending; allowed after finish()");
   const BoundCache& cache = sequences_->cache("step");
   checked_.check(*sequences_, cache, view);
   for (std::size_t i = 0; i < view.sequences.size(); ++i) {
-    const SequenceState& s = *met[i];
+    const SequenceState& s = *named[i];
     const std::int64_t slots = check_lengths(view, i, s);
     observer_.require_recorded("step", view.sequences[i], s);
     for (const std::unique_ptr<Part>& part : sequences_->parts()) part->check_step(view.sequences[i], s);
@@ -266,7 +266,7 @@ KVKEEP_INLINE EventHandle Keeper::apply(const Plan& plan, CacheView view) {
                     "apply: the plan is not from this keeper; allowed plans that its own plan() returned");
   KVKEEP_REQUIRE_AS(StateError, plan.version == sequences_->version(),
                     "apply: the plan is out of date: tokens were observed or rows were cut since; make a new one");
-  sequences_->meet("apply", view.sequences);
+  sequences_->resolve("apply", view.sequences);
   check_planned("apply", plan, view);
   Report report{.cuts = plan.cuts,
                 .pages = plan.pages,

@@ -33,15 +33,15 @@ KVKEEP_INLINE Observer::Observer(Sequences& sequences, const KVPolicy& policy, M
     : sequences_(&sequences), policy_(&policy), machine_(&machine), queries_(policy.needs().queries) {}
 
 KVKEEP_INLINE void Observer::check(const char* operation, const Observation& o) const {
-  sequences_->meet(operation, o.sequences, o.indptr);
+  sequences_->resolve(operation, o.sequences, o.indptr);
   const std::int32_t tokens = o.indptr.back();
   KVKEEP_REQUIRE(o.positions.empty() || static_cast<std::int32_t>(o.positions.size()) == tokens, operation, ": ",
                  o.positions.size(), " positions for ", tokens, " tokens; allowed none or one each");
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    const SequenceState& s = *sequences_->met()[i];
+    const SequenceState& s = *sequences_->resolved()[i];
     require_recorded(operation, o.sequences[i], s);
     const std::int32_t own_tokens = o.indptr[i + 1] - o.indptr[i];
-    const bool first = leads(s, o.layer, own_tokens);
+    const bool first = first_to_show(s, o.layer, own_tokens);
     KVKEEP_REQUIRE_AS(StateError, !first || !s.passing, operation, ": layer ", o.layer,
                       " passes more tokens of sequence ", o.sequences[i], ", whose prompt has only reached layer ",
                       s.passing->next_layer, "; allowed after its last layer");
@@ -78,10 +78,10 @@ KVKEEP_INLINE void Observer::check(const char* operation, const Observation& o) 
   if (queries_ == 0) return;
   check_queries(operation, o, spec(), machine_->device(), *policy_);
   check_normalisers(operation, o, spec(), machine_->device());
-  for (std::size_t i = 0; i < sequences_->met().size(); ++i)
-    KVKEEP_REQUIRE(sequences_->met()[i]->ring.takes(o.queries.dtype()), operation, ": queries of layer ", o.layer,
+  for (std::size_t i = 0; i < sequences_->resolved().size(); ++i)
+    KVKEEP_REQUIRE(sequences_->resolved()[i]->ring.takes(o.queries.dtype()), operation, ": queries of layer ", o.layer,
                    ", sequence ", o.sequences[i], ", are ", o.queries.dtype(), "; earlier ones were ",
-                   sequences_->met()[i]->ring.dtype(), "; allowed one dtype");
+                   sequences_->resolved()[i]->ring.dtype(), "; allowed one dtype");
   require_one_basis(operation, o.basis);
 }
 
@@ -92,7 +92,7 @@ KVKEEP_INLINE void Observer::require_one_basis(const char* operation, QueryBasis
 }
 
 /// True if these tokens are the first that any layer shows in this step.
-KVKEEP_INLINE bool Observer::leads(const SequenceState& s, std::int32_t layer, std::int32_t tokens) const {
+KVKEEP_INLINE bool Observer::first_to_show(const SequenceState& s, std::int32_t layer, std::int32_t tokens) const {
   const std::int32_t index = sequences_->index_of(layer);
   return s.prefix + s.ring.seen(index) + tokens > s.logical;
 }
@@ -116,7 +116,7 @@ KVKEEP_INLINE void Observer::find_positions(const Observation& o, std::size_t i,
     return;
   }
   positions_.resize(static_cast<std::size_t>(tokens));
-  if (leads(s, o.layer, tokens))
+  if (first_to_show(s, o.layer, tokens))
     std::iota(positions_.begin(), positions_.end(), s.next_position);
   else
     std::ranges::copy(already_shown(s, o.layer, tokens), positions_.begin());
@@ -138,12 +138,12 @@ KVKEEP_INLINE void Observer::make_room(const Observation& o) {
   arrivals_.clear();
   std::size_t arrivals = 0;
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    SequenceState& s = *sequences_->met()[i];
+    SequenceState& s = *sequences_->resolved()[i];
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
     find_positions(o, i, s);
     if (queries_ > 0 && !o.unread) s.ring.reserve(o.queries.dtype());
     arrivals += static_cast<std::size_t>(std::min(tokens, s.ring.capacity()));
-    if (!leads(s, o.layer, tokens)) continue;
+    if (!first_to_show(s, o.layer, tokens)) continue;
     s.columns.reserve(tokens);
     for (const std::unique_ptr<Part>& part : sequences_->parts()) part->reserve_tokens(o.sequences[i], s, positions_);
   }
@@ -159,18 +159,19 @@ KVKEEP_INLINE void Observer::observe(const Observation& o) {
   if (o.queries.defined()) basis_ = o.basis;
   sequences_->changed();
   for (std::size_t i = 0; i < o.sequences.size(); ++i) {
-    SequenceState& s = *sequences_->met()[i];
+    SequenceState& s = *sequences_->resolved()[i];
     const std::int32_t tokens = o.indptr[i + 1] - o.indptr[i];
     find_positions(o, i, s);
-    if (leads(s, o.layer, tokens)) count(o.sequences[i], s);
+    if (first_to_show(s, o.layer, tokens)) count(o.sequences[i], s);
     if (o.unread) {
       s.ring.skip_unread(index, tokens);
       continue;
     }
     std::span<const std::int32_t> seen = positions_;
-    if (s.passing && s.passing->tail < s.passing->tokens) {  // of those that go on, only the newest are contiguous
-      s.ring.skip(index, s.passing->tokens - s.passing->tail);
-      seen = seen.last(static_cast<std::size_t>(s.passing->tail));
+    if (s.passing &&
+        s.passing->contiguous < s.passing->tokens) {  // of those that go on, only the newest are contiguous
+      s.ring.skip(index, s.passing->tokens - s.passing->contiguous);
+      seen = seen.last(static_cast<std::size_t>(s.passing->contiguous));
     }
     const auto kept = static_cast<std::int32_t>(seen.size());
     s.ring.place(index, o.indptr[i + 1] - kept, seen, arrivals_);
@@ -185,8 +186,8 @@ KVKEEP_INLINE void Observer::check(const StepTokens& t, const Observation& first
                     " narrows prompts between layers; allowed observe() in every layer");
   KVKEEP_REQUIRE(is_scorable(t.query_dtype), "begin_step: queries are ", t.query_dtype, "; allowed f32, f16, bf16");
   check("begin_step", first);
-  for (std::size_t i = 0; i < sequences_->met().size(); ++i) {
-    const SequenceState& s = *sequences_->met()[i];
+  for (std::size_t i = 0; i < sequences_->resolved().size(); ++i) {
+    const SequenceState& s = *sequences_->resolved()[i];
     require_shown("begin_step", t.sequences[i], s);
     KVKEEP_REQUIRE(s.ring.takes(t.query_dtype), "begin_step: queries of sequence ", t.sequences[i], " are ",
                    t.query_dtype, "; earlier ones were ", s.ring.dtype(), "; allowed one dtype");
@@ -214,14 +215,14 @@ KVKEEP_INLINE void Observer::begin_step(const StepTokens& t) {
                     "; allowed up to that: run a step of the largest size before the first capture");
   make_room(first);
   if (reads) {
-    for (SequenceState* const s : sequences_->met()) s->ring.reserve(t.query_dtype);
+    for (SequenceState* const s : sequences_->resolved()) s->ring.reserve(t.query_dtype);
     // Lines after those of a step say that nothing is kept, for graphs of larger steps.
     step_places_.assign(static_cast<std::size_t>(std::max(tokens, step_tokens_)), {});
     const std::int64_t token_bytes = element_size(t.query_dtype) * spec().query_heads * spec().key_dim;
-    for (std::size_t i = 0; i < sequences_->met().size(); ++i) {
-      find_positions(first, i, *sequences_->met()[i]);
+    for (std::size_t i = 0; i < sequences_->resolved().size(); ++i) {
+      find_positions(first, i, *sequences_->resolved()[i]);
       arrivals_.clear();
-      sequences_->met()[i]->ring.place(0, t.indptr[i], positions_, arrivals_);
+      sequences_->resolved()[i]->ring.place(0, t.indptr[i], positions_, arrivals_);
       for (const QueryArrival& a : arrivals_)
         for (std::int32_t n = 0; n < a.tokens; ++n) {
           const std::int32_t at = (a.at + n) % a.capacity;
@@ -248,8 +249,8 @@ KVKEEP_INLINE void Observer::begin_step(const StepTokens& t) {
   }
   sequences_->changed();
   ++step_;
-  for (std::size_t i = 0; i < sequences_->met().size(); ++i) {
-    SequenceState& s = *sequences_->met()[i];
+  for (std::size_t i = 0; i < sequences_->resolved().size(); ++i) {
+    SequenceState& s = *sequences_->resolved()[i];
     find_positions(first, i, s);
     const auto own = static_cast<std::int32_t>(positions_.size());
     count(t.sequences[i], s);

@@ -36,7 +36,7 @@ class Observer {
   void require_one_basis(const char* operation, QueryBasis basis) const;
   void require_shown(const char* operation, SequenceId id, const SequenceState& s, std::int32_t layer,
                      std::int64_t shown) const;
-  [[nodiscard]] bool leads(const SequenceState& s, std::int32_t layer, std::int32_t tokens) const;
+  [[nodiscard]] bool first_to_show(const SequenceState& s, std::int32_t layer, std::int32_t tokens) const;
   [[nodiscard]] std::span<const std::int32_t> already_shown(const SequenceState& s, std::int32_t layer,
                                                             std::int32_t tokens) const;
   void find_positions(const Observation& observation, std::size_t i, const SequenceState& s);

@@ -425,7 +425,7 @@ inline void Evictor::meet(const ggml_tensor* stored) {
     reading_ = reading_ || member.done + member.now > member.from;
     member.done += member.now;
   }
-  layers_met_ = 0;
+  layers_seen_ = 0;
   if (reading_) {
     ++spent_.read;
   } else {
@@ -471,9 +471,9 @@ inline void Evictor::see(const ggml_tensor* mask) {
 /// Tokens whose queries are not read, in every layer that has not shown them.
 inline void Evictor::observe_unread() {
   const bool any = keeper_.queries_read() > 0;
-  for (std::size_t i = static_cast<std::size_t>(layers_met_); i < (any ? full_layers_.size() : 1); ++i)
+  for (std::size_t i = static_cast<std::size_t>(layers_seen_); i < (any ? full_layers_.size() : 1); ++i)
     keeper_.observe({.layer = full_layers_[i], .sequences = ids_, .indptr = indptr_, .unread = true});
-  layers_met_ = static_cast<std::int32_t>(full_layers_.size());
+  layers_seen_ = static_cast<std::int32_t>(full_layers_.size());
 }
 
 /// Attention of a layer has run: its queries, after RoPE, are an input of it.
@@ -481,8 +481,8 @@ inline void Evictor::observe(const ggml_tensor* node) {
   const Timer timer(spent_.observing);
   const std::int32_t layer = std::exchange(asked_layer_, -1);
   KVKEEP_REQUIRE_AS(StateError,
-                    static_cast<std::size_t>(layers_met_) < full_layers_.size() &&
-                        full_layers_[static_cast<std::size_t>(layers_met_)] == layer,
+                    static_cast<std::size_t>(layers_seen_) < full_layers_.size() &&
+                        full_layers_[static_cast<std::size_t>(layers_seen_)] == layer,
                     "llama: attention of layer ", layer, " runs out of turn; allowed layers in ascending order");
   const ggml_tensor* q = node->op == GGML_OP_FLASH_ATTN_EXT ? node->src[0] : node->src[1];
   if (needs_.rope) check_rope(q, layer);
@@ -516,7 +516,7 @@ inline void Evictor::observe(const ggml_tensor* node) {
                    .indptr = indptr_,
                    .queries = Tensor(gathered_.data(), *dtype, {tokens, spec.query_heads, spec.key_dim}),
                    .basis = QueryBasis::post_rope});
-  ++layers_met_;
+  ++layers_seen_;
 }
 
 /// The micro-batch has run. If it was broken off, layers that did not run count as unread.
@@ -525,7 +525,7 @@ inline void Evictor::complete() {
                     "llama: the graph showed no mask of attention, by which positions that were moved are noticed; "
                     "allowed graphs with one");
   if (!std::exchange(reading_, false)) return;
-  if (static_cast<std::size_t>(layers_met_) < full_layers_.size()) observe_unread();
+  if (static_cast<std::size_t>(layers_seen_) < full_layers_.size()) observe_unread();
 }
 
 }  // namespace kvkeep::llama

@@ -183,15 +183,15 @@ inline void Folds::check_attended(const Observation& o, const Attended& attended
 inline ReadCounts Folds::view(const Observation& o, const Attended& attended) {
   const std::int32_t index = sequences().index_of("view", o.layer);
   if (index < 0) return {};
-  const auto met = sequences().meet("view", o.sequences, o.indptr);
+  const auto named = sequences().resolve("view", o.sequences, o.indptr);
   check_attended(o, attended);
   readers_.clear();
-  for (std::size_t i = 0; i < met.size(); ++i)
-    readers_.push_back({folded_.find(o.sequences[i])->rows.get(), &met[i]->columns, met[i]->logical, o.indptr[i],
+  for (std::size_t i = 0; i < named.size(); ++i)
+    readers_.push_back({folded_.find(o.sequences[i])->rows.get(), &named[i]->columns, named[i]->logical, o.indptr[i],
                         o.indptr[i + 1] - o.indptr[i]});
   const ReadCounts counts = memory_->view({o.layer, index, readers_, o.queries, attended});
-  for (std::size_t i = 0; i < met.size(); ++i)
-    folded_.find(o.sequences[i])->viewed[static_cast<std::size_t>(index)] = met[i]->logical;
+  for (std::size_t i = 0; i < named.size(); ++i)
+    folded_.find(o.sequences[i])->viewed[static_cast<std::size_t>(index)] = named[i]->logical;
   sequences().totals.reads += counts;
   return counts;
 }

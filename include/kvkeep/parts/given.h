@@ -75,7 +75,7 @@ inline void Given::check_numbers(const GivenScores& g) const {
 }
 
 inline void Given::check(const GivenScores& g) const {
-  const auto met = sequences().meet("give", g.sequences, g.indptr);
+  const auto named = sequences().resolve("give", g.sequences, g.indptr);
   const Tensor& scores = g.scores;
   const std::int32_t tokens = g.indptr.back();
   KVKEEP_REQUIRE(scores.defined(), "give: layer ", g.layer, " has no scores; policy ", policy().name(),
@@ -90,8 +90,8 @@ inline void Given::check(const GivenScores& g) const {
   KVKEEP_REQUIRE(scores.device() == machine().device(), "give: scores of layer ", g.layer, " are on ",
                  scores.device().str(), ", but the keeper works on ", machine().device().str(),
                  "; allowed only that device");
-  for (std::size_t i = 0; i < met.size(); ++i) {
-    const std::int32_t own_tokens = g.indptr[i + 1] - g.indptr[i], open = missing(*met[i], g.layer);
+  for (std::size_t i = 0; i < named.size(); ++i) {
+    const std::int32_t own_tokens = g.indptr[i + 1] - g.indptr[i], open = missing(*named[i], g.layer);
     KVKEEP_REQUIRE(own_tokens <= open, "give: scores of ", own_tokens, " tokens of sequence ", g.sequences[i],
                    " in layer ", g.layer, "; ", open, " of its slots there have none yet; allowed at most that many");
   }
@@ -103,20 +103,20 @@ inline void Given::give(const GivenScores& g) {
                  " is out of range; allowed 0 to ", spec().num_layers() - 1);
   if (sequences().index_of(g.layer) < 0) return;
   check(g);
-  const auto met = sequences().met();
+  const auto named = sequences().resolved();
   const std::int32_t first = sequences().row_of(g.layer, 0);
   arrivals_.clear();
-  arrivals_.reserve(met.size() * static_cast<std::size_t>(spec().kv_heads));
-  for (std::size_t i = 0; i < met.size(); ++i) met[i]->columns.reserve_given();
+  arrivals_.reserve(named.size() * static_cast<std::size_t>(spec().kv_heads));
+  for (std::size_t i = 0; i < named.size(); ++i) named[i]->columns.reserve_given();
 
   const auto size = static_cast<std::int64_t>(g.scores.element_size());
   const auto* data = static_cast<const std::byte*>(g.scores.bytes());
-  for (std::size_t i = 0; i < met.size(); ++i) {
+  for (std::size_t i = 0; i < named.size(); ++i) {
     const std::int32_t tokens = g.indptr[i + 1] - g.indptr[i];
     if (tokens == 0) continue;
     for (std::int32_t h = 0; h < spec().kv_heads; ++h)
       arrivals_.push_back({.from = data + (g.indptr[i] * g.scores.step(0) + h * g.scores.step(1)) * size,
-                           .to = met[i]->columns.give(first + h, tokens),
+                           .to = named[i]->columns.give(first + h, tokens),
                            .tokens = tokens});
   }
   if (!arrivals_.empty())

@@ -36,7 +36,7 @@ using StateTensors = std::vector<std::pair<std::string, Tensor>>;
 struct Passing {
   std::int32_t tokens = 0;            ///< of the whole prompt
   std::vector<std::int32_t> present;  ///< logical positions of those that go on to `next_layer`
-  std::int32_t tail = 0;              ///< how many of them are the newest of the prompt, without a gap
+  std::int32_t contiguous = 0;        ///< how many of them are the newest of the prompt, without a gap
   std::int32_t next_layer = 0;
 };
 
@@ -59,7 +59,7 @@ struct SequenceState {
   std::uint64_t step = 0;                       ///< the last begin_step() that named it
   std::int32_t step_tokens = 0;                 ///< and the tokens it brought
 
-  mutable std::uint64_t mark = 0;  ///< of the last call that named it: Sequences::meet()
+  mutable std::uint64_t mark = 0;  ///< of the last call that named it: Sequences::resolve()
 };
 
 /// What a part is made for. All of it outlives the part.
@@ -215,12 +215,12 @@ class Sequences {
   void require_whole(const char* operation, SequenceId id, const SequenceState& s) const;
   /// ready() for every sequence that a call names, in its order; valid until the next call of a method. Throws
   /// InvalidArgument if one is named twice.
-  std::span<SequenceState* const> meet(const char* operation, std::span<const SequenceId> ids) const;
+  std::span<SequenceState* const> resolve(const char* operation, std::span<const SequenceId> ids) const;
   /// The same; throws InvalidArgument also unless indptr has a range for every sequence.
-  std::span<SequenceState* const> meet(const char* operation, std::span<const SequenceId> ids,
-                                       std::span<const std::int32_t> indptr) const;
-  /// What meet() returned last.
-  [[nodiscard]] std::span<SequenceState* const> met() const { return met_; }
+  std::span<SequenceState* const> resolve(const char* operation, std::span<const SequenceId> ids,
+                                          std::span<const std::int32_t> indptr) const;
+  /// What resolve() returned last.
+  [[nodiscard]] std::span<SequenceState* const> resolved() const { return resolved_; }
   [[nodiscard]] auto begin() const { return all_.begin(); }
   [[nodiscard]] auto end() const { return all_.end(); }
 
@@ -255,7 +255,7 @@ class Sequences {
   std::vector<std::unique_ptr<Part>> parts_;
   std::uint64_t version_ = 0;
   mutable std::uint64_t mark_ = 0;  ///< of the current call: whatever carries it was already named
-  mutable std::vector<SequenceState*> met_;
+  mutable std::vector<SequenceState*> resolved_;
 };
 
 inline const ModelSpec& Part::spec() const { return context_.sequences.spec(); }
@@ -371,26 +371,27 @@ inline void Sequences::require_whole(const char* operation, SequenceId id, const
                     s.passing->next_layer, "; allowed after its last layer");
 }
 
-inline std::span<SequenceState* const> Sequences::meet(const char* operation, std::span<const SequenceId> ids) const {
+inline std::span<SequenceState* const> Sequences::resolve(const char* operation,
+                                                          std::span<const SequenceId> ids) const {
   ++mark_;
-  met_.clear();
+  resolved_.clear();
   for (const SequenceId id : ids) {
     const SequenceState& s = ready(operation, id);
     KVKEEP_REQUIRE(s.mark != mark_, operation, ": sequence ", id, " is named twice in one step; allowed once");
     s.mark = mark_;
-    met_.push_back(const_cast<SequenceState*>(&s));
+    resolved_.push_back(const_cast<SequenceState*>(&s));
   }
-  return met_;
+  return resolved_;
 }
 
-inline std::span<SequenceState* const> Sequences::meet(const char* operation, std::span<const SequenceId> ids,
-                                                       std::span<const std::int32_t> indptr) const {
+inline std::span<SequenceState* const> Sequences::resolve(const char* operation, std::span<const SequenceId> ids,
+                                                          std::span<const std::int32_t> indptr) const {
   KVKEEP_REQUIRE(indptr.size() == ids.size() + 1 && indptr.front() == 0, operation, ": indptr has ", indptr.size(),
                  " entries for ", ids.size(), " sequences; allowed one entry more than sequences, the first one 0");
   for (std::size_t i = 0; i < ids.size(); ++i)
     KVKEEP_REQUIRE(indptr[i] <= indptr[i + 1], operation, ": indptr falls from ", indptr[i], " to ", indptr[i + 1],
                    " at sequence ", ids[i], "; allowed ascending");
-  return meet(operation, ids);
+  return resolve(operation, ids);
 }
 
 }  // namespace kvkeep

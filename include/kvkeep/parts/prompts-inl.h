@@ -20,12 +20,12 @@ namespace kvkeep::parts {
 namespace prompts_detail {
 
 /// The number of newest tokens of a prompt of `tokens` that all continued.
-inline std::int32_t tail_of(std::span<const std::int32_t> places, std::int32_t tokens) {
-  std::int32_t tail = 0;
-  while (tail < static_cast<std::int32_t>(places.size()) &&
-         places[places.size() - 1 - static_cast<std::size_t>(tail)] == tokens - 1 - tail)
-    ++tail;
-  return tail;
+inline std::int32_t newest_contiguous(std::span<const std::int32_t> places, std::int32_t tokens) {
+  std::int32_t count = 0;
+  while (count < static_cast<std::int32_t>(places.size()) &&
+         places[places.size() - 1 - static_cast<std::size_t>(count)] == tokens - 1 - count)
+    ++count;
+  return count;
 }
 
 /// The entries of a list that are left.
@@ -142,7 +142,7 @@ KVKEEP_INLINE void Prompts::reserve_tokens(SequenceId id, const SequenceState& s
                       .going_on = std::vector<std::int32_t>(positions.size())};
   std::iota(report.going_on.begin(), report.going_on.end(), 0);
   prompts_[id] = {policy().begin_prompt(machine(), spec(), tokens), std::move(report),
-                  Passing{.tokens = tokens, .present = {positions.begin(), positions.end()}, .tail = tokens}};
+                  Passing{.tokens = tokens, .present = {positions.begin(), positions.end()}, .contiguous = tokens}};
 }
 
 KVKEEP_INLINE void Prompts::append(SequenceId id, SequenceState& s) noexcept {
@@ -218,7 +218,7 @@ KVKEEP_INLINE LayerReport Prompts::narrow(const Observation& o, CacheView view) 
     SequenceState& s = sequences().at(o.sequences[i]);
     if (!s.passing) continue;
     if (!std::exchange(checked, true)) {
-      sequences().meet("narrow", o.sequences, o.indptr);
+      sequences().resolve("narrow", o.sequences, o.indptr);
       check_queries("narrow", o, spec(), machine().device(), policy());
       check_basis("narrow", o.basis, sequences().without_rope());
     }
@@ -239,12 +239,12 @@ KVKEEP_INLINE LayerReport Prompts::narrow(const Observation& o, CacheView view) 
     if (plan.decision.reason == Reason::select_layer) of_prompt.selection_layer = plan.layer;
     s.passing->next_layer = plan.layer + 1;
     sequences().changed();
-    if (plan.decision.narrow) let_go_on(plan, view, narrowing);
+    if (plan.decision.narrow) continue_with(plan, view, narrowing);
     if (plan.decision.cut || plan.decision.narrow) report.prompts.push_back(narrowing);
     totals.slots_dropped += narrowing.slots_dropped;
     totals.bytes_moved += narrowing.bytes_moved;
-    if (narrowing.afresh) {
-      begin_afresh(plan, view, report);
+    if (narrowing.restart) {
+      restart_prompt(plan, view, report);
     } else if (plan.layer + 1 == layers) {
       s.passing.reset();
       plan.prompt->pass.reset();
@@ -321,28 +321,28 @@ KVKEEP_INLINE void Prompts::decide_layer(std::span<LayerPlan> plans, const Obser
   }
 }
 
-KVKEEP_INLINE void Prompts::let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
+KVKEEP_INLINE void Prompts::continue_with(const LayerPlan& plan, const CacheView& view, Narrowing& report) {
   SequenceState& s = *plan.sequence;
   const TokenSet& narrow = *plan.decision.narrow;
   const std::span<const std::int32_t> places{narrow.tokens.data<std::int32_t>(),
                                              static_cast<std::size_t>(narrow.tokens.numel())};
   report.tokens = std::vector<std::int32_t>(places.begin(), places.end());
-  report.afresh = narrow.afresh;
+  report.restart = narrow.restart;
   std::vector<std::int32_t>& going_on = plan.prompt->report.going_on;
   going_on = prompts_detail::those_at(places, going_on);
   s.passing->present = prompts_detail::those_at(places, s.passing->present);
-  s.passing->tail = prompts_detail::tail_of(going_on, s.passing->tokens);
+  s.passing->contiguous = prompts_detail::newest_contiguous(going_on, s.passing->tokens);
   s.last_event = s.logical;
   s.event_position = s.next_position;
   const std::int32_t next = plan.layer + 1, layers = spec().num_layers(), heads = spec().kv_heads;
-  if (narrow.afresh || next == layers) return;
+  if (narrow.restart || next == layers) return;
   s.columns.narrow(sequences().row_of(next, 0), places, s.passing->present);
   for (std::int32_t r = next * heads; r < layers * heads; ++r)
     view.lengths.at(plan.place, r) = static_cast<std::int32_t>(places.size());
 }
 
 /// The first pass is over: only what it chose remains.
-KVKEEP_INLINE void Prompts::begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report) {
+KVKEEP_INLINE void Prompts::restart_prompt(const LayerPlan& plan, const CacheView& view, LayerReport& report) {
   PromptReport of_first_pass = std::move(plan.prompt->report);
   of_first_pass.second_pass = true;
   const std::int32_t page_size = plan.table.page_size;

@@ -12,9 +12,9 @@ namespace kvkeep {
 struct Narrowing {
   SequenceId sequence = 0;
   std::optional<std::vector<std::int32_t>> tokens =
-      {};               ///< places, among the tokens present, of those that continue, ascending; absent: all continue
-  bool afresh = false;  ///< they do not continue here: the sequence leaves this step with an empty cache, and from the
-                        ///< next step its prompt is these tokens alone, at positions from 0
+      {};                ///< places, among the tokens present, of those that continue, ascending; absent: all continue
+  bool restart = false;  ///< they do not continue here: the sequence leaves this step with an empty cache, and from the
+                         ///< next step its prompt is these tokens alone, at positions from 0
   std::int64_t slots_dropped = 0;  ///< of this layer's rows
   std::int64_t bytes_moved = 0;
 };
@@ -69,8 +69,8 @@ class Prompts final : public Part {
   [[nodiscard]] LayerPlan plan_layer(SequenceId id, SequenceState& s, const Observation& o, std::size_t i,
                                      const CacheView& view);
   void decide_layer(std::span<LayerPlan> plans, const Observation& o, const CacheView& view);
-  void let_go_on(const LayerPlan& plan, const CacheView& view, Narrowing& report);
-  void begin_afresh(const LayerPlan& plan, const CacheView& view, LayerReport& report);
+  void continue_with(const LayerPlan& plan, const CacheView& view, Narrowing& report);
+  void restart_prompt(const LayerPlan& plan, const CacheView& view, LayerReport& report);
 
   PerSequence<Prompt> prompts_;
 };

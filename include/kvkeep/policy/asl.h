@@ -235,7 +235,7 @@ inline std::vector<PromptCourse> Asl::courses(const ModelSpec& spec, std::int32_
       if (options_.two_pass && tokens > o.select) {
         course.entered.resize(static_cast<std::size_t>(selecting) + 1);
         course.held.assign(course.held.size(), going_on);
-        course.afresh = going_on;
+        course.restart = going_on;
       }
       courses.push_back(std::move(course));
     }
@@ -302,7 +302,7 @@ inline LayerDecision Asl::decide_layer(Machine& machine, const Evidence& evidenc
     if (!chosen[g]) continue;
     prompt.reason = ranked[g]->layer() == layer ? Reason::select_layer : Reason::last_layer;
     prompt.narrow = tokens_of(*chosen[g]);
-    prompt.narrow->afresh = options_.two_pass;
+    prompt.narrow->restart = options_.two_pass;
   }
   return decision;
 }

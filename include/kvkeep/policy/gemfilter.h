@@ -85,7 +85,7 @@ inline std::vector<PromptCourse> GemFilter::courses(const ModelSpec& spec, std::
   const std::int32_t going_on = again ? options_.select : tokens;
   return {{.entered = std::vector(again ? static_cast<std::size_t>(options_.layer) + 1 : layers, tokens),
            .held = std::vector(layers, going_on),
-           .afresh = again ? going_on : 0}};
+           .restart = again ? going_on : 0}};
 }
 
 inline std::unique_ptr<PromptPass> GemFilter::begin_prompt(Machine&, const ModelSpec&, std::int32_t tokens) const {
@@ -107,7 +107,7 @@ inline LayerDecision GemFilter::decide_layer(Machine& machine, const Evidence& e
   for (const auto& tokens :
        event->choose(scores.tokens, options_.select, std::vector<bool>(passes.size(), true)).read(machine.memory())) {
     decision.prompts.push_back({.reason = Reason::select_layer, .narrow = tokens_of(*tokens)});
-    decision.prompts.back().narrow->afresh = true;
+    decision.prompts.back().narrow->restart = true;
   }
   return decision;
 }

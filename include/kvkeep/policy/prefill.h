@@ -16,7 +16,7 @@ struct PromptCourse {
   std::vector<std::int32_t> entered =
       {};                               ///< [layers that it reaches] tokens whose rows a layer holds until it decides
   std::vector<std::int32_t> held = {};  ///< [num_layers] slots of every row once the prompt has ended
-  std::int32_t afresh = 0;              ///< tokens that run again as a prompt of their own; 0: there is one pass
+  std::int32_t restart = 0;             ///< tokens that run again as a prompt of their own; 0: there is one pass
 };
 
 class Prefill : public KVPolicy {

@@ -195,7 +195,7 @@ class Generator {
   Tensor run(Batch& batch);
   void add(Batch& batch, SequenceId id) const;
   [[nodiscard]] std::optional<Onward> narrow(Batch& batch, const LayerSight& sight);
-  void begin_afresh(SequenceId id);
+  void restart_prompt(SequenceId id);
   void predict(const Batch& batch, const Tensor& logits);
   std::int32_t write(SequenceId id, const Tensor& row);
   void pass(Batch& batch, std::size_t i, const LogitsSight& sight, std::int64_t first, std::int64_t last);

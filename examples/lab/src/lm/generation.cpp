@@ -411,9 +411,9 @@ std::optional<Onward> Generator::narrow(Batch& batch, const LayerSight& sight) {
     const auto found = std::ranges::find(report.prompts, batch.ids[i], &Narrowing::sequence);
     if (found == report.prompts.end() || !found->tokens) {
       for (std::int32_t token = first; token < last; ++token) onward.tokens.push_back(token);
-    } else if (found->afresh) {
+    } else if (found->restart) {
       batch.left[i] = 1;
-      begin_afresh(batch.ids[i]);
+      restart_prompt(batch.ids[i]);
     } else {
       for (const std::int32_t place : *found->tokens) onward.tokens.push_back(first + place);
     }
@@ -422,7 +422,7 @@ std::optional<Onward> Generator::narrow(Batch& batch, const LayerSight& sight) {
   return onward;
 }
 
-void Generator::begin_afresh(SequenceId id) {
+void Generator::restart_prompt(SequenceId id) {
   Sequence& sequence = sequences_.at(id);
   std::vector<std::int32_t> chosen;
   for (const std::int32_t place : prompt_report(id)->going_on)
