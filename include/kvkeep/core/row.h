@@ -53,7 +53,7 @@ struct RowGroup {
   std::int32_t settled = 0;  ///< logical position below which every decision is final (Fold::settled)
   std::span<const std::int32_t> extra_slots = {};  ///< [whole_heads] slots that the row of each KV head of the model
                                                    ///< holds beyond this group's first; empty: as many as that
-  std::span<const PositionSpan> pinned = {};  ///< ascending, disjoint: slots at these positions stay in every row
+  std::span<const PositionSpan> pinned = {};       ///< ascending, disjoint: slots at these positions stay in every row
   std::vector<std::pair<std::type_index, const void*>> attached = {};  ///< what parts of a policy's own give it
 
   /// For Part::describe(): `data` is valid as long as the event.

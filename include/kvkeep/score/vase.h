@@ -65,16 +65,25 @@ struct VaseOptions {
   /// max - min; -1 if that is not finite.
   template <class Value>
   [[nodiscard]] KVKEEP_HD static float range_of(const Value* value, std::int32_t dim) {
-    float low = static_cast<float>(value[0]), high = low;
-    bool finite = true;
-    for (std::int32_t d = 0; d < dim; ++d) {
-      const auto x = static_cast<float>(value[d]);
-      low = x < low ? x : low;
-      high = x > high ? x : high;
-      finite = finite && x - x == 0;
+    constexpr std::int32_t kLanes = 8;
+    float low[kLanes], high[kLanes], odd[kLanes];  // odd: 0, or NaN after a number that is not finite
+    for (std::int32_t j = 0; j < kLanes; ++j) low[j] = high[j] = static_cast<float>(value[0]), odd[j] = 0;
+    const auto add = [&](std::int32_t j, float x) {
+      low[j] = x < low[j] ? x : low[j];
+      high[j] = x > high[j] ? x : high[j];
+      odd[j] += x - x;
+    };
+    std::int32_t d = 0;
+    for (; d + kLanes <= dim; d += kLanes)
+      for (std::int32_t j = 0; j < kLanes; ++j) add(j, static_cast<float>(value[d + j]));
+    for (; d < dim; ++d) add(0, static_cast<float>(value[d]));
+    for (std::int32_t j = 1; j < kLanes; ++j) {
+      low[0] = low[j] < low[0] ? low[j] : low[0];
+      high[0] = high[j] > high[0] ? high[j] : high[0];
+      odd[0] += odd[j];
     }
-    const float range = high - low;
-    return finite && range - range == 0 ? range : -1.0F;
+    const float range = high[0] - low[0];
+    return odd[0] == 0 && range - range == 0 ? range : -1.0F;
   }
 };
 

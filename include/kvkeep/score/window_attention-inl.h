@@ -63,20 +63,23 @@ KVKEEP_INLINE void gather_queries(const Evidence& evidence, const QueryView& vie
   const auto dim = static_cast<std::size_t>(spec.key_dim);
   const auto scale = static_cast<float>(spec.scale());
   with_dtype("window_attention", view.dtype, [&](auto type) {
-    float* q = out;
     const std::int64_t skip = turns.window - window;
-    for (std::int32_t g = 0; g < spec.group(); ++g)
-      for (std::int32_t i = 0; i < window; ++i, q += dim) {
+    for (std::int32_t i = 0; i < window; ++i)  // query heads of a token lie side by side
+      for (std::int32_t g = 0; g < spec.group(); ++g) {
+        float* const q = out + (std::int64_t{g} * window + i) * spec.key_dim;
         const auto* from =
             reinterpret_cast<const decltype(type)*>(view.at(view.count - window + i, head * spec.group() + g));
         for (std::size_t d = 0; d < dim; ++d) q[d] = static_cast<float>(from[d]);
         turns.apply(skip + i, q);
-        for (std::size_t d = 0; d < dim; ++d) {
-          KVKEEP_REQUIRE(std::isfinite(q[d]), "window_attention: query of head ", head * spec.group() + g,
-                         " at position ", view.position(view.count - window + i), " holds ", q[d], " in component ", d,
-                         "; allowed finite numbers");
-          q[d] *= scale;
+        std::int32_t odd = 0;  // a sum, which is formed in vectors
+        for (std::size_t d = 0; d < dim; ++d) odd += std::isfinite(q[d]) ? 0 : 1;
+        if (odd > 0) {
+          const auto d = std::find_if_not(q, q + dim, [](float x) { return std::isfinite(x); }) - q;
+          refuse<InvalidArgument>("window_attention: query of head ", head * spec.group() + g, " at position ",
+                                  view.position(view.count - window + i), " holds ", q[d], " in component ", d,
+                                  "; allowed finite numbers");
         }
+        for (std::size_t d = 0; d < dim; ++d) q[d] *= scale;
       }
   });
 }
