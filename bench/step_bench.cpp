@@ -22,20 +22,17 @@ namespace {
 
 constexpr std::int32_t kLayers = 30, kQueryHeads = 9, kKvHeads = 3, kDim = 64, kPrompt = 64;
 
-ModelSpec model() {
-  return {.query_heads = kQueryHeads,
-          .kv_heads = kKvHeads,
-          .key_dim = kDim,
-          .value_dim = kDim,
-          .softmax_scale = 0,
-          .rope = {},
-          .layers = std::vector<LayerSpec>(kLayers)};
-}
-
 class Subject {
  public:
   Subject(const char* policy, std::int32_t batch)
-      : keeper(model(), make_policy(policy)),
+      : keeper({.query_heads = kQueryHeads,
+                .kv_heads = kKvHeads,
+                .key_dim = kDim,
+                .value_dim = kDim,
+                .softmax_scale = 0,
+                .rope = {},
+                .layers = std::vector<LayerSpec>(kLayers)},
+               make_policy(policy)),
         ids_(static_cast<std::size_t>(batch)),
         lengths_(ids_.size()),
         indptr_(ids_.size() + 1),

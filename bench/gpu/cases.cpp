@@ -23,7 +23,7 @@ struct Case {
   std::function<void(Result&)> body;
 };
 std::vector<Case> cases;
-Options chosen;
+BenchOptions chosen;
 
 constexpr const char* kHelp =
     R"(Times the kernels and whole events, each checked against its reference before it is timed.
@@ -103,7 +103,7 @@ int run_all() {
 
 }  // namespace
 
-const Options& options() { return chosen; }
+const BenchOptions& options() { return chosen; }
 
 std::vector<Shape> shapes() {
   if (chosen.toy) return {{"toy", 2, 2, 64, 2}};

@@ -22,14 +22,14 @@ struct Result {
   }
 };
 
-struct Options {
+struct BenchOptions {
   bool toy = false;    ///< small sizes of every kernel and policy, for the execution model and the sanitizers
   bool once = false;   ///< checks, then launches once: for profilers
   double seconds = 0;  ///< no case begins after that; 0: no limit
   std::string filter;  ///< a regular expression; empty: all
   std::string out;     ///< where the lines go; empty: nowhere
 };
-[[nodiscard]] const Options& options();
+[[nodiscard]] const BenchOptions& options();
 
 struct Shape {
   const char* name;

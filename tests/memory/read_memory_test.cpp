@@ -35,8 +35,8 @@ struct Memory {
     values = as<float>(gather(all_values, 1, segments.dense()));
   }
   /// Spans of these lengths and no other tokens, raw where their rows differ.
-  Memory(const Tensor& all_keys, const Tensor& all_values, const Spans& lengths, Tensor asked, double scale)
-      : queries(std::move(asked)), scale(scale) {
+  Memory(const Tensor& all_keys, const Tensor& all_values, const Spans& lengths, Tensor asked, double of_logits)
+      : queries(std::move(asked)), scale(of_logits) {
     std::vector<Span> spans;
     for (const std::int32_t l : lengths)
       spans.push_back({spans.empty() ? 0 : spans.back().end, 0}), spans.back().end = spans.back().begin + l;

@@ -28,7 +28,7 @@ struct MemoryRow {
 
 /// How a layer's memory is read.
 struct Reading {
-  ZoomOptions zoom;
+  ZoomOptions zoom = {};
   const Router* router = nullptr;                            ///< of the layer; null: none
   double entries = std::numeric_limits<double>::infinity();  ///< of one KV head that may be in reach at once: dense
                                                              ///< ones, coarse ones and those of opened spans
