@@ -4,7 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <set>
+#include <utility>
+#include <vector>
 
 #include "engines.h"
 #include "kvkeep/score/vase.h"
@@ -65,6 +66,16 @@ TEST(Vase, GivesAQuarterOfTheBudgetToTheWidestValues) {
     if (g[static_cast<std::size_t>(t)] >= 0) above.push_back(t);
   EXPECT_EQ(above, (std::vector<std::int32_t>{5, 6, 7}));
   EXPECT_EQ(g[5], 10);
+}
+
+TEST(Vase, SeesEveryComponentOfAValue) {
+  for (std::int32_t dim = 2; dim <= 35; ++dim)
+    for (std::int32_t d = 0; d < dim; ++d)
+      for (const auto& [x, wanted] : {std::pair{3.0F, 2.0F}, {-3.0F, 4.0F}, {INFINITY, -1.0F}, {NAN, -1.0F}}) {
+        std::vector<float> value(static_cast<std::size_t>(dim), 1.0F);
+        value[static_cast<std::size_t>(d)] = x;
+        EXPECT_EQ(VaseOptions::range_of(value.data(), dim), wanted) << x << " at " << d << " of " << dim;
+      }
 }
 
 TEST(Vase, SamplesTheRestInProportionToAttention) {
