@@ -9,6 +9,7 @@
 
 #include "kvkeep/allot/divide.h"
 #include "kvkeep/allot/segments.h"
+#include "kvkeep/keep/select.h"
 #include "library_event.h"
 #include "oracle/invariants.h"
 #include "oracle/random_case.h"

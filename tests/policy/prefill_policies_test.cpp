@@ -11,6 +11,7 @@
 #include "kvkeep/policy/asl.h"
 #include "kvkeep/policy/gemfilter.h"
 #include "kvkeep/policy/pyramidinfer.h"
+#include "kvkeep/score/window_attention.h"
 #include "layered_prompt.h"
 
 namespace kvkeep::prefill_policies_test {

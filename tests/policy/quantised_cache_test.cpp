@@ -1,7 +1,9 @@
 // A cache in 8 bits or in blocks against one that holds the same numbers in f32: the same slots stay, and their bytes.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -56,7 +58,7 @@ class Engine {
     const auto sizes = [&](std::vector<std::int64_t> rest) {
       std::vector<std::int64_t> all = paged ? std::vector<std::int64_t>{kCapacity / kPage, kHeads, kPage}
                                             : std::vector<std::int64_t>{1, kHeads, kCapacity};
-      all.insert(all.end(), rest.begin(), rest.end());
+      std::ranges::copy(rest, std::back_inserter(all));
       return Shape(all);
     };
     for (std::int32_t l = 0; l < kLayers; ++l) {
