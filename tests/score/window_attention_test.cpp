@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <numeric>
+#include <string>
 
 #include "arrays.h"
 #include "kvkeep/allot/mass_segmented.h"
@@ -13,12 +14,14 @@
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/window_attention.h"
 #include "library_event.h"
+#include "message_of.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::window_attention_test {
 namespace {
 
 using testing::Array;
+using testing::message_of;
 using testing::normals;
 
 Limits every_row_due(const RowTable& table, std::int32_t budget) {
@@ -158,6 +161,17 @@ TEST(WindowAttention, TakesQueriesBeforeOrAfterRoPE) {  // B16: the basis is a n
   const WindowAttention before = run(c, QueryBasis::pre_rope), after = run(c, QueryBasis::post_rope);
   expect_as_in_plain_loops(c, before);
   expect_as_in_plain_loops(c, after);
+}
+
+TEST(WindowAttention, RefusesAQueryThatIsNotFinite) {
+  for (const float x : {NAN, INFINITY, -INFINITY}) {
+    Case c = make_case(2, 2, 10, 20, 4, Dtype::f32);
+    c.spec.rope.inv_freq.clear();
+    c.queries.data<float>()[(1 * 4 + 3) * 10 + 9] = x;
+    const std::string said = message_of<InvalidArgument>([&] { run(c, QueryBasis::post_rope); });
+    EXPECT_NE(said.find(text("query of head 3 at position 17 holds ", x, " in component 9")), std::string::npos)
+        << said;
+  }
 }
 
 TEST(WindowAttention, OfAWindowAsLongAsTheCacheStillHasAHistoryOfOne) {

@@ -168,8 +168,7 @@ KVKEEP_INLINE void Observer::observe(const Observation& o) {
       continue;
     }
     std::span<const std::int32_t> seen = positions_;
-    if (s.passing &&
-        s.passing->contiguous < s.passing->tokens) {  // of those that go on, only the newest are contiguous
+    if (s.passing && s.passing->contiguous < s.passing->tokens) {  // of those that go on, the newest have no gaps
       s.ring.skip(index, s.passing->tokens - s.passing->contiguous);
       seen = seen.last(static_cast<std::size_t>(s.passing->contiguous));
     }

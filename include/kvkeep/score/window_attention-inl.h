@@ -2,6 +2,7 @@
 // Bodies of window_attention.h: compiled by src/score, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <span>
@@ -71,9 +72,8 @@ KVKEEP_INLINE void gather_queries(const Evidence& evidence, const QueryView& vie
             reinterpret_cast<const decltype(type)*>(view.at(view.count - window + i, head * spec.group() + g));
         for (std::size_t d = 0; d < dim; ++d) q[d] = static_cast<float>(from[d]);
         turns.apply(skip + i, q);
-        std::int32_t odd = 0;  // a sum, which is formed in vectors
-        for (std::size_t d = 0; d < dim; ++d) odd += std::isfinite(q[d]) ? 0 : 1;
-        if (odd > 0) {
+        constexpr auto kLargest = std::bit_cast<std::int32_t>(std::numeric_limits<float>::max());
+        if (!kvkeep::detail::none_above(reinterpret_cast<const std::byte*>(q), spec.key_dim, kLargest)) {
           const auto d = std::find_if_not(q, q + dim, [](float x) { return std::isfinite(x); }) - q;
           refuse<InvalidArgument>("window_attention: query of head ", head * spec.group() + g, " at position ",
                                   view.position(view.count - window + i), " holds ", q[d], " in component ", d,
