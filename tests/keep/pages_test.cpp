@@ -181,7 +181,7 @@ class Pages : public ::testing::TestWithParam<std::tuple<std::int32_t, PageLayou
 TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21, B23, B24, B25, B27
   const auto [size, layout] = GetParam();
   oracle::Random random(static_cast<std::uint64_t>(size * 2 + (layout == PageLayout::slot_head ? 1 : 0)));
-  std::int64_t copies = 0, linked = 0, freed = 0;
+  std::int64_t copies = 0, linked = 0, freed = 0, written = 0, untouched = 0;
   for (int round = 0; round < 60; ++round) {
     const Dtype dtype = round % 3 == 0 ? Dtype::f32 : round % 3 == 1 ? Dtype::bf16 : Dtype::u8;
     Case c(random, size, layout, dtype, random.between(1, 4), round % 2 == 0);
@@ -210,6 +210,7 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
     std::set<std::int32_t> writable;
     for (const PageMove& move : moves) {
       copies += move.taken;
+      untouched += std::ssize(move.after) - std::ssize(move.written);
       freed += static_cast<std::int64_t>(move.freed.size());
       ASSERT_EQ(std::set<std::int32_t>(move.after.begin(), move.after.end()).size(), move.after.size())
           << "a page stands twice in a table";
@@ -219,8 +220,12 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
       for (const std::int32_t page : move.after)
         if (std::find(move.before.begin(), move.before.end(), page) == move.before.end()) held.insert(page);
       ASSERT_EQ(balance, held) << "pages held before and taken are held after or freed";
-      for (const std::int32_t page : move.after)
-        if (c.holders[static_cast<std::size_t>(page)] <= 1) writable.insert(page);
+      writable.insert(move.written.begin(), move.written.end());
+      for (const std::int32_t page : move.written) {
+        EXPECT_LE(c.holders[static_cast<std::size_t>(page)], 1) << "page " << page << " has other holders";
+        EXPECT_NE(std::find(move.after.begin(), move.after.end(), page), move.after.end());
+        written += 1;
+      }
       for (std::size_t p = 0; p < move.after.size(); ++p)
         linked += move.after[p] != move.before[p] && c.holders[static_cast<std::size_t>(move.after[p])] > 0 ? 1 : 0;
     }
@@ -246,16 +251,19 @@ TEST_P(Pages, HoldAfterwardsExactlyWhatStaysAndNobodyElsesPageChanges) {  // B21
         for (std::int32_t p = 0; p < c.pool; ++p)
           if (!writable.contains(p))
             ASSERT_TRUE(sides[side][p].equal(before[static_cast<std::size_t>(l)][side][p]))
-                << "page " << p << " is another's, shared or free";
+                << "page " << p << " is another's, shared, free, or not said to be written";
     }
   }
   EXPECT_GT(freed, 0);
   EXPECT_GT(copies, 0) << "no case wrote a shared page";
+  EXPECT_GT(written, 0);
+  EXPECT_GT(untouched, 0);
   EXPECT_GT(linked, 0) << "no case kept a whole page in another place";
 }
 
 TEST(PageMoves, EndWithThePageOfTheLastSlotThatStays) {
-  const PageMove planned{.sequence = 0, .before = {7, 3, 9, 4}, .after = {7, 11, 12}, .freed = {3, 9, 4}, .taken = 2};
+  const PageMove planned{
+      .sequence = 0, .before = {7, 3, 9, 4}, .after = {7, 11, 12}, .written = {11, 12}, .freed = {3, 9, 4}, .taken = 2};
   const auto shortened = [&](std::int64_t longest) {
     PageMove move = planned;
     RowTable table;
@@ -270,6 +278,7 @@ TEST(PageMoves, EndWithThePageOfTheLastSlotThatStays) {
   const PageMove two = shortened(32), one = shortened(1), none = shortened(0);
   EXPECT_EQ(two.after, (std::vector<std::int32_t>{7, 11}));
   EXPECT_EQ(two.freed, (std::vector<std::int32_t>{3, 9, 4, 12}));
+  EXPECT_EQ(two.written, (std::vector<std::int32_t>{11}));
   EXPECT_EQ(two.taken, 1) << "12 was taken, and goes again";
   EXPECT_EQ(one.after, (std::vector<std::int32_t>{7}));
   EXPECT_EQ(one.taken, 0);

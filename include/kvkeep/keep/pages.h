@@ -1,6 +1,6 @@
 #pragma once
-/// What an event does to the pages of a sequence: which pages stay and in what order, which are copied because others
-/// hold them too, and which are given back.
+/// What an event does to the pages of a sequence: which pages stay and in what order, which are rewritten, which are
+/// copied because others hold them too, and which are given back.
 
 #include <algorithm>
 #include <cstdint>
@@ -21,6 +21,10 @@ struct PageMove {
   std::vector<std::int32_t> before;  ///< the pages it held, in order
   std::vector<std::int32_t>
       after;  ///< the pages of the slots that stay, in order; kTake until take_pages() has found a page
+  std::vector<std::int32_t> written =
+      {};                           ///< those of `after` whose slots the event rewrites, in the same order; every
+                                    ///< other page of `after` holds the bytes that it held before. None of them
+                                    ///< has another holder, so a cache that counts as one never loses a page
   std::vector<std::int32_t> freed;  ///< pages that the sequence held before, or took for the event, and that are not in
                                     ///< `after`: each loses one holder
   std::int32_t taken = 0;           ///< pages of `after` that are new: copies of pages that others hold too
@@ -91,6 +95,7 @@ class Sequence {
         used[lowest] = 1;
         from = static_cast<std::int64_t>(lowest);
         written_.push_back(static_cast<std::size_t>(p));
+        move.written.push_back(move.before[static_cast<std::size_t>(from)]);
       }
       move.after.push_back(move.before[static_cast<std::size_t>(from)]);
     }
@@ -156,14 +161,15 @@ inline std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& ke
     if (rows[i].empty()) continue;
     pages_detail::Sequence sequence(table, keep, std::move(rows[i]));
     PageMove move = sequence.choose();
-    for (const std::size_t p : sequence.written()) {
+    for (std::size_t w = 0; w < sequence.written().size(); ++w) {
+      const std::size_t p = sequence.written()[w];
       const std::int32_t page = move.after[p], holders = pages == nullptr ? 1 : pages->references(page);
       if (holders <= 1) continue;
       KVKEEP_REQUIRE_AS(StateError, shared == SharedPages::copy, "apply: page ", page, " of sequence ", sequences[i],
                         " is held by ", holders,
                         " sequences and would be written; allowed with SharedPages::copy, or if the policy protects "
                         "shared slots");
-      move.after[p] = PageMove::kTake;
+      move.after[p] = move.written[w] = PageMove::kTake;
       move.freed.push_back(page);
       ++move.taken;
     }
@@ -181,6 +187,7 @@ inline void shorten(std::span<PageMove> moves, const RowTable& table, const Keep
     move.freed.reserve(move.freed.size() + move.after.size() - pages);
     for (; move.after.size() > pages; move.after.pop_back()) {
       if (std::ranges::find(move.before, move.after.back()) == move.before.end()) --move.taken;
+      std::erase(move.written, move.after.back());
       move.freed.push_back(move.after.back());
     }
   }
@@ -227,10 +234,13 @@ inline std::vector<std::int32_t> take_pages(std::span<PageMove> moves, PageAlloc
     give_back_taken(taken, pages);
     throw;
   }
-  std::size_t next = 0;
-  for (PageMove& move : moves)
+  std::size_t next = 0, again = 0;  // every page that is taken is written
+  for (PageMove& move : moves) {
     for (std::int32_t& page : move.after)
       if (page == PageMove::kTake) page = taken[next++];
+    for (std::int32_t& page : move.written)
+      if (page == PageMove::kTake) page = taken[again++];
+  }
   return taken;
 }
 
