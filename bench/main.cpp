@@ -4,6 +4,7 @@
 
 int main(int argc, char** argv) {
   kvkeep::use_torch();
+  const kvkeep::UsingThreads threads(kvkeep::torch_threads());
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   benchmark::RunSpecifiedBenchmarks();

@@ -74,7 +74,7 @@ void print(const kvkeep::Cut& cut) {
 }  // namespace
 
 int main() {
-  kvkeep::use_torch();  // loops on LibTorch's threads
+  kvkeep::use_torch();
   const kvkeep::ModelSpec model = small_model();
   ToyEngine engine(model, /*capacity=*/96);
 

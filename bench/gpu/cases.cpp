@@ -121,6 +121,7 @@ void add(const char* kernel, Body body, std::initializer_list<Size> sizes, std::
 
 int main_of_benches(int count, char** words) {
   use_torch();
+  const UsingThreads threads(torch_threads());
   bool list = false;
   chosen.toy = kModel;
   for (int i = 1; i < count; ++i) {

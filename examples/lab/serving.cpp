@@ -790,6 +790,7 @@ int run(const Options& o) {
 int main(int argc, char** argv) {
   const Options options = parse(argc, argv);
   kvkeep::use_torch();
+  const kvkeep::UsingThreads threads(kvkeep::torch_threads());
   try {
     return run(options);
   } catch (const kvkeep::Error& error) {

@@ -1,6 +1,7 @@
 #pragma once
 /// LibTorch's tensors, devices and threads for kvkeep. With this header, at::Tensor converts to Tensor and back, and
-/// both share their memory. Including it changes nothing else; use_torch() does. Link kvkeep::torch.
+/// both share their memory. Including it changes nothing else; use_torch() does, and torch_threads() lends its threads.
+/// Link kvkeep::torch.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -32,9 +33,12 @@ struct TensorBackend<at::Tensor> {
   return TensorBackend<at::Tensor>::made_of(tensor);
 }
 
-/// From now on kvkeep's loops run on LibTorch's threads, its copies between devices and bf16 products on a matrix unit
-/// (AMX) are LibTorch's, in the whole process. Without it loops run on the calling thread, with the same results. Call
-/// it once, at the start of the program.
+/// LibTorch's intra-op threads, for Provided::threads and UsingThreads: at::get_num_threads() of them.
+[[nodiscard]] Threads torch_threads();
+
+/// From now on kvkeep's copies between devices and bf16 products on a matrix unit (AMX) are LibTorch's, in the whole
+/// process. Without it copies off the CPU are refused, and products are kvkeep's own. Call it once, at the start of the
+/// program.
 void use_torch();
 
 /// For use_device_copy(): copies between tensors of one shape and dtype.

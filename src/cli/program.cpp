@@ -149,9 +149,10 @@ Examples:
 }
 
 void Program::set_threads(int threads) const {
-  KVKEEP_REQUIRE_AS(Unsupported, threads <= 1,
-                    "--threads: this kvkeep was built without LibTorch, whose threads it uses; given ", threads,
-                    "; allowed 0 and 1");
+  const auto processors = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+  using_.reset();
+  pool_.emplace(threads > 0 ? std::min(threads, 16 * processors) : processors);
+  using_.emplace(pool_->threads());
 }
 
 trace::Result Program::replay(const std::string& kind, const io::SafetensorsFile& file, const std::filesystem::path&,
@@ -161,7 +162,7 @@ trace::Result Program::replay(const std::string& kind, const io::SafetensorsFile
 }
 
 std::vector<Finding> Program::findings() const {
-  return {{"LibTorch", "not in this build: it runs no model, on one thread"}, {"CUDA", "not in this build"}};
+  return {{"LibTorch", "not in this build: it runs no model"}, {"CUDA", "not in this build"}};
 }
 
 int run(const Program& program, int argc, char** argv) {

@@ -131,7 +131,7 @@ Run add_replay(CLI::App& app, const Program& program) {
   as_output(sub->add_option("--out", o->out, "result file to write (safetensors)"))->required()->option_text("FILE");
   as_output(sub->add_option("--ranks", o->ranks, "prefill: write the ranks of every layer, for plot_ranks.py"))
       ->option_text("FILE.json");
-  sub->add_option("--threads", o->threads, "CPU threads; 0: LibTorch's default")
+  sub->add_option("--threads", o->threads, "CPU threads; 0: one for each processor")
       ->check(CLI::Range(0, kMostThreads))
       ->option_text("N [0]");
   o->output.add(*sub);

@@ -32,13 +32,11 @@ constexpr Owner::Counting kImpl{
     [](void* impl) { c10::raw::intrusive_ptr::incref(static_cast<c10::TensorImpl*>(impl)); },
     [](void* impl) { c10::raw::intrusive_ptr::decref(static_cast<c10::TensorImpl*>(impl)); }};
 
-void run(std::int64_t begin, std::int64_t end, std::int64_t grain, void (*body)(void*, std::int64_t, std::int64_t),
-         void* context) {
+void run(void*, std::int64_t begin, std::int64_t end, std::int64_t grain,
+         void (*body)(void*, std::int64_t, std::int64_t), void* context) {
   at::parallel_for(begin, end, grain,
                    [body, context](std::int64_t first, std::int64_t last) { body(context, first, last); });
 }
-
-constexpr Threads kThreads{run};
 
 }  // namespace
 
@@ -93,8 +91,9 @@ at::Tensor TensorBackend<at::Tensor>::made_of(const Tensor& tensor) {
 
 void copy_by_torch(const Tensor& from, const Tensor& to) { torch_tensor(to).copy_(torch_tensor(from)); }
 
+Threads torch_threads() { return {run, nullptr}; }
+
 void use_torch() {
-  use_threads(&kThreads);
   use_device_copy(copy_by_torch);
   cpu::use_matrix_unit(torch_matrix_unit());
 }

@@ -6,11 +6,12 @@
 namespace {
 
 // Before main(), so that this program would notice if including the header did it.
-const bool threads_before = kvkeep::detail::threads.load() != nullptr;
+const bool threads_before = kvkeep::detail::threads != nullptr;
 
-TEST(UseTorch, RunsLoopsOnItsThreadsOnceItIsCalled) {
+TEST(UseTorch, LendsItsThreadsToWhoAsks) {
   EXPECT_FALSE(threads_before) << "including kvkeep/torch.h changed the process";
-  EXPECT_NE(kvkeep::detail::threads.load(), nullptr);
+  ASSERT_NE(kvkeep::detail::threads, nullptr);
+  EXPECT_EQ(kvkeep::detail::threads->run, kvkeep::torch_threads().run);
 }
 
 }  // namespace
@@ -18,5 +19,6 @@ TEST(UseTorch, RunsLoopsOnItsThreadsOnceItIsCalled) {
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   kvkeep::use_torch();
+  const kvkeep::UsingThreads threads(kvkeep::torch_threads());
   return RUN_ALL_TESTS();
 }

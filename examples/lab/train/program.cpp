@@ -13,6 +13,7 @@ namespace train {
 
 int run_program(const char* name, int (*run)(int argc, char** argv), int argc, char** argv) {
   kvkeep::use_torch();
+  const kvkeep::UsingThreads threads(kvkeep::torch_threads());
   kvkeep::io::leave_no_unfinished_files();
   const auto say = [name](const std::exception& error) {
     std::fprintf(stderr, "%s: %s\n", name, kvkeep::escaped(error.what()).c_str());

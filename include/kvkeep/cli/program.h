@@ -10,10 +10,12 @@
 #include <initializer_list>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "kvkeep/io/safetensors.h"
+#include "kvkeep/keeper/thread_pool.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/trace/trace.h"
 
@@ -49,7 +51,7 @@ class Program {
   /// Called once the command is known, before it runs. May restart the program.
   virtual void prepare(const CLI::App& /*command*/, char** /*argv*/) const {}
 
-  /// Threads of the CPU kernels; 0 leaves the choice. Throws Unsupported for more than this program can run on.
+  /// Threads of the CPU kernels; 0: one for each processor.
   virtual void set_threads(int threads) const;
 
   /// Replays a trace of another kind than event and prefill. `folder`: where the trace lies. Throws Unsupported here.
@@ -62,6 +64,10 @@ class Program {
 
   /// One sentence about what ended the command.
   [[nodiscard]] virtual std::string reason(const std::exception& error) const { return error.what(); }
+
+ private:
+  mutable std::optional<ThreadPool> pool_;
+  mutable std::optional<UsingThreads> using_;
 };
 
 /// The library's own sub-commands. Each adds itself to the command line and returns what runs it.

@@ -160,6 +160,7 @@ void set_threads(int threads) {
 
 int main(int argc, char** argv) {
   kvkeep::use_torch();
+  const kvkeep::UsingThreads threads(kvkeep::torch_threads());
   kvkeep::lm::use_published_calibrations();
   kvkeep::cli::register_oracle();
   return kvkeep::cli::run(kvkeep::cli::Laboratory(), argc, argv);
