@@ -27,7 +27,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVKEEP_C_VERSION 2
+#define KVKEEP_C_VERSION 3
 
 #if defined(__GNUC__)
 #define KVKEEP_C_API __attribute__((visibility("default")))
@@ -139,6 +139,21 @@ typedef struct kvkeep_model {
 typedef struct kvkeep_keeper kvkeep_keeper;
 typedef struct kvkeep_accelerator kvkeep_accelerator;  ///< a GPU, for one keeper: kvkeep/c_cuda.h makes it
 
+/// Threads that the engine lends (kvkeep::Threads): run() calls body(loop, begin, end) for parts of [begin, end) of at
+/// least `grain`, on any threads, and returns when all are done.
+typedef struct kvkeep_threads {
+  void* pool;  ///< passed to run(), valid as long as the keeper
+  void (*run)(void* pool, int64_t begin, int64_t end, int64_t grain,
+              void (*body)(void* loop, int64_t begin, int64_t end), void* loop);
+} kvkeep_threads;
+
+/// Told when a stage of an event begins and ends (kvkeep::TraceHook). Names live as long as the program.
+typedef struct kvkeep_trace_hook {
+  void* context;  ///< passed to both
+  void (*begin)(void* context, const char* stage);
+  void (*end)(void* context, const char* stage);
+} kvkeep_trace_hook;
+
 /// What the engine supplies besides keys and values (kvkeep::Provided).
 typedef struct kvkeep_provided {
   size_t size;                                     ///< sizeof(kvkeep_provided)
@@ -150,6 +165,8 @@ typedef struct kvkeep_provided {
   const kvkeep_tensor* const* output_projections;  ///< [num_layers] W_o f32, f16 or bf16 [hidden, Hq * Dv], kept alive
                                                    ///< as long as the keeper; NULL entries: not full; NULL: none
   kvkeep_accelerator* accelerator;                 ///< of the device of cache and queries; NULL: the CPU
+  const kvkeep_threads* threads;                   ///< what loops on the CPU run on, copied; NULL: the calling thread
+  const kvkeep_trace_hook* trace;                  ///< copied; NULL: none
 } kvkeep_provided;
 
 /// Makes a keeper. policy: "name,key=value,...", or a JSON object. provided: NULL for queries alone. Fails as the
@@ -189,8 +206,17 @@ KVKEEP_C_API kvkeep_status kvkeep_end_prompt(kvkeep_keeper* keeper, int64_t sequ
 KVKEEP_C_API kvkeep_status kvkeep_pin(kvkeep_keeper* keeper, int64_t sequence, int64_t begin, int64_t end);
 KVKEEP_C_API kvkeep_status kvkeep_unpin(kvkeep_keeper* keeper, int64_t sequence, int64_t begin, int64_t end);
 KVKEEP_C_API kvkeep_status kvkeep_truncate(kvkeep_keeper* keeper, int64_t sequence, int64_t logical_length);
+/// The child begins as the first `tokens` of the parent; -1: all. prompt: tokens of its prompt, -1: as the parent's.
+KVKEEP_C_API kvkeep_status kvkeep_fork(kvkeep_keeper* keeper, int64_t child, int64_t parent, int64_t tokens,
+                                       int32_t prompt);
 KVKEEP_C_API kvkeep_status kvkeep_save(const kvkeep_keeper* keeper, int64_t sequence, const char* file);
 KVKEEP_C_API kvkeep_status kvkeep_restore(kvkeep_keeper* keeper, int64_t sequence, const char* file);
+/// The same in memory: *bytes is the keeper's, valid until the next call with it.
+KVKEEP_C_API kvkeep_status kvkeep_save_bytes(kvkeep_keeper* keeper, int64_t sequence, const void** bytes,
+                                             size_t* count);
+/// prompt: tokens of its prompt, -1: as it was saved.
+KVKEEP_C_API kvkeep_status kvkeep_restore_bytes(kvkeep_keeper* keeper, int64_t sequence, const void* bytes,
+                                                size_t count, int32_t prompt);
 
 /* ---- In every layer --------------------------------------------------------------------------------------------- */
 
@@ -275,12 +301,14 @@ typedef struct kvkeep_cut {
   int64_t slots_before, slots_after;
 } kvkeep_cut;
 
-/// The pages that a cut sequence now holds, in order, and those it gave back (kvkeep::PageMove).
+/// The pages that a cut sequence now holds, in order, those of them that the event rewrote, and those it gave back
+/// (kvkeep::PageMove).
 typedef struct kvkeep_page_move {
   int32_t index;  ///< of the sequence in the step
-  int32_t num_held, num_freed;
+  int32_t num_held, num_freed, num_written;
   const int32_t* held;
   const int32_t* freed;
+  const int32_t* written;
 } kvkeep_page_move;
 
 /// A sequence that was due and was not cut: a query that the policy reads is not finite (kvkeep::Unscored).
@@ -359,12 +387,28 @@ KVKEEP_C_API kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, i
 /// Newest queries that an event reads; 0: none.
 KVKEEP_C_API kvkeep_status kvkeep_queries_read(const kvkeep_keeper* keeper, int64_t* queries);
 
+/// Slots of the longest row of a sequence after a step that gives it `tokens` more, and the event of that step, before
+/// anything is scored (kvkeep::LengthForecast). exact: 1 if it will hold as many, 0 if it may hold fewer; NULL: not
+/// asked.
+KVKEEP_C_API kvkeep_status kvkeep_length_after(const kvkeep_keeper* keeper, int64_t sequence, int32_t tokens,
+                                               int32_t* length, int32_t* exact);
+
+/// The rows of the index-th sequence of a cache in host memory, for kvkeep_restore_rows() (kvkeep::copy_rows()): *bytes
+/// is the keeper's, valid until the next call with it.
+KVKEEP_C_API kvkeep_status kvkeep_copy_rows(kvkeep_keeper* keeper, const kvkeep_cache* cache, int64_t index,
+                                            const void** bytes, size_t* count);
+KVKEEP_C_API kvkeep_status kvkeep_restore_rows(kvkeep_keeper* keeper, const kvkeep_cache* cache, int64_t index,
+                                               const void* bytes, size_t count);
+
 /// Counters since the keeper was made (kvkeep::Totals).
 typedef struct kvkeep_totals {
   size_t size;  ///< sizeof(kvkeep_totals); fields beyond it are not written
   int64_t steps, events, sequences_cut, slots_dropped, bytes_moved, pages_freed, slots_folded, slots_kept, slots_chosen;
 } kvkeep_totals;
 KVKEEP_C_API kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals);
+/// The same, and the times of events, as Prometheus reads them (kvkeep::prometheus_metrics()). labels: of every sample,
+/// as in `worker="0"`; NULL: none. *text is the keeper's, valid until the next call with it.
+KVKEEP_C_API kvkeep_status kvkeep_metrics(kvkeep_keeper* keeper, const char* labels, const char** text);
 
 #ifdef __cplusplus
 }

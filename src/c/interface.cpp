@@ -11,7 +11,9 @@
 #include "boundary.h"
 #include "kvkeep/c.h"
 #include "kvkeep/core/cache_view.h"
+#include "kvkeep/keeper/copy_rows.h"
 #include "kvkeep/keeper/keeper.h"
+#include "kvkeep/keeper/metrics.h"
 #include "kvkeep/parts/folds.h"
 #include "kvkeep/parts/given.h"
 #include "kvkeep/parts/pins.h"
@@ -23,10 +25,19 @@
 /// A keeper with what its newest result points to.
 struct kvkeep_keeper {
   kvkeep_keeper(kvkeep::ModelSpec spec, std::unique_ptr<kvkeep::KVPolicy> policy, kvkeep::Provided provided)
-      : keeper(std::move(spec), std::move(policy), std::move(provided)), json(keeper.policy().to_json()) {}
+      : accelerator(provided.accelerator),
+        keeper(std::move(spec), std::move(policy), std::move(provided)),
+        json(keeper.policy().to_json()) {}
 
+  [[nodiscard]] kvkeep::MachineMemory& memory() const {
+    return accelerator == nullptr ? kvkeep::host_memory() : accelerator->memory();
+  }
+
+  std::shared_ptr<kvkeep::Machine> accelerator;
   kvkeep::Keeper keeper;
   std::string json;
+  std::vector<std::byte> bytes;
+  std::string text;
   std::optional<kvkeep::Plan> plan;
   std::vector<kvkeep::PageMove> moves;
   std::vector<kvkeep::Narrowing> narrowed;
@@ -197,7 +208,31 @@ Provided provided_of(const kvkeep_provided* provided, std::int32_t layers) {
   for (std::int32_t l = 0; p.output_projections != nullptr && l < layers; ++l)
     all.output_projections.push_back(view_if(p.output_projections[l], "provided: output_projections"));
   if (p.accelerator != nullptr) all.accelerator = p.accelerator->machine;
+  if (p.threads != nullptr) {
+    KVKEEP_REQUIRE(p.threads->run != nullptr, "provided: threads: run is NULL; allowed an address");
+    all.threads = {p.threads->run, p.threads->pool};
+  }
+  if (p.trace != nullptr) all.trace = {p.trace->begin, p.trace->end, p.trace->context};
   return all;
+}
+
+/// -1: not given.
+std::optional<std::int32_t> prompt_of(std::int32_t prompt) {
+  return prompt == -1 ? std::nullopt : std::optional(prompt);
+}
+
+std::span<const std::byte> bytes_of(const void* bytes, std::size_t count) {
+  return array(static_cast<const std::byte*>(bytes), static_cast<std::int64_t>(count), "bytes");
+}
+
+/// What `make` returns is the keeper's until the next of these calls.
+template <class Make>
+void give_bytes(kvkeep_keeper& k, const void** bytes, std::size_t* count, const Make& make) {
+  const void*& to = required(bytes, "bytes");
+  std::size_t& size = required(count, "count");
+  k.bytes = make();
+  to = k.bytes.data();
+  size = k.bytes.size();
 }
 
 std::unique_ptr<KVPolicy> policy_of(const char* policy) {
@@ -295,8 +330,10 @@ void list_pages(kvkeep_keeper& k, std::vector<PageMove> moves) noexcept {
     k.pages.push_back({.index = move.sequence,
                        .num_held = static_cast<std::int32_t>(move.after.size()),
                        .num_freed = static_cast<std::int32_t>(move.freed.size()),
+                       .num_written = static_cast<std::int32_t>(move.written.size()),
                        .held = move.after.data(),
-                       .freed = move.freed.data()});
+                       .freed = move.freed.data(),
+                       .written = move.written.data()});
 }
 
 /// Report and Plan have these in common. Needs make_room().
@@ -394,9 +431,7 @@ void kvkeep_keeper_free(kvkeep_keeper* keeper) { delete keeper; }
 const char* kvkeep_policy_json(const kvkeep_keeper* keeper) { return keeper == nullptr ? "" : keeper->json.c_str(); }
 
 kvkeep_status kvkeep_join(kvkeep_keeper* keeper, int64_t sequence, int32_t tokens, int32_t prompt) {
-  return guarded([&] {
-    required(keeper, "keeper").keeper.join(sequence, tokens, prompt == -1 ? std::nullopt : std::optional(prompt));
-  });
+  return guarded([&] { required(keeper, "keeper").keeper.join(sequence, tokens, prompt_of(prompt)); });
 }
 kvkeep_status kvkeep_bind(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers) {
   return guarded([&] {
@@ -428,6 +463,23 @@ kvkeep_status kvkeep_unpin(kvkeep_keeper* keeper, int64_t sequence, int64_t begi
 }
 kvkeep_status kvkeep_truncate(kvkeep_keeper* keeper, int64_t sequence, int64_t logical_length) {
   return guarded([&] { required(keeper, "keeper").keeper.truncate(sequence, logical_length); });
+}
+kvkeep_status kvkeep_fork(kvkeep_keeper* keeper, int64_t child, int64_t parent, int64_t tokens, int32_t prompt) {
+  return guarded([&] {
+    required(keeper, "keeper")
+        .keeper.fork(child, parent, tokens == -1 ? std::nullopt : std::optional(tokens), prompt_of(prompt));
+  });
+}
+kvkeep_status kvkeep_save_bytes(kvkeep_keeper* keeper, int64_t sequence, const void** bytes, size_t* count) {
+  return guarded([&] {
+    kvkeep_keeper& k = required(keeper, "keeper");
+    give_bytes(k, bytes, count, [&] { return k.keeper.save(sequence); });
+  });
+}
+kvkeep_status kvkeep_restore_bytes(kvkeep_keeper* keeper, int64_t sequence, const void* bytes, size_t count,
+                                   int32_t prompt) {
+  return guarded(
+      [&] { required(keeper, "keeper").keeper.restore(sequence, bytes_of(bytes, count), prompt_of(prompt)); });
 }
 kvkeep_status kvkeep_save(const kvkeep_keeper* keeper, int64_t sequence, const char* file) {
   return guarded([&] { required(keeper, "keeper").keeper.save(sequence, &required(file, "file")); });
@@ -598,6 +650,47 @@ kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequen
 }
 kvkeep_status kvkeep_queries_read(const kvkeep_keeper* keeper, int64_t* queries) {
   return guarded([&] { required(queries, "queries") = required(keeper, "keeper").keeper.queries_read(); });
+}
+
+kvkeep_status kvkeep_length_after(const kvkeep_keeper* keeper, int64_t sequence, int32_t tokens, int32_t* length,
+                                  int32_t* exact) {
+  return guarded([&] {
+    std::int32_t& to = required(length, "length");
+    LengthForecast ahead = required(keeper, "keeper").keeper.forecast(sequence);
+    to = ahead.step(tokens);
+    if (exact != nullptr) *exact = ahead.exact() ? 1 : 0;
+  });
+}
+
+kvkeep_status kvkeep_copy_rows(kvkeep_keeper* keeper, const kvkeep_cache* cache, int64_t index, const void** bytes,
+                               size_t* count) {
+  return guarded([&] {
+    kvkeep_keeper& k = required(keeper, "keeper");
+    const View view(cache, k.keeper.spec());
+    give_bytes(k, bytes, count, [&] {
+      return copy_rows(k.keeper.spec(), k.keeper.layers(), view.view, static_cast<std::size_t>(index), k.memory());
+    });
+  });
+}
+
+kvkeep_status kvkeep_restore_rows(kvkeep_keeper* keeper, const kvkeep_cache* cache, int64_t index, const void* bytes,
+                                  size_t count) {
+  return guarded([&] {
+    const kvkeep_keeper& k = required(keeper, "keeper");
+    const View view(cache, k.keeper.spec());
+    restore_rows(k.keeper.spec(), k.keeper.layers(), view.view, static_cast<std::size_t>(index), bytes_of(bytes, count),
+                 k.memory());
+  });
+}
+
+kvkeep_status kvkeep_metrics(kvkeep_keeper* keeper, const char* labels, const char** text) {
+  return guarded([&] {
+    kvkeep_keeper& k = required(keeper, "keeper");
+    const char*& to = required(text, "text");
+    const KeeperMetrics own{k.keeper.totals(), labels == nullptr ? "" : labels};
+    k.text = prometheus_metrics({&own, 1});
+    to = k.text.c_str();
+  });
 }
 
 kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals) {

@@ -197,14 +197,23 @@ std::vector<std::string> SafetensorsFile::names() const {
   return names;
 }
 
-void write_safetensors(const std::filesystem::path& path, const std::vector<std::pair<std::string, Tensor>>& tensors,
-                       const std::map<std::string, std::string>& metadata) {
+namespace {
+
+/// What comes before the data: the length of the header, and the header; and the data, tensor by tensor.
+struct Layout {
+  std::string head;
+  std::vector<Tensor> data;
+};
+
+/// `where`: names the file in messages.
+Layout lay_out(const std::string& where, const std::vector<std::pair<std::string, Tensor>>& tensors,
+               const std::map<std::string, std::string>& metadata) {
   // The header is assembled by hand: its order is the order of the data, which nlohmann's sorted object would lose.
   const auto quoted = [&](const std::string& string) {
     try {
       return Json(string).dump();
     } catch (const Json::exception&) {
-      refuse("write safetensors: a name or metadata string for ", path.string(), " is not UTF-8");
+      refuse("write safetensors: a name or metadata string for ", where, " is not UTF-8");
     }
   };
   std::string header = "{";
@@ -219,8 +228,8 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<std:
   std::size_t begin = 0;
   for (const auto& [name, tensor] : tensors) {
     KVKEEP_REQUIRE(names.insert(name).second, "write safetensors: the name '", name, "' is given twice or reserved (",
-                   path.string(), ")");
-    KVKEEP_REQUIRE(tensor.defined(), "write safetensors: tensor '", name, "' is undefined (", path.string(), ")");
+                   where, ")");
+    KVKEEP_REQUIRE(tensor.defined(), "write safetensors: tensor '", name, "' is undefined (", where, ")");
     const std::optional<std::string_view> dtype = safetensors_name(tensor.dtype());
     KVKEEP_REQUIRE(dtype.has_value(), "write safetensors: tensor '", name, "' has dtype ", tensor.dtype(), "; allowed ",
                    kAllowedDtypes);
@@ -233,15 +242,38 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<std:
   }
   header += "}";
   header.append((kLengthBytes - header.size() % kLengthBytes) % kLengthBytes, ' ');
-  KVKEEP_REQUIRE(header.size() <= kLongestHeader, "write safetensors: the header of ", path.string(), " would have ",
+  KVKEEP_REQUIRE(header.size() <= kLongestHeader, "write safetensors: the header of ", where, " would have ",
                  header.size(), " bytes; allowed ", kLongestHeader);
 
   const std::uint64_t length = header.size();
+  return {std::string(reinterpret_cast<const char*>(&length), kLengthBytes) + header, std::move(data)};
+}
+
+}  // namespace
+
+void write_safetensors(const std::filesystem::path& path, const std::vector<std::pair<std::string, Tensor>>& tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  const Layout layout = lay_out(path.string(), tensors, metadata);
   AtomicFile file(path);
-  file.write(&length, kLengthBytes);
-  file.write(header);
-  for (const Tensor& tensor : data) file.write(tensor.bytes(), tensor.nbytes());
+  file.write(layout.head);
+  for (const Tensor& tensor : layout.data) file.write(tensor.bytes(), tensor.nbytes());
   file.commit();
+}
+
+std::vector<std::byte> safetensors_bytes(const std::vector<std::pair<std::string, Tensor>>& tensors,
+                                         const std::map<std::string, std::string>& metadata) {
+  const Layout layout = lay_out("bytes in memory", tensors, metadata);
+  std::size_t size = layout.head.size();
+  for (const Tensor& tensor : layout.data) size += tensor.nbytes();
+  std::vector<std::byte> bytes;
+  bytes.reserve(size);
+  const auto add = [&bytes](const std::byte* from, std::size_t count) {
+    bytes.insert(bytes.end(), from, from + count);
+  };
+  add(reinterpret_cast<const std::byte*>(layout.head.data()), layout.head.size());
+  for (const Tensor& tensor : layout.data)
+    if (tensor.nbytes() > 0) add(static_cast<const std::byte*>(tensor.bytes()), tensor.nbytes());
+  return bytes;
 }
 
 }  // namespace kvkeep::io

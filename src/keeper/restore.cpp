@@ -193,39 +193,51 @@ void restore_queries(const Sequences& sequences, SequenceState& s, const StateFi
   s.ring.take(held);
 }
 
-/// What a captured stream copies is there only after a replay.
-void require_no_capture(const char* operation, const Machine& machine) {
-  KVKEEP_REQUIRE_AS(StateError, machine.memory().capture() != Capture::now, operation,
-                    ": the stream is being captured; allowed before and after");
-}
-
 }  // namespace
 
-void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const {
+SavedState Keeper::state_of(SequenceId sequence) const {
   const SequenceState& s = sequences_->ready("save", sequence);
-  require_no_capture("save", provided_.machine());
+  require_no_capture("save");
   sequences_->require_whole("save", sequence, s);
   observer_.require_shown("save", sequence, s);
   observer_.require_recorded("save", sequence, s);
-  StateTensors tensors;
-  tensors.emplace_back("counters",
-                       list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event, s.asked,
-                                                         s.next_position, s.settled, s.prompt_end, s.event_position},
-                               Dtype::i64));
-  save_columns(tensors, s.columns, needs_.given_scores);
-  save_ring(tensors, s.ring, spec());
-  for (const std::unique_ptr<Part>& part : sequences_->parts()) part->save(sequence, tensors);
-  std::map<std::string, std::string> about{{"policy", policy_->to_json()}, {"model", model_json(spec())}};
+  SavedState state{.tensors = {}, .about = {{"policy", policy_->to_json()}, {"model", model_json(spec())}}};
+  state.tensors.emplace_back(
+      "counters", list_of(std::vector<std::int64_t>{s.logical, s.prefix, s.prompt, s.last_event, s.asked,
+                                                    s.next_position, s.settled, s.prompt_end, s.event_position},
+                          Dtype::i64));
+  save_columns(state.tensors, s.columns, needs_.given_scores);
+  save_ring(state.tensors, s.ring, spec());
+  for (const std::unique_ptr<Part>& part : sequences_->parts()) part->save(sequence, state.tensors);
   const std::optional<QueryBasis> known = observer_.basis();
-  if (needs_.queries > 0 && known) about["basis"] = name_of(*known);
-  write_state(file, tensors, std::move(about));
+  if (needs_.queries > 0 && known) state.about["basis"] = name_of(*known);
+  return state;
 }
 
-void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
+std::vector<std::byte> Keeper::save(SequenceId sequence) const { return state_bytes(state_of(sequence)); }
+
+void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const {
+  write_state(file, state_of(sequence));
+}
+
+void Keeper::restore(SequenceId sequence, std::span<const std::byte> state, std::optional<std::int32_t> prompt) {
+  require_restorable(sequence);
+  restore(sequence, StateFile::from_bytes(state), prompt);
+}
+
+void Keeper::restore(SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt) {
+  require_restorable(sequence);
+  restore(sequence, StateFile::open(file), prompt);
+}
+
+/// Before anything is read.
+void Keeper::require_restorable(SequenceId sequence) const {
   KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "restore: sequence ", sequence,
                     " is already here; allowed a free id");
-  require_no_capture("restore", provided_.machine());
-  const StateFile state = StateFile::open(file);
+  require_no_capture("restore");
+}
+
+void Keeper::restore(SequenceId sequence, const StateFile& state, std::optional<std::int32_t> prompt) {
   state.expect_same("policy", policy_->to_json(), kPlaces);
   state.expect_same("model", model_json(spec()));
   std::optional<QueryBasis> basis;
@@ -237,14 +249,16 @@ void Keeper::restore(SequenceId sequence, const std::filesystem::path& file) {
   join(sequence);
   try {
     SequenceState& s = sequences_->at(sequence);
-    restore_columns(*sequences_, s, state, needs_.given_scores);
-    restore_queries(*sequences_, s, state, needs_.queries > 0);
-    for (const std::unique_ptr<Part>& part : sequences_->parts()) part->restore(sequence, s, state);
-  } catch (const InvalidArgument& e) {
-    sequences_->forget(sequence);
-    const std::string what = e.what();
-    if (what.find(state.where()) != std::string::npos) throw;
-    refuse("restore: ", state.where(), " does not hold a sequence: ", what);
+    try {
+      restore_columns(*sequences_, s, state, needs_.given_scores);
+      restore_queries(*sequences_, s, state, needs_.queries > 0);
+      for (const std::unique_ptr<Part>& part : sequences_->parts()) part->restore(sequence, s, state);
+    } catch (const InvalidArgument& e) {
+      const std::string what = e.what();
+      if (what.find(state.where()) != std::string::npos) throw;
+      refuse("restore: ", state.where(), " does not hold a sequence: ", what);
+    }
+    if (prompt) sequences_->set_prompt("restore", sequence, s, *prompt);
   } catch (...) {
     sequences_->forget(sequence);
     throw;

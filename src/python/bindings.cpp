@@ -11,6 +11,8 @@
 #include <nanobind/trampoline.h>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/keeper/metrics.h"
+#include "kvkeep/keeper/thread_pool.h"
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/parts/folds.h"
 #include "kvkeep/parts/given.h"
@@ -207,6 +209,7 @@ void bind_results(nb::module_& m) {
   nb::class_<PageMove>(m, "PageMove", "The pages that a cut sequence now holds, and those it gave back.")
       .def_ro("index", &PageMove::sequence, "of the sequence in the step")
       .def_ro("held", &PageMove::after)
+      .def_ro("written", &PageMove::written, "those of `held` whose slots the event rewrote")
       .def_ro("freed", &PageMove::freed);
   nb::class_<Unscored>(m, "Unscored", "A sequence that was due and was not cut: a query of it is not finite.")
       .def_ro("sequence", &Unscored::sequence)
@@ -260,6 +263,9 @@ void bind_pages(nb::module_& m) {
 }
 
 void bind_keeper(nb::module_& m) {
+  nb::class_<ThreadPool>(m, "ThreadPool", "Threads that wait for the loops of one keeper or several.")
+      .def(nb::init<std::int32_t>(), "count"_a, "count: with the calling thread.")
+      .def_prop_ro("count", &ThreadPool::count);
   using Layers = std::vector<std::optional<std::vector<Array>>>;
   nb::class_<Keeper>(
       m, "Keeper",
@@ -268,7 +274,8 @@ void bind_keeper(nb::module_& m) {
       .def(
           "__init__",
           [](Keeper* self, const ModelSpec& spec, const std::string& policy, bool queries, bool layer_by_layer,
-             bool surprisal, bool given_scores, bool reads_folded, const std::vector<Array>& output_projections) {
+             bool surprisal, bool given_scores, bool reads_folded, const std::vector<Array>& output_projections,
+             ThreadPool* threads) {
             Provided provided{.queries = queries,
                               .layer_by_layer = layer_by_layer,
                               .surprisal = surprisal,
@@ -276,12 +283,16 @@ void bind_keeper(nb::module_& m) {
                               .reads_folded = reads_folded};
             for (const Array& one : output_projections)
               provided.output_projections.push_back(one ? clone(view_of(one, "output_projections")) : Tensor());
+            if (threads != nullptr) provided.threads = threads->threads();
             new (self) Keeper(spec, policy.starts_with('{') ? make_policy_from_json(policy) : make_policy(policy),
                               std::move(provided));
           },
           "spec"_a, "policy"_a, nb::kw_only(), "queries"_a = true, "layer_by_layer"_a = false, "surprisal"_a = false,
           "given_scores"_a = false, "reads_folded"_a = false, "output_projections"_a = std::vector<Array>(),
-          "policy: 'name,key=value,...' or a JSON object. The flags say what the engine supplies.")
+          "threads"_a = nb::none(), nb::keep_alive<1, 10>(),
+          "policy: 'name,key=value,...' or a JSON object. The flags say what the engine supplies. threads: a "
+          "ThreadPool, "
+          "None: the calling thread.")
       .def("join", &Keeper::join, "sequence"_a, "tokens"_a = 0, "prompt"_a = nb::none(),
            "A sequence begins. tokens: already cached; prompt: tokens of its prompt, None: the first step tells, "
            "OPEN_PROMPT: end_prompt() does.")
@@ -303,8 +314,33 @@ void bind_keeper(nb::module_& m) {
           },
           "sequence"_a, "begin"_a, "end"_a)
       .def("truncate", &Keeper::truncate, "sequence"_a, "logical_length"_a, "Takes back the newest tokens.")
-      .def("save", &Keeper::save, "sequence"_a, "file"_a)
-      .def("restore", &Keeper::restore, "sequence"_a, "file"_a)
+      .def("fork", &Keeper::fork, "child"_a, "parent"_a, "tokens"_a = nb::none(), "prompt"_a = nb::none(),
+           "A sequence begins as the first `tokens` of another, None: all, with its window, credit and pins. prompt: "
+           "tokens of its prompt, None: as the parent's.")
+      .def(
+          "save",
+          [](const Keeper& self, SequenceId sequence, const std::optional<std::filesystem::path>& file) -> nb::object {
+            if (file) {
+              self.save(sequence, *file);
+              return nb::none();
+            }
+            const std::vector<std::byte> state = self.save(sequence);
+            return nb::bytes(state.data(), state.size());
+          },
+          "sequence"_a, "file"_a = nb::none(), "The keeper's state of a sequence: bytes, or in a file.")
+      .def(
+          "restore",
+          [](Keeper& self, SequenceId sequence, const nb::bytes& state, std::optional<std::int32_t> prompt) {
+            self.restore(sequence, {static_cast<const std::byte*>(state.data()), state.size()}, prompt);
+          },
+          "sequence"_a, "state"_a, "prompt"_a = nb::none(),
+          "From what save() gave: bytes, or the path of a file. prompt: tokens of its prompt, None: as it was saved.")
+      .def(
+          "restore",
+          [](Keeper& self, SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt) {
+            self.restore(sequence, file, prompt);
+          },
+          "sequence"_a, "file"_a, "prompt"_a = nb::none())
       .def(
           "observe",
           [](Keeper& self, std::int32_t layer, Ids sequences, Ints indptr, const Array& queries,
@@ -401,6 +437,23 @@ void bind_keeper(nb::module_& m) {
             return numbers(self.positions(sequence, layer, head));
           },
           "sequence"_a, "layer"_a, "head"_a, "Logical positions of the slots of one row: int32, a copy.")
+      .def(
+          "length_after",
+          [](const Keeper& self, SequenceId sequence, std::int32_t tokens) {
+            LengthForecast ahead = self.forecast(sequence);
+            const std::int32_t length = ahead.step(tokens);
+            return std::pair(length, ahead.exact());
+          },
+          "sequence"_a, "tokens"_a = 1,
+          "(slots of its longest row after a step with so many tokens and its event, whether that is exact or the "
+          "most).")
+      .def(
+          "metrics",
+          [](const Keeper& self, const std::string& labels) {
+            const KeeperMetrics own{self.totals(), labels};
+            return prometheus_metrics({&own, 1});
+          },
+          "labels"_a = "", "Totals and times of events as Prometheus reads them. labels: of every sample.")
       .def_prop_ro("policy_json", [](const Keeper& self) { return self.policy().to_json(); })
       .def_prop_ro("totals", [](const Keeper& self) { return self.totals(); })
       .def_prop_ro("spec", [](const Keeper& self) { return self.spec(); });

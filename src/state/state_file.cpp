@@ -97,30 +97,49 @@ std::string value_at(const Json& fields, const std::string& path) {
 
 }  // namespace
 
-void write_state(const std::filesystem::path& file, const StateTensors& tensors,
-                 std::map<std::string, std::string> about) {
-  StateTensors whole;
-  for (const auto& [name, tensor] : tensors) whole.emplace_back(name, contiguous(tensor));
+namespace {
+
+/// With contiguous tensors, format version and checksum.
+SavedState sealed(const SavedState& state) {
+  SavedState whole{.tensors = {}, .about = state.about};
+  for (const auto& [name, tensor] : state.tensors) whole.tensors.emplace_back(name, contiguous(tensor));
   const auto holds = [&](const char* name) {
-    return std::ranges::find(tensors, name, &StateTensors::value_type::first) != tensors.end();
+    return std::ranges::find(state.tensors, name, &StateTensors::value_type::first) != state.tensors.end();
   };
-  about[kSequenceKey] = holds("queries.unread") ? kWithUnread : holds("pinned") ? kWithPins : kPlain;
-  about[kChecksumKey] = checksum_of(whole, about);
-  io::write_safetensors(file, whole, about);
+  whole.about[kSequenceKey] = holds("queries.unread") ? kWithUnread : holds("pinned") ? kWithPins : kPlain;
+  whole.about[kChecksumKey] = checksum_of(whole.tensors, whole.about);
+  return whole;
 }
 
-StateFile StateFile::open(const std::filesystem::path& path) {
-  StateFile state(
-      io::SafetensorsFile::read(path));  // a copy: the bytes that are read are those whose checksum is checked
-  const std::string& version = state.about(kSequenceKey);
-  KVKEEP_REQUIRE(version == kPlain || version == kWithPins || version == kWithUnread, "restore: ", state.where(),
+}  // namespace
+
+void write_state(const std::filesystem::path& file, const SavedState& state) {
+  const SavedState whole = sealed(state);
+  io::write_safetensors(file, whole.tensors, whole.about);
+}
+
+std::vector<std::byte> state_bytes(const SavedState& state) {
+  const SavedState whole = sealed(state);
+  return io::safetensors_bytes(whole.tensors, whole.about);
+}
+
+StateFile::StateFile(io::SafetensorsFile file) : file_(std::move(file)) {
+  const std::string& version = about(kSequenceKey);
+  KVKEEP_REQUIRE(version == kPlain || version == kWithPins || version == kWithUnread, "restore: ", where(),
                  " has format version ", shortened(version), "; allowed ", kPlain, ", ", kWithPins, ", ", kWithUnread);
   StateTensors all;
-  for (const std::string& name : state.file_.names()) all.emplace_back(name, state.file_.tensor(name));
-  KVKEEP_REQUIRE(
-      checksum_of(all, state.file_.metadata()) == state.about(kChecksumKey), "restore: ", state.where(),
-      " is damaged: its content has a different checksum than when it was written; allowed a file as save() left it");
-  return state;
+  for (const std::string& name : file_.names()) all.emplace_back(name, file_.tensor(name));
+  KVKEEP_REQUIRE(checksum_of(all, file_.metadata()) == about(kChecksumKey), "restore: ", where(),
+                 " is damaged: its content has a different checksum than when it was written; allowed a file as "
+                 "save() left it");
+}
+
+// A copy: the bytes that are read are those whose checksum is checked.
+StateFile StateFile::open(const std::filesystem::path& path) { return StateFile(io::SafetensorsFile::read(path)); }
+
+StateFile StateFile::from_bytes(std::span<const std::byte> bytes) {
+  return StateFile(
+      io::SafetensorsFile::from_bytes({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, "the saved state"));
 }
 
 Tensor StateFile::tensor(const std::string& name, Dtype dtype, Shape shape) const {

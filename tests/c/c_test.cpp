@@ -17,15 +17,15 @@ using testing::Array;
 using namespace engines;
 using namespace c_engine;
 
-// Structs of version 2: fields may be added at their ends, nothing else.
+// Structs of version 3: fields may be added at their ends, nothing else.
 static_assert(sizeof(kvkeep_layer) == 12 && offsetof(kvkeep_model, layers) == 64 && sizeof(kvkeep_model) == 88 &&
               sizeof(kvkeep_layer_rope) == 32);
-static_assert(offsetof(kvkeep_provided, accelerator) == 40 && sizeof(kvkeep_provided) == 48);
+static_assert(offsetof(kvkeep_provided, accelerator) == 40 && sizeof(kvkeep_provided) == 64);
 static_assert(offsetof(kvkeep_observation, unread) == 64 && sizeof(kvkeep_observation) == 72);
 static_assert(offsetof(kvkeep_step_tokens, log_sum_exp) == 52 && sizeof(kvkeep_step_tokens) == 56);
 static_assert(sizeof(kvkeep_layer_cache) == 40 && sizeof(kvkeep_page_allocator) == 32);
 static_assert(offsetof(kvkeep_cache, pages) == 64 && sizeof(kvkeep_cache) == 72);
-static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 32 && sizeof(kvkeep_unscored) == 16);
+static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 40 && sizeof(kvkeep_unscored) == 16);
 static_assert(offsetof(kvkeep_report, pending) == 112 && offsetof(kvkeep_report, slots_chosen) == 128);
 static_assert(sizeof(kvkeep_report) == 136 && offsetof(kvkeep_totals, slots_chosen) == 72);
 static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 80);

@@ -179,7 +179,7 @@ TEST_F(DeviceState, IsNeitherSavedNorRestoredWhereAFileDoesNotFit) {
       const auto at = static_cast<std::size_t>(random.between(0, static_cast<int>(t.nbytes() / 4) - 1)) * 4;
       std::memcpy(t.bytes() + at, &value, 4);
     }
-    write_state(broken.path, tensors, honest.metadata());
+    write_state(broken.path, {tensors, honest.metadata()});
     const auto other = engine_of(stay, false, true);
     try {
       other->keeper.restore(1, broken.path);

@@ -97,7 +97,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     else if (t.nbytes() >= 4)
       std::memcpy(t.bytes() + at % (static_cast<std::size_t>(t.nbytes()) / 4) * 4, data + 3, 4);
   }
-  write_state(path, tensors, file.metadata());
+  write_state(path, {tensors, file.metadata()});
   Engine engine;
   try {
     engine.keeper.restore(1, path);

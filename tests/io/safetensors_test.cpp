@@ -341,7 +341,7 @@ TEST_F(Safetensors, ACopyOutlivesItsFile) {
 TEST_F(Safetensors, AStateIsReadFromACopy) {
   const fs::path path = folder_ / "state";
   const Array values = Array::range(0, 100000);
-  write_state(path, {{"values", values}}, {{"policy", "{}"}});
+  write_state(path, {{{"values", values}}, {{"policy", "{}"}}});
   const StateFile state = StateFile::open(path);
   fs::resize_file(path, 100);
   EXPECT_TRUE(Array(state.tensor("values", Dtype::f32, {-1})).equal(values));

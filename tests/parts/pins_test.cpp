@@ -460,7 +460,7 @@ TEST(KeeperPins, AreRefusedFromAFileWhoseSpansAreNone) {
     std::ranges::copy(spans, pinned.data<std::int32_t>());
     StateTensors forged = whole;
     forged.emplace_back("pinned", pinned);
-    write_state(file, forged, honest.metadata());
+    write_state(file, {forged, honest.metadata()});
     EXPECT_NE(message_of([&] { run.keeper().restore(2, file); }).find("allowed spans that ascend"), std::string::npos);
     EXPECT_FALSE(run.keeper().knows(2));
   }
@@ -468,7 +468,7 @@ TEST(KeeperPins, AreRefusedFromAFileWhoseSpansAreNone) {
   Tensor pinned = empty({1, 2}, Dtype::i32);
   pinned.data<std::int32_t>()[0] = 61, pinned.data<std::int32_t>()[1] = 500;
   too_many.emplace_back("pinned", pinned);
-  write_state(file, too_many, honest.metadata());
+  write_state(file, {too_many, honest.metadata()});
   EXPECT_NE(message_of([&] { run.keeper().restore(2, file); }).find("allowed up to 37"), std::string::npos);
   std::filesystem::remove(file);
 }

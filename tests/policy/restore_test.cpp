@@ -280,7 +280,7 @@ TEST(Restore, TakesBackTokensWhoseQueriesNobodyReads) {
   for (const std::string& name : saved.names()) tensors.emplace_back(name, clone(saved.tensor(name)));
   for (auto& [name, tensor] : tensors)
     if (name == "queries.unread") tensor.data<std::uint8_t>()[1] = 2;
-  write_state(file.path, tensors, saved.metadata());
+  write_state(file.path, {tensors, saved.metadata()});
   EXPECT_NE(message_of<InvalidArgument>([&] { forged.keeper.restore(1, file.path); }).find("\"queries.unread\" in "),
             std::string::npos);
   EXPECT_FALSE(forged.keeper.knows(1));
@@ -351,7 +351,7 @@ TEST(Restore, RefusesPoliciesThatAreNoObjectOfOptions) {
                                     "{\"a\":" + std::string(1000000, '[') + std::string(1000000, ']') + "}"}) {
     std::map<std::string, std::string> about = honest.metadata();
     about["policy"] = policy;
-    write_state(forged.path, tensors, about);
+    write_state(forged.path, {tensors, about});
     engines::DenseEngine there(kRkv, true, Dtype::f32);
     EXPECT_NE(message_of<InvalidArgument>([&] {
                 there.keeper.restore(1, forged.path);
@@ -381,7 +381,7 @@ TEST(Restore, RefusesMoreQueriesThanItHasSeenTokens) {
       }
       tensors.emplace_back(name, t);
     }
-    write_state(forged.path, tensors, honest.metadata());
+    write_state(forged.path, {tensors, honest.metadata()});
     const std::string said = message_of<InvalidArgument>([&] { there.keeper.restore(1, forged.path); });
     EXPECT_NE(said.find("query ring"), std::string::npos) << said;
   }
@@ -511,7 +511,7 @@ TEST(Restore, TrustsNoNumberOfAFileThatIsWhole) {
         const auto at = static_cast<std::size_t>(random.between(0, static_cast<int>(t.nbytes() / 4) - 1)) * 4;
         std::memcpy(t.bytes() + at, &value, 4);
       }
-      write_state(forged.path, tensors, honest.metadata());
+      write_state(forged.path, {tensors, honest.metadata()});
       FoldingEngine there(policy, 2);
       try {
         there.keeper.restore(1, forged.path);

@@ -80,4 +80,8 @@ class SafetensorsFile {
 void write_safetensors(const std::filesystem::path& path, const std::vector<std::pair<std::string, Tensor>>& tensors,
                        const std::map<std::string, std::string>& metadata = {});
 
+/// The bytes of such a file, for SafetensorsFile::from_bytes(). Throws as write_safetensors() does for its arguments.
+[[nodiscard]] std::vector<std::byte> safetensors_bytes(const std::vector<std::pair<std::string, Tensor>>& tensors,
+                                                       const std::map<std::string, std::string>& metadata = {});
+
 }  // namespace kvkeep::io

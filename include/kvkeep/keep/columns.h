@@ -39,6 +39,10 @@ class Columns {
  public:
   explicit Columns(std::int32_t rows, MachineMemory& memory = host_memory())
       : memory_(&memory), rows_(static_cast<std::size_t>(rows)) {}
+  /// The same numbers in memory of their own. On a device it only launches copies.
+  Columns(const Columns& other);
+  Columns(Columns&&) noexcept = default;
+  Columns& operator=(Columns&&) noexcept = default;
 
   /// Makes room for `slots` more in every row, so that appending as many cannot fail. Changes nothing visible. If a row
   /// outgrows its memory, that grows by half; on a device the old memory is kept if a graph may use it.
@@ -132,6 +136,16 @@ class Columns {
 
 /// What Machine::move() does on the host: the columns of the r-th row of an event; credit and tally as decided.
 void move_columns(const Row& row, std::size_t r, const Decision& decision, const ColumnTarget& to) noexcept;
+
+inline Columns::Columns(const Columns& other)
+    : memory_(other.memory_), capacity_(other.capacity_), rows_(other.rows_), newest_(other.newest_) {
+  for (const auto column : {&Columns::positions_, &Columns::credit_, &Columns::tally_, &Columns::given_}) {
+    if (other.*column == nullptr) continue;
+    this->*column = this->column(capacity_);
+    const std::int64_t bytes = std::ssize(rows_) * std::int64_t{capacity_} * 4;
+    memory_->copy_rows((this->*column).get(), bytes, (other.*column).get(), bytes, bytes, 1);
+  }
+}
 
 inline std::int32_t Columns::longest() const {
   std::int32_t most = 0;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -105,6 +106,12 @@ struct PageGrant {
   [[nodiscard]] bool given() const { return missing == 0; }
 };
 
+/// Pages that a step of one sequence takes from the pool.
+struct PageNeed {
+  std::int32_t append = 0;  ///< for its tokens, and for copies of shared pages that they are written to: exact
+  std::int32_t event = 0;   ///< for copies of shared pages that an event writes: the most that it may take
+};
+
 /// The pages of living sequences, from a pool that must outlive this object. Several sequences may hold a page (a
 /// shared prefix); a sequence that is about to write it first gets its own copy. The engine chooses ids. Not thread
 /// safe. Every call costs O(pages involved), plus O(log sequences) to find them.
@@ -129,16 +136,28 @@ class PagedSequences {
   /// added.
   [[nodiscard]] PageGrant admit(SequenceId sequence, std::int32_t slots);
 
+  /// A sequence begins with `slots` slots in these pages, which others hold (a prefix cache), and holds them too. Takes
+  /// no page. Throws InvalidArgument for other than ceil(slots / page_size) pages, StateError for one that nobody holds.
+  void adopt(SequenceId sequence, std::span<const std::int32_t> pages, std::int32_t slots);
+
   /// A sequence begins with the first `slots` slots of `parent`, and holds their pages too, including a last partial
   /// one. Takes no page. These are the slots that the parent holds now: after an event, they are no longer its first
   /// tokens. Throws InvalidArgument for more slots than the parent's shortest row holds.
   void fork(SequenceId sequence, SequenceId parent, std::int32_t slots);
+  /// The same with every slot of `parent`, whatever events have left of it and however long its rows are: for
+  /// Keeper::fork() of a whole sequence.
+  void fork(SequenceId sequence, SequenceId parent);
 
   /// Adds room for `slots` more in every row. Replaces each page that will be written and that others hold too by a new
   /// one, to be filled as `copies` says: the last page if it is partial; if rows differ in length, every page from the
   /// end of the shortest row on. If `missing` is not 0, nothing has changed: release a sequence (preemption) and ask
   /// again.
   [[nodiscard]] PageGrant append(SequenceId sequence, std::int32_t slots);
+
+  /// What append(sequence, slots) takes and, if an event then leaves `length_after` slots (LengthForecast::step()),
+  /// that event; compare with PagePool::free_pages(). Throws as append() does.
+  [[nodiscard]] PageNeed need(SequenceId sequence, std::int32_t slots,
+                              std::optional<std::int32_t> length_after = {}) const;
 
   /// Cuts the longest row to `slots` slots; the others lose as many as it does. Gives back the pages after the cut.
   /// Throws InvalidArgument for more slots than the longest row has, or if the shortest row has too few to lose.
@@ -171,6 +190,10 @@ class PagedSequences {
     std::int32_t shortest = 0;
   };
   [[nodiscard]] const Held& at(SequenceId sequence) const;
+  /// Begins with these pages, each held once more.
+  void share(SequenceId sequence, Held held);
+  /// Places of the pages that appending writes and that others hold too.
+  [[nodiscard]] std::vector<std::size_t> shared_pages(SequenceId sequence, const Held& held, std::int32_t slots) const;
   [[nodiscard]] std::size_t pages_for(std::int64_t slots) const;
 
   PagePool& pool_;
@@ -239,28 +262,62 @@ inline PageGrant PagedSequences::admit(SequenceId sequence, std::int32_t slots) 
   return {};
 }
 
+inline void PagedSequences::adopt(SequenceId sequence, std::span<const std::int32_t> pages, std::int32_t slots) {
+  KVKEEP_REQUIRE(slots >= 0 && pages_for(slots) == pages.size(), "adopt: sequence ", sequence, " begins with ", slots,
+                 " slots in ", pages.size(), " pages of ", pool_.page_size(), "; allowed as many pages as slots need");
+  for (const std::int32_t page : pages)
+    KVKEEP_REQUIRE_AS(StateError, pool_.references(page) > 0, "adopt: nobody holds page ", page,
+                      "; allowed pages that a cache or a sequence holds");
+  share(sequence, {{pages.begin(), pages.end()}, slots, slots});
+}
+
 inline void PagedSequences::fork(SequenceId sequence, SequenceId parent, std::int32_t slots) {
-  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "fork: sequence ", sequence,
-                    " is already held; allowed after release()");
   const Held& from = at(parent);
   KVKEEP_REQUIRE(slots >= 0 && slots <= from.shortest, "fork: sequence ", sequence, " wants ", slots,
                  " slots of sequence ", parent, "; allowed 0 to ", from.shortest);
-  Held held{{from.pages.begin(), from.pages.begin() + static_cast<std::ptrdiff_t>(pages_for(slots))}, slots, slots};
+  share(sequence,
+        {{from.pages.begin(), from.pages.begin() + static_cast<std::ptrdiff_t>(pages_for(slots))}, slots, slots});
+}
+
+inline void PagedSequences::fork(SequenceId sequence, SequenceId parent) { share(sequence, at(parent)); }
+
+inline void PagedSequences::share(SequenceId sequence, Held held) {
+  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "fork: sequence ", sequence,
+                    " is already held; allowed after release()");
   for (const std::int32_t page : held.pages) pool_.retain(page);
   held_.emplace(sequence, std::move(held));
 }
 
-inline PageGrant PagedSequences::append(SequenceId sequence, std::int32_t slots) {
-  auto& held = const_cast<Held&>(at(sequence));
+inline std::vector<std::size_t> PagedSequences::shared_pages(SequenceId sequence, const Held& held,
+                                                             std::int32_t slots) const {
   const std::int64_t room = std::int64_t{std::numeric_limits<std::int32_t>::max()} - held.longest;
   KVKEEP_REQUIRE(slots >= 0 && slots <= room, "append: ", slots, " slots for sequence ", sequence, "; allowed 0 to ",
                  room);
+  std::vector<std::size_t> shared;
+  if (slots == 0) return shared;
+  for (auto p = static_cast<std::size_t>(held.shortest / pool_.page_size()); p < held.pages.size(); ++p)
+    if (pool_.references(held.pages[p]) > 1) shared.push_back(p);
+  return shared;
+}
+
+inline PageNeed PagedSequences::need(SequenceId sequence, std::int32_t slots,
+                                     std::optional<std::int32_t> length_after) const {
+  const Held& held = at(sequence);
+  const std::size_t copies = shared_pages(sequence, held, slots).size(),
+                    pages = pages_for(std::int64_t{held.longest} + slots);
+  PageNeed need{.append = static_cast<std::int32_t>(pages - held.pages.size() + copies)};
+  if (!length_after) return need;
+  std::size_t shared = 0;
+  for (const std::int32_t page : held.pages) shared += pool_.references(page) > 1 ? 1 : 0;
+  need.event = static_cast<std::int32_t>(std::min(shared - copies, pages_for(*length_after)));
+  return need;
+}
+
+inline PageGrant PagedSequences::append(SequenceId sequence, std::int32_t slots) {
+  auto& held = const_cast<Held&>(at(sequence));
+  const std::vector<std::size_t> shared = shared_pages(sequence, held, slots);
   if (slots == 0) return {};
   const std::int32_t size = pool_.page_size();
-  std::vector<std::size_t> shared;
-  for (auto p = static_cast<std::size_t>(held.shortest / size);
-       p < held.pages.size() && p < pages_for(std::int64_t{held.longest} + slots); ++p)
-    if (pool_.references(held.pages[p]) > 1) shared.push_back(p);
   const std::size_t pages = pages_for(std::int64_t{held.longest} + slots),
                     wanted = pages - held.pages.size() + shared.size();
   if (wanted > static_cast<std::size_t>(pool_.free_pages()))

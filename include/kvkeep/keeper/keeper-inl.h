@@ -2,7 +2,9 @@
 // Bodies of keeper.h: compiled by src/keeper, or where they are included under KVKEEP_HEADER_ONLY.
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "kvkeep/core/cache_view.h"
@@ -43,7 +45,7 @@ inline void write_table(std::span<const PageMove> moves, const CacheView& view) 
 
 /// The parts of a keeper, in the order in which they are called.
 inline void add_parts(Sequences& sequences, const KVPolicy& policy, const Provided& provided) {
-  const PartContext context{sequences, policy, provided.machine(), provided.output_projections};
+  const PartContext context{sequences, policy, provided.machine(), provided.output_projections, provided.threads};
   const Needs needs = policy.needs();
   sequences.add(std::make_unique<parts::Pins>(context));
   if (needs.given_scores) sequences.add(std::make_unique<parts::Given>(context));
@@ -54,6 +56,27 @@ inline void add_parts(Sequences& sequences, const KVPolicy& policy, const Provid
     sequences.add(std::make_unique<parts::Ranks>(context));
   for (const MakePart make : policy.parts()) sequences.add(make(context));
 }
+
+/// A stage of an event: its loops run on the keeper's threads, its trace hook is told, its time taken.
+class Stage {
+ public:
+  Stage(const Provided& provided, const char* name) : threads_(provided.threads), hook_(provided.trace), name_(name) {
+    if (hook_.begin != nullptr) hook_.begin(hook_.context, name_);
+  }
+  ~Stage() {
+    if (hook_.end != nullptr) hook_.end(hook_.context, name_);
+  }
+  Stage(const Stage&) = delete;
+  Stage& operator=(const Stage&) = delete;
+  [[nodiscard]] double seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  UsingThreads threads_;
+  const TraceHook& hook_;
+  const char* name_;
+  Clock::time_point begin_ = Clock::now();
+};
 
 /// The sequences of a keeper, once everything that could be refused has been.
 inline std::unique_ptr<Sequences> make_sequences(const ModelSpec& of_engine, const KVPolicy* policy,
@@ -198,13 +221,14 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   plan.bytes_before = plan.bytes_after = keeper_detail::live_bytes(*sequences_, cache, view);
   if (due.empty()) return plan;
 
+  const keeper_detail::Stage stage(provided_, "kvkeep.plan");
   plan.table = table_of(view, due);
   checked_.check_pages(*sequences_, cache, view, plan.table);
   const Evidence evidence = evidence_of(plan.table);
   provided_.machine().workspace(*policy_, evidence, true);
   plan.decision = policy_->decide(provided_.machine(), evidence);
 
-  if (!plan.decision.keep) return plan;
+  if (!plan.decision.keep) return plan;  // nothing to carry out
   const KeepSet& keep = *plan.decision.keep;
   require_pinned(policy_->name(), plan.table, keep);
   for (const std::int32_t i : due) {
@@ -216,6 +240,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     part->check_decision({plan.table, plan.decision, view.sequences});
   if (plan.table.page_size > 0)
     plan.pages = plan_pages(plan.table, keep, view.sequences, view.pages, view.shared_pages);
+  plan.seconds = stage.seconds();
   return plan;
 }
 
@@ -268,6 +293,8 @@ KVKEEP_INLINE EventHandle Keeper::apply(const Plan& plan, CacheView view) {
                     "apply: the plan is out of date: tokens were observed or rows were cut since; make a new one");
   sequences_->resolve("apply", view.sequences);
   check_planned("apply", plan, view);
+  std::optional<keeper_detail::Stage> stage;
+  if (plan.decision.keep) stage.emplace(provided_, "kvkeep.apply");
   Report report{.cuts = plan.cuts,
                 .pages = plan.pages,
                 .unscored = plan.unscored,
@@ -291,10 +318,12 @@ KVKEEP_INLINE EventHandle Keeper::apply(const Plan& plan, CacheView view) {
     pending->pages = std::exchange(report.pages, {});
     pending_ = std::move(pending);
     sequences_->changed();
+    pending_->plan.seconds += stage->seconds();
     report.pending = true;
     return {*this, view, std::move(report)};
   }
   settle(plan, view, report);
+  if (stage) sequences_->totals.event_seconds.add(plan.seconds + stage->seconds());
   if (plan.decision.keep) give_back_pages(report.pages, view.pages);
   return EventHandle(std::move(report));
 }
@@ -375,32 +404,19 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Repor
   totals.pages_freed += report.pages_freed;
 }
 
-KVKEEP_INLINE void Keeper::truncate(SequenceId sequence, std::int64_t logical_length) {
-  SequenceState& s = sequences_->ready("truncate", sequence);
-  sequences_->require_whole("truncate", sequence, s);
-  KVKEEP_REQUIRE(logical_length >= 0 && logical_length <= s.logical, "truncate: sequence ", sequence, " is ", s.logical,
-                 " tokens long; given ", logical_length, "; allowed 0 to that");
-  const std::int64_t taken = s.logical - logical_length;
-  KVKEEP_REQUIRE_AS(StateError, logical_length >= std::max<std::int64_t>(s.last_event, s.prefix), "truncate: sequence ",
-                    sequence, " was cut at length ", s.last_event, " and what was dropped then is gone; given ",
-                    logical_length, "; allowed ", std::max<std::int64_t>(s.last_event, s.prefix), " or more");
-  KVKEEP_REQUIRE_AS(StateError, needs_.queries == 0 || s.ring.can_forget(taken), "truncate: ", taken,
-                    " tokens of sequence ", sequence, " are more than the query ring can take back; allowed at most ",
-                    QueryRing::kRollback);
-  if (taken == 0) return;
-  const auto newest = s.columns.newest();
-  const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of tokens that came since
-  s.next_position = some_left ? newest[newest.size() - static_cast<std::size_t>(taken) - 1] + 1 : s.event_position;
-  if (s.logical >= s.prompt && logical_length < s.prompt) {
-    s.prompt = logical_length;
-    s.prompt_end = s.next_position;
-  }
-  s.columns.truncate(static_cast<std::int32_t>(taken));
-  s.ring.forget(taken);
-  s.logical = logical_length;
-  s.asked = std::min(s.asked, s.logical);
-  for (const std::unique_ptr<Part>& part : sequences_->parts()) part->truncate(sequence, s);
-  sequences_->changed();
+KVKEEP_INLINE void Keeper::fork(SequenceId child, SequenceId parent, std::optional<std::int64_t> tokens,
+                                std::optional<std::int32_t> prompt) {
+  const SequenceState& s = sequences_->ready("fork", parent);
+  require_no_capture("fork");
+  observer_.require_shown("fork", parent, s);
+  observer_.require_recorded("fork", parent, s);
+  sequences_->fork(child, parent, tokens, prompt);
+}
+
+/// What a captured stream copies is there only after a replay.
+KVKEEP_INLINE void Keeper::require_no_capture(const char* operation) const {
+  KVKEEP_REQUIRE_AS(StateError, provided_.machine().memory().capture() != Capture::now, operation,
+                    ": the stream is being captured; allowed before and after");
 }
 
 KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {
@@ -410,6 +426,20 @@ KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {
   for (std::int32_t r = 0; r < std::ssize(sequences_->full_layers()) * spec().kv_heads; ++r)
     slots += s.columns.length(r);
   return policy_->trigger().tokens_until(occasion_of(sequence, s, slots));
+}
+
+KVKEEP_INLINE LengthForecast Keeper::forecast(SequenceId sequence) const {
+  const SequenceState& s = sequences_->ready("forecast", sequence);
+  LengthForecast::Begin now{.seen = s.logical,
+                            .asked = s.asked,
+                            .prompt = s.prompt,
+                            .next_position = s.next_position,
+                            .known = !s.passing.has_value()};
+  for (std::int32_t r = 0; r < sequences_->rows(); ++r) now.lengths.push_back(s.columns.length(r));
+  if (!sequences_->layers().empty()) now.slot_bytes = sequences_->cache("forecast").slot_bytes;
+  const std::span<const PositionSpan> pinned = part<parts::Pins>().pinned(sequence);
+  now.pinned.assign(pinned.begin(), pinned.end());
+  return {*policy_, spec(), std::move(now)};
 }
 
 /// What the trigger of a sequence reads, whose rows here hold `slots`: of all ranks, if they hold a part of the heads
@@ -461,6 +491,7 @@ KVKEEP_INLINE Report Keeper::finish(CacheView view) {
   KVKEEP_REQUIRE_AS(StateError, pending_.has_value(),
                     "finish: no event is pending; allowed once after each apply() whose report says so");
   auto& [plan, pages] = *pending_;
+  const keeper_detail::Stage stage(provided_, "kvkeep.finish");
   check_pending(plan, view);
   std::vector<std::int32_t> counts(plan.table.rows.size());
   provided_.machine().read_counts(counts);
@@ -477,6 +508,7 @@ KVKEEP_INLINE Report Keeper::finish(CacheView view) {
   report.pages = std::move(pages);  // nothing fails from here on but give_back()
   for (const Cut& cut : report.cuts) sequences_->at(cut.sequence).pending = false;
   settle(plan, view, report);
+  sequences_->totals.event_seconds.add(plan.seconds + stage.seconds());
   pending_.reset();
   give_back_pages(report.pages, view.pages);
   return report;

@@ -14,6 +14,7 @@
 #include "kvkeep/keep/columns.h"
 #include "kvkeep/keeper/checked_view.h"
 #include "kvkeep/keeper/event_handle.h"
+#include "kvkeep/keeper/length_forecast.h"
 #include "kvkeep/keeper/observer.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/parts/part.h"
@@ -21,6 +22,11 @@
 #include "kvkeep/policy/policy.h"
 
 namespace kvkeep {
+
+#ifndef KVKEEP_HEADER_ONLY
+class StateFile;
+struct SavedState;
+#endif
 
 /// Keeps the columns and queries of the living sequences and runs the pipeline. Not thread safe: one thread at a time
 /// per keeper.
@@ -63,21 +69,35 @@ class Keeper {
   }
   /// A sequence ends, at any point but in a pending event: the keeper forgets everything about it.
   void leave(SequenceId sequence) { sequences_->leave(sequence); }
+  /// A sequence begins as the first `tokens` of another, absent: all of them (parallel samples, beams, a prefix that is
+  /// still being served). It continues as if it had run them itself: with the columns, the query window, the pins and
+  /// all that parts keep of them. The engine gives it the rows: the same pages, held once more, or copies. `prompt`:
+  /// tokens of its prompt, or kOpenPrompt, if that goes on; absent: as far as the parent's goes. Call it between steps.
+  /// Throws, and changes nothing: StateError for a child that is known and an unknown parent, in the middle of a step
+  /// as save(), for tokens that truncate() could not go back to, and for a longer prompt after an event;
+  /// InvalidArgument for a prompt below `tokens`; Unsupported for folded spans on a device. Cost: a copy of columns and
+  /// queries; on a device it only launches.
+  void fork(SequenceId child, SequenceId parent, std::optional<std::int64_t> tokens = {},
+            std::optional<std::int32_t> prompt = {});
 #ifndef KVKEEP_HEADER_ONLY
-  /// Writes the keeper's state of a sequence to a file (docs/reference/state.md), whole or not at all; the sequence
-  /// continues. The engine must save its rows of the cache. Call it between steps; if queries are kept, once every full
-  /// layer has been observed. Throws: StateError for an unknown sequence, in the middle of a step, while its event is
-  /// pending or its prompt runs through the layers, and while the stream is being captured; as a part does that cannot
-  /// be saved; as io::write_safetensors does. Nothing changes if it throws. Cost: the size of the state, once in memory
-  /// and once in the file. On a device: waits, and copies each column and the queries to the host, once each.
+  /// The keeper's state of a sequence (docs/reference/state.md) as bytes, or in a file that appears whole or not at
+  /// all; the sequence continues. The engine must save its rows of the cache (copy_rows()), or hold its pages. Call it
+  /// between steps; if queries are kept, once every full layer has been observed. Throws: StateError for an unknown
+  /// sequence, in the middle of a step, while its event is pending or its prompt runs through the layers, and while the
+  /// stream is being captured; as a part does that cannot be saved; as io::write_safetensors does. Nothing changes if
+  /// it throws. Cost: the size of the state, once in memory and once in the result. On a device: waits, and copies each
+  /// column and the queries to the host, once each.
+  [[nodiscard]] std::vector<std::byte> save(SequenceId sequence) const;
   void save(SequenceId sequence, const std::filesystem::path& file) const;
-  /// Restores a sequence to its state when it was saved, under any free id, in any process. The engine must restore its
-  /// rows before the next step. The sequence continues to the same bits. Throws: StateError for a known sequence;
+  /// Restores a sequence to its state when it was saved, under any free id, any number of times, in any process. The
+  /// engine must restore its rows before the next step. The sequence continues to the same bits. `prompt`: as in
+  /// fork(), for a prefix whose state was saved beside its pages. Throws: StateError for a known sequence;
   /// InvalidArgument that names the file if it is damaged, or was saved under another policy or model, with each field
-  /// that differs; as a part does that cannot take it. The keeper is unchanged if it throws. Cost: one read of the
-  /// file, and a copy of its columns and queries to the device. A state that was saved on the CPU can continue on a
-  /// device, and vice versa; from there on it has that machine's bits.
-  void restore(SequenceId sequence, const std::filesystem::path& file);
+  /// that differs; as fork() for the prompt; as a part does that cannot take it. The keeper is unchanged if it throws.
+  /// Cost: one copy of the state, and one of its columns and queries to the device. A state that was saved on the CPU
+  /// can continue on a device, and vice versa; from there on it has that machine's bits.
+  void restore(SequenceId sequence, std::span<const std::byte> state, std::optional<std::int32_t> prompt = {});
+  void restore(SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt = {});
 #endif
   /// The prompt of a sequence ends with the tokens observed so far, for engines that cannot tell join() how long it
   /// will be: they join with kOpenPrompt. Throws StateError for an unknown sequence, one without
@@ -146,7 +166,7 @@ class Keeper {
   /// or further than the query ring remembers. The next position is the one after the last remaining token; what parts
   /// keep of positions from there on is gone. If a prompt that had ended loses tokens, it becomes as long as the
   /// remaining sequence.
-  void truncate(SequenceId sequence, std::int64_t logical_length);
+  void truncate(SequenceId sequence, std::int64_t logical_length) { sequences_->truncate(sequence, logical_length); }
 
   /// The fewest tokens with which an event may cut the sequence, however they are split into steps; 0: the next step
   /// may do so; Trigger::kNoEvent: none will (Trigger::tokens_until() says when it is exact). An engine to which
@@ -156,6 +176,10 @@ class Keeper {
   [[nodiscard]] std::int64_t tokens_to_event(SequenceId sequence) const;
   /// Newest queries of every full layer that an event reads; 0: none.
   [[nodiscard]] std::int64_t queries_read() const { return needs_.queries; }
+
+  /// Counts steps of a sequence ahead: how long its rows will be, before anything is scored. Throws StateError as
+  /// physical_length() does. Cost: O(rows).
+  [[nodiscard]] LengthForecast forecast(SequenceId sequence) const;
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
   [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return sequences_->at(sequence).logical; }
@@ -211,6 +235,12 @@ class Keeper {
     Plan plan;
     std::vector<PageMove> pages;
   };
+  void require_no_capture(const char* operation) const;
+#ifndef KVKEEP_HEADER_ONLY
+  [[nodiscard]] SavedState state_of(SequenceId sequence) const;
+  void require_restorable(SequenceId sequence) const;
+  void restore(SequenceId sequence, const StateFile& state, std::optional<std::int32_t> prompt);
+#endif
   [[nodiscard]] Occasion occasion_of(SequenceId id, const SequenceState& sequence, std::int64_t slots) const;
   [[nodiscard]] std::int64_t check_lengths(const CacheView& view, std::size_t i, const SequenceState& s) const;
   [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const SequenceState& sequence) const;

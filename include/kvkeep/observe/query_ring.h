@@ -45,6 +45,10 @@ class QueryRing {
   /// must outlive the ring.
   QueryRing(std::int32_t layers, std::int32_t wanted, std::int32_t query_heads, std::int32_t key_dim,
             MachineMemory& memory = host_memory());
+  /// The same queries in memory of their own. On a device it only launches a copy.
+  QueryRing(const QueryRing& other);
+  QueryRing(QueryRing&&) noexcept = default;
+  QueryRing& operator=(QueryRing&&) noexcept = default;
 
   /// Adds the queries of new tokens of one layer. data: [tokens, Hq, D] with strides in bytes, the D elements of a head
   /// contiguous. Requires: takes(dtype). Cost: copies at most wanted + kRollback tokens of Hq * D elements.
@@ -135,6 +139,11 @@ class QueryRing {
 
  private:
   void allocate(Dtype dtype);
+  /// Bytes of all that allocate() takes.
+  [[nodiscard]] std::int64_t all_bytes() const {
+    const std::int64_t normalisers = !memory_->is_host() ? std::ssize(layers_) * capacity_ * heads_ : 0;
+    return data_bytes() + (capacity_ + normalisers) * 4;
+  }
   [[nodiscard]] std::byte* data() const { return static_cast<std::byte*>(held_.get()); }
   [[nodiscard]] std::int32_t* positions() const {
     return static_cast<std::int32_t*>(static_cast<void*>(data() + data_bytes()));
@@ -171,8 +180,20 @@ inline QueryRing::QueryRing(std::int32_t layers, std::int32_t wanted, std::int32
 
 inline void QueryRing::allocate(Dtype dtype) {
   dtype_ = dtype;
-  const std::int64_t normalisers = !memory_->is_host() ? std::ssize(layers_) * capacity_ * heads_ : 0;
-  held_ = memory_->allocate(data_bytes() + (capacity_ + normalisers) * 4);
+  held_ = memory_->allocate(all_bytes());
+}
+
+inline QueryRing::QueryRing(const QueryRing& other)
+    : wanted_(other.wanted_),
+      capacity_(other.capacity_),
+      heads_(other.heads_),
+      dim_(other.dim_),
+      memory_(other.memory_),
+      dtype_(other.dtype_),
+      layers_(other.layers_) {
+  if (other.held_ == nullptr) return;
+  allocate(dtype_);
+  memory_->copy_rows(held_.get(), all_bytes(), other.held_.get(), all_bytes(), all_bytes(), 1);
 }
 
 inline void QueryRing::place(std::int32_t layer, std::int32_t first, std::span<const std::int32_t> positions,

@@ -37,6 +37,7 @@ class Folds final : public Part {
   [[nodiscard]] std::int64_t far_bytes() const { return memory_->far_bytes(); }
 
   void join(SequenceId sequence) override;
+  void fork(SequenceId child, SequenceId parent) override;
   void leave(SequenceId sequence) noexcept override { folded_.remove(sequence); }
   void check_step(SequenceId sequence, const SequenceState& s) const override;
   void check_decision(const PartEvent& event) const override;
@@ -70,6 +71,17 @@ inline void Folds::join(SequenceId sequence) {
   std::vector<SpanRow> rows(static_cast<std::size_t>(sequences().rows()),
                             SpanRow(spec().key_dim, policy().memory()->factors.store));
   folded_[sequence] = {memory_->rows(std::move(rows)), std::vector<std::int64_t>(sequences().full_layers().size())};
+}
+
+inline void Folds::fork(SequenceId child, SequenceId parent) {
+  const Folded& from = *folded_.find(parent);
+  Folded& own = *folded_.find(child);
+  own.viewed = from.viewed;
+  if (from.rows->state().spans == 0) return;
+  const std::span<const SpanRow> rows = from.rows->host_rows();
+  KVKEEP_REQUIRE_AS(Unsupported, !rows.empty(), "fork: folded spans of sequence ", parent, " are on ",
+                    machine().device().str(), " and are not copied there; allowed only on the CPU");
+  own.rows = memory_->rows({rows.begin(), rows.end()});
 }
 
 inline void Folds::truncate(SequenceId sequence, const SequenceState& s) noexcept {
@@ -189,6 +201,7 @@ inline ReadCounts Folds::view(const Observation& o, const Attended& attended) {
   for (std::size_t i = 0; i < named.size(); ++i)
     readers_.push_back({folded_.find(o.sequences[i])->rows.get(), &named[i]->columns, named[i]->logical, o.indptr[i],
                         o.indptr[i + 1] - o.indptr[i]});
+  const UsingThreads own(threads());
   const ReadCounts counts = memory_->view({o.layer, index, readers_, o.queries, attended});
   for (std::size_t i = 0; i < named.size(); ++i)
     folded_.find(o.sequences[i])->viewed[static_cast<std::size_t>(index)] = named[i]->logical;

@@ -17,6 +17,7 @@
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/model_spec.h"
+#include "kvkeep/core/parallel.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/keep/columns.h"
 #include "kvkeep/observe/observation.h"
@@ -68,6 +69,7 @@ struct PartContext {
   const KVPolicy& policy;
   Machine& machine;
   std::span<const Tensor> output_projections;  ///< Provided::output_projections
+  Threads threads = {};                        ///< Provided::threads: for UsingThreads in calls of the part's own
 };
 
 /// One event, as parts see it: the rows of the sequences that are due, and what was decided for them. `ids`: of the
@@ -88,7 +90,9 @@ class Part {
 
   /// A sequence begins; it is among the sequences. May throw: it is then as if it had not joined.
   virtual void join(SequenceId) {}
-  /// It ends, whether join() and restore() have run for it or not.
+  /// A sequence that has joined goes on as a copy of another, all of it: takes over what is kept of that. May throw.
+  virtual void fork(SequenceId /*child*/, SequenceId /*parent*/) {}
+  /// It ends, whether join(), fork() and restore() have run for it or not.
   virtual void leave(SequenceId) noexcept {}
   /// Positions of its tokens must be below this.
   [[nodiscard]] virtual std::int32_t most_positions() const { return kMostPositions; }
@@ -132,6 +136,7 @@ class Part {
   [[nodiscard]] const KVPolicy& policy() const { return context_.policy; }
   [[nodiscard]] Machine& machine() const { return context_.machine; }
   [[nodiscard]] std::span<const Tensor> output_projections() const { return context_.output_projections; }
+  [[nodiscard]] Threads threads() const { return context_.threads; }
 
  private:
   PartContext context_;
@@ -149,6 +154,10 @@ class PerSequence {
     return found == all_.end() ? nullptr : &found->second;
   }
   [[nodiscard]] T* find(SequenceId id) { return const_cast<T*>(std::as_const(*this).find(id)); }
+  /// What is kept of one sequence is kept of the other, too.
+  void copy(SequenceId to, SequenceId from) {
+    if (const T* const kept = find(from)) all_.insert_or_assign(to, *kept);
+  }
   void remove(SequenceId id) noexcept { all_.erase(id); }
 
  private:
@@ -199,6 +208,11 @@ class Sequences {
   /// As Keeper::join() and leave().
   void join(SequenceId id, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {});
   void leave(SequenceId id);
+  void truncate(SequenceId id, std::int64_t logical_length);
+  void fork(SequenceId child, SequenceId parent, std::optional<std::int64_t> tokens,
+            std::optional<std::int32_t> prompt);
+  /// The prompt of a sequence that came from another or from a file is longer than what that had of it.
+  void set_prompt(const char* operation, SequenceId id, SequenceState& s, std::int32_t prompt) const;
   /// leave() at any time.
   void forget(SequenceId id) noexcept;
 
@@ -243,6 +257,9 @@ class Sequences {
   Totals totals;  ///< of the keeper
 
  private:
+  void check_taking_back(const char* operation, SequenceId id, const SequenceState& s,
+                         std::int64_t logical_length) const;
+
   ModelSpec spec_;
   std::int32_t queries_;
   Machine* machine_;
@@ -358,6 +375,73 @@ inline void Sequences::leave(SequenceId id) {
   static_cast<void>(ready("leave", id));
   forget(id);
   changed();
+}
+
+inline void Sequences::check_taking_back(const char* operation, SequenceId id, const SequenceState& s,
+                                         std::int64_t logical_length) const {
+  const std::int64_t taken = s.logical - logical_length, least = std::max<std::int64_t>(s.last_event, s.prefix);
+  KVKEEP_REQUIRE(logical_length >= 0 && logical_length <= s.logical, operation, ": sequence ", id, " is ", s.logical,
+                 " tokens long; given ", logical_length, "; allowed 0 to that");
+  KVKEEP_REQUIRE_AS(StateError, logical_length >= least, operation, ": sequence ", id, " was cut at length ",
+                    s.last_event, " and what was dropped then is gone; given ", logical_length, "; allowed ", least,
+                    " or more");
+  KVKEEP_REQUIRE_AS(StateError, queries_ == 0 || s.ring.can_forget(taken), operation, ": ", taken,
+                    " tokens of sequence ", id, " are more than the query ring can take back; allowed at most ",
+                    QueryRing::kRollback);
+}
+
+inline void Sequences::truncate(SequenceId id, std::int64_t logical_length) {
+  SequenceState& s = ready("truncate", id);
+  require_whole("truncate", id, s);
+  check_taking_back("truncate", id, s, logical_length);
+  const std::int64_t taken = s.logical - logical_length;
+  if (taken == 0) return;
+  const auto newest = s.columns.newest();
+  const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of tokens that came since
+  s.next_position = some_left ? newest[newest.size() - static_cast<std::size_t>(taken) - 1] + 1 : s.event_position;
+  if (s.logical >= s.prompt && logical_length < s.prompt) {
+    s.prompt = logical_length;
+    s.prompt_end = s.next_position;
+  }
+  s.columns.truncate(static_cast<std::int32_t>(taken));
+  s.ring.forget(taken);
+  s.logical = logical_length;
+  s.asked = std::min(s.asked, s.logical);
+  for (const std::unique_ptr<Part>& part : parts_) part->truncate(id, s);
+  changed();
+}
+
+inline void Sequences::set_prompt(const char* operation, SequenceId id, SequenceState& s, std::int32_t prompt) const {
+  KVKEEP_REQUIRE(prompt >= s.logical, operation, ": sequence ", id, " has a prompt of ", prompt, " tokens and ",
+                 s.logical, " of them cached; allowed at least the number cached");
+  KVKEEP_REQUIRE_AS(StateError, s.last_event == 0 || prompt == s.prompt, operation, ": sequence ", id,
+                    " was cut at length ", s.last_event, ", so no prompt of ", prompt,
+                    " tokens can begin with it; allowed the prompt that it had, ", s.prompt,
+                    ", or a sequence that no event has cut");
+  s.prompt = prompt;
+  if (s.last_event == 0) s.prompt_end = s.next_position;
+}
+
+inline void Sequences::fork(SequenceId child, SequenceId parent, std::optional<std::int64_t> tokens,
+                            std::optional<std::int32_t> prompt) {
+  KVKEEP_REQUIRE_AS(StateError, !contains(child), "fork: sequence ", child, " is already here; allowed a free id");
+  const SequenceState& from = ready("fork", parent);
+  require_whole("fork", parent, from);
+  const std::int64_t length = tokens.value_or(from.logical);
+  check_taking_back("fork", parent, from, length);
+  SequenceState own = from;
+  own.step = 0, own.step_tokens = 0, own.mark = 0;
+  all_.emplace(child, std::move(own));
+  try {
+    for (const std::unique_ptr<Part>& part : parts_) part->join(child);
+    for (const std::unique_ptr<Part>& part : parts_) part->fork(child, parent);
+    truncate(child, length);
+    if (prompt) set_prompt("fork", child, at(child), *prompt);
+  } catch (...) {
+    forget(child);
+    throw;
+  }
+  changed();  // a plan does not know who holds the parent's pages now
 }
 
 inline std::int32_t Sequences::index_of(const char* operation, std::int32_t layer) const {

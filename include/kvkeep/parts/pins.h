@@ -30,6 +30,7 @@ class Pins final : public Part {
   /// Ascending, neither overlapping nor touching. Valid until the next call.
   [[nodiscard]] std::span<const PositionSpan> pinned(SequenceId sequence) const;
 
+  void fork(SequenceId child, SequenceId parent) override { spans_.copy(child, parent); }
   void leave(SequenceId sequence) noexcept override { spans_.remove(sequence); }
   void describe(SequenceId sequence, RowGroup& group) const override {
     if (const PositionSpans* spans = spans_.find(sequence)) group.pinned = spans->spans();

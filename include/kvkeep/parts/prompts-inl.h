@@ -211,6 +211,7 @@ KVKEEP_INLINE Prompts::LayerPlan Prompts::plan_layer(SequenceId id, SequenceStat
 }
 
 KVKEEP_INLINE LayerReport Prompts::narrow(const Observation& o, CacheView view) {
+  const UsingThreads own(threads());
   LayerReport report;
   std::vector<LayerPlan> plans;
   bool checked = false;

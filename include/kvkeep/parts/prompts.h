@@ -50,6 +50,9 @@ class Prompts final : public Part {
   /// Valid until the sequence leaves.
   [[nodiscard]] const PromptReport* report_of(SequenceId sequence) const;
 
+  void fork(SequenceId child, SequenceId parent) override {
+    if (const PromptReport* const report = report_of(parent)) prompts_[child].report = *report;
+  }
   void leave(SequenceId sequence) noexcept override { prompts_.remove(sequence); }
   void reserve_tokens(SequenceId id, const SequenceState& s, std::span<const std::int32_t> positions) override;
   void append(SequenceId id, SequenceState& s) noexcept override;

@@ -11,6 +11,7 @@ class Ranks final : public Part {
  public:
   using Part::Part;
 
+  void fork(SequenceId child, SequenceId parent) override { extra_slots_.copy(child, parent); }
   void leave(SequenceId sequence) noexcept override { extra_slots_.remove(sequence); }
   [[nodiscard]] std::int64_t slots_elsewhere(const SequenceState& s, SequenceId sequence) const override {
     const std::int32_t here = spec().kv_heads, heads = spec().whole_heads(), first = spec().first_head;

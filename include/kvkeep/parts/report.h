@@ -1,6 +1,8 @@
 #pragma once
 /// What events do, in numbers.
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -45,6 +47,7 @@ struct Plan {
   std::vector<Unscored> unscored;  ///< sequences that are due and will not be cut
   std::int64_t bytes_before = 0;   ///< K and V bytes of live slots in full layers, for all sequences of the view
   std::int64_t bytes_after = 0;
+  double seconds = 0;  ///< that plan() took, if anything is due
   std::uint64_t version = 0;
   std::shared_ptr<const void> keeper;  ///< the keeper that made the plan
 };
@@ -69,7 +72,23 @@ struct Report {
                          ///< bound, `pages` is empty, and the view is as it was until EventHandle::wait()
 };
 
-/// Counters since construction of the keeper.
+/// A histogram of times, in the buckets that Prometheus expects: each counts the times up to its bound.
+struct TimeHistogram {
+  /// Seconds.
+  static constexpr std::array<double, 12> kBounds{50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3,
+                                                  5e-3,  10e-3,  25e-3,  50e-3,  0.1,  0.5};
+  std::array<std::int64_t, kBounds.size()> up_to{};  ///< cumulative
+  std::int64_t count = 0;
+  double sum = 0;  ///< seconds
+
+  void add(double seconds) {
+    for (std::size_t b = 0; b < kBounds.size(); ++b) up_to[b] += seconds <= kBounds[b] ? 1 : 0;
+    ++count;
+    sum += seconds;
+  }
+};
+
+/// Counters since construction of the keeper. kvkeep/keeper/metrics.h writes them as Prometheus reads them.
 struct Totals {
   std::int64_t steps = 0;
   std::int64_t events = 0;  ///< steps in which something was cut
@@ -80,7 +99,9 @@ struct Totals {
   std::int64_t bytes_moved = 0;
   std::int64_t pages_freed = 0;
   std::int64_t slots_folded = 0;
-  ReadCounts reads;  ///< of folded spans; 0 on a device
+  ReadCounts reads;             ///< of folded spans; 0 on a device
+  TimeHistogram event_seconds;  ///< of the calls that plan, carry out and finish an event, those that throw left out.
+                                ///< On a device it is the host's time, which does not wait for the device
 };
 
 }  // namespace kvkeep

@@ -38,6 +38,7 @@ class Surprisal final : public Part {
   }
 
   void join(SequenceId sequence) override { known_[sequence] = {}; }
+  void fork(SequenceId child, SequenceId parent) override { known_.copy(child, parent); }
   void leave(SequenceId sequence) noexcept override { known_.remove(sequence); }
   /// One number for every position is kept: 64 MiB a sequence.
   [[nodiscard]] std::int32_t most_positions() const override { return 1 << 24; }

@@ -161,6 +161,18 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
   return limits;
 }
 
+/// Where rows end up with different lengths, the scores said so, and a row may keep all its slots; but for budgets by
+/// layer, which are known before.
+KVKEEP_INLINE KVPolicy::MostKept Evict::most_kept(const Evidence& shapes) const {
+  MostKept most = KVPolicy::most_kept(shapes);
+  most.exact = !allocator_->ragged() || allocator_->across_heads() == AcrossHeads::nothing;
+  if (!most.exact) return most;
+  const Limits limits = this->limits(shapes);
+  for (std::size_t r = 0; r < most.slots.size(); ++r)
+    if (limits.rows[r].due) most.slots[r] = std::min(most.slots[r], limits.rows[r].budget);
+  return most;
+}
+
 KVKEEP_INLINE std::vector<std::int32_t> Evict::guarded_slots(const Evidence& evidence, const Limits& limits) const {
   const RowTable& table = evidence.table;
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);

@@ -91,6 +91,8 @@ class Evict final : public KVPolicy {
   void check_pins(std::span<const PositionSpan> pins) const override;
   [[nodiscard]] std::string to_json() const override { return json_; }
 
+  [[nodiscard]] MostKept most_kept(const Evidence& shapes) const override;
+
   /// How much every row of an event may keep, before anything is scored. Reads the shapes, lengths and positions of
   /// `evidence`, not the cached data. Throws InvalidArgument if pinned slots do not fit into a budget.
   [[nodiscard]] Limits limits(const Evidence& evidence) const;

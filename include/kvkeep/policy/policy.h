@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kvkeep/core/decision.h"
+#include "kvkeep/core/parallel.h"
 #include "kvkeep/memory/memory_options.h"
 #include "kvkeep/observe/trigger.h"
 #include "kvkeep/policy/machine.h"
@@ -53,6 +54,15 @@ struct LayerDecision {
   Decision rows;                ///< slots that stay, of all rows together, and the scores that ranked them
 };
 
+/// Told when a stage of an event begins and ends, on the thread that calls the keeper: for NVTX ranges, spans of
+/// OpenTelemetry, or a log. Stages nest; names are "kvkeep.plan", "kvkeep.apply" and "kvkeep.finish", and live as long
+/// as the program. Must not throw, nor call the keeper. On a device they are the host's time.
+struct TraceHook {
+  void (*begin)(void* context, const char* stage) = nullptr;
+  void (*end)(void* context, const char* stage) = nullptr;
+  void* context = nullptr;  ///< their first argument
+};
+
 /// What an engine can supply to a policy besides keys and values.
 struct Provided {
   bool queries = true;          ///< observe() passes queries
@@ -63,7 +73,9 @@ struct Provided {
   bool given_scores = false;                    ///< parts::Given::give() is called in every full layer, before step()
   bool reads_folded = false;                    ///< parts::Folds::view() is called after each layer's attention
   std::shared_ptr<Machine> accelerator =
-      nullptr;  ///< of the device of cache and queries; null: the CPU. Each keeper needs its own
+      nullptr;           ///< of the device of cache and queries; null: the CPU. Each keeper needs its own
+  Threads threads = {};  ///< what its loops on the CPU run on; none: the calling thread, or UsingThreads around a call
+  TraceHook trace = {};  ///< told of the stages of events
 
   /// The accelerator, or the host.
   [[nodiscard]] Machine& machine() const { return accelerator == nullptr ? host() : *accelerator; }
@@ -115,6 +127,15 @@ class KVPolicy {
   /// The same on the host.
   [[nodiscard]] Decision decide(const Evidence& evidence) const { return decide(host(), evidence); }
 
+  /// The most slots that each row keeps where decide() would run, before anything is scored: `exact` if it keeps no
+  /// fewer. Reads shapes, lengths and pins of `shapes`, and neither cache nor positions (RowGroup::prompt_slots is not
+  /// -1). Policies that do not say otherwise may keep every slot.
+  struct MostKept {
+    std::vector<std::int32_t> slots;  ///< [rows]
+    bool exact = false;
+  };
+  [[nodiscard]] virtual MostKept most_kept(const Evidence& shapes) const;
+
   /// Throws if slots at these positions (ascending, disjoint, some perhaps still to come) cannot stay through its
   /// events: InvalidArgument if they do not fit into its budget, as far as that is known before an event, Unsupported
   /// under policies that do not say otherwise. Decisions find the spans in RowGroup::pinned.
@@ -156,6 +177,12 @@ class KVPolicy {
   /// The resolved options, as a JSON object that the registry reads.
   [[nodiscard]] virtual std::string to_json() const = 0;
 };
+
+inline KVPolicy::MostKept KVPolicy::most_kept(const Evidence& shapes) const {
+  MostKept most;
+  for (const Row& row : shapes.table.rows) most.slots.push_back(row.length);
+  return most;
+}
 
 /// Keeps everything: the baseline of every comparison, bit for bit the engine without kvkeep.
 class Full final : public KVPolicy {

@@ -26,19 +26,28 @@ using StateTensors = std::vector<std::pair<std::string, Tensor>>;
 /// pass at about the speed of memory.
 [[nodiscard]] std::uint64_t checksum(std::span<const std::byte> bytes);
 
-/// Writes a file for StateFile::open(), whole or not at all; replaces an existing file. `about`: what the tensors
-/// belong to, by name. Throws as io::write_safetensors does. Cost: one checksum and one copy to the file, then fsync.
-void write_state(const std::filesystem::path& file, const StateTensors& tensors,
-                 std::map<std::string, std::string> about);
+/// One state: tensors, and what they belong to, by name.
+struct SavedState {
+  StateTensors tensors;
+  std::map<std::string, std::string> about;
+};
 
-/// One file, as a copy in memory that has not changed since it was written. This does not prove who wrote it, so
-/// readers must check its contents.
+/// Writes a file for StateFile::open(), whole or not at all; replaces an existing file. Throws as io::write_safetensors
+/// does. Cost: one checksum and one copy to the file, then fsync.
+void write_state(const std::filesystem::path& file, const SavedState& state);
+/// The bytes of that file, for StateFile::from_bytes().
+[[nodiscard]] std::vector<std::byte> state_bytes(const SavedState& state);
+
+/// One file, or its bytes, as a copy in memory that has not changed since it was written. This does not prove who wrote
+/// it, so readers must check its contents.
 class StateFile {
  public:
   /// Throws InvalidArgument, which names the file, if it cannot be read, is not the state of a sequence, has an unknown
   /// version, is truncated, or differs from what was written; DeviceError if there is not enough memory. Cost: one read
   /// and one checksum of the file, which stays in memory as long as this object or one of its tensors.
   [[nodiscard]] static StateFile open(const std::filesystem::path& file);
+  /// The same for bytes of state_bytes(), which messages call "the saved state".
+  [[nodiscard]] static StateFile from_bytes(std::span<const std::byte> bytes);
 
   [[nodiscard]] bool has(std::string_view name) const { return file_.has(name); }
   /// Read-only. `shape`: -1 for any size. Throws InvalidArgument, which names file and tensor, if it is missing, or has
@@ -57,7 +66,7 @@ class StateFile {
   [[nodiscard]] const std::string& where() const { return file_.where(); }
 
  private:
-  explicit StateFile(io::SafetensorsFile file) : file_(std::move(file)) {}
+  explicit StateFile(io::SafetensorsFile file);
   io::SafetensorsFile file_;
 };
 

@@ -26,6 +26,7 @@ from ._kvkeep import (
     Report,
     Rope,
     StateError,
+    ThreadPool,
     Totals,
     Unscored,
     Unsupported,

@@ -1,0 +1,126 @@
+#pragma once
+/// How long the rows of a sequence will be after steps that have not run: what a scheduler that runs ahead of its
+/// workers plans with.
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "kvkeep/core/model_spec.h"
+#include "kvkeep/core/protect.h"
+#include "kvkeep/core/row.h"
+#include "kvkeep/observe/trigger.h"
+#include "kvkeep/policy/policy.h"
+
+namespace kvkeep {
+
+/// Counts steps of one sequence ahead of the keeper, in host integers alone. Lengths after an event follow from the
+/// budget, not from the scores, under every policy whose rows are cut to a number of slots; the others have an upper
+/// bound (`exact`). A value: it refers to the keeper's policy and model, which must outlive it, and to nothing that
+/// changes, so the scheduler's thread counts while another runs the keeper.
+///
+///     kvkeep::LengthForecast ahead = keeper.forecast(id);   // once, when the sequence has joined
+///     ahead.step(prompt_tokens);                      // for every step that is scheduled
+///     ahead.length();                                 // slots of its longest row after that step and its event
+///
+/// It does not know of truncate(), pins, or an event that NaN in a query put off: take a new one after these.
+class LengthForecast {
+ public:
+  struct Begin {
+    std::vector<std::int32_t> lengths = {};     ///< [rows] slots of each row here
+    std::vector<std::int64_t> slot_bytes = {};  ///< [full layers] of one head
+    std::vector<PositionSpan> pinned = {};
+    std::int64_t seen = 0, asked = 0, prompt = -1, next_position = 0;
+    bool known = true;  ///< false: what rows hold is not settled, such as while a prompt narrows
+  };
+  /// Keeper::forecast() makes it.
+  LengthForecast(const KVPolicy& policy, const ModelSpec& spec, Begin begin)
+      : policy_(&policy), spec_(&spec), full_layers_(spec.full_layers()), now_(std::move(begin)) {
+    exact_ = now_.known && (policy.trigger().never || !policy.narrows());
+  }
+
+  /// A step gives the sequence `tokens` more, and cuts it if that is due. Returns length(). Throws as KVPolicy::
+  /// most_kept() does, if pins do not fit a budget.
+  std::int32_t step(std::int32_t tokens);
+
+  /// Slots of its longest row.
+  [[nodiscard]] std::int32_t length() const { return now_.lengths.empty() ? 0 : std::ranges::max(now_.lengths); }
+  /// [rows] slots of each row (full layer, KV head).
+  [[nodiscard]] std::span<const std::int32_t> lengths() const { return now_.lengths; }
+  /// Tokens seen: the position of the next one.
+  [[nodiscard]] std::int64_t logical_length() const { return now_.seen; }
+  /// The last step() cuts it; under an upper bound: may cut it.
+  [[nodiscard]] bool event() const { return event_; }
+  /// Lengths are what the rows will hold; else the most that they may hold.
+  [[nodiscard]] bool exact() const { return exact_; }
+
+ private:
+  [[nodiscard]] KVPolicy::MostKept most_kept() const;
+
+  const KVPolicy* policy_;
+  const ModelSpec* spec_;
+  std::vector<std::int32_t> full_layers_;
+  Begin now_;
+  bool event_ = false, exact_ = true;
+};
+
+inline std::int32_t LengthForecast::step(std::int32_t tokens) {
+  for (std::int32_t& length : now_.lengths) length += tokens;
+  now_.seen += tokens;
+  now_.next_position += tokens;
+  event_ = false;
+  const Trigger trigger = policy_->trigger();
+  const std::int32_t here = spec_->kv_heads, heads = spec_->whole_heads();
+  std::int64_t slots = 0, slot_bytes = 0;
+  for (std::size_t l = 0; l < full_layers_.size(); ++l) {
+    for (std::int32_t h = 0; h < here; ++h)
+      slots += now_.lengths[l * static_cast<std::size_t>(here) + static_cast<std::size_t>(h)];
+    slots += std::int64_t{heads - here} * now_.lengths[l * static_cast<std::size_t>(here)];  // other ranks' are alike
+    slot_bytes += now_.slot_bytes.empty() ? 0 : now_.slot_bytes[l] * heads;
+  }
+  const Occasion occasion{.slots = slots,
+                          .rows = std::ssize(full_layers_) * heads,
+                          .seen = now_.seen,
+                          .prompt = now_.prompt < 0 ? now_.seen : now_.prompt,
+                          .step = now_.seen - now_.asked,
+                          .slot_bytes = slot_bytes};
+  // How many tokens a local window leaves undecided is not counted here: its rows have an upper bound.
+  if (trigger.kind == Trigger::Kind::window && !trigger.never) exact_ = false;
+  if (trigger.kind == Trigger::Kind::window ? occasion.seen >= occasion.prompt : trigger.due(occasion)) {
+    KVPolicy::MostKept most = most_kept();
+    exact_ = exact_ && most.exact;
+    now_.lengths = std::move(most.slots);
+    event_ = !trigger.never;
+  }
+  now_.asked = now_.seen;
+  if (now_.prompt < 0 && now_.seen > 0) now_.prompt = now_.seen;
+  return length();
+}
+
+/// By a table without memory behind it.
+inline KVPolicy::MostKept LengthForecast::most_kept() const {
+  RowTable table;
+  const std::int32_t heads = spec_->kv_heads;
+  std::size_t r = 0;
+  for (std::size_t l = 0; l < full_layers_.size(); ++l) {
+    RowGroup group{.layer = full_layers_[l], .sequence = 0, .first_row = std::ssize(table.rows), .queries = {}};
+    group.next_position = static_cast<std::int32_t>(now_.next_position);
+    group.seen = {now_.seen};
+    group.prompt = {now_.prompt < 0 ? now_.seen : now_.prompt};
+    group.prompt_slots = 0;
+    group.pinned = now_.pinned;
+    table.groups.push_back(group);
+    for (std::int32_t h = 0; h < heads; ++h, ++r) {
+      Row row{.layer = full_layers_[l], .head = h, .length = now_.lengths[r], .first = table.slots};
+      row.keys.width = now_.slot_bytes.empty() ? 0 : now_.slot_bytes[l];
+      table.slots += row.length;
+      table.rows.push_back(row);
+    }
+  }
+  return policy_->most_kept({.spec = *spec_, .table = table});
+}
+
+}  // namespace kvkeep
