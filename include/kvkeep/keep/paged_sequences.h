@@ -132,12 +132,13 @@ class PagedSequences {
   /// Gives back every page.
   ~PagedSequences();
 
-  /// A sequence begins with room for `slots` slots, none of them shared. If there are not enough free pages, it is not
-  /// added.
-  [[nodiscard]] PageGrant admit(SequenceId sequence, std::int32_t slots);
+  /// A sequence begins with room for `slots` slots, none of them shared, in its longest row, and for `shortest` in its
+  /// shortest; absent: for as many. If there are not enough free pages, it is not added.
+  [[nodiscard]] PageGrant admit(SequenceId sequence, std::int32_t slots, std::optional<std::int32_t> shortest = {});
 
   /// A sequence begins with `slots` slots in these pages, which others hold (a prefix cache), and holds them too. Takes
-  /// no page. Throws InvalidArgument for other than ceil(slots / page_size) pages, StateError for one that nobody holds.
+  /// no page. Throws InvalidArgument for other than ceil(slots / page_size) pages, StateError for one that nobody
+  /// holds.
   void adopt(SequenceId sequence, std::span<const std::int32_t> pages, std::int32_t slots);
 
   /// A sequence begins with the first `slots` slots of `parent`, and holds their pages too, including a last partial
@@ -250,13 +251,15 @@ inline std::size_t PagedSequences::pages_for(std::int64_t slots) const {
   return static_cast<std::size_t>((slots + pool_.page_size() - 1) / pool_.page_size());
 }
 
-inline PageGrant PagedSequences::admit(SequenceId sequence, std::int32_t slots) {
+inline PageGrant PagedSequences::admit(SequenceId sequence, std::int32_t slots, std::optional<std::int32_t> shortest) {
   KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "admit: sequence ", sequence,
                     " is already held; allowed after release()");
-  KVKEEP_REQUIRE(slots >= 0, "admit: sequence ", sequence, " asks for ", slots, " slots; allowed 0 or more");
+  const std::int32_t least = shortest.value_or(slots);
+  KVKEEP_REQUIRE(slots >= 0 && least >= 0 && least <= slots, "admit: sequence ", sequence, " asks for ", slots,
+                 " slots, ", least, " in its shortest row; allowed 0 or more, and no more in its shortest row");
   const auto wanted = static_cast<std::int32_t>(pages_for(slots));
   if (wanted > pool_.free_pages()) return {.missing = wanted - pool_.free_pages()};
-  Held held{{}, slots, slots};
+  Held held{{}, slots, least};
   for (std::int32_t p = 0; p < wanted; ++p) held.pages.push_back(pool_.take());
   held_.emplace(sequence, std::move(held));
   return {};
