@@ -147,6 +147,60 @@ def test_a_sequence_is_saved_and_restored(tmp_path):
     assert other.tokens_to_event(3) == engine.keeper.tokens_to_event(7)
 
 
+def test_state_in_memory_and_forks_go_on_as_their_parent():
+    engine = Engine("ams-tova,budget=24,interval=8,window=4,recent=4", np.asarray)
+    engine.step(50)
+    engine.step(5)
+    state = engine.keeper.save(7)
+    assert isinstance(state, bytes)
+    other = kvkeep.Keeper(spec(), "ams-tova,budget=24,interval=8,window=4,recent=4")
+    other.restore(3, state)
+    engine.keeper.fork(8, 7)
+    for keeper, sequence in ((other, 3), (engine.keeper, 8)):
+        assert np.array_equal(keeper.positions(sequence, 1, 1), engine.keeper.positions(7, 1, 1))
+    with pytest.raises(kvkeep.StateError, match="was cut at length"):
+        other.restore(4, state, prompt=90)
+    with pytest.raises(kvkeep.InvalidArgument, match="the saved state"):
+        other.restore(4, state[:-1])
+    assert not other.knows(4)
+
+    prefix = kvkeep.Keeper(spec(), "ams-tova,budget=24,interval=8,window=4,recent=4")
+    prefix.join(1, 0, kvkeep.OPEN_PROMPT)
+    queries = np.zeros((16, QUERY_HEADS, DIM), "f4")
+    for layer in range(LAYERS):
+        prefix.observe(layer, [1], [0, 16], queries)
+    window = prefix.save(1)
+    prefix.fork(2, 1, 12, 40)
+    prefix.restore(3, window, 60)
+    assert [prefix.logical_length(s) for s in (1, 2, 3)] == [16, 12, 16]
+
+
+def test_lengths_are_known_ahead():
+    engine = Engine("tova,budget=24,interval=8", np.asarray)
+    assert engine.keeper.length_after(7, 20) == (20, True)
+    for tokens in (50, 1, 3, 4, 2, 1, 1):
+        length, exact = engine.keeper.length_after(7, tokens)
+        engine.step(tokens)
+        assert exact and engine.length == length
+
+
+def test_threads_are_the_keepers_own_and_totals_are_counted_for_prometheus():
+    pool = kvkeep.ThreadPool(2)
+    assert pool.count == 2
+    one = Engine("tova,budget=24,interval=8", np.asarray, threads=pool)
+    del pool  # the keeper keeps it
+    other = Engine("tova,budget=24,interval=8", np.asarray)
+    for engine in (one, other):
+        engine.step(50)
+        engine.step(1)
+    assert np.array_equal(one.keeper.positions(7, 1, 1), other.keeper.positions(7, 1, 1))
+    page = one.keeper.metrics('worker="0"')
+    assert '\nkvkeep_events_total{worker="0"} 1\n' in page
+    assert 'kvkeep_event_duration_seconds_bucket{worker="0",le="+Inf"} 1\n' in page
+    with pytest.raises(kvkeep.InvalidArgument, match="thread pool: 0 threads"):
+        kvkeep.ThreadPool(0)
+
+
 class Pages(kvkeep.PageAllocator):
     def __init__(self):
         super().__init__()
@@ -168,6 +222,7 @@ def test_pages_go_back_to_an_allocator_in_python():
     report = engine.step(60, pages=pages)
     assert engine.length == 24
     assert pages.given_back == list(report.pages[0].freed) and len(pages.given_back) == 5
+    assert report.pages[0].written and set(report.pages[0].written) <= set(report.pages[0].held)
     assert report.pages_freed == 5
 
 

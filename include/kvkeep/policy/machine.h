@@ -149,7 +149,8 @@ class Machine {
   /// A keeper takes it, for good: it holds the workspace of that keeper's events, and constants of its model and
   /// policy. Throws StateError if a keeper has taken it before. The host serves any number of keepers.
   void claim() {
-    KVKEEP_REQUIRE_AS(StateError, is_host() || !claimed_, "Keeper: the accelerator on ", device().str(),
+    if (is_host()) return;
+    KVKEEP_REQUIRE_AS(StateError, !claimed_, "Keeper: the accelerator on ", device().str(),
                       " serves another keeper, or served one before; allowed one accelerator per keeper");
     claimed_ = true;
   }

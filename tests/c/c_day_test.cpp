@@ -1,0 +1,145 @@
+// What a serving engine does around a keeper, through the C interface: forks, state in memory, rows, lengths ahead,
+// threads, metrics and traces.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "c_engine.h"
+#include "kvkeep/keeper/thread_pool.h"
+
+namespace kvkeep::c_day_test {
+namespace {
+
+using namespace c_engine;
+
+constexpr const char* kPolicy = "ams-tova,budget=24,interval=6,recent=4,window=4,min_segment=2";
+
+std::vector<std::byte> copied(const void* bytes, std::size_t count) {
+  const auto* const from = static_cast<const std::byte*>(bytes);
+  return {from, from + count};
+}
+
+TEST(CInterface, ForksAndKeepsStateInMemory) {
+  for (const std::int32_t page_size : {0, 8}) {
+    SCOPED_TRACE(page_size);
+    CEngine c(kPolicy, page_size), other(kPolicy, page_size);
+    kvkeep_keeper* const keeper = c.keeper.get();
+    oracle::Random random(3);
+    kvkeep_report report{};
+    c.join(1);
+    for (int i = 0; i < 12; ++i) {
+      c.feed(numbers_of(random, {{1, i == 0 ? 30 : 2}}));
+      ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+    }
+    ASSERT_EQ(kvkeep_fork(keeper, 2, 1, -1, -1), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(kvkeep_fork(keeper, 2, 1, -1, -1), KVKEEP_STATE_ERROR);
+    for (std::int32_t r = 0; r < kRows; ++r) EXPECT_EQ(c.positions(2, r), c.positions(1, r));
+
+    const void* bytes = nullptr;
+    std::size_t count = 0;
+    ASSERT_EQ(kvkeep_save_bytes(keeper, 1, &bytes, &count), KVKEEP_OK) << kvkeep_last_error();
+    const std::vector<std::byte> state = copied(bytes, count);
+    ASSERT_EQ(kvkeep_restore_bytes(other.keeper.get(), 5, state.data(), state.size(), -1), KVKEEP_OK)
+        << kvkeep_last_error();
+    EXPECT_EQ(kvkeep_restore_bytes(other.keeper.get(), 6, state.data(), state.size() - 1, -1), KVKEEP_INVALID_ARGUMENT);
+    EXPECT_EQ(kvkeep_restore_bytes(other.keeper.get(), 6, state.data(), state.size(), 99), KVKEEP_STATE_ERROR);
+    for (std::int32_t r = 0; r < kRows; ++r) EXPECT_EQ(other.positions(5, r), c.positions(1, r));
+
+    std::vector<std::byte> rows;
+    const auto copy = [&](const kvkeep_cache& cache) {
+      const kvkeep_status status = kvkeep_copy_rows(keeper, &cache, 0, &bytes, &count);
+      if (status == KVKEEP_OK) rows = copied(bytes, count);
+      return status;
+    };
+    ASSERT_EQ(c.call(copy, {1}, report, false), KVKEEP_OK) << kvkeep_last_error();
+    ASSERT_EQ(std::ssize(rows), c.lengths.at(1)[0] * kRows * (kKeyDim + kValueDim) * 4);
+    other.lengths[5] = c.lengths.at(1);
+    while (page_size > 0 && std::ssize(other.pages[5]) * page_size < other.lengths.at(5)[0])
+      other.pages[5].push_back(other.pool.take());
+    const auto bring = [&](const kvkeep_cache& cache) {
+      return kvkeep_restore_rows(other.keeper.get(), &cache, 0, rows.data(), rows.size());
+    };
+    ASSERT_EQ(other.call(bring, {5}, report, false), KVKEEP_OK) << kvkeep_last_error();
+    for (std::int32_t r = 0; r < kRows; ++r)
+      for (std::int32_t t = 0; t < c.lengths.at(1)[0]; ++t)
+        for (const bool value : {false, true})
+          ASSERT_TRUE(same_bits(c.slot_of(1, r / kHeads, r % kHeads, t, value),
+                                other.slot_of(5, r / kHeads, r % kHeads, t, value)));
+  }
+}
+
+TEST(CInterface, SaysLengthsAheadAndWhichPagesWereRewritten) {
+  CEngine c(kPolicy, 8);
+  oracle::Random random(4);
+  kvkeep_report report{};
+  c.join(1);
+  std::int64_t written = 0, events = 0;
+  for (int i = 0; i < 40; ++i) {
+    const std::int32_t tokens = i == 0 ? 30 : random.between(1, 3);
+    std::int32_t length = 0, exact = 0;
+    ASSERT_EQ(kvkeep_length_after(c.keeper.get(), 1, tokens, &length, &exact), KVKEEP_OK) << kvkeep_last_error();
+    c.feed(numbers_of(random, {{1, tokens}}));
+    ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(exact, 1);
+    EXPECT_EQ(length, c.lengths.at(1)[0]);
+    for (std::int64_t p = 0; p < report.num_pages; ++p) {
+      const kvkeep_page_move& move = report.pages[p];
+      ++events, written += move.num_written;
+      for (std::int32_t w = 0; w < move.num_written; ++w)
+        EXPECT_NE(std::find(move.held, move.held + move.num_held, move.written[w]), move.held + move.num_held);
+    }
+  }
+  EXPECT_GT(events, 3);
+  EXPECT_GT(written, events);
+  EXPECT_EQ(kvkeep_length_after(c.keeper.get(), 1, 1, nullptr, nullptr), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_EQ(kvkeep_length_after(c.keeper.get(), 9, 1, nullptr, nullptr), KVKEEP_INVALID_ARGUMENT);
+}
+
+TEST(CInterface, RunsOnTheThreadsThatItIsLentAndIsWatched) {
+  struct Lent {
+    std::atomic<int> loops = 0;
+    ThreadPool pool{2};
+  } lent;
+  kvkeep_threads threads{&lent, [](void* own, std::int64_t begin, std::int64_t end, std::int64_t grain,
+                                   void (*body)(void*, std::int64_t, std::int64_t), void* loop) {
+                           ++static_cast<Lent*>(own)->loops;
+                           const Threads pool = static_cast<Lent*>(own)->pool.threads();
+                           pool.run(pool.pool, begin, end, grain, body, loop);
+                         }};
+  std::string told;
+  const kvkeep_trace_hook trace{
+      &told, [](void* to, const char* stage) { static_cast<std::string*>(to)->append("+").append(stage); },
+      [](void* to, const char* stage) { static_cast<std::string*>(to)->append("-").append(stage); }};
+  kvkeep_provided provided{};
+  provided.size = sizeof provided;
+  provided.queries = 1;
+  provided.threads = &threads;
+  provided.trace = &trace;
+  CEngine c(kPolicy, 0, &provided);
+  oracle::Random random(5);
+  kvkeep_report report{};
+  c.join(1);
+  c.feed(numbers_of(random, {{1, 40}}));
+  ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(lent.loops, 0);
+  c.feed(numbers_of(random, {{1, 1}}));
+  ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_GT(lent.loops, 0);
+  EXPECT_EQ(told, "+kvkeep.plan-kvkeep.plan+kvkeep.apply-kvkeep.apply");
+  const char* page = nullptr;
+  ASSERT_EQ(kvkeep_metrics(c.keeper.get(), R"(worker="3")", &page), KVKEEP_OK);
+  EXPECT_NE(std::string(page).find("\nkvkeep_events_total{worker=\"3\"} 1\n"), std::string::npos) << page;
+
+  threads.run = nullptr;
+  const CModel model;
+  kvkeep_keeper* made = nullptr;
+  EXPECT_EQ(kvkeep_keeper_make(&model.of_c, kPolicy, &provided, &made), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_STREQ(kvkeep_last_error(), "provided: threads: run is NULL; allowed an address");
+}
+
+}  // namespace
+}  // namespace kvkeep::c_day_test
