@@ -38,8 +38,9 @@ kvkeep_missing_packages() {
     command -v clang++ > /dev/null || printf '%s\n' clang libclang-rt-dev
     command -v clang-tidy > /dev/null || echo clang-tidy
     command -v doxygen > /dev/null || echo doxygen
-    command -v pkg-config > /dev/null || echo pkg-config       # for the test of kvkeep.pc
-    [[ -e /usr/include/gloo/algorithm.h ]] || echo libgloo-dev # for the test of ranks that are processes
+    command -v pkg-config > /dev/null || echo pkg-config                                                    # for the test of kvkeep.pc
+    [[ -e /usr/include/gloo/algorithm.h ]] || echo libgloo-dev                                              # for the test of ranks that are processes
+    [[ -e /usr/include/httplib.h ]] || printf '%s\n' libcpp-httplib-dev libssl-dev zlib1g-dev libbrotli-dev # for /metrics
   fi
   installed=" $(dpkg-query -W -f='${Package}/${db:Status-Status} ' "${libraries[@]}" 2> /dev/null || true)"
   for library in "${libraries[@]}"; do
