@@ -57,6 +57,9 @@ KVKEEP_C_API const char* kvkeep_last_error(void);
 KVKEEP_C_API int32_t kvkeep_c_version(void);
 /// "0.1.0"
 KVKEEP_C_API const char* kvkeep_version(void);
+/// Loads a shared library whose scorers, allocators and policies kvkeep_keeper_make() then knows. Fails as
+/// kvkeep::load_plugin() throws (kvkeep/policy/plugin.h). Any thread may call.
+KVKEEP_C_API kvkeep_status kvkeep_load_plugin(const char* file);
 
 /// DLPack's DLTensor, field by field, so that a DLTensor* may be cast to it (dlpack.h 0.2 to 1.3). kvkeep owns nothing
 /// of it and writes none of its fields.
