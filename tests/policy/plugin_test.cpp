@@ -74,9 +74,8 @@ TEST_F(Plugins, BringOptionsOfEveryKind) {
   const auto json = nlohmann::json::parse(policy->to_json());
   EXPECT_EQ(json["scorer"], (nlohmann::json{{"of", "largest"}, {"skip", 2}, {"floor", 0.5}, {"negative", true}}));
   const std::pair<const char*, const char*> faults[] = {
-      {"floor=1000000", "scorer.floor"},   {"skip=-1", "scorer.skip"},
-      {"of=mean", "largest, max, sum"},    {"negative=1", "scorer.negative"},
-      {"of=sum,negative=false", "of=sum"}, {"skpi=1", "did you mean"}};
+      {"floor=1000000", "scorer.floor"}, {"skip=-1", "scorer.skip"},          {"of=mean", "largest, max, sum"},
+      {"negative=1", "scorer.negative"}, {"of=sum,negative=false", "of=sum"}, {"skpi=1", "did you mean"}};
   for (const auto& [options, names] : faults) {
     const std::string said =
         message_of([&] { static_cast<void>(make_policy(std::string("vmax,budget=64,") + options)); });
@@ -136,8 +135,7 @@ TEST_F(Plugins, AreRefusedByAProgramThatHoldsAKvkeepOfItsOwn) {
 TEST_F(Plugins, MustBePlugins) {
   const std::filesystem::path file = folder_ / "notes.txt";
   std::ofstream(file) << "milk, bread";
-  EXPECT_NE(refusal(file).find("notes.txt is no plug-in of kvkeep; allowed a shared library with"),
-            std::string::npos);
+  EXPECT_NE(refusal(file).find("notes.txt is no plug-in of kvkeep; allowed a shared library with"), std::string::npos);
   EXPECT_NE(refusal("").find("the path is empty"), std::string::npos);
   EXPECT_NE(refusal(folder_).find("is a folder"), std::string::npos);
 }

@@ -25,9 +25,9 @@ void load_plugin(const std::filesystem::path& file);
 
 /// What a plug-in exports under the name `kvkeep_plugin`.
 struct Plugin {
-  char mark[64];                     ///< KVKEEP_PLUGIN_MARK, which is read from the file before it is loaded
-  const void* (*registry)() = {};    ///< registry_of_this_process()
-  void (*add)() = {};                ///< registers
+  char mark[64];                   ///< KVKEEP_PLUGIN_MARK, which is read from the file before it is loaded
+  const void* (*registry)() = {};  ///< registry_of_this_process()
+  void (*add)() = {};              ///< registers
 };
 
 /// Tells one kvkeep in a process from another.
@@ -41,8 +41,8 @@ struct Plugin {
 /// Once in a shared library, followed by a body that registers:
 ///
 ///     KVKEEP_PLUGIN() { kvkeep::register_scorer<Vmax>(); }
-#define KVKEEP_PLUGIN()                                                                        \
-  static void kvkeep_plugin_adds();                                                            \
-  extern "C" __attribute__((visibility("default"), used)) const kvkeep::Plugin kvkeep_plugin;  \
+#define KVKEEP_PLUGIN()                                                                                         \
+  static void kvkeep_plugin_adds();                                                                             \
+  extern "C" __attribute__((visibility("default"), used)) const kvkeep::Plugin kvkeep_plugin;                   \
   const kvkeep::Plugin kvkeep_plugin{KVKEEP_PLUGIN_MARK, kvkeep::registry_of_this_process, kvkeep_plugin_adds}; \
   static void kvkeep_plugin_adds()

@@ -26,5 +26,6 @@ def load_installed():
             if found is not None:
                 load_plugin(found)
         except Exception as error:  # whatever a package does at its import
-            warnings.warn(f"kvkeep: the plug-in {entry.name} = {entry.value} is left out: {error}", RuntimeWarning,
-                          stacklevel=3)
+            warnings.warn(
+                f"kvkeep: the plug-in {entry.name} = {entry.value} is left out: {error}", RuntimeWarning, stacklevel=3
+            )
