@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kvkeep/policy/registry.h"
+#include "kvkeep/version.h"
 
 namespace kvkeep::docs_test {
 namespace {
@@ -161,6 +162,10 @@ TEST(Docs, ThePageOfPluginsShowsTheExampleThatIsBuilt) {
   EXPECT_NE(page.find("```cpp\n" + read(root() / "examples/plugin/vmax.cpp") + "```"), std::string::npos);
   const std::string cmake = read(root() / "examples/plugin/CMakeLists.txt");
   EXPECT_NE(page.find("```cmake\n" + cmake.substr(cmake.find("cmake_minimum_required")) + "```"), std::string::npos);
+}
+
+TEST(Docs, TheCitationNamesThisVersion) {
+  EXPECT_NE(read(root() / "CITATION.cff").find("\nversion: " KVKEEP_VERSION "\n"), std::string::npos);
 }
 
 TEST(Docs, TheReadmeIsShortAndBeginsWithCode) {

@@ -199,7 +199,7 @@ class CEngine {
       layers.push_back(
           {paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, side(keys[l]), side(values[l]), nullptr, nullptr});
     Ints flat, places, starts;
-    Array table = Array::full({std::ssize(ids), 400}, -1, rows > 1 ? Dtype::i64 : Dtype::i32);
+    Array table = Array::full({std::ssize(ids), 400}, -1, pool.page_size() == 16 ? Dtype::i32 : Dtype::i64);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       flat.insert(flat.end(), lengths.at(ids[i]).begin(), lengths.at(ids[i]).begin() + rows);
       places.push_back(static_cast<std::int32_t>(ids[i]));
