@@ -2,7 +2,7 @@
 // the products of the window's queries with the keys through LibTorch's matmul, one exponential per logit, a memcpy of
 // the bytes that move.
 //
-//   kvkeep_bench --benchmark_filter=Event        rows: Event/<model>/<dtype>/<preset>
+//   kvkeep_bench --benchmark_filter=Event        rows: Event/<model>/<dtype>/<preset>, EventInPages/<policy>/<slots>
 //
 // Counters are medians over the iterations; warm caches where the data fits (32 MiB of level 3 hold about a third of
 // the smallest case).
@@ -47,7 +47,8 @@ constexpr Shape kShapes[] = {{"qwen7b", 28, 28, 4, 128}, {"llama8b", 32, 32, 8, 
 /// A cache of one sequence with 1536 slots in every layer, ready for an event.
 class Subject {
  public:
-  Subject(const Shape& shape, Dtype dtype, const std::string& policy) : policy_(policy) {
+  /// page_size: 0 dense, else a divisor of kBefore.
+  Subject(const Shape& shape, Dtype dtype, const std::string& policy, std::int32_t page_size = 0) : policy_(policy) {
     spec_ = {.query_heads = shape.query_heads,
              .kv_heads = shape.kv_heads,
              .key_dim = shape.dim,
@@ -60,13 +61,20 @@ class Subject {
     const auto options = at::TensorOptions().dtype(at::kFloat);
     for (std::int32_t l = 0; l < shape.layers; ++l) {
       const auto rows = [&] {
-        return at::randn({1, shape.kv_heads, kBefore, shape.dim}, options).to(torch_dtype(dtype));
+        return page_size == 0 ? at::randn({1, shape.kv_heads, kBefore, shape.dim}, options).to(torch_dtype(dtype))
+                              : at::randn({kBefore / page_size, page_size, shape.kv_heads, shape.dim}, options)
+                                    .to(torch_dtype(dtype));
       };
-      layers_.emplace_back(DenseKv{rows(), rows()});
+      if (page_size == 0)
+        layers_.emplace_back(DenseKv{rows(), rows()});
+      else
+        layers_.emplace_back(PagedKv{rows(), rows()});
       queries_.push_back(at::randn({kSeen, shape.query_heads, shape.dim}, options).to(torch_dtype(dtype)));
     }
     view_.sequences = ids_;
     view_.lengths.data = lengths_;
+    for (std::int32_t p = 0; page_size > 0 && p < kBefore / page_size; ++p) pages_.push_back(p);
+    std::ranges::reverse(pages_);
   }
 
   /// A keeper that has seen everything but the event.
@@ -79,6 +87,8 @@ class Subject {
       keeper.observe(
           {.layer = l, .sequences = ids_, .indptr = indptr, .queries = queries_[static_cast<std::size_t>(l)]});
     lengths_[0] = kBefore;
+    table_ = pages_;
+    if (!pages_.empty()) view_.block_table = Tensor(table_.data(), Dtype::i32, {1, std::ssize(table_)});
     return keeper;
   }
 
@@ -111,7 +121,7 @@ class Subject {
  private:
   std::string policy_;
   std::vector<SequenceId> ids_{0};
-  std::vector<std::int32_t> lengths_{kBefore};
+  std::vector<std::int32_t> lengths_{kBefore}, pages_, table_;
   std::vector<at::Tensor> queries_;
 };
 
@@ -182,6 +192,18 @@ void Event(benchmark::State& state, const Shape& shape, Dtype dtype, bool paper)
   state.counters["ms/layer"] = whole / shape.layers;
 }
 
+/// The whole event over pages [pages, page_size, Hkv, D] that lie in reverse.
+void EventInPages(benchmark::State& state, const char* policy, std::int32_t page_size) {
+  Subject subject(kShapes[0], Dtype::bf16, std::string(policy) + ",budget=1024,interval=512", page_size);
+  std::vector<double> event;
+  for (auto _ : state) {
+    Keeper keeper = subject.ready();
+    event.push_back(milliseconds([&] { benchmark::DoNotOptimize(keeper.step(subject.view_).wait()); }));
+    state.SetIterationTime(event.back() / 1e3);
+  }
+  state.counters["event_ms"] = median(event);
+}
+
 /// Selection and compaction against what LibTorch offers: topk, sort and gather, for each row and segment.
 void SelectAndCompact(benchmark::State& state, const Shape& shape, Dtype dtype) {
   Subject subject(shape, dtype, "ams-tova,budget=1024,interval=512");
@@ -234,6 +256,13 @@ void SelectAndCompact(benchmark::State& state, const Shape& shape, Dtype dtype) 
 }
 
 const int kRegistered = [] {
+  for (const char* policy : {"ams-tova", "keydiff", "knorm", "streaming"})
+    for (const std::int32_t page_size : {0, 16, 24})
+      benchmark::RegisterBenchmark(text("EventInPages/", policy, "/", page_size).c_str(), EventInPages, policy,
+                                   page_size)
+          ->UseManualTime()
+          ->Iterations(15)
+          ->Unit(benchmark::kMillisecond);
   for (const Shape& shape : kShapes)
     for (const Dtype dtype : {Dtype::f32, Dtype::bf16}) {
       const std::string tail = std::string(shape.name) + (dtype == Dtype::f32 ? "/f32" : "/bf16");

@@ -74,6 +74,15 @@ if command -v pkg-config > /dev/null; then
 else
   echo "install test: there is no pkg-config here, so kvkeep.pc was not tried"
 fi
+# A plug-in, in the installed command where there is one.
+{
+  env -u LD_LIBRARY_PATH cmake -G Ninja -S "$source_dir/examples/plugin" -B "$scratch/plugin" \
+    "-DCMAKE_PREFIX_PATH=$prefix" && cmake --build "$scratch/plugin"
+} > /dev/null || fail "a plug-in does not build"
+if [[ -x "$prefix/bin/kvkeep" ]]; then
+  env -u LD_LIBRARY_PATH "$prefix/bin/kvkeep" policies ams-vmax --plugin "$scratch/plugin/libvmax.so" > /dev/null ||
+    fail "the installed command does not load a plug-in"
+fi
 # The laboratory links nothing but the installed targets. Compiled quickly, for one instruction set: what it computes,
 # its tests tell.
 if [[ "$hide" == --hide-build-tree && -n "$(find "$prefix" -name kvkeepCommandTargets.cmake)" ]]; then

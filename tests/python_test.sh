@@ -77,6 +77,17 @@ plain python -c 'import kvkeep; assert kvkeep.policies(); assert "torch" not in 
   fail "it does not run without torch"
 plain kvkeep --version || fail "its command does not run without torch"
 
+# A plug-in over the library inside the package.
+found="$("$own" -c 'import kvkeep; print(kvkeep.cmake_dir())')"
+{
+  cmake -S "$source_dir/examples/plugin" -B plugin "-DCMAKE_PREFIX_PATH=$found" -DCMAKE_BUILD_TYPE=Release &&
+    cmake --build plugin
+} > log 2>&1 || {
+  cat log
+  fail "a plug-in does not build over the library inside the package"
+}
+export KVKEEP_TEST_PLUGIN="$scratch/plugin/libvmax.so"
+
 # over PYTHON: the tests, with the torch and the transformers that it imports.
 tried=()
 over() {
@@ -104,7 +115,6 @@ find_package(kvkeep 0.1 REQUIRED COMPONENTS kvkeep)
 add_executable(engine "$source_dir/tests/c/engine.c")
 target_link_libraries(engine PRIVATE kvkeep::kvkeep)
 CMAKE
-found="$("$own" -c 'import kvkeep; print(kvkeep.cmake_dir())')"
 cmake -S engine -B engine/build "-DCMAKE_PREFIX_PATH=$found" > log 2>&1 || {
   cat log
   fail "the library inside the package is not found"

@@ -57,6 +57,9 @@ KVKEEP_C_API const char* kvkeep_last_error(void);
 KVKEEP_C_API int32_t kvkeep_c_version(void);
 /// "0.1.0"
 KVKEEP_C_API const char* kvkeep_version(void);
+/// Loads a shared library whose scorers, allocators and policies kvkeep_keeper_make() then knows. Fails as
+/// kvkeep::load_plugin() throws (kvkeep/policy/plugin.h). Any thread may call.
+KVKEEP_C_API kvkeep_status kvkeep_load_plugin(const char* file);
 
 /// DLPack's DLTensor, field by field, so that a DLTensor* may be cast to it (dlpack.h 0.2 to 1.3). kvkeep owns nothing
 /// of it and writes none of its fields.
@@ -98,6 +101,7 @@ enum { /* kvkeep::LayerKind */
        KVKEEP_LAYER_OTHER = 4
 };
 
+/// What a layer stores (kvkeep::LayerSpec).
 typedef struct kvkeep_layer {
   int32_t kind;
   int32_t window;  ///< tokens, sliding layers only
@@ -108,6 +112,7 @@ typedef struct kvkeep_layer {
 /// turns queries or keys is refused.
 enum { KVKEEP_ROPE_HALF = 0, KVKEEP_ROPE_INTERLEAVED = 1, KVKEEP_ROPE_NONE = 2 };
 
+/// RoPE of one layer, where it differs from the model's.
 typedef struct kvkeep_layer_rope {
   int32_t layer;             ///< whose RoPE is not the model's
   int32_t style;             ///< which components form a pair
@@ -117,6 +122,7 @@ typedef struct kvkeep_layer_rope {
   double attention_scaling;  ///< of cos and sin; 0: 1
 } kvkeep_layer_rope;
 
+/// Shapes and conventions of one model (kvkeep::ModelSpec).
 typedef struct kvkeep_model {
   size_t size;                           ///< sizeof(kvkeep_model)
   int32_t num_layers;                    ///< 1 or more
@@ -289,11 +295,11 @@ typedef struct kvkeep_cache {
   int32_t shared_pages;                ///< pages that others hold too: KVKEEP_SHARED_COPY or KVKEEP_SHARED_REFUSE
   const int32_t* places;               ///< [n] batch index of each sequence; NULL: 0, 1, ...
   const int32_t* starts;               ///< [n] first valid slot of each sequence; NULL: 0
-  const kvkeep_tensor* block_table;    ///< i32 [n, max_pages] on the host; NULL: dense
+  const kvkeep_tensor* block_table;    ///< i32 or i64 [n, max_pages] on the host; NULL: dense
   const kvkeep_page_allocator* pages;  ///< NULL: every page belongs to one sequence
 } kvkeep_cache;
 
-/// kvkeep::Cut
+/// What an event did to one sequence (kvkeep::Cut).
 typedef struct kvkeep_cut {
   int64_t sequence;
   int64_t logical_length;
@@ -361,6 +367,7 @@ typedef struct kvkeep_narrowing {
   const int32_t* tokens;  ///< places, among the tokens present, of those that continue
 } kvkeep_narrowing;
 
+/// What a layer did to the prompts that ran through it (kvkeep::LayerReport).
 typedef struct kvkeep_layer_report {
   size_t size;  ///< sizeof(kvkeep_layer_report)
   int64_t num_prompts, num_pages;

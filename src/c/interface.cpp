@@ -19,6 +19,7 @@
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"
 #include "kvkeep/parts/surprisal.h"
+#include "kvkeep/policy/plugin.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/version.h"
 
@@ -415,6 +416,10 @@ extern "C" {
 const char* kvkeep_last_error(void) { return last_words; }
 int32_t kvkeep_c_version(void) { return KVKEEP_C_VERSION; }
 const char* kvkeep_version(void) { return kVersion; }
+
+kvkeep_status kvkeep_load_plugin(const char* file) {
+  return guarded([&] { load_plugin(&required(file, "load_plugin: the path")); });
+}
 
 kvkeep_status kvkeep_keeper_make(const kvkeep_model* model, const char* policy, const kvkeep_provided* provided,
                                  kvkeep_keeper** keeper) {

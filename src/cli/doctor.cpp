@@ -11,6 +11,7 @@
 #include "kvkeep/cli/options.h"
 #include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/policy/plugin.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/version.h"
 
@@ -56,6 +57,7 @@ std::vector<Finding> look(const Program& program, const DoctorOptions& o) {
     all.push_back({"memory", text("memcpy ", real_cell(memcpy_bandwidth() / 1e9, 1).shown,
                                   " GB/s read and written, one thread")});
   all.push_back({"policies", text(policies().size(), " known; kvkeep policies lists them")});
+  for (const std::filesystem::path& plugin : loaded_plugins()) all.push_back({"plug-in", plugin.string()});
   return all;
 }
 

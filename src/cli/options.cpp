@@ -20,17 +20,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-std::vector<std::string> split(const std::string& text, char by) {
-  std::vector<std::string> parts;
-  std::size_t begin = 0;
-  while (true) {
-    const std::size_t end = text.find(by, begin);
-    parts.push_back(text.substr(begin, end - begin));
-    if (end == std::string::npos) return parts;
-    begin = end + 1;
-  }
-}
-
 // A top-level option and the other names that policies accept for it.
 const std::vector<std::string>& names_of(const std::string& option) {
   static const std::map<std::string, std::vector<std::string>> kNames{
@@ -83,6 +72,17 @@ bool is_name(const std::string& text) {
 }
 
 }  // namespace
+
+std::vector<std::string> split(const std::string& text, char by) {
+  std::vector<std::string> parts;
+  std::size_t begin = 0;
+  while (true) {
+    const std::size_t end = text.find(by, begin);
+    parts.push_back(text.substr(begin, end - begin));
+    if (end == std::string::npos) return parts;
+    begin = end + 1;
+  }
+}
 
 void require_decimal_integers(CLI::App& app) {
   for (CLI::Option* option : app.get_options()) {

@@ -97,6 +97,7 @@ int run_once(const Program& program, int argc, char** argv) {
   app.footer(text(program.examples(), kConventions));
   app.get_formatter()->column_width(42);
   const std::vector<Run> runs = program.add_commands(app);
+  const Run load_plugins = add_plugins(app);
   require_decimal_integers(app);
   require_marked_files(app);
   if (argc <= 1) {
@@ -118,6 +119,7 @@ int run_once(const Program& program, int argc, char** argv) {
     if (commands[i]->parsed()) {
       program.prepare(*commands[i], argv);
       io::leave_no_unfinished_files(stop);  // only now: a restart would lose it
+      load_plugins();                       // their policies may name files
       check_files(*commands[i]);
       runs[i]();
     }

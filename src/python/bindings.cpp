@@ -19,6 +19,7 @@
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"
 #include "kvkeep/parts/surprisal.h"
+#include "kvkeep/policy/plugin.h"
 #include "kvkeep/version.h"
 
 namespace nb = nanobind;
@@ -529,5 +530,10 @@ NB_MODULE(_kvkeep, m) {
         }
         return all;
       },
-      "Every policy that this build knows, with its options.");
+      "Every policy that this process knows, with its options.");
+  m.def("load_plugin", &load_plugin, "file"_a,
+        "Loads a shared library whose scorers, allocators and policies are then known by name (KVKEEP_PLUGIN() of "
+        "kvkeep/policy/plugin.h). Raises InvalidArgument for one that was compiled for another version of kvkeep, that "
+        "is no plug-in, or that fails. Loading one again changes nothing.");
+  m.def("loaded_plugins", &loaded_plugins, "The files that load_plugin() loaded, in order.");
 }

@@ -33,7 +33,7 @@ static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 4
 constexpr const char* kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
 
 TEST(CInterface, KeepsWhatTheKeeperKeepsDenseAndInPages) {
-  for (const std::int32_t page_size : {0, 16})
+  for (const std::int32_t page_size : {0, 16, 12})
     for (const char* policy : {kPolicy, R"({"policy": "keydiff", "budget": 48, "interval": 12})"}) {
       SCOPED_TRACE(text(policy, ", pages of ", page_size));
       DenseEngine cpp(policy[0] == '{' ? make_policy_from_json(policy) : make_policy(policy), false, Dtype::f32);

@@ -63,6 +63,35 @@ TEST_F(CommandAlone, ListsEveryPolicyWithDefaultsRangesAndSource) {
   expect_refused({"policies", "lru"}, "lru");
 }
 
+#ifdef KVKEEP_TEST_SHARED
+
+TEST_F(CommandAlone, KnowsThePoliciesOfAPluginInEverySubCommand) {
+  const std::string plugin = std::string(KVKEEP_TEST_PLUGIN_DIR) + "/libvmax.so";
+  const Outcome page = run({"policies", "ams-vmax", "--plugin", plugin});
+  EXPECT_EQ(page.code, 0) << page.err;
+  EXPECT_NE(page.out.find("| scorer.floor "), std::string::npos) << page.out;
+  EXPECT_EQ(run({"--plugin", plugin, "policies", "ams-vmax"}).out, page.out);
+  EXPECT_EQ(run({"plan", "--shape", "qwen7b", "--policy", "ams-vmax,budget=1024", "--plugin=" + plugin}).code, 0);
+  const std::string event = golden("scorers/knorm_plain/trace.safetensors"), kept = place("kept.safetensors");
+  const Outcome replayed = run({"replay", event, "--policy", "ams-vmax,budget=40,floor=0.5", "--out", kept, "--plugin",
+                                plugin, "--plugin", plugin, "-o", "json"});
+  EXPECT_EQ(replayed.code, 0) << replayed.err;
+  EXPECT_EQ(json::parse(replayed.out)["policy"], "ams-vmax");
+  EXPECT_NE(run({"doctor", "--quick", "--plugin", plugin}).out.find(plugin), std::string::npos);
+  fs::remove(kept);
+
+  expect_refused({"policies", "ams-vmax"}, "\"ams-vmax\"");
+  expect_refused({"policies", "--plugin", place("none.so")}, "there is no file");
+  expect_refused({"replay", event, "--policy", "vmax,budget=40", "--out", plugin, "--plugin", plugin}, "--plugin");
+
+  ASSERT_EQ(::setenv("KVKEEP_PLUGINS", ("::" + plugin + ":").c_str(), 1), 0);
+  const Outcome by_environment = run({"policies", "ams-vmax"});
+  ::unsetenv("KVKEEP_PLUGINS");
+  EXPECT_EQ(by_environment.out, page.out) << by_environment.err;
+}
+
+#endif
+
 TEST_F(CommandAlone, DoctorGivesAVerdict) {
   const Outcome outcome = run({"doctor", "--quick", "-o", "json"});
   EXPECT_EQ(outcome.code, 0) << outcome.err;

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/row.h"
 #include "message_of.h"
 #include "oracle/random_case.h"
 
@@ -198,6 +199,55 @@ TEST(CacheLayout, NamesWhatSharesMemory) {
   EXPECT_NE(refusal(model(1, 2, 8, 8), {PagedKv{rows, values, PageLayout::slot_head, by_page}})
                 .find("slots of the key scales of layer 0"),
             std::string::npos);
+}
+
+/// Why a cache of one layer cannot be bound; "" if it can.
+std::string unbound(const LayerKv& layer) {
+  const std::vector<LayerKv> layers{layer};
+  const std::vector<std::int32_t> all{0};
+  try {
+    static_cast<void>(common_form(model(1, 2, 8, 6), layers, all));
+    return "";
+  } catch (const InvalidArgument& error) {
+    return error.what();
+  }
+}
+
+Tensor numbers(const Shape& sizes) { return zeros(sizes, Dtype::f32); }
+
+TEST(CacheLayout, NamesTheLayoutsOfEnginesInWhichAHeadsNumbersLieApart) {
+  const Tensor classic_keys = numbers({9, 2, 2, 16, 4}), classic_values = numbers({9, 2, 6, 16});
+  EXPECT_EQ(unbound(PagedKv{classic_keys, classic_values}),
+            "cache: keys of layer 0 have 5 dimensions, which looks like vLLM's classic layout [pages, heads, D/x, "
+            "page_size, x], where a head's numbers lie apart; allowed 4 [pages, page_size, 2, 8]");
+  EXPECT_EQ(unbound(PagedKv{numbers({9, 2, 16, 8}), classic_values, PageLayout::head_slot}),
+            "cache: values of layer 0 have shape [9, 2, 6, 16], which looks like vLLM's classic layout of values "
+            "[pages, heads, D, page_size], where a head's numbers lie apart; allowed [pages, 2, page_size, 6] as the "
+            "model spec says");
+  EXPECT_EQ(unbound(DenseKv{numbers({1, 2, 64, 8}), numbers({1, 2, 6, 64})}),
+            "cache: values of layer 0 have shape [1, 2, 6, 64], which looks transposed, [B, heads, D, capacity], where "
+            "a head's numbers lie apart; allowed [B, 2, capacity, 6] as the model spec says");
+  const Tensor turned = numbers({1, 2, 6, 64});
+  EXPECT_EQ(
+      unbound(DenseKv{numbers({1, 2, 64, 8}), Tensor(turned.bytes(), Dtype::f32, {1, 2, 64, 6}, {768, 384, 1, 64})}),
+      "cache: values of layer 0 have stride 64 in the last dimension, as if they were stored transposed; allowed "
+      "1: a head's numbers side by side");
+  EXPECT_EQ(unbound(DenseKv{numbers({1, 2, 64, 7}), numbers({1, 2, 64, 6})}),
+            "cache: keys of layer 0 have shape [1, 2, 64, 7]; allowed [B, 2, capacity, 8] as the model spec says");
+}
+
+TEST(CacheLayout, TakesPagesOfAnySizeOnTheCpuAndOfAPowerOfTwoOnADevice) {
+  const auto pages = [](std::int64_t size, Device device) {
+    const Tensor keys = numbers({3, size, 2, 8}), values = numbers({3, size, 2, 6});
+    return unbound(PagedKv{Tensor(keys.bytes(), Dtype::f32, keys.sizes(), device),
+                           Tensor(values.bytes(), Dtype::f32, values.sizes(), device)});
+  };
+  const Device gpu{.kind = Device::Kind::cuda, .index = 1};
+  for (const std::int64_t size : {1, 16, 1024}) EXPECT_EQ(pages(size, {}) + pages(size, gpu), "") << size;
+  for (const std::int64_t size : {3, 20, 24, 1000}) EXPECT_EQ(pages(size, {}), "") << size;
+  EXPECT_EQ(pages(24, gpu),
+            "cache: pages of layer 0 hold 24 slots on cuda:1; allowed 1 to 1024, a power of two on a GPU");
+  EXPECT_EQ(pages(1025, {}), "cache: pages of layer 0 hold 1025 slots on cpu; allowed 1 to 1024");
 }
 
 }  // namespace

@@ -130,7 +130,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     arena[n] = static_cast<float>(n) + 0.25F * static_cast<float>(n * 7919 % 13);
   const PageLayout layout = bytes.next() % 2 == 0 ? PageLayout::slot_head : PageLayout::head_slot;
   const bool slot_first = paged && layout == PageLayout::slot_head;
-  const std::int64_t outer = paged ? 12 : 3, slots = paged ? std::int64_t{1} << bytes.below(4) : 24;
+  const std::int64_t outer = paged ? 12 : 3, slots = paged ? 1 + bytes.below(8) : 24;
   std::vector<LayerKv> cache;
   for (std::int32_t l = 0; l < layers; ++l) {
     Tensor keys, values;

@@ -55,7 +55,7 @@ TEST(PagePool, CountsHoldersAndRefusesAPageThatNobodyHolds) {
   EXPECT_THROW(static_cast<void>(pool.references(2)), InvalidArgument);
   EXPECT_THROW(pool.give_back(-1), InvalidArgument);
   EXPECT_THROW(PagePool(-1, 16), InvalidArgument);
-  for (const std::int32_t size : {0, 3, 2048, -16}) EXPECT_THROW(PagePool(1, size), InvalidArgument) << size;
+  for (const std::int32_t size : {0, 1025, 2048, -16}) EXPECT_THROW(PagePool(1, size), InvalidArgument) << size;
   EXPECT_EQ(PagePool(0, 16).take(), -1);
 }
 
@@ -521,7 +521,7 @@ TEST_P(PageModel, EverySequenceReadsBackItsOwnSlotsAndNoPageIsLostOverManyRandom
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, PageModel,
-                         ::testing::Combine(::testing::Values(1, 4, 8),
+                         ::testing::Combine(::testing::Values(1, 4, 6, 8),
                                             ::testing::Values("streaming,budget=12,interval=6,sink=2",
                                                               "knorm,budget=12,interval=6,sink=2,recent=2")),
                          [](const auto& p) {

@@ -287,7 +287,7 @@ TEST(PageMoves, EndWithThePageOfTheLastSlotThatStays) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, Pages,
-                         ::testing::Combine(::testing::Values(1, 2, 16, 32, 64),
+                         ::testing::Combine(::testing::Values(1, 2, 5, 16, 24, 32, 64),
                                             ::testing::Values(PageLayout::slot_head, PageLayout::head_slot)),
                          [](const auto& p) {
                            return std::to_string(std::get<0>(p.param)) +

@@ -720,7 +720,7 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
         if (!std::holds_alternative<std::monostate>(one)) one = pages(size);
     });
   };
-  expect_refused<InvalidArgument>(engine, paged(24), "pages of layer 0 hold 24 slots; allowed a power of two");
+  expect_refused<InvalidArgument>(engine, paged(1025), "pages of layer 0 hold 1025 slots on cpu; allowed 1 to 1024");
   expect_refused<InvalidArgument>(engine, bind([&](Layers& l) { l[0] = pages(16); }), "as in the first layer");
   expect_refused<InvalidArgument>(
       engine,

@@ -95,7 +95,7 @@ const char* const kOnePass[] = {
     "pyramidinfer,keep=0.5,min_context=8,sink=2",
     "pyramidinfer,keep=0.7,min_context=8,sink=2,schedule=constant"};
 
-const std::int32_t kPageSizes[] = {0, 1, 16};
+const std::int32_t kPageSizes[] = {0, 1, 12};
 
 class Narrow : public ::testing::TestWithParam<std::int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Caches, Narrow, ::testing::ValuesIn(kPageSizes),

@@ -19,10 +19,19 @@ void PrintTo(const PolicyCase& one, std::ostream* out) { *out << one.name; }
 
 class PagedKeeper : public ::testing::TestWithParam<PolicyCase> {};
 
+/// The block table says what the report says: the pages that stay, then -1.
+void expect_written(const Array& table, const std::vector<PageMove>& moves) {
+  const BlockTable blocks(CacheView{.block_table = table});
+  for (const PageMove& move : moves)
+    for (std::size_t p = 0; p < move.before.size(); ++p)
+      EXPECT_EQ(blocks.page(move.sequence, static_cast<std::int64_t>(p)), p < move.after.size() ? move.after[p] : -1)
+          << p;
+}
+
 TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B23, B24, B25
   const auto [name, policy, ragged] = GetParam();
   int which = 0;
-  for (const std::int32_t page_size : {1, 16, 32, 64, 128})
+  for (const std::int32_t page_size : {1, 16, 24, 32, 64, 100, 128})
     for (const PageLayout layout : {PageLayout::slot_head, PageLayout::head_slot}) {
       const Form form = static_cast<Form>(which % kForms);
       const Dtype dtype = which % 2 == 0 ? Dtype::bf16 : Dtype::f32;
@@ -32,12 +41,14 @@ TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B
       oracle::Random random(static_cast<std::uint64_t>(7 + which));
       DenseEngine dense(policy, ragged, dtype);
       PagedEngine paged(policy, ragged, dtype, page_size, layout, form);
+      if (which % 3 == 0) paged.table_dtype = Dtype::i64;
       std::int64_t events = 0, freed = 0;
       const auto step = [&](const std::vector<std::pair<SequenceId, std::int32_t>>& work) {
         const Numbers drawn = numbers_of(random, work), numbers = form == Form::latent ? latent(drawn) : drawn;
         const Report a = dense.step(numbers), b = paged.step(numbers);
         events += static_cast<std::int64_t>(b.cuts.size());
         freed += b.pages_freed;
+        expect_written(paged.block_table, b.pages);
         EXPECT_EQ(a.slots_dropped, b.slots_dropped);
         const std::int64_t of_key = form == Form::latent ? kKeyDim : 1,
                            of_slot = form == Form::latent ? kKeyDim + kValueDim : 1;

@@ -3,20 +3,24 @@
 
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <iterator>
 #include <memory>
 #include <vector>
 
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/parts/folds.h"
+#include "kvkeep/score/calibration.h"
 #include "kvkeep/simd/stored_side.h"
 #include "message_of.h"
 #include "oracle/random_case.h"
+#include "temporary_folder.h"
 
 namespace kvkeep::quantised_cache_test {
 namespace {
 
-constexpr std::int32_t kLayers = 2, kHeads = 2, kQueryHeads = 4, kDim = 32, kCapacity = 96, kPage = 8;
+constexpr std::int32_t kLayers = 2, kHeads = 2, kQueryHeads = 4, kDim = 32, kCapacity = 96, kPage = 12;
+constexpr float kScales[] = {0.03125F, 0.0625F};  ///< of a head each
 
 ModelSpec model() {
   ModelSpec spec{.query_heads = kQueryHeads,
@@ -43,10 +47,13 @@ std::vector<Tensor> projections() {
   return all;
 }
 
+/// How a cache of 8 bits is scaled.
+enum class Scales : std::uint8_t { by_slot, by_head };
+
 /// One sequence, dense or in pages.
 class Engine {
  public:
-  Engine(const std::string& policy, Dtype dtype, bool paged, bool rotated = false)
+  Engine(const std::string& policy, Dtype dtype, bool paged, bool rotated = false, Scales scaled = Scales::by_slot)
       : keeper(model(), make_policy(policy), {.output_projections = projections(), .reads_folded = true}),
         dtype_(dtype),
         paged_(paged),
@@ -63,7 +70,13 @@ class Engine {
     };
     for (std::int32_t l = 0; l < kLayers; ++l) {
       const auto side = [&] { return zeros(sizes({kDim / numbers_of(dtype)}), dtype); };
-      const auto scales = [&] { return has_scales(dtype) ? zeros(sizes({}), Dtype::f32) : Tensor(); };
+      const auto scales = [&] {
+        if (!has_scales(dtype)) return Tensor();
+        if (scaled == Scales::by_slot) return zeros(sizes({}), Dtype::f32);
+        const Tensor each = zeros({kHeads}, Dtype::f32);  // seen by all slots
+        each.data<float>()[0] = kScales[0], each.data<float>()[1] = kScales[1];
+        return Tensor(each.bytes(), Dtype::f32, sizes({}), {0, 1, 0}, {}, each.owner());
+      };
       DenseKv kv{side(), side(), scales(), scales(), keys_rotated_, values_rotated_};
       if (paged)
         layers.emplace_back(PagedKv{kv.keys, kv.values, PageLayout::head_slot, kv.key_scales, kv.value_scales,
@@ -132,11 +145,18 @@ class Engine {
   std::vector<std::int32_t> lengths;
 };
 
-/// f8 has no writer: bytes of numbers between -2 and 2, and a scale.
+/// f8 has no writer: bytes of numbers between -2 and 2, and a scale. One of a head is there already.
 void store(const cpu::StoredSide& side, std::int64_t slot, const std::vector<float>& x) {
-  if (side.dtype != Dtype::f8_e4m3 && side.dtype != Dtype::f8_e5m2) return cpu::store_slot(side, slot, x.data());
+  const bool eight = side.dtype == Dtype::f8_e4m3 || side.dtype == Dtype::f8_e5m2,
+             by_head = side.scales.width > 0 && side.scales.stride == 0;
+  if (!eight && !by_head) return cpu::store_slot(side, slot, x.data());
   const float scale = 0.25F;
-  std::memcpy(side.scales.at(slot), &scale, sizeof(scale));
+  if (!by_head) std::memcpy(side.scales.at(slot), &scale, sizeof(scale));
+  if (!eight) {
+    for (int d = 0; d < kDim; ++d)
+      side.slots.at(slot)[d] = static_cast<std::byte>(std::lround(x[static_cast<std::size_t>(d)] * 30) % 127);
+    return;
+  }
   for (int d = 0; d < kDim; ++d) {
     const auto bits = static_cast<std::uint8_t>(std::lround(std::fabs(x[static_cast<std::size_t>(d)]) * 20) % 0x3f);
     side.slots.at(slot)[d] = static_cast<std::byte>(bits | (x[static_cast<std::size_t>(d)] < 0 ? 0x80 : 0));
@@ -144,8 +164,9 @@ void store(const cpu::StoredSide& side, std::int64_t slot, const std::vector<flo
 }
 
 /// 3 prompts' worth of tokens in steps, with events between; how many there were.
-std::int64_t run_twins(const std::string& policy, Dtype dtype, bool paged, bool rotated) {
-  Engine stored(policy, dtype, paged, rotated), wide(policy, Dtype::f32, paged);
+std::int64_t run_twins(const std::string& policy, Dtype dtype, bool paged, bool rotated,
+                       Scales scaled = Scales::by_slot) {
+  Engine stored(policy, dtype, paged, rotated, scaled), wide(policy, Dtype::f32, paged);
   oracle::Random random(static_cast<std::uint64_t>(dtype) + 11);
   std::int64_t events = 0;
   for (const std::int32_t tokens : {40, 1, 1, 30, 1, 1, 20, 1}) {
@@ -189,39 +210,66 @@ std::int64_t run_twins(const std::string& policy, Dtype dtype, bool paged, bool 
   return events;
 }
 
-TEST(QuantisedCache, KeepsWhatACacheOfTheSameNumbersInF32Keeps) {
-  const std::string common = ",budget=24,interval=1,recent=4,sink=2,prefill=cut";
-  for (const char* name : {"streaming",
-                           "random",
-                           "tova",
-                           "snapkv,scorer.window=8",
-                           "expected",
-                           "keydiff",
-                           "knorm",
-                           "rkv",
-                           "h2o",
-                           "rpc,scorer.window=8",
-                           "cur",
-                           "vase",
-                           "defensive",
-                           "ams-tova,allocator.window=8",
-                           "ams-expected,preset=question,allocator.window=8",
-                           "adakv-expected",
-                           "adakv-snapkv,scorer.window=8",
-                           "criticalkv-expected",
-                           "pyramidkv-snapkv,scorer.window=8",
-                           "chunkkv-keydiff",
-                           "tova,rest=fold"})
-    for (const Dtype dtype : {Dtype::i8, Dtype::f8_e4m3, Dtype::f8_e5m2, Dtype::q8_0, Dtype::q4_0})
-      for (const bool paged : {false, true}) {
-        SCOPED_TRACE(text(name, " over ", dtype, paged ? " in pages" : ""));
-        if (paged && (std::string(name).starts_with("adakv") || std::string(name).starts_with("criticalkv"))) continue;
-        EXPECT_GT(run_twins(name + common, dtype, paged, paged != is_blocks(dtype)), 0);
-        if (HasFailure()) return;
+/// Query statistics of every head, for the RoPE of model().
+std::filesystem::path calibration(const std::filesystem::path& folder) {
+  oracle::Random random(5);
+  Calibration c{.head_dim = kDim,
+                .rope_style = RopeStyle::half,
+                .heads = {},
+                .inv_freq = model().rope.inv_freq,
+                .model_name = {}};
+  for (std::int32_t l = 0; l < kLayers; ++l)
+    for (std::int32_t h = 0; h < kQueryHeads; ++h)
+      for (std::int32_t f = 0; f < kDim / 2; ++f) {
+        Calibration::Head& head = c.heads[{l, h}];
+        head.q_mean.emplace_back(static_cast<float>(random.normal()), static_cast<float>(random.normal()));
+        head.q_abs_mean.push_back(static_cast<float>(1 + random.unit()));
       }
+  save_calibration(folder / "calibration.safetensors", c);
+  return folder / "calibration.safetensors";
 }
 
-TEST(QuantisedCache, RefusesBlocksThatDoNotFillAHeadAndScalesThatAreNoNumbers) {
+class QuantisedCache : public testing::TemporaryFolder {};
+
+TEST_F(QuantisedCache, KeepsWhatACacheOfTheSameNumbersInF32Keeps) {
+  const std::string common = ",budget=24,interval=1,recent=4,sink=2,prefill=cut",
+                    triattention = "triattention,calibration=" + calibration(folder_).string();
+  for (const std::string& name : std::vector<std::string>{"streaming",
+                                                          "random",
+                                                          "tova",
+                                                          "snapkv,scorer.window=8",
+                                                          "expected",
+                                                          "keydiff",
+                                                          "knorm",
+                                                          "rkv",
+                                                          "h2o",
+                                                          "rpc,scorer.window=8",
+                                                          "cur",
+                                                          "vase",
+                                                          "defensive",
+                                                          "ams-tova,allocator.window=8",
+                                                          "ams-expected,preset=question,allocator.window=8",
+                                                          "adakv-expected",
+                                                          "adakv-snapkv,scorer.window=8",
+                                                          "criticalkv-expected",
+                                                          "pyramidkv-snapkv,scorer.window=8",
+                                                          "chunkkv-keydiff",
+                                                          triattention,
+                                                          "ams-" + triattention,
+                                                          "tova,rest=fold"})
+    for (const Dtype dtype : {Dtype::i8, Dtype::f8_e4m3, Dtype::f8_e5m2, Dtype::q8_0, Dtype::q4_0})
+      for (const bool paged : {false, true})
+        for (const Scales scaled : {Scales::by_slot, Scales::by_head}) {
+          SCOPED_TRACE(
+              text(name, " over ", dtype, paged ? " in pages" : "", scaled == Scales::by_head ? ", by head" : ""));
+          if (paged && (name.starts_with("adakv") || name.starts_with("criticalkv"))) continue;
+          if (scaled == Scales::by_head && !has_scales(dtype)) continue;
+          EXPECT_GT(run_twins(name + common, dtype, paged, paged != is_blocks(dtype), scaled), 0);
+          if (HasFailure()) return;
+        }
+}
+
+TEST_F(QuantisedCache, RefusesBlocksThatDoNotFillAHeadAndScalesThatAreNoNumbers) {
   Engine engine("tova,budget=24,interval=1,recent=4,sink=2,prefill=cut", Dtype::i8, false);
   auto& kv = std::get<DenseKv>(engine.layers[1]);
   const Tensor whole = kv.key_scales;

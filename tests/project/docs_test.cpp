@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kvkeep/policy/registry.h"
+#include "kvkeep/version.h"
 
 namespace kvkeep::docs_test {
 namespace {
@@ -51,7 +52,7 @@ bool tells(const std::string& row, const OptionInfo& option) {
 
 /// True of policies that other tests of this program added.
 bool added_by_a_test(const PolicyInfo& policy) {
-  return std::ranges::any_of(std::array{"vnorm", "heeded", "strided", "tapering", "outside"},
+  return std::ranges::any_of(std::array{"vnorm", "heeded", "strided", "tapering", "outside", "vmax"},
                              [&](const char* added) { return policy.name.find(added) != std::string::npos; });
 }
 
@@ -154,6 +155,17 @@ TEST(Docs, TheExamplesOfAScorerAnAllocatorAPolicyAndAPartAreThoseThatTheTestsCom
                                   test_of("policy/tapering_test.cpp", "TEST(Tapering, Cuts"), whole("parts/turns.h"),
                                   test_of("parts/turns_test.cpp", "TEST(Turns, TheNewest")})
     EXPECT_NE(page.find("```cpp\n" + code + "```"), std::string::npos) << "CONTRIBUTING.md should hold:\n" << code;
+}
+
+TEST(Docs, ThePageOfPluginsShowsTheExampleThatIsBuilt) {
+  const std::string page = read(root() / "docs/start/extending.md");
+  EXPECT_NE(page.find("```cpp\n" + read(root() / "examples/plugin/vmax.cpp") + "```"), std::string::npos);
+  const std::string cmake = read(root() / "examples/plugin/CMakeLists.txt");
+  EXPECT_NE(page.find("```cmake\n" + cmake.substr(cmake.find("cmake_minimum_required")) + "```"), std::string::npos);
+}
+
+TEST(Docs, TheCitationNamesThisVersion) {
+  EXPECT_NE(read(root() / "CITATION.cff").find("\nversion: " KVKEEP_VERSION "\n"), std::string::npos);
 }
 
 TEST(Docs, TheReadmeIsShortAndBeginsWithCode) {

@@ -18,9 +18,9 @@ def spec(**more):
 class Engine:
     """One sequence; the first number of each key and value is its token."""
 
-    def __init__(self, policy, array, page_size=0, **provided):
+    def __init__(self, policy, array, page_size=0, table="i4", **provided):
         self.keeper = kvkeep.Keeper(spec(), policy, **provided)
-        self.array, self.page_size = array, page_size
+        self.array, self.page_size, self.table = array, page_size, table
         shape = (CAPACITY // page_size, page_size, HEADS, DIM) if page_size else (1, HEADS, CAPACITY, DIM)
         self.kv = [(np.zeros(shape, "f4"), np.zeros(shape, "f4")) for _ in range(LAYERS)]
         self.dice = np.random.default_rng(3)
@@ -46,9 +46,13 @@ class Engine:
         self.token += tokens
         lengths = np.array([self.length + tokens], "i4")
         if self.page_size:
-            view["block_table"] = self.array(np.array([self.pages], "i4"))
+            table = np.array([self.pages], self.table)
+            view["block_table"] = self.array(table)
         report = self.keeper.step([(self.array(k), self.array(v)) for k, v in self.kv], [7], lengths, **view)
         self.length = int(lengths[0])
+        for move in report.pages:
+            left = [-1] * len(move.freed)
+            assert table[0, : len(move.held) + len(left)].tolist() == [*move.held, *left]
         for move in report.pages:
             self.pages = (
                 list(move.held)
@@ -66,9 +70,9 @@ class Engine:
 
 
 @pytest.mark.parametrize("array", [np.asarray, torch.from_numpy])
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_rows_hold_what_the_keeper_says(array, page_size):
-    engine = Engine("ams-tova,budget=40,interval=16", array, page_size)
+@pytest.mark.parametrize("page_size, table", [(0, None), (16, "i4"), (16, "i8"), (20, "i8")])
+def test_rows_hold_what_the_keeper_says(array, page_size, table):
+    engine = Engine("ams-tova,budget=40,interval=16", array, page_size, table)
     engine.step(60)
     cuts = 0
     for _ in range(100):

@@ -28,10 +28,10 @@ class Arrays {
     made.data = t.bytes() - made.byte_offset;
     made.device = {t.device().is_cuda() ? KVKEEP_CUDA : KVKEEP_CPU, t.device().index};
     made.ndim = static_cast<std::int32_t>(t.dim());
-    made.dtype = {static_cast<std::uint8_t>(t.dtype() == Dtype::i32    ? KVKEEP_INT
-                                            : t.dtype() == Dtype::bf16 ? KVKEEP_BFLOAT
-                                            : t.dtype() == Dtype::u8   ? KVKEEP_UINT
-                                                                       : KVKEEP_FLOAT),
+    made.dtype = {static_cast<std::uint8_t>(t.dtype() == Dtype::i32 || t.dtype() == Dtype::i64 ? KVKEEP_INT
+                                            : t.dtype() == Dtype::bf16                         ? KVKEEP_BFLOAT
+                                            : t.dtype() == Dtype::u8                           ? KVKEEP_UINT
+                                                                                               : KVKEEP_FLOAT),
                   static_cast<std::uint8_t>(8 * t.element_size()), 1};
     made.shape = const_cast<std::int64_t*>(kept_.back().sizes().data());
     made.strides = const_cast<std::int64_t*>(kept_.back().strides().data());
@@ -199,12 +199,13 @@ class CEngine {
       layers.push_back(
           {paged ? KVKEEP_PAGES_HEAD_SLOT : KVKEEP_DENSE, side(keys[l]), side(values[l]), nullptr, nullptr});
     Ints flat, places, starts;
-    Array table = Array::full({std::ssize(ids), 400}, -1, Dtype::i32);
+    Array table = Array::full({std::ssize(ids), 400}, -1, pool.page_size() == 16 ? Dtype::i32 : Dtype::i64);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       flat.insert(flat.end(), lengths.at(ids[i]).begin(), lengths.at(ids[i]).begin() + rows);
       places.push_back(static_cast<std::int32_t>(ids[i]));
       starts.push_back(start_of(ids[i]));
-      std::copy(pages[ids[i]].begin(), pages[ids[i]].end(), table.data<std::int32_t>() + 400 * i);
+      for (std::size_t p = 0; p < pages[ids[i]].size(); ++p)
+        table[static_cast<std::int64_t>(i)][static_cast<std::int64_t>(p)].fill_(pages[ids[i]][p]);
     }
     kvkeep_cache cache{};
     cache.size = sizeof cache;

@@ -363,6 +363,7 @@ class PagedEngine final : public Engine {
   PagedSequences sequences;
   PageAllocator* allocator = &pool;  ///< whom events ask
   Array block_table;
+  Dtype table_dtype = Dtype::i32;
   SharedPages shared_pages = SharedPages::copy;
 
  private:
@@ -376,7 +377,7 @@ class PagedEngine final : public Engine {
     }
   }
   CacheView view_of(const std::vector<SequenceId>& ids) override {
-    block_table = sequences.table(ids);
+    block_table = Array(sequences.table(ids)).to(table_dtype);
     return {
         .sequences = ids, .lengths = {}, .block_table = block_table, .pages = allocator, .shared_pages = shared_pages};
   }

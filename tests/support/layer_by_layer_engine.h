@@ -121,7 +121,7 @@ class Engine {
         copy_pages(layers, grant.copies);
       }
     }
-    if (page_size_ > 0) block_table = pages.table(ids);
+    if (page_size_ > 0) block_table = Array(pages.table(ids)).to(page_size_ == 1 ? Dtype::i64 : Dtype::i32);
   }
 
   /// Writes K and V of the tokens present, and says what there is to observe.
@@ -182,7 +182,7 @@ class Engine {
   }
 
   Report end() {
-    if (page_size_ > 0) block_table = pages.table(ids);
+    if (page_size_ > 0) block_table = Array(pages.table(ids)).to(page_size_ == 1 ? Dtype::i64 : Dtype::i32);
     const Report report = keeper.step(view());
     if (page_size_ > 0) pages.settle(ids, report.pages);
     for (std::size_t i = 0; i < ids.size(); ++i)

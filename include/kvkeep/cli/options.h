@@ -21,6 +21,9 @@ namespace kvkeep::cli {
 // its own way: -1 as 2^64 - 1, 010 as 8, too many digits as the largest number.
 void require_decimal_integers(CLI::App& app);
 
+// The parts of a text between every two of these characters; one that is empty counts.
+std::vector<std::string> split(const std::string& text, char by);
+
 // The items of a comma-separated list that may be given more than once. Throws InvalidArgument for an empty item;
 // `option` names the list.
 std::vector<std::string> items_of(const std::vector<std::string>& lists, const char* option);

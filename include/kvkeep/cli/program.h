@@ -76,6 +76,9 @@ Run add_plan(CLI::App& app);
 Run add_policies(CLI::App& app);
 Run add_doctor(CLI::App& app, const Program& program);
 
+/// Adds --plugin to the program and to each of its sub-commands, and returns what loads the plug-ins that were named.
+Run add_plugins(CLI::App& app);
+
 /// main(): parses the command line, runs the sub-command, reports errors on stderr. Returns the exit status.
 int run(const Program& program, int argc, char** argv);
 

@@ -48,7 +48,7 @@ enum class PageLayout : std::uint8_t {
 /// honoured.
 struct PagedKv {
   Tensor keys;    ///< any 1-, 2- or 4-byte dtype [pages, page_size, Hkv, D] or [pages, Hkv, page_size, D] after RoPE;
-                  ///< page_size a power of two up to 1024, the last dimension contiguous, other strides free
+                  ///< page_size up to 1024, on a GPU a power of two, the last dimension contiguous, other strides free
   Tensor values;  ///< the same with Dv
   PageLayout layout = PageLayout::slot_head;
   Tensor key_scales = {};    ///< any dtype [pages, page_size, Hkv] or [pages, Hkv, page_size], as in DenseKv
@@ -106,12 +106,46 @@ struct CacheView {
   Lengths lengths;                            ///< physical lengths, including this step's tokens
   std::span<const std::int32_t> places = {};  ///< [n] batch index of each sequence in dense tensors; empty: 0..n-1
   std::span<const std::int32_t> starts = {};  ///< [n] first valid slot of each sequence (left padding); empty: 0
-  Tensor block_table = {};  ///< i32 [n, max_pages], paged layers only: row i begins with the ceil(length / page_size)
-                            ///< pages of sequence i; entries after them are not read. An event writes the pages that
-                            ///< stay, then -1 over those it gives back
+  Tensor block_table = {};  ///< i32 or i64 [n, max_pages] on the host, paged layers only: row i begins with the
+                            ///< ceil(length / page_size) pages of sequence i; entries after them are not read. An event
+                            ///< writes the pages that stay, then -1 over those it gives back. i64 is copied at an event
   PageAllocator* pages =
       nullptr;  ///< counts references; null: every page belongs to one sequence, and freed pages are only reported
   SharedPages shared_pages = SharedPages::copy;
+};
+
+/// The numbers of CacheView::block_table, of either dtype; none of a dense cache.
+class BlockTable {
+ public:
+  explicit BlockTable(const CacheView& view)
+      : data_(view.block_table.bytes()),
+        row_(view.block_table.defined() ? view.block_table.stride(0) : 0),
+        wide_(view.block_table.dtype() == Dtype::i64) {}
+
+  [[nodiscard]] bool wide() const { return wide_; }
+  /// Row `sequence`, if the table is not wide().
+  [[nodiscard]] const std::int32_t* row(std::int64_t sequence) const {
+    return reinterpret_cast<const std::int32_t*>(data_) + sequence * row_;
+  }
+  [[nodiscard]] std::int64_t page(std::int64_t sequence, std::int64_t p) const {
+    return wide_ ? reinterpret_cast<const std::int64_t*>(data_)[sequence * row_ + p] : row(sequence)[p];
+  }
+  /// Writes `pages`, and -1 after them up to entry `held`.
+  void write(std::int64_t sequence, std::span<const std::int32_t> pages, std::size_t held) const {
+    const auto into = [&](auto* row) {
+      std::copy(pages.begin(), pages.end(), row);
+      std::fill(row + pages.size(), row + std::max(pages.size(), held), -1);
+    };
+    if (wide_)
+      into(reinterpret_cast<std::int64_t*>(data_) + sequence * row_);
+    else
+      into(reinterpret_cast<std::int32_t*>(data_) + sequence * row_);
+  }
+
+ private:
+  std::byte* data_;
+  std::int64_t row_;  ///< entries from row to row
+  bool wide_;
 };
 
 // Where the slots of a cache are in memory: no two of those that move may share a byte.
@@ -130,9 +164,10 @@ void check_layout(const ModelSpec& spec, std::span<const LayerKv> cache);
 
 inline constexpr std::int32_t kLargestPage = 1024;
 
-/// Whether a page may hold this many slots: a power of two up to kLargestPage.
-[[nodiscard]] constexpr bool is_page_size(std::int64_t slots) {
-  return slots >= 1 && slots <= kLargestPage && std::has_single_bit(static_cast<std::uint64_t>(slots));
+/// Whether a page may hold this many slots. Kernels shift and mask: on a GPU the number is a power of two.
+[[nodiscard]] constexpr bool is_page_size(std::int64_t slots, Device device = {}) {
+  return slots >= 1 && slots <= kLargestPage &&
+         (device.is_cpu() || std::has_single_bit(static_cast<std::uint64_t>(slots)));
 }
 
 /// An event calls take() before it changes anything and give_back() after it has settled everything. Their exceptions

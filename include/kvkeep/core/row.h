@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <span>
 #include <typeindex>
 #include <utility>
@@ -80,6 +81,8 @@ struct RowTable {
   Device device = {};
   std::int32_t page_size = 0;  ///< slots per page; 0: dense
   std::int64_t slots = 0;      ///< sum of all lengths: the size of a flat f32 array over the rows
+  /// Where the view's block table is i64: the pages of the sequences, which SlotAddress::pages point to.
+  std::vector<std::shared_ptr<const std::vector<std::int32_t>>> narrowed_pages = {};
 
   [[nodiscard]] std::span<const Row> rows_of(const RowGroup& group, std::int32_t kv_heads) const {
     return {rows.data() + group.first_row, static_cast<std::size_t>(kv_heads)};
@@ -124,19 +127,32 @@ inline std::string shape_of(const LayerSides& layer, std::int32_t heads, std::in
                          : text("[pages, ", heads, ", page_size, ", dim, "]");
 }
 
+/// What engines are known to store in such a shape, if a head's numbers lie apart in it; "": nothing.
+inline const char* apart(const Tensor& t, const LayerSides& layer, std::int32_t heads, std::int64_t dim) {
+  if (t.dim() == 5)
+    return ", which looks like vLLM's classic layout [pages, heads, D/x, page_size, x], where a head's numbers lie "
+           "apart";
+  if (t.dim() != 4 || t.size(1) != heads || t.size(2) != dim) return "";
+  return layer.paged
+             ? ", which looks like vLLM's classic layout of values [pages, heads, D, page_size], where a head's "
+               "numbers lie apart"
+             : ", which looks transposed, [B, heads, D, capacity], where a head's numbers lie apart";
+}
+
 inline void check_side(const char* side, const Tensor& t, const LayerSides& layer, std::int32_t l,
                        const ModelSpec& spec, std::int32_t dim) {
   KVKEEP_REQUIRE(t.defined() && t.dim() == 4, "cache: ", side, " of layer ", l, " have ", t.defined() ? t.dim() : 0,
-                 " dimensions; allowed 4 ", shape_of(layer, spec.kv_heads, dim));
+                 " dimensions", t.defined() ? apart(t, layer, spec.kv_heads, dim) : "", "; allowed 4 ",
+                 shape_of(layer, spec.kv_heads, dim));
   const std::int64_t numbers = numbers_of(t.dtype());
   KVKEEP_REQUIRE(dim % numbers == 0, "cache: ", side, " of layer ", l, " are ", t.dtype(), ", blocks of ", numbers,
                  " numbers, in heads of ", dim, "; allowed heads of whole blocks");
   KVKEEP_REQUIRE(t.size(layer.head) == spec.kv_heads && t.size(3) * numbers == dim, "cache: ", side, " of layer ", l,
-                 " have shape [", t.size(0), ", ", t.size(1), ", ", t.size(2), ", ", t.size(3), "]; allowed ",
+                 " have shape ", t.sizes(), apart(t, layer, spec.kv_heads, dim / numbers), "; allowed ",
                  shape_of(layer, spec.kv_heads, dim / numbers), " as the model spec says");
   KVKEEP_REQUIRE(t.has_memory(), "cache: ", side, " of layer ", l, " have no address (null); allowed an address");
   KVKEEP_REQUIRE(t.stride(3) == 1 || dim == 1, "cache: ", side, " of layer ", l, " have stride ", t.stride(3),
-                 " in the last dimension; allowed 1");
+                 " in the last dimension, as if they were stored transposed; allowed 1: a head's numbers side by side");
 }
 
 inline void check_rotated(const char* side, std::int32_t run, std::int32_t l, std::int32_t dim) {
@@ -166,11 +182,11 @@ inline SlotAddress address(const LayerKv& layer, const Tensor& side, std::int64_
 
 inline void check_table(const CacheView& view) {
   const Tensor& table = view.block_table;
-  KVKEEP_REQUIRE(table.defined() && table.dim() == 2 && table.dtype() == Dtype::i32 &&
+  KVKEEP_REQUIRE(table.defined() && table.dim() == 2 && (table.dtype() == Dtype::i32 || table.dtype() == Dtype::i64) &&
                      table.size(0) == static_cast<std::int64_t>(view.sequences.size()) &&
                      (table.size(1) <= 1 || table.stride(1) == 1),
                  "cache: the block table is ", table.defined() ? text(table.dtype(), " ", table.sizes()) : "missing",
-                 "; a paged layer needs one, allowed i32 [", view.sequences.size(),
+                 "; a paged layer needs one, allowed i32 or i64 [", view.sequences.size(),
                  ", max_pages] with its last dimension contiguous");
   KVKEEP_REQUIRE(table.has_memory(), "cache: the block table has no address (null); allowed an address");
   KVKEEP_REQUIRE(table.device().is_cpu(), "cache: the block table is on ", table.device().str(),
@@ -182,6 +198,28 @@ inline void check_table(const CacheView& view) {
                  " apart; allowed a row of its own for each sequence");
   for (const std::int32_t start : view.starts)
     KVKEEP_REQUIRE(start == 0, "cache: a sequence starts at slot ", start, "; allowed 0 in pages");
+}
+
+/// The pages of the sequences `due`, by their longest rows, of a block table that is i64. Numbers that are too large
+/// are refused with the layer that they are too large for.
+inline std::vector<std::shared_ptr<const std::vector<std::int32_t>>> narrowed_pages(const ModelSpec& spec,
+                                                                                    const RowTable& form,
+                                                                                    const CacheView& view,
+                                                                                    std::span<const std::int32_t> of,
+                                                                                    std::span<const std::int32_t> due) {
+  const BlockTable blocks(view);
+  std::vector<std::shared_ptr<const std::vector<std::int32_t>>> all;
+  for (const std::int32_t i : due) {
+    std::int64_t longest = 0;
+    for (const std::int32_t l : of)
+      for (std::int32_t h = 0; h < spec.kv_heads; ++h)
+        longest = std::max<std::int64_t>(longest, view.lengths.at(static_cast<std::size_t>(i), l * spec.kv_heads + h));
+    const std::int64_t held = std::min((longest + form.page_size - 1) / form.page_size, view.block_table.size(1));
+    std::vector<std::int32_t> pages;
+    for (std::int64_t p = 0; p < held; ++p) pages.push_back(static_cast<std::int32_t>(blocks.page(i, p)));
+    all.push_back(std::make_shared<const std::vector<std::int32_t>>(std::move(pages)));
+  }
+  return all;
 }
 
 /// The address of a side's very first slot; `slot` is the dimension of the slots. Null if the side holds none.
@@ -210,7 +248,11 @@ inline SlotAddress paged_address(const Tensor& side, PageLayout layout, std::int
   if (address.base != nullptr) address.base += head * side.step(3 - slot) * bytes;
   address.pages = pages;
   address.page_stride = side.step(0) * bytes;
-  address.page_shift = std::countr_zero(static_cast<std::uint64_t>(side.size(slot)));
+  const auto slots = static_cast<std::uint32_t>(side.size(slot));
+  if (std::has_single_bit(slots))
+    address.page_shift = std::countr_zero(slots);
+  else
+    address.page_shift = -1, address.page_slots = static_cast<std::int32_t>(slots);
   return address;
 }
 
@@ -249,8 +291,9 @@ inline RowTable common_form(const ModelSpec& spec, std::span<const LayerKv> cach
       form.device = keys.device();
       form.page_size = static_cast<std::int32_t>(page_size);
     }
-    KVKEEP_REQUIRE(!paged || is_page_size(page_size), "cache: pages of layer ", l, " hold ", page_size,
-                   " slots; allowed a power of two up to ", kLargestPage);
+    KVKEEP_REQUIRE(!paged || is_page_size(page_size, keys.device()), "cache: pages of layer ", l, " hold ", page_size,
+                   " slots on ", keys.device().str(), "; allowed 1 to ", kLargestPage,
+                   keys.device().is_cpu() ? "" : ", a power of two on a GPU");
     KVKEEP_REQUIRE(page_size == form.page_size, "cache: pages of layer ", l, " hold ", page_size,
                    " slots (0: it is dense); allowed ", form.page_size, " as in the first layer");
     KVKEEP_REQUIRE(keys.dtype() == form.key_dtype && values.dtype() == form.value_dtype, "cache: layer ", l, " holds ",
@@ -288,20 +331,22 @@ inline RowTable make_rows(const ModelSpec& spec, std::span<const LayerKv> cache,
   check_view(spec, form, view);
   RowTable table = form;
   const bool paged = form.page_size > 0;
+  const BlockTable blocks(view);
+  if (paged && blocks.wide()) table.narrowed_pages = row_detail::narrowed_pages(spec, form, view, of, due);
   for (const std::int32_t l : of) {
     const LayerKv& kv = cache[static_cast<std::size_t>(l)];
     const LayerSides layer = sides_of(kv);
     const auto& [keys, values, key_scales, value_scales, head_dim, slot_dim, in_pages, keys_rotated, values_rotated] =
         layer;
     const bool values_in_keys = lies_within(values, keys), scales_alike = lies_within(value_scales, key_scales);
-    for (const std::int32_t i : due) {
+    for (std::size_t d = 0; d < due.size(); ++d) {
+      const std::int32_t i = due[d];
       const auto s = static_cast<std::size_t>(i);
       const std::int64_t place = view.places.empty() ? i : view.places[s];
       const std::int64_t start = view.starts.empty() ? 0 : view.starts[s];
       KVKEEP_REQUIRE(paged || (place >= 0 && place < keys.size(0)), "cache: sequence ", view.sequences[s],
                      " is at place ", place, " of the batch; allowed 0 to ", keys.size(0) - 1);
-      const std::int32_t* pages =
-          paged ? view.block_table.data<std::int32_t>() + i * view.block_table.stride(0) : nullptr;
+      const std::int32_t* pages = !paged ? nullptr : blocks.wide() ? table.narrowed_pages[d]->data() : blocks.row(i);
       const std::int64_t capacity = paged ? view.block_table.size(1) * form.page_size : keys.size(slot_dim);
       std::int64_t longest = 0;
       table.groups.push_back({l, i, static_cast<std::int64_t>(table.rows.size()), {}});
@@ -326,8 +371,8 @@ inline RowTable make_rows(const ModelSpec& spec, std::span<const LayerKv> cache,
       }
       if (!paged) continue;
       for (std::int64_t p = 0; p * form.page_size < longest; ++p)
-        KVKEEP_REQUIRE(pages[p] >= 0 && pages[p] < keys.size(0), "cache: page ", p, " of sequence ", view.sequences[s],
-                       " is ", pages[p], "; layer ", l, " allows 0 to ", keys.size(0) - 1);
+        KVKEEP_REQUIRE(blocks.page(i, p) >= 0 && blocks.page(i, p) < keys.size(0), "cache: page ", p, " of sequence ",
+                       view.sequences[s], " is ", blocks.page(i, p), "; layer ", l, " allows 0 to ", keys.size(0) - 1);
     }
   }
   return table;

@@ -17,16 +17,32 @@ struct SlotAddress {
   std::int64_t width = 0;               ///< bytes of one slot's vector; 0: the side is absent
   const std::int32_t* pages = nullptr;  ///< i32 [ceil(length / page_size)] the row's pages in order; null: dense
   std::int64_t page_stride = 0;         ///< bytes from page to page
-  std::int32_t page_shift = 0;          ///< log2 of the page size
+  std::int32_t page_shift = 0;          ///< log2 of the page size; -1: it is `page_slots`, on the CPU alone
+  std::int32_t page_slots = 0;          ///< page size that is no power of two
 
   [[nodiscard]] KVKEEP_HD std::byte* at(std::int64_t slot) const {
     if (pages == nullptr) return base + slot * stride;
+#ifndef __CUDA_ARCH__
+    if (page_shift < 0) [[unlikely]]
+      return divided(slot);
+#endif
     return base + pages[slot >> page_shift] * page_stride + (slot & ((std::int64_t{1} << page_shift) - 1)) * stride;
   }
   /// Number of slots from `slot` on that are one stride apart.
   [[nodiscard]] KVKEEP_HD std::int64_t run(std::int64_t slot) const {
-    return pages == nullptr ? std::int64_t{1} << 62
-                            : (std::int64_t{1} << page_shift) - (slot & ((std::int64_t{1} << page_shift) - 1));
+    if (pages == nullptr) return std::int64_t{1} << 62;
+#ifndef __CUDA_ARCH__
+    if (page_shift < 0) [[unlikely]]
+      return page_slots - slot % page_slots;
+#endif
+    return (std::int64_t{1} << page_shift) - (slot & ((std::int64_t{1} << page_shift) - 1));
+  }
+
+ private:
+  /// Apart from the loops that call at(), which would slow down by what stands in them.
+  [[nodiscard, gnu::cold, gnu::noinline]] std::byte* divided(std::int64_t slot) const {
+    const auto page = static_cast<std::uint32_t>(slot) / static_cast<std::uint32_t>(page_slots);
+    return base + pages[page] * page_stride + (slot - std::int64_t{page} * page_slots) * stride;
   }
 };
 

@@ -23,7 +23,7 @@ namespace kvkeep {
 class PagePool final : public PageAllocator {
  public:
   /// `pages` free pages of `page_size` slots. Throws InvalidArgument for fewer than 0 pages, and for a size that is not
-  /// a power of two up to 1024.
+  /// 1 to 1024 (on a GPU a cache of pages needs a power of two).
   PagePool(std::int32_t pages, std::int32_t page_size);
 
   /// Number of holders of a page; 0: it is free. Throws InvalidArgument for a page outside the pool.
@@ -54,8 +54,7 @@ class PagePool final : public PageAllocator {
 
 inline PagePool::PagePool(std::int32_t pages, std::int32_t page_size) : page_size_(page_size) {
   KVKEEP_REQUIRE(pages >= 0, "page pool: ", pages, " pages; allowed 0 or more");
-  KVKEEP_REQUIRE(is_page_size(page_size), "page pool: pages of ", page_size, " slots; allowed a power of two up to ",
-                 kLargestPage);
+  KVKEEP_REQUIRE(is_page_size(page_size), "page pool: pages of ", page_size, " slots; allowed 1 to ", kLargestPage);
   holders_.assign(static_cast<std::size_t>(pages), 0);
   free_.resize(holders_.size());
   std::iota(free_.rbegin(), free_.rend(), 0);

@@ -27,17 +27,18 @@ inline std::int64_t live_bytes(const Sequences& sequences, const BoundCache& cac
   return bytes;
 }
 
-/// The pages that the i-th sequence of the view holds, by its longest row.
-inline std::span<const std::int32_t> pages_of(const Sequences& sequences, const CacheView& view, std::size_t i,
-                                              std::int64_t page_size) {
+/// Calls body(page) for the pages that the i-th sequence of the view holds, by its longest row.
+template <class Body>
+void each_page(const Sequences& sequences, const CacheView& view, std::size_t i, std::int64_t page_size,
+               const Body& body) {
   const std::int32_t heads = sequences.spec().kv_heads;
   std::int64_t longest = 0;
   for (const std::int32_t l : sequences.full_layers())
     for (std::int32_t h = 0; h < heads; ++h)
       longest = std::max<std::int64_t>(longest, view.lengths.at(i, l * heads + h));
   const std::int64_t held = std::min((longest + page_size - 1) / page_size, view.block_table.size(1));
-  return {view.block_table.data<std::int32_t>() + static_cast<std::int64_t>(i) * view.block_table.stride(0),
-          static_cast<std::size_t>(held)};
+  const BlockTable blocks(view);
+  for (std::int64_t p = 0; p < held; ++p) body(blocks.page(static_cast<std::int64_t>(i), p));
 }
 
 }  // namespace keeper_detail
@@ -83,8 +84,9 @@ inline std::span<std::int32_t> CheckedView::count_holders(const Sequences& seque
     pages = std::min(pages, std::get<PagedKv>(cache.layers[static_cast<std::size_t>(l)]).keys.size(0));
   holders_.assign(static_cast<std::size_t>(pages), 0);
   for (std::size_t i = 0; i < view.sequences.size(); ++i)
-    for (const std::int32_t page : keeper_detail::pages_of(sequences, view, i, cache.form.page_size))
+    keeper_detail::each_page(sequences, view, i, cache.form.page_size, [&](std::int64_t page) {
       if (page >= 0 && page < pages) ++holders_[static_cast<std::size_t>(page)];
+    });
   return holders_;
 }
 
@@ -94,18 +96,17 @@ inline void CheckedView::check_pages(const Sequences& sequences, const BoundCach
   count_holders(sequences, cache, view);
   for (const RowGroup& group : table.groups) {
     if (group.layer != table.groups.front().layer) break;  // the same in every layer
-    for (const std::int32_t page :
-         keeper_detail::pages_of(sequences, view, static_cast<std::size_t>(group.sequence), table.page_size)) {
+    const auto sequence = static_cast<std::size_t>(group.sequence);
+    keeper_detail::each_page(sequences, view, sequence, table.page_size, [&](std::int64_t page) {
       const std::int32_t named =
           page >= 0 && page < std::ssize(holders_) ? holders_[static_cast<std::size_t>(page)] : 0;
-      if (named == 0 || (named == 1 && view.pages == nullptr)) continue;
-      const std::int32_t held = view.pages == nullptr ? 1 : view.pages->references(page);
+      if (named == 0 || (named == 1 && view.pages == nullptr)) return;
+      const std::int32_t held = view.pages == nullptr ? 1 : view.pages->references(static_cast<std::int32_t>(page));
       KVKEEP_REQUIRE(named <= held, "cache: the block table names page ", page, " of sequence ",
-                     view.sequences[static_cast<std::size_t>(group.sequence)],
-                     named == 1 ? "" : text(" ", named, " times"), ", and ", held,
+                     view.sequences[sequence], named == 1 ? "" : text(" ", named, " times"), ", and ", held,
                      view.pages == nullptr ? " may hold it (without a PageAllocator)" : " hold it",
                      "; allowed at most once per holder");
-    }
+    });
   }
 }
 

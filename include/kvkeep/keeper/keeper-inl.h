@@ -36,11 +36,7 @@ inline void require_one_length(const RowTable& table, const KeepSet& keep, const
 }
 
 inline void write_table(std::span<const PageMove> moves, const CacheView& view) noexcept {
-  for (const PageMove& move : moves) {
-    std::int32_t* row = view.block_table.data<std::int32_t>() + move.sequence * view.block_table.stride(0);
-    std::copy(move.after.begin(), move.after.end(), row);
-    std::fill(row + move.after.size(), row + move.before.size(), -1);
-  }
+  for (const PageMove& move : moves) BlockTable(view).write(move.sequence, move.after, move.before.size());
 }
 
 /// The parts of a keeper, in the order in which they are called.
@@ -477,10 +473,9 @@ KVKEEP_INLINE void Keeper::check_pending(const Plan& plan, const CacheView& view
                       " when the event began; allowed the view of apply()");
   }
   for (const PageMove& move : pending_->pages) {
-    const bool as_it_was =
-        view.block_table.defined() && std::ssize(move.before) <= view.block_table.size(1) &&
-        std::equal(move.before.begin(), move.before.end(),
-                   view.block_table.data<std::int32_t>() + move.sequence * view.block_table.stride(0));
+    bool as_it_was = view.block_table.defined() && std::ssize(move.before) <= view.block_table.size(1);
+    for (std::size_t p = 0; as_it_was && p < move.before.size(); ++p)
+      as_it_was = BlockTable(view).page(move.sequence, static_cast<std::int64_t>(p)) == move.before[p];
     KVKEEP_REQUIRE_AS(StateError, as_it_was, "finish: the block table of sequence ",
                       view.sequences[static_cast<std::size_t>(move.sequence)],
                       " has other pages than when the event began; allowed the view of apply()");

@@ -44,10 +44,12 @@ inline void check_prompt_pages(const CacheView& view, std::size_t place, std::in
   KVKEEP_REQUIRE(table.size(1) >= held, "narrow: the block table names ", table.size(1),
                  " pages per sequence; sequence ", view.sequences[place], " came in with ", slots,
                  " tokens; allowed at least ", held);
-  const std::int32_t* row = table.data<std::int32_t>() + static_cast<std::int64_t>(place) * table.stride(0);
-  for (std::int64_t p = 0; p < held; ++p)
-    KVKEEP_REQUIRE(row[p] >= 0 && row[p] < pages, "narrow: page ", p, " of sequence ", view.sequences[place], " is ",
-                   row[p], "; allowed 0 to ", pages - 1, ", because the prompt's pages are given back at its end");
+  const BlockTable blocks(view);
+  for (std::int64_t p = 0; p < held; ++p) {
+    const std::int64_t page = blocks.page(static_cast<std::int64_t>(place), p);
+    KVKEEP_REQUIRE(page >= 0 && page < pages, "narrow: page ", p, " of sequence ", view.sequences[place], " is ", page,
+                   "; allowed 0 to ", pages - 1, ", because the prompt's pages are given back at its end");
+  }
 }
 
 /// Rows that move in place must not be anybody else's: prompts that share rows cannot drop different ones.
@@ -68,16 +70,16 @@ inline void require_own_cache(const CacheView& view, std::size_t place, const Ro
 /// them leave its row of the block table, to be given back.
 inline PageMove drop_pages(const CacheView& view, std::size_t place, std::int64_t before, std::int64_t after,
                            std::int64_t shortest, std::int64_t page_size) {
-  std::int32_t* row =
-      view.block_table.data<std::int32_t>() + static_cast<std::int64_t>(place) * view.block_table.stride(0);
+  const BlockTable blocks(view);
   const std::int64_t held = (before + page_size - 1) / page_size, needed = (after + page_size - 1) / page_size;
   PageMove move;
   move.sequence = static_cast<std::int32_t>(place);
   move.longest = static_cast<std::int32_t>(after), move.shortest = static_cast<std::int32_t>(shortest);
-  move.before.assign(row, row + held);
-  move.after.assign(row, row + needed);
-  move.freed.assign(row + needed, row + held);
-  std::fill(row + needed, row + held, -1);
+  for (std::int64_t p = 0; p < held; ++p)
+    move.before.push_back(static_cast<std::int32_t>(blocks.page(move.sequence, p)));
+  move.after.assign(move.before.begin(), move.before.begin() + needed);
+  move.freed.assign(move.before.begin() + needed, move.before.end());
+  blocks.write(move.sequence, move.after, move.before.size());
   return move;
 }
 
@@ -95,6 +97,7 @@ inline void append(RowTable& all, const RowTable& one) {
     row.first += all.slots;
     all.rows.push_back(row);
   }
+  all.narrowed_pages.insert(all.narrowed_pages.end(), one.narrowed_pages.begin(), one.narrowed_pages.end());
   all.slots += one.slots;
 }
 

@@ -31,8 +31,11 @@ from ._kvkeep import (
     Unscored,
     Unsupported,
     __version__,
+    load_plugin,
+    loaded_plugins,
     policies,
 )
+from ._plugins import load_installed as _load_installed
 
 
 def cmake_dir():
@@ -41,3 +44,5 @@ def cmake_dir():
 
 
 __all__ = [name for name in dir() if not name.startswith("_")] + ["__version__"]
+
+_load_installed()
