@@ -22,7 +22,11 @@ def make(folder):
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token=MARKUP[0], pad_token=MARKUP[0], additional_special_tokens=MARKUP[1:]
+        tokenizer_object=words,
+        eos_token=MARKUP[0],
+        pad_token=MARKUP[0],
+        additional_special_tokens=MARKUP[1:],
+        model_input_names=["input_ids", "attention_mask"],
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

@@ -137,7 +137,8 @@ class PagedSequences {
   [[nodiscard]] PageGrant admit(SequenceId sequence, std::int32_t slots);
 
   /// A sequence begins with `slots` slots in these pages, which others hold (a prefix cache), and holds them too. Takes
-  /// no page. Throws InvalidArgument for other than ceil(slots / page_size) pages, StateError for one that nobody holds.
+  /// no page. Throws InvalidArgument for other than ceil(slots / page_size) pages, StateError for one that nobody
+  /// holds.
   void adopt(SequenceId sequence, std::span<const std::int32_t> pages, std::int32_t slots);
 
   /// A sequence begins with the first `slots` slots of `parent`, and holds their pages too, including a last partial

@@ -412,8 +412,8 @@ class Rows:
         unsure = self.unsure()
         self.real, self.columns = self.after, self.after.shape[1]
         self.tokens, self.held = None, {}
-        self.history.note(self)
         with self.owner.lock:
+            self.history.note(self)
             if unsure > _ROLLBACK and self.keeper.queries_read != 0:
                 self.pending = step
             else:
@@ -479,7 +479,8 @@ class Rows:
                 self.keeper.truncate(id, self.keeper.logical_length(id) - int(tokens))
         self.lengths[:, self.cut_rows] -= gone[:, None]
         self.real, self.columns = self.real[:, : self.columns - columns], self.columns - columns
-        self.history.note(self)
+        with self.owner.lock:
+            self.history.note(self)
         self.quit_step()
 
 

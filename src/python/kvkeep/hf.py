@@ -137,11 +137,12 @@ class attach:
 
     def remembered(self, history):
         """Of a cache that begins. Older ones make room for it."""
-        self._histories.append(history)
-        while len(self._histories) > 1 and sum(len(one.ids) for one in self._histories) > max(1, self._remember):
-            self._histories.pop(0).forget()
-        if self._remember == 0:
-            history.forget()
+        with self.lock:
+            self._histories.append(history)
+            while len(self._histories) > 1 and sum(len(one.ids) for one in self._histories) > max(1, self._remember):
+                self._histories.pop(0).forget()
+            if self._remember == 0:
+                history.forget()
         return history
 
     def _history(self, sequence, what):
