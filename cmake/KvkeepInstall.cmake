@@ -9,6 +9,9 @@ install(
   FILES_MATCHING
   PATTERN "*.h"
 )
+if(NOT SKBUILD) # the wheel has them where wheels have them
+  install(FILES LICENSE cmake/THIRD_PARTY.md DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+endif()
 install(TARGETS kvkeep_core kvkeep_header_only kvkeep EXPORT kvkeepTargets)
 install(EXPORT kvkeepTargets NAMESPACE kvkeep:: DESTINATION "${config_dir}")
 if(KVKEEP_TORCH)

@@ -28,6 +28,10 @@ fail() {
 prefix="$scratch/a prefix" # with a space: paths must survive one
 cmake --install "$build_dir" --prefix "$prefix" > /dev/null
 
+for notice in LICENSE THIRD_PARTY.md; do
+  [[ -s "$prefix/share/doc/kvkeep/$notice" ]] || fail "$notice is not installed"
+done
+
 "${CXX:-c++}" -std=c++20 -fsyntax-only -I "$prefix/include" "$source_dir/tests/consumer/main.cpp" ||
   fail "the installed headers need more than themselves (LibTorch?)"
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds the Python package as a wheel, installs it into a fresh environment and runs tests/python there, with the torch
-# of .venv (or of python3) and the newest transformers; then an engine in C over the library inside the package.
+# Makes the packed sources and the wheel (cmake/wheel.sh), installs the wheel into a fresh environment and runs
+# tests/python and the notebook there, with the torch of .venv (or of python3) and the newest transformers; then an
+# engine in C over the library inside the package.
 # Ends with 77 (skipped) where no Python has torch, and where pip cannot load what it builds and tests with.
 #
 #   tests/python_test.sh [TORCH_FOLDER]   the site-packages that have torch, .venv's unless given
@@ -33,21 +34,25 @@ own="$scratch/venv/bin/python"
 # The folder of a Python's packages.
 packages_of() { "$1" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'; }
 echo "$torch" > "$(packages_of "$own")/torch_here.pth"
-if ! "$own" -m pip install --quiet scikit-build-core nanobind ninja cmake numpy pytest 'transformers>=5' \
-  > "$scratch/log" 2>&1; then
+if ! "$own" -m pip install --quiet ipykernel matplotlib nbmake numpy pytest 'transformers>=5' > "$scratch/log" 2>&1; then
   tail -n 5 "$scratch/log"
   echo "python test: skipped, since pip cannot load what it needs"
   exit 77
 fi
 
-launcher=()
-if command -v ccache > /dev/null; then launcher=(-C cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache); fi
-PATH="$scratch/venv/bin:$PATH" "$own" -m pip wheel --quiet --no-deps --no-build-isolation "${launcher[@]}" \
-  -w "$scratch/dist" "$source_dir/src/python" || fail "the wheel does not build"
+PYTHON="$python" "$source_dir/cmake/wheel.sh" "$scratch/dist" || fail "there is no wheel"
 "$own" -m pip install --quiet --no-deps "$scratch"/dist/*.whl || fail "the wheel does not install"
 ls -l "$scratch"/dist
 
 cd -- "$scratch"
+
+# What an index shows, and the licences of what is compiled in.
+about="$("$own" -c 'import importlib.metadata as m
+one = m.distribution("kvkeep")
+print(*sorted(str(f).split("licenses/")[1] for f in one.files if "licenses/" in str(f)))
+told = one.read_text("METADATA")
+print(one.metadata["License-Expression"], told.count("Classifier: "), "# kvkeep" in told)')"
+[[ "$about" == "LICENSE cmake/THIRD_PARTY.md"$'\n'"Apache-2.0 8 True" ]] || fail "its metadata lacks something: $about"
 
 # Nothing of the wheel links anything but itself and what every system with a C++ runtime has.
 installed="$("$own" -c 'import kvkeep, pathlib; print(pathlib.Path(kvkeep.__file__).parent)')"
@@ -106,6 +111,15 @@ for further in ${KVKEEP_TEST_PYTHONS:-}; do
     fail "the wheel does not install over $further"
   over "$venv/bin/python"
 done
+
+# The notebook, on a model of random weights.
+PYTHONPATH="$source_dir/tests/python" "$own" -m tiny_model "$scratch/tiny" > log 2>&1 || {
+  cat log
+  fail "there is no model for the notebook"
+}
+env -u LD_LIBRARY_PATH OMP_NUM_THREADS=1 IPYTHONDIR="$scratch/ipython" KVKEEP_NOTEBOOK_MODEL="$scratch/tiny" \
+  "$own" -m pytest -q -p no:cacheprovider --nbmake --nbmake-timeout=300 "$source_dir/examples/kept.ipynb" ||
+  fail "the notebook does not run"
 
 mkdir engine
 cat > engine/CMakeLists.txt << CMAKE

@@ -9,13 +9,14 @@
 #include "kvkeep/cli/options.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/policy/registry.h"
+#include "shapes.h"
 
 namespace kvkeep::cli {
 namespace {
 
 // As the option's type, which no help shows: option_text() replaces it.
 constexpr const char *kInput = "READS FILE", *kInputOrFolder = "READS FILE OR FOLDER", *kOutput = "WRITES FILE",
-                     *kPolicy = "HOLDS POLICY";
+                     *kPolicy = "HOLDS POLICY", *kShape = "HOLDS SHAPE";
 
 void each_option(const CLI::App& app, const std::function<void(const CLI::Option&)>& visit) {
   for (const CLI::Option* option : app.get_options()) visit(*option);
@@ -55,6 +56,7 @@ CLI::Option* as_input(CLI::Option* option, io::Source source) {
 }
 CLI::Option* as_output(CLI::Option* option) { return option->type_name(kOutput); }
 CLI::Option* as_policy(CLI::Option* option) { return option->type_name(kPolicy); }
+CLI::Option* as_shape(CLI::Option* option) { return option->type_name(kShape); }
 
 void require_marked_files(const CLI::App& app) {
   each_option(app, [](const CLI::Option& option) {
@@ -62,7 +64,8 @@ void require_marked_files(const CLI::App& app) {
     const bool names_files =
         std::ranges::any_of(std::vector{"FILE", "DIR", "PATH", "TRACE", "POLICY"},
                             [&](const char* word) { return shown.find(word) != std::string::npos; });
-    const bool marked = kind == kInput || kind == kInputOrFolder || kind == kOutput || kind == kPolicy;
+    const bool marked =
+        kind == kInput || kind == kInputOrFolder || kind == kOutput || kind == kPolicy || kind == kShape;
     if (names_files != marked) throw std::logic_error(option.get_name() + " is not marked with what it does to files");
   });
 }
@@ -75,6 +78,11 @@ void check_files(const CLI::App& command) {
     const PolicyText policy(given);
     if (policy.is_file()) files.reads(option, given);
     files.declare(option, policy.files());
+  });
+  each_given(command, kShape, [&](const std::string& option, const std::string& given) {
+    if (is_shape(given)) return;
+    files.reads(option, given);
+    require_content(option, given, io::Source::file_or_folder);
   });
   each_given(command, kOutput, [&](const std::string& option, const std::string& file) { files.writes(option, file); });
   files.writes_streams();

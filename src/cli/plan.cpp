@@ -4,15 +4,14 @@
 #include <CLI/Validators.hpp>
 #include <algorithm>
 #include <array>
-#include <charconv>
 
 #include "forecast.h"
 #include "kvkeep/cli/options.h"
 #include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/model_config.h"
 #include "kvkeep/policy/prefill.h"
 #include "plan.h"
+#include "shapes.h"
 
 namespace kvkeep::cli {
 namespace {
@@ -22,6 +21,7 @@ using Json = nlohmann::ordered_json;
 constexpr const char* kPlanExamples = R"(
 Examples:
   kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
+  kvkeep plan --shape qwen3-32b --policy snapkv,budget=4096 --length 131072 --dtype 8bit
   kvkeep plan --shape 32:32:8:128 --policy tova,ratio=0.75,interval=256 --length 16384 --prompt 4000 --page-size 1
   kvkeep plan --model examples/model --policy streaming,bytes=200000 --length 1024 --dtype f32 -o json
   kvkeep plan --shape qwen7b --policy sekv,budget=2048 --prompt 32000
@@ -44,42 +44,12 @@ docs/method/memory.md says what follows from which option.
 
 Bytes are those of K and V with pages rounded up to --page-size slots. The heads of a layer share its pages, so the
 longest row counts.
-Sliding layers hold their window and are never cut. --shape takes layers:query heads:KV heads:head size.
+Sliding layers hold their window and are never cut. --shape takes layers:query heads:KV heads:head size, or a model:
 )";
 
-struct ModelShape {
-  const char* name;
-  std::int32_t layers, query_heads, kv_heads, head_dim;
-};
-constexpr ModelShape kShapes[] = {{"qwen7b", 28, 28, 4, 128}, {"llama8b", 32, 32, 8, 128}};
-
-ModelShape parse_shape(const std::string& given) {
-  for (const ModelShape& known : kShapes)
-    if (given == known.name) return known;
-  std::vector<std::int32_t> numbers;
-  const char *at = given.data(), *end = given.data() + given.size();
-  while (at <= end && numbers.size() < 5) {
-    std::int32_t number = 0;
-    const auto [next, error] = std::from_chars(at, end, number);
-    if (error != std::errc() || number < 1 || number > 32768 || (next != end && *next != ':')) break;
-    numbers.push_back(number);
-    at = next + 1;
-  }
-  KVKEEP_REQUIRE(
-      numbers.size() == 4 && at == end + 1, "--shape: '", given,
-      "' is not a shape; allowed qwen7b, llama8b, or layers:query heads:KV heads:head size such as 28:28:4:128");
-  return {"", numbers[0], numbers[1], numbers[2], numbers[3]};
-}
-
 ModelSpec spec_of(const PlanOptions& o) {
-  if (!o.model.empty()) return io::ModelConfig::read(o.model).spec;
-  const ModelShape shape = parse_shape(o.shape);
-  KVKEEP_REQUIRE(shape.query_heads % shape.kv_heads == 0, "--shape: ", shape.query_heads,
-                 " query heads do not divide evenly among ", shape.kv_heads, " KV heads; allowed a multiple");
-  KVKEEP_REQUIRE(shape.head_dim % 2 == 0, "--shape: the head size is ", shape.head_dim, "; allowed an even number");
-  return io::ModelConfig::shape(io::Architecture::qwen2, shape.layers, shape.query_heads * shape.head_dim, 1,
-                                shape.query_heads, shape.kv_heads, shape.head_dim, 1)
-      .spec;
+  if (!o.model.empty()) return shape_in(o.model, "--model");
+  return is_shape(o.shape) ? shape_called(o.shape) : shape_in(o.shape, "--shape");
 }
 
 using PlannedExactly = Planned<Forecast>;
@@ -242,11 +212,12 @@ Run add_plan(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("plan", "memory under a policy, by layer and batch, from shapes alone");
   auto o = std::make_shared<PlanOptions>();
   CLI::Option_group* model = sub->add_option_group("model (one of)");
-  as_input(model->add_option("--model", o->model, "folder with a config.json (weights are not needed), or a GGUF file"),
-           io::Source::file_or_folder)
+  as_input(
+      model->add_option("--model", o->model, "a config.json or its folder (weights are not needed), or a GGUF file"),
+      io::Source::file_or_folder)
       ->option_text("FILE|DIR");
-  model->add_option("--shape", o->shape, "qwen7b (28:28:4:128), llama8b (32:32:8:128), or your own")
-      ->option_text("NAME|L:HQ:HKV:D");
+  as_shape(model->add_option("--shape", o->shape, "a model by name (listed below), by numbers, or as --model takes it"))
+      ->option_text("NAME|L:HQ:HKV:D|FILE|DIR");
   model->require_option(1);
   as_policy(sub->add_option("--policy", o->policy, kPolicyHelp))->required()->option_text("POLICY");
   sub->add_option("--length", o->length, "tokens of a sequence, prompt and answer")
@@ -263,7 +234,7 @@ Run add_plan(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 20))
       ->option_text("N [16]");
   o->output.add(*sub);
-  sub->footer(kPlanExamples);
+  sub->footer(text(kPlanExamples, known_shapes(), "\n"));
   return [o] { run(*o); };
 }
 

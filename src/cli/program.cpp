@@ -130,7 +130,7 @@ int run_once(const Program& program, int argc, char** argv) {
 
 std::vector<Run> Program::add_commands(CLI::App& app) const {
   std::vector<Run> runs{add_policies(app), add_plan(app), add_replay(app, *this), add_doctor(app, *this)};
-  for (const char* name : {"generate", "tokens", "eval", "perplexity", "fidelity", "record", "calibrate"}) {
+  for (const char* name : {"generate", "chat", "tokens", "eval", "perplexity", "fidelity", "record", "calibrate"}) {
     app.add_subcommand(name, text(name, ": ", kHowToGetThem))->prefix_command()->group("")->footer("");
     runs.emplace_back([name] { refuse<Unsupported>(name, ": ", kHowToGetThem); });
   }
@@ -139,8 +139,8 @@ std::vector<Run> Program::add_commands(CLI::App& app) const {
 
 std::string Program::examples() const {
   return R"(
-Built without the laboratory: generate, tokens, eval, perplexity, fidelity, record and calibrate run a model and need
-LibTorch. To have them, build kvkeep from its sources with LibTorch (examples/lab/README.md).
+Built without the laboratory: generate, chat, tokens, eval, perplexity, fidelity, record and calibrate run a model and
+need LibTorch. To have them, build kvkeep from its sources with LibTorch (examples/lab/README.md).
 
 Examples:
   kvkeep policies                                           the policies to choose from

@@ -49,8 +49,8 @@ void Progress::clear() {
   drawn_ = false;
 }
 
-void note(const std::string& said) {
-  const std::string line = text("kvkeep: ", escaped(said), "\n");
+void note(const std::string& said, bool pale) {
+  const std::string line = text(pale ? "\033[2m" : "", "kvkeep: ", escaped(said), pale ? "\033[0m\n" : "\n");
   static_cast<void>(
       !::write(STDERR_FILENO, line.data(), line.size()));  // at once: a signal's line comes before or after
 }

@@ -7,10 +7,12 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <nanobind/trampoline.h>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/kept_page.h"
 #include "kvkeep/keeper/metrics.h"
 #include "kvkeep/keeper/thread_pool.h"
 #include "kvkeep/kvkeep.h"
@@ -506,6 +508,23 @@ NB_MODULE(_kvkeep, m) {
   python::bind_results(m);
   python::bind_pages(m);
   python::bind_keeper(m);
+  m.def(
+      "_kept_page",
+      [](std::string model, std::string policy, std::vector<std::string> pieces, std::int32_t prompt,
+         python::Ints layers, std::int32_t kv_heads,
+         std::vector<std::tuple<std::string, std::int32_t, std::int64_t, std::vector<python::Ints>>> stops) {
+        io::KeptText text{.model = std::move(model),
+                          .policy = std::move(policy),
+                          .pieces = std::move(pieces),
+                          .prompt = prompt,
+                          .layers = std::move(layers),
+                          .kv_heads = kv_heads};
+        for (auto& [name, present, bytes, rows] : stops)
+          text.stops.push_back({std::move(name), present, bytes, std::move(rows)});
+        return io::kept_page(text);
+      },
+      nb::kw_only(), "model"_a, "policy"_a, "pieces"_a, "prompt"_a, "layers"_a, "kv_heads"_a, "stops"_a,
+      "kvkeep/io/kept_page.h; a stop is (name, present, bytes, rows).");
   m.def(
       "policies",
       [] {

@@ -175,6 +175,81 @@ TEST_F(CommandAlone, PlansNoMoreThanTheWindowOfASlidingLayer) {
   EXPECT_EQ(plan["layers"][3]["full"]["slots_most"], 64);
 }
 
+TEST_F(CommandAlone, PlansForAModelByItsNameAndFromTheConfigOfAnyDecoder) {
+  // Bytes of a token in full layers (bf16), layers, full ones, slots of the first layer at 5000 tokens.
+  struct Known {
+    const char* name;
+    std::int64_t token_bytes;
+    std::size_t layers, full;
+    int slots;
+  };
+  const auto plan = [&](const Words& model) {
+    Words words{"plan", "--policy", "full", "--length", "5000", "-o", "json"};
+    words.insert(words.end(), model.begin(), model.end());
+    const Outcome outcome = run(words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return json::parse(outcome.out);
+  };
+  const auto agrees = [&](const json& planned, const Known& known) {
+    EXPECT_EQ(planned["token_bytes"], known.token_bytes) << known.name;
+    EXPECT_EQ(planned["layers"].size(), known.layers) << known.name;
+    EXPECT_EQ(std::ranges::count(planned["layers"], "full", [](const json& l) { return l["kind"]; }), known.full)
+        << known.name;
+    EXPECT_EQ(planned["layers"][0]["full"]["slots_most"], known.slots) << known.name;
+  };
+  for (const Known& known : std::vector<Known>{{"llama8b", 131072, 32, 32, 5000},
+                                               {"llama70b", 327680, 80, 80, 5000},
+                                               {"qwen3-32b", 262144, 64, 64, 5000},
+                                               {"qwen3-30b-a3b", 98304, 48, 48, 5000},
+                                               {"gemma3-27b", 81920, 62, 10, 1024},
+                                               {"gemma2-9b", 172032, 42, 21, 4096}})
+    agrees(plan({"--shape", known.name}), known);
+
+  const std::vector<std::pair<Known, const char*>> configs{
+      {{"a Mistral whose layers all slide", 0, 2, 0, 4096},
+       R"({"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+           "hidden_size": 512, "sliding_window": 4096})"},
+      {{"GPT-2's names", 2 * 2 * 2 * 768, 2, 2, 5000},
+       R"({"model_type": "gpt2", "n_layer": 2, "n_head": 12, "n_embd": 768})"},
+      {{"a Gemma 3 that sees and says little", 2 * 4 * 256 * 2 * 2, 12, 2, 1024},
+       R"({"model_type": "gemma3", "vision_config": {"num_hidden_layers": 27},
+           "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 1024}})"},
+      {{"layers with a state", 2 * 2 * 128 * 2, 3, 1, 0},
+       R"({"model_type": "qwen3_next", "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+           "layer_types": ["linear_attention", "full_attention", "linear_attention"]})"},
+      {{"quantised weights, which no plan reads", 2 * 2 * 2 * 64 * 2, 2, 2, 5000},
+       R"({"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+           "hidden_size": 512, "quantization_config": {"bits": 4}, "sliding_window": null})"}};
+  for (const auto& [known, config] : configs) {
+    fs::create_directories(place("shape"));
+    const std::string file = place("shape/config.json");
+    std::ofstream(file, std::ios::trunc) << config;
+    for (const Words& words : {Words{"--shape", file}, Words{"--shape", place("shape")}, Words{"--model", file}})
+      agrees(plan(words), known);
+  }
+}
+
+TEST_F(CommandAlone, RefusesByNameCachesThatAPlanCannotCount) {
+  const std::string file = place("config.json");
+  const auto refused = [&](const std::string& config, const std::string& why) {
+    std::ofstream(file, std::ios::trunc) << config;
+    expect_refused({"plan", "--policy", "full", "--shape", file}, why);
+  };
+  const std::string begin = R"({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, )";
+  refused(begin + R"("kv_lora_rank": 512})", "kv_lora_rank says latent attention");
+  refused(begin + R"("attn_layer_period": 8})", "attn_layer_period");
+  refused(begin + R"("layer_types": ["full_attention", "dream"]})", "layer 1 is of type \"dream\"");
+  refused(begin + R"("layer_types": ["full_attention"]})", "must list 2 layers");
+  refused(begin + R"("layer_types": ["full_attention", "sliding_attention"]})",
+          "sliding_attention with a sliding_window");
+  refused(begin + R"("num_key_value_heads": [1, 2]})", "num_key_value_heads is [1,2]");
+  refused(begin + R"("num_key_value_heads": 3})", "do not divide evenly");
+  refused(R"({"num_attention_heads": 4, "hidden_size": 64})", "there is no num_hidden_layers");
+  refused("[1]", "is not a JSON object");
+  refused("GGUF and no more", "config.json");
+  expect_refused({"plan", "--policy", "full", "--shape", "lama70b"}, "(did you mean \"llama70b\"?)");
+}
+
 TEST_F(CommandAlone, ShowsPlansAsTables) {
   const Words words{"plan", "--shape", "qwen7b", "--policy", "ams-tova,budget=1024", "--batch", "16"};
   const Outcome outcome = run(words);

@@ -15,7 +15,7 @@ import pytest
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 SCRIPT = pathlib.Path(sysconfig.get_path("scripts")) / "kvkeep"
 BY_NAME = {"module": [sys.executable, "-m", "kvkeep"], "script": [str(SCRIPT)]}
-WITHOUT = ["generate", "tokens", "eval", "perplexity", "fidelity", "record", "calibrate"]
+WITHOUT = ["generate", "chat", "tokens", "eval", "perplexity", "fidelity", "record", "calibrate"]
 
 
 def run(*words, how="module", **more):

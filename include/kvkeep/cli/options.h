@@ -86,6 +86,7 @@ std::string warning_about(const KVPolicy& policy);
 CLI::Option* as_input(CLI::Option* option, io::Source source = io::Source::file);
 CLI::Option* as_output(CLI::Option* option);
 CLI::Option* as_policy(CLI::Option* option);
+CLI::Option* as_shape(CLI::Option* option);  // a model by name or numbers, or a file or folder that is read
 
 // Throws std::logic_error for an option of `app` and its sub-commands that names files and has no mark.
 void require_marked_files(const CLI::App& app);

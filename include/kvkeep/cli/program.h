@@ -107,8 +107,8 @@ class Progress {
   Clock::time_point start_ = Clock::now(), last_ = {};
 };
 
-// One line on stderr that begins with "kvkeep: ", escaped.
-void note(const std::string& said);
+// One line on stderr that begins with "kvkeep: ", escaped. `pale`: less visible, for a terminal.
+void note(const std::string& said, bool pale = false);
 
 // Results on stdout: one table as Markdown, CSV or JSON.
 

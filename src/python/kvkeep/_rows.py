@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from . import OPEN_PROMPT, InvalidArgument, StateError, Unsupported
+from ._history import History
 from ._model import refuse, tag
 
 _ROLLBACK = 32  # tokens that Keeper.truncate() can always take back
@@ -100,6 +101,7 @@ class Rows:
     def clear(self):
         self.buffers = [None] * self.spec.num_layers
         self.ids, self.lengths, self.columns = [], None, 0
+        self.history = None  # the owner keeps it when the cache is gone
         self.real = None  # bool [batch, columns]: not padding
         self.width = 0  # columns of the prompt
         self.open = False  # the keeper will be told of its end
@@ -276,6 +278,7 @@ class Rows:
                 self.keeper.join(id, 0, prompt)
         self.lengths = np.zeros((batch, self.spec.num_layers * self.spec.kv_heads), np.int32)
         self.real = np.zeros((batch, 0), bool)
+        self.history = self.owner.remembered(History(self))
 
     def check_positions(self, new):
         """A policy that turns queries back does so from the position of a token among those of its sequence."""
@@ -410,6 +413,7 @@ class Rows:
         self.real, self.columns = self.after, self.after.shape[1]
         self.tokens, self.held = None, {}
         with self.owner.lock:
+            self.history.note(self)
             if unsure > _ROLLBACK and self.keeper.queries_read != 0:
                 self.pending = step
             else:
@@ -447,6 +451,7 @@ class Rows:
         self.owner.note(report, self)
         if not report.cuts:
             return
+        self.history.cut(self, report)
         for index in self.full:
             longest = int(self.heads(index).max())
             if self.buffers[index][0].shape[2] > 2 * (longest + 256):  # a long prompt's room goes back
@@ -474,6 +479,8 @@ class Rows:
                 self.keeper.truncate(id, self.keeper.logical_length(id) - int(tokens))
         self.lengths[:, self.cut_rows] -= gone[:, None]
         self.real, self.columns = self.real[:, : self.columns - columns], self.columns - columns
+        with self.owner.lock:
+            self.history.note(self)
         self.quit_step()
 
 

@@ -1,8 +1,10 @@
 """Any policy over the KV cache of a Hugging Face model, while model.generate() runs as it is.
 
     with kvkeep.hf.attach(model, "ams-tova,budget=1024") as kept:
-        model.generate(**inputs, max_new_tokens=2000)
-    print(kept.events)
+        out = model.generate(**inputs, max_new_tokens=2000)
+    print(kept.events, kept.memory())
+    kept.plot()
+    open("kept.html", "w").write(kept.html(tokenizer, out))
 
 Decoder models whose attention goes through transformers' attention interface, on the CPU, in f32, f16 or bf16: what a
 model does is learned from two short forwards, and a third is compared with the model alone. Layers with a sliding
@@ -26,7 +28,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 
-from . import InvalidArgument, Keeper, Unsupported
+from . import InvalidArgument, Keeper, StateError, Unsupported
 from ._model import (
     CACHE_NAMES,
     cache_name,
@@ -42,6 +44,7 @@ from ._model import (
 from ._model import plain_cache as _plain_cache
 from ._rows import KeptCache, Rows
 from ._rows import rows_of as _rows_of
+from ._show import page, picture
 
 
 @dataclass
@@ -57,24 +60,30 @@ class Event:
 class attach:
     """Puts a policy over the caches of a model, until the `with` block ends.
 
-    policy: "name,key=value,..." or a JSON object (kvkeep.policies()). output_projections: True gives the policy each
-    layer's W_o, which CriticalKV reads. check: False leaves out the comparison with the model alone, which costs six
-    short forwards. Raises InvalidArgument for a wrong policy, Unsupported for a model or a policy that cannot be
-    served: policies that narrow prompts or fold need an engine that runs layer by layer. Threads may share it.
+    policy: "name,key=value,..." or a JSON object (kvkeep.policies()). output_projections: True gives the policy
+    each layer's W_o, which CriticalKV reads. check: False leaves out the comparison with the model alone, which
+    costs six short forwards. remember: of how many sequences, the newest, html() and plot() know which token each
+    row dropped: two bytes for each token of each layer and KV head, and 20 us for each such row of 4,000 tokens in
+    an event. A batch is remembered whole. Raises InvalidArgument for a wrong policy, Unsupported for a model or a
+    policy that cannot be served: policies that narrow prompts or fold need an engine that runs layer by layer.
+    Threads may share it.
     """
 
-    def __init__(self, model, policy, output_projections=False, check=True):
+    def __init__(self, model, policy, output_projections=False, check=True, remember=16):
         (spec, modules), projections = describe(model), []
         if output_projections:
             projections = [modules[i].o_proj.weight.detach() if i in modules else None for i in range(spec.num_layers)]
-        self._start(model, policy, Keeper(spec, policy, output_projections=projections))
+        if isinstance(remember, bool) or not isinstance(remember, int) or remember < 0:
+            refuse(InvalidArgument, f"remember is {remember!r}; allowed 0 and above, a number of sequences")
+        self._start(model, policy, Keeper(spec, policy, output_projections=projections), remember)
         if check:
             self._check()
 
-    def _start(self, model, policy, keeper):
+    def _start(self, model, policy, keeper, remember=0):
         self.model, self.policy, self.events, self.bytes_moved = model, policy, [], 0
         self.keeper, self.lock = keeper, threading.RLock()
         self._next, self._decoder, self._nearest, self._uncached = 0, None, None, False
+        self._histories, self._remember = [], remember  # of caches, the newest last
         self._given_back = ExitStack()  # what a model has while a `with` block runs
         self._here = threading.local()  # the prompt of generate() and the rows of the forward that run in a thread
 
@@ -125,6 +134,61 @@ class attach:
                 seen, away = self.keeper.logical_length(id), self.keeper.tokens_to_event(id)
                 if away is not None and (self._nearest is None or seen > self._nearest[0]):
                     self._nearest = seen, away
+
+    def remembered(self, history):
+        """Of a cache that begins. Older ones make room for it."""
+        with self.lock:
+            self._histories.append(history)
+            while len(self._histories) > 1 and sum(len(one.ids) for one in self._histories) > max(1, self._remember):
+                self._histories.pop(0).forget()
+            if self._remember == 0:
+                history.forget()
+        return history
+
+    def _history(self, sequence, what):
+        """Of a sequence, and its place in the batch; without a sequence, of the newest batch."""
+        if not self._histories:
+            refuse(StateError, f"{what}: no sequence has run; allowed after a generate() or a forward with a cache")
+        if sequence is None:
+            return self._histories[-1], None
+        for history in self._histories:
+            if sequence in history.ids:
+                return history, history.ids.index(sequence)
+        known = [id for history in self._histories for id in history.ids]
+        refuse(
+            InvalidArgument,
+            f"{what}: sequence {sequence!r} is not remembered; allowed {', '.join(map(str, known))}, or a larger "
+            "attach(remember=)",
+        )
+
+    def _shown_history(self, sequence, what):
+        history, place = self._history(sequence, what)
+        if history.gone is None:
+            refuse(StateError, f"{what}: attach() was told remember=0; allowed 1 and above")
+        return history, place or 0
+
+    def memory(self, sequence=None):
+        """Bytes of keys and values: a Memory of one sequence, or of the newest batch together."""
+        with self.lock:
+            history, place = self._history(sequence, "memory")
+            return history.memory(place)
+
+    def html(self, tokenizer, ids, sequence=None):
+        """The page of `kvkeep generate --html`, a str that notebooks show: the text, each token shaded by how many
+        heads still hold it, at each event and at the end. tokenizer: with decode(); None: ids are shown. ids: what
+        generate() returned, [batch, columns], or the row of the sequence. sequence: an Event's; None: the first of the
+        newest batch. Written to a file, it needs no network."""
+        with self.lock:
+            history, place = self._shown_history(sequence, "html")
+            name = str(getattr(self.model.config, "name_or_path", "") or type(self.model).__name__)
+            return page(history, place, tokenizer, ids, name.rstrip("/").rsplit("/", 1)[-1], self.policy)
+
+    def plot(self, sequence=None, layer=None):
+        """A matplotlib Figure: slots held over time by layer, and which positions stay. sequence: as for html(). layer:
+        its KV heads instead of all layers. ImportError without matplotlib."""
+        with self.lock:
+            history, place = self._shown_history(sequence, "plot")
+            return picture(history, place, layer, self.policy)
 
     def cache(self, prompt=None):
         """An empty cache under the policy, for model(..., cache=...) or generate(cache=...); older releases say

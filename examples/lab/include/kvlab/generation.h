@@ -42,7 +42,8 @@ struct Request {
 
 /// What an event did to one sequence.
 struct SequenceEvent {
-  std::int32_t step = 0;           ///< the event came after this step; the prefill is step 0
+  std::int32_t step =
+      0;  ///< the event came after this step, by predictions: the prefill is step 0, a turn of go_on() one
   std::int32_t length_before = 0;  ///< slots of the first row
   std::int32_t length_after = 0;
   std::int64_t bytes_before =
@@ -164,6 +165,18 @@ class Generator {
   /// the prompt's keys and values, and its event.
   void begin(SequenceId sequence, const PromptRun& prompt);
 
+  /// A sequence continues a conversation: `tokens` run in one step at its next positions, and `new_tokens` more are
+  /// predicted behind them, fewer if its place is full. Allowed once it has predicted a token, done or not; that last
+  /// prediction was not fed, and is dropped unless `tokens` begin with it. Throws, before anything has changed: as
+  /// done() and join(); StateError if its prompt has not run, or its place has no slots for the tokens.
+  void go_on(SequenceId sequence, std::vector<std::int32_t> tokens, std::int32_t new_tokens);
+
+  /// Slots that a sequence's longest row has left in its place: tokens that it can be fed before an event.
+  [[nodiscard]] std::int64_t slots_left(SequenceId sequence) const;
+
+  /// K and V bytes of a sequence's live slots in full layers, and of coarse entries of folded spans.
+  [[nodiscard]] std::int64_t bytes_held(SequenceId sequence) const;
+
   /// Runs one step of every sequence that is not done. False if there is none.
   bool step();
 
@@ -183,14 +196,17 @@ class Generator {
     std::vector<Tensor> logits = {};
     Completion result = {};
     bool done = false;
-    bool waits = false;                        ///< for begin()
-    float next_surprisal = 0;                  ///< of the token that is fed next
+    bool waits = false;                   ///< for begin()
+    std::vector<std::int32_t> turn = {};  ///< fed by its next step, if go_on() said so
+    float next_surprisal = 0;             ///< of the token that is fed next
+    Tensor last = {};                     ///< [vocab] logits of the newest prediction, if the policy reads surprisal
     [[nodiscard]] std::int32_t feeds() const;  ///< tokens of its next step, once its prompt has run
     std::vector<std::int32_t> prompt =
         {};  ///< its prompt as it runs: the request's, or the tokens that a first pass chose from it
   };
   struct Batch;
   void check(const Request& request) const;
+  void check_ids(const std::vector<std::int32_t>& ids, const char* which) const;
   [[nodiscard]] Batch gather() const;
   Tensor run(Batch& batch);
   void add(Batch& batch, SequenceId id) const;
@@ -203,7 +219,6 @@ class Generator {
   void decide(Batch& batch);
   void record(SequenceId id, const Cut& cut, std::int64_t bytes_before);
   [[nodiscard]] std::int64_t live_bytes(std::span<const std::int32_t> lengths) const;
-  [[nodiscard]] std::int64_t near_bytes(SequenceId id) const;
   [[nodiscard]] std::vector<std::vector<std::int32_t>> positions(SequenceId id) const;
   [[nodiscard]] const PromptReport* prompt_report(SequenceId id) const;
   [[nodiscard]] std::int64_t prompt_bytes(SequenceId id) const;

@@ -38,6 +38,12 @@ struct TextModel {
   /// The ids of a conversation, up to where the assistant's next answer begins. Throws: as layout() and
   /// ChatTemplate::render().
   [[nodiscard]] std::vector<std::int32_t> chat(std::span<const ChatMessage> messages) const;
+
+  /// The ids that follow an assistant's answer, for a model that has the answer in its cache as it wrote it: its end,
+  /// the last message, and the beginning of the next answer. `messages`: the conversation; the last but one is the
+  /// assistant's, whose words are not read. Throws: as chat(); InvalidArgument if the last but one is another's, or if
+  /// the template does not show it.
+  [[nodiscard]] std::vector<std::int32_t> turn(std::span<const ChatMessage> messages) const;
 };
 
 /// The tokenizer that a GGUF file holds. Throws as TextModel::open().

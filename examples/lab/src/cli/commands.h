@@ -9,6 +9,7 @@
 namespace kvkeep::cli {
 
 Run add_generate(CLI::App& app);
+Run add_chat(CLI::App& app);
 Run add_tokens(CLI::App& app);
 Run add_eval(CLI::App& app);
 Run add_perplexity(CLI::App& app);

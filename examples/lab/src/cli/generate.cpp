@@ -337,11 +337,11 @@ void run(const GenerateOptions& o) {
     io::write_text_atomically(o.retention, io::written(retention_json(about, outcome.spec, outcome.done)) + "\n");
   }
   if (!o.html.empty()) {
-    const PictureAbout about{.model = std::filesystem::path(o.model.folder).filename().string(),
-                             .policy = policy.text(),
-                             .prompt_length = static_cast<std::int32_t>(prompt.ids.size()),
-                             .pieces = pieces(o, prompt, outcome)};
-    io::write_text_atomically(o.html, picture_page(about, outcome.spec, outcome.done));
+    io::KeptText kept =
+        kept_text(outcome.spec, outcome.done, static_cast<std::int32_t>(prompt.ids.size()), pieces(o, prompt, outcome));
+    kept.model = std::filesystem::path(o.model.folder).filename().string();
+    kept.policy = policy.text();
+    io::write_text_atomically(o.html, io::kept_page(kept));
   }
   const std::string shown = o.output.format == Format::md    ? markdown(outcome)
                             : o.output.format == Format::csv ? csv(outcome)

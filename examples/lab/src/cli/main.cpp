@@ -80,8 +80,8 @@ std::string waiting() {
 /// up the very threads they wait for. The runtime reads the length of the spin once, before main(). So commands that
 /// run a model, and doctor, which reports how threads wait, restart with a short spin unless the user has set one.
 void restart_with_short_spins(const CLI::App& command, char** argv) {
-  constexpr std::array<std::string_view, 7> kComputing = {"generate", "eval",      "perplexity", "fidelity",
-                                                          "record",   "calibrate", "doctor"};
+  constexpr std::array<std::string_view, 8> kComputing = {"generate", "chat",   "eval",      "perplexity",
+                                                          "fidelity", "record", "calibrate", "doctor"};
   if (std::ranges::find(kComputing, command.get_name()) == kComputing.end()) return;
   if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
   std::error_code none;
@@ -94,9 +94,9 @@ void restart_with_short_spins(const CLI::App& command, char** argv) {
 class Laboratory final : public Program {
  public:
   [[nodiscard]] std::vector<Run> add_commands(CLI::App& app) const override {
-    return {add_generate(app), add_tokens(app),        add_eval(app),         add_perplexity(app),
-            add_fidelity(app), add_replay(app, *this), add_record(app),       add_calibrate(app),
-            add_plan(app),     add_policies(app),      add_doctor(app, *this)};
+    return {add_generate(app),   add_chat(app),     add_tokens(app),        add_eval(app),
+            add_perplexity(app), add_fidelity(app), add_replay(app, *this), add_record(app),
+            add_calibrate(app),  add_plan(app),     add_policies(app),      add_doctor(app, *this)};
   }
 
   [[nodiscard]] std::string examples() const override {
@@ -104,6 +104,7 @@ class Laboratory final : public Program {
 Examples:
   kvkeep policies                                           the policies to choose from
   kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256
+  kvkeep chat --model SmolLM2.gguf --policy ams-tova,budget=512,interval=64
   kvkeep eval --model examples/model --task ask --budgets 128,64
   kvkeep perplexity --model SmolLM2.gguf --text prose.txt --budgets 256 --policy tova --policy snapkv
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \

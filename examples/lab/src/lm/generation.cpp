@@ -97,14 +97,15 @@ Generator::Generator(Decoder& decoder, std::unique_ptr<KVPolicy> policy, Generat
   std::iota(free_places_.rbegin(), free_places_.rend(), 0);
 }
 
+void Generator::check_ids(const std::vector<std::int32_t>& ids, const char* which) const {
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    KVKEEP_REQUIRE(ids[i] >= 0 && ids[i] < decoder_.config().vocab, "generate: token id ", ids[i], " at place ", i,
+                   " of the ", which, " is outside the vocabulary; allowed 0 to ", decoder_.config().vocab - 1);
+}
+
 void Generator::check(const Request& request) const {
   KVKEEP_REQUIRE(!request.prompt.empty(), "generate: the prompt is empty; allowed one token or more");
   KVKEEP_REQUIRE(request.new_tokens >= 1, "generate: new_tokens is ", request.new_tokens, "; allowed 1 or more");
-  const auto check_ids = [&](const std::vector<std::int32_t>& ids, const char* which) {
-    for (std::size_t i = 0; i < ids.size(); ++i)
-      KVKEEP_REQUIRE(ids[i] >= 0 && ids[i] < decoder_.config().vocab, "generate: token id ", ids[i], " at place ", i,
-                     " of the ", which, " is outside the vocabulary; allowed 0 to ", decoder_.config().vocab - 1);
-  };
   check_ids(request.prompt, "prompt");
   check_ids(request.forced, "forced tokens");
   check_sampling(request.sampling);
@@ -135,6 +136,27 @@ SequenceId Generator::join(Request request) {
   return id;
 }
 
+void Generator::go_on(SequenceId id, std::vector<std::int32_t> tokens, std::int32_t new_tokens) {
+  static_cast<void>(done(id));
+  Sequence& sequence = sequences_.at(id);
+  KVKEEP_REQUIRE_AS(StateError, !sequence.waits && !sequence.result.tokens.empty(), "generate: the prompt of sequence ",
+                    id, " has not run; allowed once it has predicted a token");
+  KVKEEP_REQUIRE(!tokens.empty(), "generate: there are no tokens to go on with; allowed one or more");
+  KVKEEP_REQUIRE(new_tokens >= 1, "generate: new_tokens is ", new_tokens, "; allowed 1 or more");
+  check_ids(tokens, "turn");
+  KVKEEP_REQUIRE_AS(StateError, std::ssize(tokens) <= slots_left(id), "generate: ", tokens.size(),
+                    " more tokens of sequence ", id, " need as many slots; the cache has room for ", slots_left(id));
+  if (sequence.last.defined()) sequence.next_surprisal = token_surprisal(sequence.last, tokens.front());
+  sequence.turn = std::move(tokens);
+  sequence.request.new_tokens = static_cast<std::int32_t>(sequence.result.tokens.size()) + new_tokens;
+  sequence.done = false;
+}
+
+std::int64_t Generator::slots_left(SequenceId sequence) const {
+  static_cast<void>(done(sequence));
+  return options_.capacity - std::ranges::max(sequences_.at(sequence).lengths);
+}
+
 bool Generator::done(SequenceId sequence) const {
   const auto found = sequences_.find(sequence);
   KVKEEP_REQUIRE_AS(StateError, found != sequences_.end(), "generate: sequence ", sequence,
@@ -146,7 +168,7 @@ Completion Generator::leave(SequenceId id) {
   static_cast<void>(done(id));
   Sequence& sequence = sequences_.at(id);
   Completion result = std::move(sequence.result);
-  result.end_bytes = near_bytes(id);
+  result.end_bytes = bytes_held(id);
   if (result.events.empty()) result.kept_bytes = result.end_bytes;
   if (sequence.request.keep_positions) result.positions = positions(id);
   if (const PromptReport* report = prompt_report(id)) result.prompt = *report;
@@ -162,6 +184,7 @@ Completion Generator::leave(SequenceId id) {
 }
 
 std::int32_t Generator::Sequence::feeds() const {
+  if (!turn.empty()) return static_cast<std::int32_t>(turn.size());
   if (!request.forced_at_once || result.tokens.size() != 1) return 1;
   return std::clamp<std::int32_t>(static_cast<std::int32_t>(request.forced.size()), 1, request.new_tokens - 1);
 }
@@ -176,6 +199,8 @@ void Generator::add(Batch& batch, SequenceId id) const {
   batch.lengths.insert(batch.lengths.end(), sequence.lengths.begin(), sequence.lengths.end());
   if (predicted == 0)
     batch.tokens.insert(batch.tokens.end(), sequence.prompt.begin(), sequence.prompt.end());
+  else if (!sequence.turn.empty())
+    batch.tokens.insert(batch.tokens.end(), sequence.turn.begin(), sequence.turn.end());
   else if (const std::int32_t count = sequence.feeds(); count > 1)
     batch.tokens.insert(batch.tokens.end(), sequence.request.forced.begin(), sequence.request.forced.begin() + count);
   else
@@ -281,6 +306,8 @@ void Generator::begin(SequenceId id, const PromptRun& prompt) {
 }
 
 bool Generator::step() {
+  for (auto& [id, sequence] : sequences_)  // after go_on(); else there is room for what was asked for
+    if (!sequence.result.tokens.empty() && slots_left(id) < sequence.feeds()) sequence.done = true;
   Batch batch = gather();
   if (batch.ids.empty()) return false;
   const auto start = std::chrono::steady_clock::now();
@@ -340,7 +367,11 @@ Tensor Generator::run(Batch& batch) {
   if (prompts)
     for (std::size_t i = batch.decoding; i < batch.ids.size(); ++i)
       batch.surprisal.emplace_back(sequences_.at(batch.ids[i]).prompt);
-  if (prompts || batch.indptr[batch.decoding] > static_cast<std::int32_t>(batch.decoding))
+  bool passes = false;  // several tokens at once whose predictions, or surprisal, are asked for
+  for (std::size_t i = 0; i < batch.decoding; ++i)
+    passes = passes || (batch.tokens_of(i) > 1 &&
+                        (sequences_.at(batch.ids[i]).turn.empty() || keeper_.policy().needs().surprisal));
+  if (prompts || passes)
     options.on_logits = [&](const LogitsSight& sight) {
       for (std::size_t i = 0; i < batch.ids.size(); ++i) {
         const std::int64_t first = std::max<std::int64_t>(batch.indptr[i], sight.first_token),
@@ -372,11 +403,12 @@ std::int32_t Generator::write(SequenceId id, const Tensor& row) {
   return next;
 }
 
-// Takes in tokens [first, last) of the step, which are those of a decoding sequence without its last.
+// Takes in tokens [first, last) of the step, which are those of a decoding sequence without its last. Predictions
+// within a turn of go_on() are nobody's.
 void Generator::pass(Batch& batch, std::size_t i, const LogitsSight& sight, std::int64_t first, std::int64_t last) {
   for (std::int64_t t = first; t < last; ++t) {
     const Tensor row = sight.logits.narrow(0, t - sight.first_token, 1).cpu();
-    static_cast<void>(write(batch.ids[i], row));
+    if (sequences_.at(batch.ids[i]).turn.empty()) static_cast<void>(write(batch.ids[i], row));
     if (keeper_.policy().needs().surprisal)
       batch.passed[i].push_back(token_surprisal(row[0], batch.tokens[static_cast<std::size_t>(t) + 1]));
   }
@@ -440,12 +472,15 @@ void Generator::predict(const Batch& batch, const Tensor& logits) {
     if (batch.left[i] != 0) continue;
     const Tensor row = logits.narrow(0, static_cast<std::int64_t>(i), 1);
     const std::int32_t next = write(batch.ids[i], row);
-    sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, near_bytes(batch.ids[i]));
+    sequence.result.peak_bytes = std::max(sequence.result.peak_bytes, bytes_held(batch.ids[i]));
     sequence.done = static_cast<std::int32_t>(sequence.result.tokens.size()) >= sequence.request.new_tokens ||
                     (sequence.request.stop_at_end && sequence.result.tokens.size() > sequence.request.forced.size() &&
                      decoder_.config().ends(next));
-    if (keeper_.policy().needs().surprisal && !sequence.done)
-      sequence.next_surprisal = token_surprisal(row[0], fed_next(sequence.request, sequence.result.tokens));
+    sequence.turn.clear();
+    if (!keeper_.policy().needs().surprisal) continue;
+    sequence.last = row[0].clone();
+    if (!sequence.done)
+      sequence.next_surprisal = token_surprisal(sequence.last, fed_next(sequence.request, sequence.result.tokens));
   }
 }
 
@@ -487,7 +522,7 @@ void Generator::decide(Batch& batch) {
   const Plan plan = keeper_.plan(view);
   if (options_.hooks.on_event && !plan.cuts.empty()) options_.hooks.on_event({keeper_, view, plan});
   std::vector<std::int64_t> bytes_before;
-  for (const Cut& cut : plan.cuts) bytes_before.push_back(near_bytes(cut.sequence));
+  for (const Cut& cut : plan.cuts) bytes_before.push_back(bytes_held(cut.sequence));
   const Report report = keeper_.apply(plan, view);
   if (pages_) pages_->sequences.settle(view.sequences, report.pages);
   for (std::size_t c = 0; c < report.cuts.size(); ++c) {
@@ -506,7 +541,7 @@ void Generator::record(SequenceId id, const Cut& cut, std::int64_t bytes_before)
                       .length_before = cut.length_before,
                       .length_after = cut.length_after,
                       .bytes_before = bytes_before,
-                      .bytes_after = near_bytes(id),
+                      .bytes_after = bytes_held(id),
                       .slots_kept = cut.slots_after,
                       .slots_chosen = cut.slots_chosen};
   if (sequence.request.keep_positions) event.positions = positions(id);
@@ -533,7 +568,7 @@ std::int64_t Generator::live_bytes(std::span<const std::int32_t> lengths) const 
   return slots * bytes_of_slot(spec, options_.cache_dtype);
 }
 
-std::int64_t Generator::near_bytes(SequenceId id) const {
+std::int64_t Generator::bytes_held(SequenceId id) const {
   const parts::Folds* folds = keeper_.find<parts::Folds>();
   return live_bytes(sequences_.at(id).lengths) + (folds == nullptr ? 0 : folds->of(id).near_bytes);
 }

@@ -84,4 +84,20 @@ std::vector<std::int32_t> TextModel::chat(std::span<const ChatMessage> messages)
   return tokenizer.encode(rendered, SpecialTokens::parsed, !known.begins_with_bos(rendered));
 }
 
+std::vector<std::int32_t> TextModel::turn(std::span<const ChatMessage> messages) const {
+  KVKEEP_REQUIRE(messages.size() >= 2 && messages[messages.size() - 2].role == "assistant",
+                 "chat: a turn follows an answer of the assistant; allowed messages whose last but one is its");
+  // A mark stands for the answer: templates trim answers, or leave out what was thought.
+  std::vector<ChatMessage> marked(messages.begin(), messages.end());
+  std::string& mark = marked[marked.size() - 2].content = "answer";
+  const std::string& last = marked.back().content;
+  while (last.find(mark) != std::string::npos) mark += "-answer";
+  const std::string rendered = layout().render(marked);
+  const std::size_t at = rendered.rfind(mark);
+  KVKEEP_REQUIRE(at != std::string::npos,
+                 "chat: the model's template does not show answers of the assistant; allowed "
+                 "one that does");
+  return tokenizer.encode_continuation(std::string_view(rendered).substr(at + mark.size()));
+}
+
 }  // namespace kvkeep::lm

@@ -25,6 +25,7 @@ using nlohmann::json;
 TEST_F(Command, TeachesByExampleInTheHelpOfEverySubcommand) {
   for (const Words& words : std::vector<Words>{{"--help"},
                                                {"generate", "--help"},
+                                               {"chat", "--help"},
                                                {"eval", "--help"},
                                                {"replay", "--help"},
                                                {"record", "--help"},

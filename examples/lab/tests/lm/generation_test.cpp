@@ -350,6 +350,63 @@ TEST(Generation, AForcedQuestionRunsInOneStep) {
   EXPECT_EQ(alone(decoder, folding, at_once).tokens.size(), 12U) << "each of its tokens has a surprisal";
 }
 
+TEST(Generation, AConversationGoesOnAsIfItsTurnHadBeenForced) {
+  Decoder decoder = Decoder::open(llama());
+  const std::vector<std::int32_t> turn = random_ids(7, 12);
+  Request forced = request(20, 20, 11);
+  forced.forced = turn;
+  forced.forced_at_once = true;
+  for (const char* policy :
+       {"full", "tova,budget=12,interval=4,sink=1,recent=4,prefill=cut", "sekv,interval=8,recent=8",
+        "adakv-snapkv,budget=16,interval=4,sink=1,recent=4,window=4,prefill=cut"}) {
+    const Completion whole = alone(decoder, policy, forced);
+    Generator generator(decoder, make_policy(policy), {.capacity = 40});
+    const SequenceId id = generator.join(request(20, 1, 11));
+    while (generator.step()) continue;
+    const auto rest = static_cast<std::int32_t>(whole.tokens.size() - turn.size());
+    generator.go_on(id, turn, rest);
+    while (generator.step()) continue;
+    const std::int64_t held = generator.bytes_held(id);
+    const Completion turns = generator.leave(id);
+    const auto after = whole.tokens.begin() + static_cast<std::ptrdiff_t>(turn.size());
+    EXPECT_EQ(std::vector(turns.tokens.begin() + 1, turns.tokens.end()), std::vector(after, whole.tokens.end()))
+        << policy;
+    EXPECT_EQ(turns.positions, whole.positions) << policy;
+    EXPECT_EQ(turns.events.size(), whole.events.size()) << policy;
+    EXPECT_EQ(held, whole.end_bytes) << policy;
+  }
+}
+
+TEST(Generation, AConversationGoesOnWithWhatAnAnswerThatWasCutShortLeftUnfed) {
+  Decoder decoder = Decoder::open(llama());
+  const Completion whole = alone(decoder, "full", request(20, 12, 11));
+  Generator generator(decoder, make_policy("full"), {.capacity = 40});
+  const SequenceId id = generator.join(request(20, 12, 11));
+  for (int step = 0; step < 5; ++step) ASSERT_TRUE(generator.step());
+  generator.go_on(id, {whole.tokens[4]}, 7);
+  while (generator.step()) continue;
+  EXPECT_EQ(generator.leave(id).tokens, whole.tokens);
+}
+
+TEST(Generation, AConversationEndsWhereItsPlaceIsFull) {
+  Decoder decoder = Decoder::open(llama());
+  Generator generator(decoder, make_policy("full"), {.capacity = 24});
+  const SequenceId id = generator.join(request(20, 1, 11));
+  EXPECT_THROW(generator.go_on(id, {1}, 1), StateError) << "its prompt has not run";
+  while (generator.step()) continue;
+  EXPECT_EQ(generator.slots_left(id), 4);
+  EXPECT_THROW(generator.go_on(id, {}, 1), InvalidArgument);
+  EXPECT_THROW(generator.go_on(id, {1}, 0), InvalidArgument);
+  EXPECT_THROW(generator.go_on(id, {1, 1 << 20}, 1), InvalidArgument);
+  EXPECT_THROW(generator.go_on(id, {1, 2, 3, 4, 5}, 1), StateError);
+  EXPECT_TRUE(generator.done(id)) << "nothing has changed";
+  generator.go_on(id, {1, 2}, 100);
+  while (generator.step()) continue;
+  EXPECT_EQ(generator.slots_left(id), 0);
+  EXPECT_TRUE(generator.done(id));
+  EXPECT_EQ(generator.leave(id).tokens.size(), 1U + 3U) << "two of the turn's, then one for each slot";
+}
+
 // ---- Bytes, events, edges -------------------------------------------------------------------------------------------
 
 TEST(Generation, CountsBytesOfLiveSlotsAtThePeakAndBehindTheLastEvent) {

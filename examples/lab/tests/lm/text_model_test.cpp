@@ -212,6 +212,32 @@ TEST(TextModel, PutsTheFirstTokenInFrontOnce) {
   }
 }
 
+TEST(TextModel, ATurnIsWhatFollowsAnAnswerInTheWholeConversation) {
+  TextModel model{.tokenizer = tokenizer_of(parts_of("smollm"))};
+  const std::vector<ChatMessage> whole{
+      {"system", "Be brief"}, {"user", "the cat"}, {"assistant", " sat, on answer "}, {"user", "an answer-answer?"}};
+  const std::string trimmed =
+      "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content | trim }}<|im_end|>"
+      "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}";
+  for (const std::string& jinja : {content(kGolden / "chat" / "smollm2.jinja"), trimmed}) {
+    model.chat_template = jinja;
+    const std::string turn = model.tokenizer.decode(model.turn(whole)), all = model.tokenizer.decode(model.chat(whole));
+    EXPECT_TRUE(all.ends_with(turn)) << turn;
+    EXPECT_TRUE(turn.starts_with("<|im_end|>")) << turn;
+    EXPECT_NE(turn.find("an answer-answer?"), std::string::npos);
+    EXPECT_EQ(turn.find("sat"), std::string::npos);
+  }
+  std::vector<ChatMessage> other = whole;
+  other[2].content = "a much longer answer, of other words";
+  EXPECT_EQ(model.turn(other), model.turn(whole)) << "the model knows what it wrote";
+  EXPECT_NE(message_of([&] {
+              static_cast<void>(model.turn(std::vector(whole.begin(), whole.begin() + 2)));
+            }).find("last but one"),
+            std::string::npos);
+  model.chat_template = "{{ messages[-1].content }}";
+  EXPECT_NE(message_of([&] { static_cast<void>(model.turn(whole)); }).find("does not show answers"), std::string::npos);
+}
+
 // Ids of the package tokenizers with this vocabulary; the text that jinja2 makes of this template.
 TEST(RealModel, HasTheTokensAndTheTemplateThatOthersMakeOfIt) {
   const char* path = std::getenv("KVKEEP_TEST_SMOLLM2");

@@ -1,11 +1,11 @@
 #pragma once
-// The page of kvkeep generate --html: everything but the data, which replaces kPictureData.
+// The page of kept_page(): everything but the data, which replaces kKeptData.
 
-namespace kvkeep::cli {
+namespace kvkeep::io {
 
-inline constexpr const char* kPictureData = "/*DATA*/null";
+inline constexpr const char* kKeptData = "/*DATA*/null";
 
-inline constexpr const char* kPicturePage = R"html(<!doctype html>
+inline constexpr const char* kKeptPage = R"html(<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -166,4 +166,4 @@ draw();
 </html>
 )html";
 
-}  // namespace kvkeep::cli
+}  // namespace kvkeep::io
