@@ -3,11 +3,32 @@
 
 set(config_dir "${CMAKE_INSTALL_LIBDIR}/cmake/kvkeep")
 
+# What a build leaves out is not installed either.
+set(left_out "")
+if(NOT KVKEEP_FOLDING)
+  list(
+    APPEND left_out
+    /memory$
+    /parts/folds.h
+    /policy/folded_memory.h
+    /policy/rest_options.h
+    /policy/sekv.h
+  )
+  list(APPEND left_out "/simd/(factorise|memory)_lanes")
+endif()
+if(NOT KVKEEP_FILES)
+  list(APPEND left_out /io$ /state$ /trace$)
+endif()
+if(NOT TARGET kvkeep_command)
+  list(APPEND left_out /cli$)
+endif()
+list(TRANSFORM left_out PREPEND "REGEX;/include/kvkeep")
+list(TRANSFORM left_out APPEND ";EXCLUDE")
 install(
   DIRECTORY include/kvkeep "${CMAKE_CURRENT_BINARY_DIR}/generated/kvkeep"
   DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
   FILES_MATCHING
-  PATTERN "*.h"
+  PATTERN "*.h" ${left_out}
 )
 install(TARGETS kvkeep_core kvkeep_header_only kvkeep EXPORT kvkeepTargets)
 install(EXPORT kvkeepTargets NAMESPACE kvkeep:: DESTINATION "${config_dir}")
@@ -40,6 +61,13 @@ endif()
 # For programs that do not use CMake: kvkeep.pc, found from where it lies.
 file(RELATIVE_PATH KVKEEP_PC_PREFIX "/prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/prefix")
 set(KVKEEP_PC_REQUIRES_PRIVATE libhwy)
+get_target_property(definitions kvkeep_core INTERFACE_COMPILE_DEFINITIONS)
+set(KVKEEP_PC_CFLAGS "")
+foreach(definition IN LISTS definitions)
+  if(definition)
+    string(APPEND KVKEEP_PC_CFLAGS " -D${definition}")
+  endif()
+endforeach()
 configure_file(cmake/kvkeep.pc.in kvkeep.pc @ONLY)
 install(FILES "${CMAKE_CURRENT_BINARY_DIR}/kvkeep.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/keep/columns.h"
 #include "kvkeep/keeper/checked_view.h"
@@ -63,7 +64,7 @@ class Keeper {
   }
   /// A sequence ends, at any point but in a pending event: the keeper forgets everything about it.
   void leave(SequenceId sequence) { sequences_->leave(sequence); }
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   /// Writes the keeper's state of a sequence to a file (docs/reference/state.md), whole or not at all; the sequence
   /// continues. The engine must save its rows of the cache. Call it between steps; if queries are kept, once every full
   /// layer has been observed. Throws: StateError for an unknown sequence, in the middle of a step, while its event is

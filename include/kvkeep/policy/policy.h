@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "kvkeep/core/decision.h"
-#include "kvkeep/memory/memory_options.h"
 #include "kvkeep/observe/trigger.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/score/evidence.h"
@@ -71,6 +70,7 @@ struct Provided {
 
 class KVPolicy;
 class Part;
+struct MemoryOptions;
 struct PartContext;
 /// Makes one part of a keeper.
 using MakePart = std::unique_ptr<Part> (*)(const PartContext&);
