@@ -56,6 +56,9 @@ macro(
       )
     endif()
     include(FetchContent)
+    if(POLICY CMP0135)
+      cmake_policy(SET CMP0135 NEW) # files of an archive have the time at which it was unpacked
+    endif()
     FetchContent_Declare(${name} URL "${url}" URL_HASH SHA256=${hash} ${ARGN})
     if("${name}" STREQUAL "highway")
       kvkeep_add_highway()

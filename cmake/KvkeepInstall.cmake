@@ -22,13 +22,15 @@ endif()
 if(NOT TARGET kvkeep_command)
   list(APPEND left_out /cli$)
 endif()
-list(TRANSFORM left_out PREPEND "REGEX;/include/kvkeep")
-list(TRANSFORM left_out APPEND ";EXCLUDE")
+set(excluded "")
+foreach(pattern IN LISTS left_out)
+  list(APPEND excluded REGEX "/include/kvkeep${pattern}" EXCLUDE)
+endforeach()
 install(
   DIRECTORY include/kvkeep "${CMAKE_CURRENT_BINARY_DIR}/generated/kvkeep"
   DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
   FILES_MATCHING
-  PATTERN "*.h" ${left_out}
+  PATTERN "*.h" ${excluded}
 )
 install(TARGETS kvkeep_core kvkeep_header_only kvkeep EXPORT kvkeepTargets)
 install(EXPORT kvkeepTargets NAMESPACE kvkeep:: DESTINATION "${config_dir}")

@@ -61,7 +61,7 @@ case "$1" in
       cat -- "$scratch/log"
       fail "it does not configure"
     }
-    build_and_run inside_header_only inside_c inside_minimal
+    build_and_run inside_header_only inside_minimal
     headers="$scratch/prefix/include/kvkeep"
     for left_out in memory io state trace cli parts/folds.h policy/sekv.h policy/rest_options.h; do
       [[ ! -e "$headers/$left_out" ]] || fail "kvkeep/$left_out is installed, which this build leaves out"

@@ -1,6 +1,7 @@
 // An engine with the least of kvkeep: it evicts from dense caches and from pages, under any policy by its text, and
 // what is left out is refused by name.
 
+#include <kvkeep/c.h>
 #include <kvkeep/kvkeep.h>
 #include <kvkeep/recipes.h>
 
@@ -83,5 +84,8 @@ int main() {
   expect(refused("sekv,budget=64", "sekv", "KVKEEP_FOLDING=ON"), "sekv is not refused");
   expect(refused("tova,budget=64,rest=fold", "rest=fold", "KVKEEP_FOLDING=ON"), "rest=fold is not refused");
   expect(refused("ams-triattention,budget=64", "ams-triattention", "KVKEEP_FILES=ON"), "triattention is not refused");
+  expect(kvkeep_save(nullptr, 1, "file") == KVKEEP_UNSUPPORTED &&
+             std::string(kvkeep_last_error()).find("KVKEEP_FILES=ON") != std::string::npos,
+         "C's save is not refused");
   return failures == 0 ? 0 : 1;
 }
