@@ -23,9 +23,9 @@ consume() {
   "$1-engine/engine" || fail "an engine over $1 does not run"
 }
 
-conan() {
+try_conan() {
   local program
-  program="$(command -v conan)" || {
+  program="$(type -P conan)" || {
     echo "ports test: no Conan here (pip install conan), so its recipe was not tried"
     return
   }
@@ -46,11 +46,11 @@ nlohmann_json/3.11.2
 tools.cmake.cmaketoolchain:generator=Ninja
 PROFILE
   CONAN_HOME="$scratch/conan" "$program" create "$source_dir/cmake/ports/conan" -pr:a "$scratch/profile" --no-remote \
-    -o 'kvkeep/*:folding=False' -o 'kvkeep/*:files=False' || fail "Conan's recipe fails"
+    -o 'kvkeep/*:shared=True' -o 'kvkeep/*:folding=False' -o 'kvkeep/*:files=False' || fail "Conan's recipe fails"
 }
 
 # The portfile under CMake, over stand-ins for vcpkg's functions that do what those do on Linux.
-vcpkg() {
+try_vcpkg() {
   cat > "$scratch/vcpkg.cmake" << CMAKE
 cmake_minimum_required(VERSION 3.22)
 set(CURRENT_PORT_DIR "$source_dir/cmake/ports/vcpkg")
@@ -103,7 +103,7 @@ CMAKE
   consume "$scratch/vcpkg"
 }
 
-conda() {
+try_conda() {
   cp -r -- "$source_dir"/{CMakeLists.txt,LICENSE,cmake,include,src} "$scratch/"
   (cd -- "$scratch" && PREFIX="$scratch/conda" CPU_COUNT=2 bash cmake/ports/conda/build.sh) ||
     fail "conda's script fails"
@@ -114,7 +114,7 @@ conda() {
 [[ $# -gt 0 ]] || set -- conan vcpkg conda
 for tool in "$@"; do
   case "$tool" in
-    conan | vcpkg | conda) "$tool" ;;
+    conan | vcpkg | conda) "try_$tool" ;;
     *) fail "unknown tool '$tool'; allowed conan, vcpkg, conda" ;;
   esac
   echo "ports test: $tool done"
