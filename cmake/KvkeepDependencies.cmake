@@ -8,21 +8,22 @@
 
 option(KVKEEP_FETCH_DEPENDENCIES "Load Highway, Eigen and nlohmann_json where they are not installed" OFF)
 
-# Highway's own settings while it is part of this build: the library alone.
-macro(kvkeep_add_highway)
-  foreach(part IN ITEMS CONTRIB EXAMPLES TESTS)
+# Highway's library alone, static, and nothing of it in the project's settings. KvkeepInstall.cmake installs it: its own
+# rules make no CMake package.
+function(kvkeep_add_highway)
+  foreach(part IN ITEMS CONTRIB EXAMPLES INSTALL TESTS)
     set(HWY_ENABLE_${part} OFF CACHE BOOL "")
   endforeach()
-  set(HWY_ENABLE_INSTALL ${KVKEEP_INSTALL} CACHE BOOL "")
-  set(kvkeep_had_testing ${BUILD_TESTING})
+  set(CMAKE_POLICY_DEFAULT_CMP0077 NEW) # its options are these variables
+  set(BUILD_SHARED_LIBS OFF)
+  set(BUILD_TESTING OFF)
   FetchContent_MakeAvailable(highway)
-  if("${kvkeep_had_testing}" STREQUAL "")
-    unset(BUILD_TESTING CACHE) # it includes CTest
-  endif()
+  set_target_properties(hwy PROPERTIES POSITION_INDEPENDENT_CODE ON)
   if(NOT TARGET hwy::hwy)
     add_library(hwy::hwy ALIAS hwy)
   endif()
-endmacro()
+  set(KVKEEP_HIGHWAY_SOURCE "${highway_SOURCE_DIR}" PARENT_SCOPE)
+endfunction()
 
 # Headers alone: nothing of theirs is configured.
 macro(kvkeep_add_headers name target folder)

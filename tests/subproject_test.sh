@@ -5,8 +5,8 @@
 #   tests/subproject_test.sh add_subdirectory|FetchContent [--headers]
 #   tests/subproject_test.sh minimal    without folding and files, where neither Eigen nor nlohmann_json is found; then
 #                                       what it installs, and an engine over that
-#   tests/subproject_test.sh fetched    with all libraries loaded. 77 (skipped) where they cannot be; FETCHED=FOLDER has
-#                                       them unpacked, in highway, eigen and nlohmann_json
+#   tests/subproject_test.sh fetched    with all libraries loaded, and an engine over what it installs. 77 (skipped) where
+#                                       they cannot be; FETCHED=FOLDER has them unpacked: highway, eigen, nlohmann_json
 #   tests/subproject_test.sh missing    what the configure step says without them
 #   tests/subproject_test.sh dist       from the source archive, which is made twice
 set -euo pipefail
@@ -87,8 +87,8 @@ case "$1" in
         given+=("-DFETCHCONTENT_SOURCE_DIR_${name^^}=$FETCHED/$name")
       done
     fi
-    configure -DHOW=add_subdirectory "${hidden[@]}" -DCMAKE_DISABLE_FIND_PACKAGE_hwy=ON \
-      -DKVKEEP_FETCH_DEPENDENCIES=ON "${given[@]}" || {
+    hidden+=(-DCMAKE_DISABLE_FIND_PACKAGE_hwy=ON)
+    configure -DHOW=add_subdirectory "${hidden[@]}" -DKVKEEP_FETCH_DEPENDENCIES=ON -DKVKEEP_INSTALL=ON "${given[@]}" || {
       if grep -qiE 'resolve host|connect to|timeout was reached|each download failed' "$scratch/log"; then
         echo "subproject test: skipped, since the libraries cannot be loaded here"
         exit 77
@@ -97,7 +97,13 @@ case "$1" in
       fail "it does not configure"
     }
     build_and_run inside_header_only inside_c
-    [[ -z "$(find "$scratch/prefix" -type f 2> /dev/null)" ]] || fail "it installed what belongs to kvkeep"
+    "$cmake" -G Ninja -S "$source_dir/cmake/ports/conan/test_package" -B "$scratch/installed" "${hidden[@]}" \
+      "-DCMAKE_PREFIX_PATH=$scratch/prefix" > "$scratch/log" 2>&1 || {
+      cat -- "$scratch/log"
+      fail "an engine does not configure against what it installed"
+    }
+    "$cmake" --build "$scratch/installed" || fail "an engine does not build against what it installed"
+    "$scratch/installed/engine" || fail "an engine over what it installed does not run"
     ;;
   missing)
     for package in hwy:libhwy-dev Eigen3:libeigen3-dev nlohmann_json:nlohmann-json3-dev; do
