@@ -13,7 +13,7 @@
 #   bash bench/gpu.sh filters TESTS  fails if a kernel has no sanitizer test, or its filter matches none in TESTS
 #
 # Programs come from a kit (bench/gpu_kit.sh on a machine with nvcc and a network, then .gpu/ carried beside the tree),
-# or from the stage build, which needs nvcc, CMake 3.25, Ninja, LibTorch, and other libraries of the system or of .deps/
+# or from the stage build, which needs nvcc, CMake 3.22, Ninja, LibTorch, and other libraries of the system or of .deps/
 # (bench/gpu_deps.sh). What is newer is taken.
 #
 # Results go to OUT (build/gpu-results unless given) as they come: OUT/STAGE/*.log, from the benches OUT/bench.jsonl, a

@@ -3,16 +3,51 @@
 
 set(config_dir "${CMAKE_INSTALL_LIBDIR}/cmake/kvkeep")
 
+# What a build leaves out is not installed either.
+set(left_out "")
+if(NOT KVKEEP_FOLDING)
+  list(
+    APPEND left_out
+    /memory$
+    /parts/folds.h
+    /policy/folded_memory.h
+    /policy/rest_options.h
+    /policy/sekv.h
+  )
+  list(APPEND left_out "/simd/(factorise|memory)_lanes")
+endif()
+if(NOT KVKEEP_FILES)
+  list(APPEND left_out /io$ /state$ /trace$)
+endif()
+if(NOT TARGET kvkeep_command)
+  list(APPEND left_out /cli$)
+endif()
+set(excluded "")
+foreach(pattern IN LISTS left_out)
+  list(APPEND excluded REGEX "/include/kvkeep${pattern}" EXCLUDE)
+endforeach()
 install(
   DIRECTORY include/kvkeep "${CMAKE_CURRENT_BINARY_DIR}/generated/kvkeep"
   DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
   FILES_MATCHING
-  PATTERN "*.h"
+  PATTERN "*.h" ${excluded}
 )
 if(NOT SKBUILD) # the wheel has them where wheels have them
   install(FILES LICENSE cmake/THIRD_PARTY.md DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 endif()
 install(TARGETS kvkeep_core kvkeep_header_only kvkeep EXPORT kvkeepTargets)
+if(KVKEEP_HIGHWAY_SOURCE) # it was loaded
+  install(TARGETS hwy EXPORT kvkeepTargets)
+  install(
+    DIRECTORY "${KVKEEP_HIGHWAY_SOURCE}/hwy"
+    DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
+    FILES_MATCHING
+    PATTERN "*.h"
+    PATTERN contrib EXCLUDE
+    PATTERN examples EXCLUDE
+    PATTERN tests EXCLUDE
+  )
+endif()
 install(EXPORT kvkeepTargets NAMESPACE kvkeep:: DESTINATION "${config_dir}")
 if(KVKEEP_TORCH)
   install(TARGETS kvkeep_torch EXPORT kvkeepTorchTargets)
@@ -43,13 +78,31 @@ endif()
 # For programs that do not use CMake: kvkeep.pc, found from where it lies.
 file(RELATIVE_PATH KVKEEP_PC_PREFIX "/prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/prefix")
 set(KVKEEP_PC_REQUIRES_PRIVATE libhwy)
+set(KVKEEP_PC_LIBS_PRIVATE "")
+if(KVKEEP_HIGHWAY_SOURCE)
+  set(KVKEEP_PC_REQUIRES_PRIVATE "")
+  set(KVKEEP_PC_LIBS_PRIVATE "-lhwy ")
+endif()
+get_target_property(definitions kvkeep_core INTERFACE_COMPILE_DEFINITIONS)
+set(KVKEEP_PC_CFLAGS "")
+foreach(definition IN LISTS definitions)
+  if(definition)
+    string(APPEND KVKEEP_PC_CFLAGS " -D${definition}")
+  endif()
+endforeach()
 configure_file(cmake/kvkeep.pc.in kvkeep.pc @ONLY)
 install(FILES "${CMAKE_CURRENT_BINARY_DIR}/kvkeep.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
 
+set(KVKEEP_CONFIG_HIGHWAY ON) # a consumer finds its own
+if(KVKEEP_HIGHWAY_SOURCE)
+  set(KVKEEP_CONFIG_HIGHWAY OFF)
+endif()
 set(KVKEEP_CONFIG_STATIC_DEPENDENCIES "") # of kvkeepTargets
 set(KVKEEP_CONFIG_STATIC_TORCH_DEPENDENCIES "")
 if(NOT BUILD_SHARED_LIBS)
-  set(KVKEEP_CONFIG_STATIC_DEPENDENCIES "find_dependency(hwy 1.0)")
+  if(KVKEEP_CONFIG_HIGHWAY)
+    set(KVKEEP_CONFIG_STATIC_DEPENDENCIES "find_dependency(hwy 1.0)")
+  endif()
   if(TARGET kvkeep_cuda)
     string(APPEND KVKEEP_CONFIG_STATIC_TORCH_DEPENDENCIES "\nfind_dependency(CUDAToolkit)")
   endif()

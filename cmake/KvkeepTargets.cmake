@@ -8,7 +8,7 @@ if(PROJECT_IS_TOP_LEVEL)
   if(KVKEEP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
     set(CMAKE_CXX_COMPILER_LAUNCHER "${KVKEEP_CCACHE}")
   endif()
-  if(KVKEEP_MOLD)
+  if(KVKEEP_MOLD AND NOT CMAKE_CROSSCOMPILING)
     add_link_options(-fuse-ld=mold)
   endif()
 endif()
@@ -119,11 +119,14 @@ function(kvkeep_unite target parts)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${batch})
 endfunction()
 
-# A library NAME from the .cpp files of some folders, compiled in UNITS units, with TORCH one that knows LibTorch; while
-# there are none yet, an empty name that links what it would.
+# A library NAME from the .cpp files of some folders but those LEFT_OUT, compiled in UNITS units, with TORCH one that
+# knows LibTorch; while there are none yet, an empty name that links what it would.
 function(kvkeep_add_library name)
-  cmake_parse_arguments(arg "TORCH" "UNITS" "STEMS;LINK" ${ARGN})
+  cmake_parse_arguments(arg "TORCH" "UNITS" "STEMS;LINK;LEFT_OUT" ${ARGN})
   kvkeep_glob(sources ${arg_STEMS})
+  foreach(source IN LISTS arg_LEFT_OUT)
+    list(REMOVE_ITEM sources "${PROJECT_SOURCE_DIR}/src/${source}.cpp")
+  endforeach()
   string(REPLACE "kvkeep_" "" short "${name}")
   if(sources)
     add_library(${name} ${sources})
@@ -146,7 +149,7 @@ function(kvkeep_add_library name)
     target_link_libraries(
       ${name}
       PUBLIC ${arg_LINK} Threads::Threads
-      PRIVATE hwy::hwy $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
+      PRIVATE hwy::hwy $<BUILD_INTERFACE:$<TARGET_NAME_IF_EXISTS:nlohmann_json::nlohmann_json>>
     )
   else()
     add_library(${name} INTERFACE)

@@ -79,7 +79,7 @@ kvkeep_bootstrap_packages() {
   local missing
   if ! command -v dpkg-query > /dev/null || ! command -v apt-get > /dev/null; then
     kvkeep_say "kvkeep: not a Debian or Ubuntu machine; going on with what is here. It needs a C++20 compiler," \
-      "CMake 3.25, Ninja, and the libraries Highway 1.0, nlohmann-json 3.10, utf8proc 2.2, CLI11, GoogleTest, Google" \
+      "CMake 3.22, Ninja, and the libraries Highway 1.0, nlohmann-json 3.10, utf8proc 2.2, CLI11, GoogleTest, Google" \
       "Benchmark."
     return
   fi
@@ -242,14 +242,14 @@ kvkeep_build() {
 
   # Ninja configures again by itself when CMake files change, but does not see another LibTorch or a moved tree.
   local asked="$preset|${Torch_DIR:-}|${CMAKE_PREFIX_PATH:-}|$kvkeep_root"
-  local fresh=() options=("${kvkeep_configure_options[@]}")
+  local options=("${kvkeep_configure_options[@]}")
   if [[ ${#options[@]} -gt 0 || ! -f "$folder/build.ninja" || ! -f "$folder/.kvkeep-configured" ||
     "$(< "$folder/.kvkeep-configured")" != "$asked" ]]; then
     if [[ -f "$folder/CMakeCache.txt" ]] &&
       ! grep -qxF "CMAKE_HOME_DIRECTORY:INTERNAL=$kvkeep_root" "$folder/CMakeCache.txt"; then
-      fresh=(--fresh)
+      rm -rf -- "$folder/CMakeCache.txt" "$folder/CMakeFiles" # as cmake --fresh does, which CMake 3.22 lacks
     fi
-    (cd -- "$kvkeep_root" && cmake --preset "$preset" -B "$folder" "${fresh[@]}" "${options[@]}") >&2
+    (cd -- "$kvkeep_root" && cmake --preset "$preset" -B "$folder" "${options[@]}") >&2
     printf '%s\n' "$asked" > "$folder/.kvkeep-configured"
   fi
   cmake --build "$folder" --parallel "$(kvkeep_jobs)" "${targets[@]}" >&2

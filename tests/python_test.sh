@@ -123,7 +123,7 @@ env -u LD_LIBRARY_PATH OMP_NUM_THREADS=1 IPYTHONDIR="$scratch/ipython" KVKEEP_NO
 
 mkdir engine
 cat > engine/CMakeLists.txt << CMAKE
-cmake_minimum_required(VERSION 3.25)
+cmake_minimum_required(VERSION 3.22)
 project(engine LANGUAGES C CXX)
 find_package(kvkeep 0.1 REQUIRED COMPONENTS kvkeep)
 add_executable(engine "$source_dir/tests/c/engine.c")

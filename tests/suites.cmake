@@ -3,7 +3,7 @@
 #
 # Reads PROGRAM, PREFIX (goes before each name) and SLOW.
 
-cmake_policy(VERSION 3.25)
+cmake_policy(VERSION 3.22)
 execute_process(COMMAND "${PROGRAM}" --gtest_list_tests OUTPUT_VARIABLE listed RESULT_VARIABLE failed)
 if(failed)
   message(FATAL_ERROR "tests: ${PROGRAM} --gtest_list_tests ended with ${failed}")

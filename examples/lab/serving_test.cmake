@@ -1,7 +1,7 @@
 # What the comparison of example_serving (PROGRAM) says of a few random requests stays true: its own engine against the
 # same one under restrictions, a policy that never cuts, and one that does, in a pool that shrinks.
 
-cmake_policy(VERSION 3.25)
+cmake_policy(VERSION 3.22)
 set(csv "${OUT}/serving_test.csv")
 execute_process(
   COMMAND

@@ -17,5 +17,7 @@
 // What kvkeep::header_only lacks: policies by name, saved state.
 #ifndef KVKEEP_HEADER_ONLY
 #include "kvkeep/policy/registry.h"
+#endif
+#if KVKEEP_FILES
 #include "kvkeep/state/state_file.h"
 #endif

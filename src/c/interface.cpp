@@ -14,7 +14,6 @@
 #include "kvkeep/keeper/copy_rows.h"
 #include "kvkeep/keeper/keeper.h"
 #include "kvkeep/keeper/metrics.h"
-#include "kvkeep/parts/folds.h"
 #include "kvkeep/parts/given.h"
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"
@@ -22,6 +21,9 @@
 #include "kvkeep/policy/plugin.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/version.h"
+#if KVKEEP_FOLDING
+#include "kvkeep/parts/folds.h"
+#endif
 
 /// A keeper with what its newest result points to.
 struct kvkeep_keeper {
@@ -236,11 +238,21 @@ void give_bytes(kvkeep_keeper& k, const void** bytes, std::size_t* count, const 
   size = k.bytes.size();
 }
 
+#if !KVKEEP_FILES
+[[noreturn]] void refuse_files(const char* what) {
+  refuse<Unsupported>(what, ": this build leaves out files and JSON; allowed in one with KVKEEP_FILES=ON");
+}
+#endif
+
 std::unique_ptr<KVPolicy> policy_of(const char* policy) {
   const std::string_view said = &required(policy, "policy");
-  return said.find_first_not_of(" \t\r\n") != std::string_view::npos && said[said.find_first_not_of(" \t\r\n")] == '{'
-             ? make_policy_from_json(said)
-             : make_policy(said);
+  const std::size_t first = said.find_first_not_of(" \t\r\n");
+  if (first == std::string_view::npos || said[first] != '{') return make_policy(said);
+#if KVKEEP_FILES
+  return make_policy_from_json(said);
+#else
+  refuse_files("a policy in JSON");
+#endif
 }
 
 /// The number of tokens that `indptr` names.
@@ -476,21 +488,42 @@ kvkeep_status kvkeep_fork(kvkeep_keeper* keeper, int64_t child, int64_t parent, 
   });
 }
 kvkeep_status kvkeep_save_bytes(kvkeep_keeper* keeper, int64_t sequence, const void** bytes, size_t* count) {
+#if KVKEEP_FILES
   return guarded([&] {
     kvkeep_keeper& k = required(keeper, "keeper");
     give_bytes(k, bytes, count, [&] { return k.keeper.save(sequence); });
   });
+#else
+  static_cast<void>(keeper), static_cast<void>(sequence), static_cast<void>(bytes), static_cast<void>(count);
+  return guarded([] { refuse_files("save"); });
+#endif
 }
 kvkeep_status kvkeep_restore_bytes(kvkeep_keeper* keeper, int64_t sequence, const void* bytes, size_t count,
                                    int32_t prompt) {
+#if KVKEEP_FILES
   return guarded(
       [&] { required(keeper, "keeper").keeper.restore(sequence, bytes_of(bytes, count), prompt_of(prompt)); });
+#else
+  static_cast<void>(keeper), static_cast<void>(sequence), static_cast<void>(bytes), static_cast<void>(count);
+  static_cast<void>(prompt);
+  return guarded([] { refuse_files("restore"); });
+#endif
 }
 kvkeep_status kvkeep_save(const kvkeep_keeper* keeper, int64_t sequence, const char* file) {
+#if KVKEEP_FILES
   return guarded([&] { required(keeper, "keeper").keeper.save(sequence, &required(file, "file")); });
+#else
+  static_cast<void>(keeper), static_cast<void>(sequence), static_cast<void>(file);
+  return guarded([] { refuse_files("save"); });
+#endif
 }
 kvkeep_status kvkeep_restore(kvkeep_keeper* keeper, int64_t sequence, const char* file) {
+#if KVKEEP_FILES
   return guarded([&] { required(keeper, "keeper").keeper.restore(sequence, &required(file, "file")); });
+#else
+  static_cast<void>(keeper), static_cast<void>(sequence), static_cast<void>(file);
+  return guarded([] { refuse_files("restore"); });
+#endif
 }
 
 kvkeep_status kvkeep_observe(kvkeep_keeper* keeper, const kvkeep_observation* observation) {
@@ -540,8 +573,12 @@ kvkeep_status kvkeep_view(kvkeep_keeper* keeper, const kvkeep_observation* obser
   return guarded([&] {
     const Attended attended{view_of(required(out, "out"), "out"),
                             view_of(required(log_sum_exp, "log_sum_exp"), "log_sum_exp")};
+#if KVKEEP_FOLDING
     if (auto* const part = required(keeper, "keeper").keeper.find<parts::Folds>())
       static_cast<void>(part->view(observation_of(observation), attended));
+#else
+    static_cast<void>(required(keeper, "keeper")), static_cast<void>(observation_of(observation));
+#endif
   });
 }
 

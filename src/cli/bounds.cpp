@@ -8,6 +8,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/prefill.h"
+#include "kvkeep/policy/rest_options.h"
 #include "kvkeep/policy/sekv.h"
 
 namespace kvkeep::cli {

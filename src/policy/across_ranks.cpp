@@ -10,6 +10,9 @@
 #include "kvkeep/policy/across_ranks.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/score/random.h"
+#if KVKEEP_FOLDING
+#include "kvkeep/policy/folded_memory.h"
+#endif
 
 namespace kvkeep {
 namespace {
@@ -422,10 +425,12 @@ class AcrossRanks final : public Machine {
                            device().str(), "; allowed on the CPU, or policies whose rows decide by themselves"));
     return found;
   }
+#if KVKEEP_FOLDING
   [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
                                                             const MemoryOptions& memory) override {
     return own_.folded_memory(spec, memory);
   }
+#endif
   /// On a device rows decide by themselves.
   [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits, const Ask& ask) override {
     std::unique_ptr<Event> own = own_.begin(evidence, limits, ask);

@@ -6,11 +6,11 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "kvkeep/policy/option_value.h"
 #include "kvkeep/policy/registry.h"
 
 namespace kvkeep {
@@ -31,7 +31,7 @@ class KnownPolicies {
   void add(AllocatorEntry entry);
   [[nodiscard]] std::vector<const KnownPolicy*> all() const;
   [[nodiscard]] std::string names() const;
-  /// Throws InvalidArgument with all names if there is none of this name.
+  /// Throws InvalidArgument with all names if there is none of this name, Unsupported if this build leaves it out.
   [[nodiscard]] const KnownPolicy& named(std::string_view name) const;
   [[nodiscard]] const KnownPolicy* find(std::string_view name) const;
 
@@ -54,11 +54,11 @@ class KnownPolicies {
 /// What lists say of a policy, with its options.
 [[nodiscard]] PolicyInfo info_of(const KnownPolicy& known);
 
-/// The policy that a JSON object describes. `uneven_heads`: rows of a layer differ in length before it first decides.
-[[nodiscard]] std::unique_ptr<KVPolicy> policy_of(const nlohmann::json& object,
-                                                  const std::filesystem::path& folder = {}, bool uneven_heads = false);
+/// The policy that an object describes. `uneven_heads`: rows of a layer differ in length before it first decides.
+[[nodiscard]] std::unique_ptr<KVPolicy> policy_of(const OptionValue& object, const std::filesystem::path& folder = {},
+                                                  bool uneven_heads = false);
 
 /// The files that it names.
-[[nodiscard]] std::vector<PolicyFile> files_of(const nlohmann::json& object, const std::filesystem::path& folder);
+[[nodiscard]] std::vector<PolicyFile> files_of(const OptionValue& object, const std::filesystem::path& folder);
 
 }  // namespace kvkeep

@@ -13,7 +13,6 @@
 #include "kvkeep/policy/gemfilter.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/policy/pyramidinfer.h"
-#include "kvkeep/policy/sekv.h"
 #include "kvkeep/score/cur.h"
 #include "kvkeep/score/defensive.h"
 #include "kvkeep/score/expected.h"
@@ -29,6 +28,9 @@
 #include "kvkeep/score/tova.h"
 #include "kvkeep/score/triattention.h"
 #include "kvkeep/score/vase.h"
+#if KVKEEP_FOLDING
+#include "kvkeep/policy/sekv.h"
+#endif
 
 namespace kvkeep {
 namespace {
@@ -61,6 +63,7 @@ PolicyEntry full() {
           }};
 }
 
+#if KVKEEP_FOLDING
 PolicyEntry sekv() {
   return {.name = "sekv",
           .what =
@@ -75,6 +78,7 @@ PolicyEntry sekv() {
                 [o](std::string json, std::unique_ptr<KVPolicy>) { return std::make_unique<Sekv>(o, std::move(json)); };
           }};
 }
+#endif
 
 /// A policy that narrows prompts. `describe`: as PolicyEntry.
 PolicyEntry narrowing(const char* name, const char* what, const char* source,
@@ -115,7 +119,9 @@ KnownPolicies::KnownPolicies() {
   add(scorer_entry<Rkv>());
   add(scorer_entry<RandomScorer>());
   add(scorer_entry<RandomAttention>(RandomAttention::traits, random_attention_defaults));
+#if KVKEEP_FILES
   add(scorer_entry<TriAttention>());
+#endif
   add(scorer_entry<SnapKV>());
   add(scorer_entry<Rpc>(Rpc::traits, rpc_defaults));
   add(scorer_entry<H2O>());
@@ -150,7 +156,9 @@ KnownPolicies::KnownPolicies() {
   add(narrowing("pyramidinfer", "fewer tokens of a prompt continue from layer to layer",
                 "Yang et al., PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference",
                 read_narrowing<PyramidInfer, ShrinkingContextOptions>));
+#if KVKEEP_FOLDING
   add(sekv());
+#endif
 }
 
 }  // namespace kvkeep

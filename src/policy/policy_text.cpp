@@ -4,18 +4,9 @@
 
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep {
 namespace {
-
-using Json = nlohmann::json;
-
-/// A JSON value from the text of "key=value": a number or a boolean if it reads as one, else a string.
-Json value_of(const std::string& text) {
-  Json parsed = io::parse_json(text).value;
-  return parsed.is_number() || parsed.is_boolean() ? parsed : Json(text);
-}
 
 /// The canonical name of an option that was written without its sub-object.
 std::string full_key(const PolicyInfo& policy, const std::string& key) {
@@ -34,9 +25,9 @@ std::string full_key(const PolicyInfo& policy, const std::string& key) {
   return matches.empty() ? key : matches.front();
 }
 
-Json object_of(std::string_view text) {
+OptionValue object_of(std::string_view text) {
   if (const std::string_view first = prefill_part(text); first.size() < text.size()) {
-    Json object = object_of(first);
+    OptionValue object = object_of(first);
     KVKEEP_REQUIRE(!object.contains("decode"),
                    "policy: decode is given twice, as an option and after a +; allowed once");
     object["decode"] = object_of(text.substr(first.size() + 1));
@@ -44,7 +35,8 @@ Json object_of(std::string_view text) {
   }
   const std::size_t comma = text.find(',');
   const std::string name(text.substr(0, comma));
-  Json object = {{"policy", name}};
+  OptionValue object;
+  object["policy"] = name;
   const PolicyInfo info = info_of(known_policies().named(name));
   while (text.find(',') != std::string_view::npos) {
     text.remove_prefix(text.find(',') + 1);
@@ -52,14 +44,7 @@ Json object_of(std::string_view text) {
     const std::size_t equals = item.find('=');
     KVKEEP_REQUIRE(equals != std::string::npos && equals > 0, "policy: \"", shortened(item),
                    "\" is not key=value; given \"", shortened(text), "\"; allowed name,key=value,...");
-    const std::string key = full_key(info, item.substr(0, equals));
-    const std::size_t dot = key.find('.');
-    Json& scope = dot == std::string::npos ? object : object[key.substr(0, dot)];
-    KVKEEP_REQUIRE(scope.is_null() || scope.is_object(), "policy: ", shortened(key.substr(0, dot)),
-                   " is given as a value, and ", shortened(key), " as an option in it; allowed one of them");
-    Json& slot = scope[dot == std::string::npos ? key : key.substr(dot + 1)];
-    KVKEEP_REQUIRE(slot.is_null(), "policy: ", shortened(key), " is given twice; allowed once");
-    slot = value_of(item.substr(equals + 1));
+    object.give(full_key(info, item.substr(0, equals)), OptionValue::of_text(item.substr(equals + 1)));
   }
   return object;
 }

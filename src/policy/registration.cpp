@@ -5,7 +5,6 @@
 
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
-#include "kvkeep/io/untrusted_json.h"
 
 namespace kvkeep {
 namespace {
@@ -17,6 +16,15 @@ bool fit(const ScorerEntry& scorer, const AllocatorEntry& allocator) {
 }
 
 constexpr auto kNameOfPolicy = [](const KnownPolicy* policy) -> const std::string& { return policy->entry.name; };
+
+/// Names that a build without some part does not know.
+struct LeftOut {
+  std::string_view name;  ///< alone, and under allocators
+  bool built;
+  std::string_view why, option;
+};
+constexpr LeftOut kLeftOut[] = {{"sekv", KVKEEP_FOLDING, " folds spans", "KVKEEP_FOLDING"},
+                                {"triattention", KVKEEP_FILES, " reads a calibration file", "KVKEEP_FILES"}};
 
 KnownPolicy composed(const ScorerEntry& scorer, const AllocatorEntry& allocator) {
   return evicting(text(allocator.traits.name, "-", scorer.traits.name), scorer, allocator);
@@ -106,6 +114,10 @@ std::string KnownPolicies::names() const { return joined(all(), kNameOfPolicy); 
 
 const KnownPolicy& KnownPolicies::named(std::string_view name) const {
   if (const KnownPolicy* known = find(name)) return *known;
+  for (const LeftOut& one : kLeftOut)
+    KVKEEP_REQUIRE_AS(Unsupported, one.built || !(name == one.name || name.ends_with("-" + std::string(one.name))),
+                      "policy: ", name, one.why, ", which this build leaves out; allowed in a build with ", one.option,
+                      "=ON");
   refuse("policy: there is no policy \"", shortened(name), "\"", did_you_mean(name, all(), kNameOfPolicy), "; allowed ",
          names());
 }

@@ -1,17 +1,12 @@
 #include <kvkeep/kvkeep.h>
-#include <kvkeep/score/recency.h>
-
-#include <memory>
+#include <kvkeep/recipes.h>
 
 int main() {  // 0 when a prompt of twelve cached tokens fell to six
   kvkeep::ModelSpec model;
   model.query_heads = model.kv_heads = 1;
   model.key_dim = model.value_dim = 8;
   model.layers.resize(1);
-  const kvkeep::Retention retention{
-      .trigger = {.budget = {.slots = 6}, .interval = 6, .prefill = kvkeep::Trigger::Prefill::cut}, .sink = 2};
-  kvkeep::Keeper keeper(model, std::make_unique<kvkeep::Evict>("streaming", std::make_unique<kvkeep::Recency>(),
-                                                               std::make_unique<kvkeep::Flat>(), retention));
+  kvkeep::Keeper keeper(model, kvkeep::recipes::streaming(6, {{"interval", 6}, {"sink", 2}, {"prefill", "cut"}}));
   const kvkeep::SequenceId id = 1;
   std::int32_t length = 12;
   keeper.join(id, length);

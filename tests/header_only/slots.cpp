@@ -3,11 +3,10 @@
 
 #include "slots.h"
 
-#include <kvkeep/allot/mass_segmented.h>
 #include <kvkeep/kvkeep.h>
 #include <kvkeep/parts/folds.h>
+#include <kvkeep/recipes.h>
 #include <kvkeep/score/rkv.h>
-#include <kvkeep/score/tova.h>
 
 #include <cstdio>
 #include <cstring>
@@ -52,27 +51,18 @@ std::vector<std::byte> stored(const std::vector<float>& from, kvkeep::Dtype dtyp
 }
 
 std::unique_ptr<kvkeep::KVPolicy> ams_tova() {
-  kvkeep::MassSegmentedOptions segments;
-  segments.min_segment = 8;
-  segments.min_quota = 2;
-  kvkeep::Retention retention{
-      .trigger = {.budget = {.slots = 64}, .interval = 16, .prefill = kvkeep::Trigger::Prefill::cut, .ragged = false},
-      .sink = 4,
-      .recent = 8};
-  return std::make_unique<kvkeep::Evict>(
-      "ams-tova", std::make_unique<kvkeep::Tova>(kvkeep::TovaOptions{.heads = kvkeep::TovaOptions::Heads::group}),
-      std::make_unique<kvkeep::MassSegmented>(segments), retention);
+  return kvkeep::recipes::ams_tova(64, {{"interval", 16},
+                                        {"prefill", "cut"},
+                                        {"recent", 8},
+                                        {"scorer.heads", "group"},
+                                        {"allocator.min_segment", 8},
+                                        {"allocator.min_quota", 2}});
 }
 
 /// R-KV folds what it drops: every loop of a span memory runs.
 std::unique_ptr<kvkeep::KVPolicy> folding_rkv() {
-  kvkeep::Retention retention{
-      .trigger = {.budget = {.slots = 48}, .interval = 16, .prefill = kvkeep::Trigger::Prefill::cut},
-      .sink = 2,
-      .recent = 8,
-      .rest = std::make_shared<const kvkeep::RestOptions>()};
-  return std::make_unique<kvkeep::Evict>("rkv", std::make_unique<kvkeep::Rkv>(), std::make_unique<kvkeep::Flat>(),
-                                         retention);
+  return kvkeep::recipes::evicting<kvkeep::Rkv>(
+      {{"budget", 48}, {"interval", 16}, {"prefill", "cut"}, {"sink", 2}, {"recent", 8}, {"rest", "fold"}});
 }
 
 void print(const kvkeep::Keeper& keeper, const char* what, kvkeep::SequenceId id) {
@@ -100,6 +90,7 @@ void run(const char* what, kvkeep::Dtype dtype, std::unique_ptr<kvkeep::KVPolicy
                                      {values[l].data(), dtype, {rows, kKvHeads, kCapacity, kDim}}});
   }
   const bool folds = policy->memory() != nullptr;
+  std::printf("%s: %s\n", what, policy->to_json().c_str());
   kvkeep::Keeper keeper(model(), std::move(policy), {.reads_folded = folds});
   keeper.bind(layers);
   for (const kvkeep::SequenceId id : ids) keeper.join(id);

@@ -1,7 +1,7 @@
 // A second file that includes everything: its bodies and those of the other file are the same to the linker.
 
 #include <kvkeep/kvkeep.h>
-#include <kvkeep/score/recency.h>
+#include <kvkeep/recipes.h>
 
 #include "slots.h"
 
@@ -10,10 +10,7 @@ std::vector<std::int32_t> streamed(std::int32_t n) {
   model.query_heads = model.kv_heads = 1;
   model.key_dim = model.value_dim = 8;
   model.layers.resize(1);
-  kvkeep::Retention retention{
-      .trigger = {.budget = {.slots = 4}, .prefill = kvkeep::Trigger::Prefill::cut}, .sink = 1, .recent = 2};
-  kvkeep::Keeper keeper(model, std::make_unique<kvkeep::Evict>("streaming", std::make_unique<kvkeep::Recency>(),
-                                                               std::make_unique<kvkeep::Flat>(), std::move(retention)));
+  kvkeep::Keeper keeper(model, kvkeep::recipes::streaming(4, {{"prefill", "cut"}, {"sink", 1}, {"recent", 2}}));
   std::vector<float> keys(static_cast<std::size_t>(n) * 8), values = keys;
   const kvkeep::SequenceId id = 1;
   std::int32_t length = n;

@@ -163,7 +163,7 @@ TEST(Registry, RefusesWithTheFieldTheValueAndWhatIsAllowed) {
   expect_refused(R"({"policy": "tova", "budget": 64, "budget": 65})", {"budget", "twice"});
   expect_refused(R"({"policy": "full", "budget": 64})", {"full", "budget"});
   expect_refused("", {"not JSON"});
-  expect_refused("[1]", {"array"});
+  expect_refused("[1]", {"[1]", "JSON object"});
   EXPECT_THROW(static_cast<void>(make_policy("tova,budget")), InvalidArgument);
   EXPECT_THROW(static_cast<void>(make_policy("tova,budget=5,budget=6")), InvalidArgument);
   EXPECT_THROW(static_cast<void>(load_policy("/no/such/policy.json")), InvalidArgument);

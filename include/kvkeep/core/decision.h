@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <span>
 #include <vector>
@@ -97,6 +98,25 @@ struct TokenSet {
   std::vector<std::int64_t> indptr;  ///< host [sequences + 1]
   bool restart =
       false;  ///< they form a new prompt that starts again at the first layer, at positions from 0 (two passes)
+};
+
+/// Counts of what attention read of folded spans.
+struct ReadCounts {
+  std::int64_t queries = 0;   ///< tokens x KV heads
+  std::int64_t zooms = 0;     ///< spans opened, by token and KV head
+  std::int64_t tokens = 0;    ///< tokens in them
+  std::int64_t bytes = 0;     ///< of their factors, each time that they are read
+  std::int64_t unmet = 0;     ///< spans asked for that the budget had no room for
+  std::int64_t resident = 0;  ///< entries in reach if nothing opens, rounded up, over all queries
+
+  /// One of these counts per query; NaN if there were no queries.
+  [[nodiscard]] double a_query(std::int64_t count) const {
+    return queries == 0 ? std::numeric_limits<double>::quiet_NaN()
+                        : static_cast<double>(count) / static_cast<double>(queries);
+  }
+
+  ReadCounts& operator+=(const ReadCounts& other);
+  friend ReadCounts operator+(ReadCounts a, const ReadCounts& b) { return a += b; }
 };
 
 /// Dropped slots that fold into spans instead of vanishing.

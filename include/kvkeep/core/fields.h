@@ -28,6 +28,15 @@ struct Range {
   [[nodiscard]] static constexpr Range between(double low, double high) { return {low, high, true, true}; }
 };
 
+/// One option of a policy, for display.
+struct OptionInfo {
+  std::string name;      ///< as in JSON, with its sub-object: "allocator.window"
+  std::string fallback;  ///< default; "required" if there is none
+  std::string allowed;   ///< range or choices
+  std::string what;      ///< one line
+  bool file = false;     ///< it names a file
+};
+
 /// A struct of options has a function `describe(Fields& f)` that calls integer(), real(), flag(), choice() or another
 /// function of this class once per option, with the member that holds it. The member's value is the default. Texts are
 /// shown to people: `what` is one line.

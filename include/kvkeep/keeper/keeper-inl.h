@@ -11,13 +11,15 @@
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/keeper/keeper.h"
-#include "kvkeep/parts/folds.h"
 #include "kvkeep/parts/given.h"
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"
 #include "kvkeep/parts/ranks.h"
 #include "kvkeep/parts/surprisal.h"
 #include "kvkeep/policy/evict.h"
+#if KVKEEP_FOLDING
+#include "kvkeep/parts/folds.h"
+#endif
 
 namespace kvkeep {
 namespace keeper_detail {
@@ -47,7 +49,9 @@ inline void add_parts(Sequences& sequences, const KVPolicy& policy, const Provid
   if (needs.given_scores) sequences.add(std::make_unique<parts::Given>(context));
   if (needs.surprisal) sequences.add(std::make_unique<parts::Surprisal>(context));
   if (policy.narrows()) sequences.add(std::make_unique<parts::Prompts>(context));
+#if KVKEEP_FOLDING
   if (policy.memory() != nullptr) sequences.add(std::make_unique<parts::Folds>(context));
+#endif
   if (sequences.spec().whole_heads() > sequences.spec().kv_heads)
     sequences.add(std::make_unique<parts::Ranks>(context));
   for (const MakePart make : policy.parts()) sequences.add(make(context));

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/keep/columns.h"
 #include "kvkeep/keeper/checked_view.h"
@@ -23,7 +24,7 @@
 
 namespace kvkeep {
 
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
 class StateFile;
 struct SavedState;
 #endif
@@ -79,7 +80,7 @@ class Keeper {
   /// queries; on a device it only launches.
   void fork(SequenceId child, SequenceId parent, std::optional<std::int64_t> tokens = {},
             std::optional<std::int32_t> prompt = {});
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   /// The keeper's state of a sequence (docs/reference/state.md) as bytes, or in a file that appears whole or not at
   /// all; the sequence continues. The engine must save its rows of the cache (copy_rows()), or hold its pages. Call it
   /// between steps; if queries are kept, once every full layer has been observed. Throws: StateError for an unknown
@@ -236,7 +237,7 @@ class Keeper {
     std::vector<PageMove> pages;
   };
   void require_no_capture(const char* operation) const;
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   [[nodiscard]] SavedState state_of(SequenceId sequence) const;
   void require_restorable(SequenceId sequence) const;
   void restore(SequenceId sequence, const StateFile& state, std::optional<std::int32_t> prompt);

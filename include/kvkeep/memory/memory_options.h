@@ -11,6 +11,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/fields.h"
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/memory/router.h"
 
@@ -120,7 +121,7 @@ inline void MemoryOptions::describe(Fields& f) {
   f.flag("sketch", sketch,
          "without a learned router: signs of every folded key stay near, and shares of attention are estimated from "
          "them (off in traces)");
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   if (const std::filesystem::path file = f.optional_file("router", "trained router and gates (kvkeep_train_router)");
       !file.empty())
     routing = std::make_shared<Routing>(Routing::read(file));

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/decision.h"
 #include "kvkeep/memory/router.h"
 
 namespace kvkeep {
@@ -35,25 +36,6 @@ struct Reading {
   double entries_per_span = 1;                               ///< what a folded span counts as
   double entries_per_token = 0;                              ///< what every token in it adds
   bool per_head = false;  ///< each query head has `entries` to itself, and opening a span takes L - 1 (published)
-};
-
-/// Counts of a reading.
-struct ReadCounts {
-  std::int64_t queries = 0;   ///< tokens x KV heads
-  std::int64_t zooms = 0;     ///< spans opened, by token and KV head
-  std::int64_t tokens = 0;    ///< tokens in them
-  std::int64_t bytes = 0;     ///< of their factors, each time that they are read
-  std::int64_t unmet = 0;     ///< spans asked for that the budget had no room for
-  std::int64_t resident = 0;  ///< entries in reach if nothing opens, rounded up, over all queries
-
-  /// One of these counts per query; NaN if there were no queries.
-  [[nodiscard]] double a_query(std::int64_t count) const {
-    return queries == 0 ? std::numeric_limits<double>::quiet_NaN()
-                        : static_cast<double>(count) / static_cast<double>(queries);
-  }
-
-  ReadCounts& operator+=(const ReadCounts& other);
-  friend ReadCounts operator+(ReadCounts a, const ReadCounts& b) { return a += b; }
 };
 
 /// Merges the folded spans of one layer and sequence into softmaxes that are open over its rows: each query opens the

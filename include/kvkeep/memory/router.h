@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/memory/factorise.h"
 #include "kvkeep/memory/span_row.h"
@@ -83,7 +84,7 @@ struct Routing {
   std::optional<RankGates> gates;  ///< if the file has them
   std::string model_name;          ///< of the model it was trained on; empty: the file does not say
 
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   /// Reads a safetensors file: `W` [NL, Hq, d', D], `tau` [NL, Hq]; with gates `g_phi.mlp.0.weight` [width, max_rank +
   /// D], `g_phi.mlp.2.weight` [width', width], `g_phi.mlp.4.weight` [max_rank, width'] and a `.bias` for each; all f32,
   /// f16 or bf16. Metadata may be absent. Throws InvalidArgument with one sentence that names the file and the tensor,
@@ -122,7 +123,7 @@ inline std::vector<std::string> Routing::problems(const ModelSpec& spec) const {
   return found;
 }
 
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
 /// What is trained for all layers of a model: f32, f16 or bf16.
 struct TrainedParameters {
   Tensor projections;                  ///< [NL, Hq, d', D] W

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/observe/observation.h"
 #include "kvkeep/parts/check_observation.h"
 #include "kvkeep/parts/part.h"
@@ -46,7 +47,7 @@ class Folds final : public Part {
   void abandon() noexcept override { folding_.reset(); }
   void settle(const PartEvent& event, std::size_t group) noexcept override;
   void report(Report& report) noexcept override;
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   void save(SequenceId sequence, StateTensors& to) const override;
   void restore(SequenceId sequence, const SequenceState& s, const StateFile& state) override;
 #endif

@@ -16,6 +16,7 @@
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/row.h"
@@ -122,7 +123,7 @@ class Part {
   /// All have: adds what this part did.
   virtual void report(Report&) noexcept {}
 
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   /// Appends what it keeps of a sequence. Names of tensors begin with the part's own.
   virtual void save(SequenceId, StateTensors&) const {}
   /// Reads it back. The sequence is as it was when it was saved, in all but its parts. Throws InvalidArgument, which

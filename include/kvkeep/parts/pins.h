@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/core/protect.h"
 #include "kvkeep/parts/part.h"
 #include "kvkeep/policy/policy.h"
@@ -38,7 +39,7 @@ class Pins final : public Part {
   void truncate(SequenceId sequence, const SequenceState& s) noexcept override {
     if (PositionSpans* spans = spans_.find(sequence)) spans->truncate(s.next_position);
   }
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   void save(SequenceId sequence, StateTensors& to) const override;
   void restore(SequenceId sequence, const SequenceState& s, const StateFile& state) override;
 #endif

@@ -2,6 +2,7 @@
 /// Prompts that narrow while they run: in every layer a policy may drop slots, and tokens that then go no further.
 
 #include "kvkeep/core/cache_view.h"
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/parts/part.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/score/evidence.h"
@@ -57,7 +58,7 @@ class Prompts final : public Part {
   void reserve_tokens(SequenceId id, const SequenceState& s, std::span<const std::int32_t> positions) override;
   void append(SequenceId id, SequenceState& s) noexcept override;
   void check_step(SequenceId id, const SequenceState& s) const override;
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   void save(SequenceId sequence, StateTensors& to) const override;
   void restore(SequenceId sequence, const SequenceState& s, const StateFile& state) override;
 #endif

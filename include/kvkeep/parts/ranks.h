@@ -2,6 +2,7 @@
 /// What the rows of other ranks hold, where each rank has a part of the KV heads and heads may keep unequal numbers of
 /// slots.
 
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/parts/part.h"
 
 namespace kvkeep::parts {
@@ -46,7 +47,7 @@ class Ranks final : public Part {
                                 static_cast<std::size_t>(sequences().index_of(group.layer)) * heads;
     for (std::size_t h = 0; h < heads; ++h) extra[h] = counts[h] - counts[spec().first_head];
   }
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   void save(SequenceId sequence, StateTensors& to) const override;
   void restore(SequenceId sequence, const SequenceState& s, const StateFile& state) override;
 #endif

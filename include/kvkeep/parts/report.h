@@ -10,7 +10,6 @@
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/row.h"
 #include "kvkeep/keep/pages.h"
-#include "kvkeep/memory/read_memory.h"
 
 namespace kvkeep {
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/parts/part.h"
 #include "kvkeep/policy/policy.h"
 
@@ -54,7 +55,7 @@ class Surprisal final : public Part {
     known.tokens = std::min(known.tokens, s.logical);
     if (std::ssize(known.nats) > s.next_position) known.nats.resize(static_cast<std::size_t>(s.next_position));
   }
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   void save(SequenceId sequence, StateTensors& to) const override;
   void restore(SequenceId sequence, const SequenceState& s, const StateFile& state) override;
 #endif

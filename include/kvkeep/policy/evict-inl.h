@@ -9,6 +9,9 @@
 #include "kvkeep/core/protect.h"
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/score/window_attention.h"
+#if KVKEEP_FOLDING
+#include "kvkeep/policy/rest_options.h"
+#endif
 
 namespace kvkeep {
 namespace evict_detail {
@@ -22,13 +25,6 @@ inline std::int32_t pinned_from(std::int32_t first, const Row& row, const RowGro
 }
 
 }  // namespace evict_detail
-
-KVKEEP_INLINE std::vector<std::string> RestOptions::problems() const {
-  std::vector<std::string> found = memory.problems();
-  if (min_span < 1) found.push_back(text("min_span: ", min_span, "; allowed 1 or more"));
-  if (max_span < 1) found.push_back(text("max_span: ", max_span, "; allowed 1 or more"));
-  return found;
-}
 
 KVKEEP_INLINE Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator,
                            Retention retention, std::string json)
@@ -46,9 +42,26 @@ KVKEEP_INLINE Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std
   budget.period = retention_.trigger.interval;
   retention_.trigger.ragged = allocator_->ragged();
   retention_.trigger.thins = allocator_->thins();
+#if KVKEEP_FOLDING
   if (fills_reach())
     require_no_problems("policy: memory",
                         retention_.rest->memory.too_tight("reach", budget.slots, retention_.rest->max_span));
+#endif
+}
+
+KVKEEP_INLINE const MemoryOptions* Evict::memory() const {
+#if KVKEEP_FOLDING
+  if (retention_.rest != nullptr) return &retention_.rest->memory;
+#endif
+  return nullptr;
+}
+
+KVKEEP_INLINE Demand Evict::demand(const Needs& needs) const {
+  Demand demand{name_, needs, *scorer_, *allocator_, retention_.share};
+#if KVKEEP_FOLDING
+  if (retention_.rest != nullptr) demand.rest = retention_.rest->cut(), demand.memory = memory();
+#endif
+  return demand;
 }
 
 KVKEEP_INLINE Needs needs_of(const Retention& retention, const Scorer& scorer, const Allocator& allocator) {
@@ -191,12 +204,14 @@ KVKEEP_INLINE std::vector<std::int32_t> Evict::guarded_slots(const Evidence& evi
 
 KVKEEP_INLINE std::vector<std::string> Evict::problems(const ModelSpec& spec) const {
   std::vector<std::string> found = scorer_->problems(spec);
+#if KVKEEP_FOLDING
   if (retention_.rest != nullptr)
     for (std::string& one : retention_.rest->memory.problems(spec)) found.push_back(std::move(one));
   if (fills_reach())
     for (std::string& one :
          retention_.rest->memory.too_tight("reach", retention_.trigger.budget.slots, retention_.rest->max_span, spec))
       found.push_back(std::move(one));
+#endif
   return found;
 }
 
@@ -223,7 +238,9 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
   for (const Sharing share : {scorer_->sharing(), retention_.share})
     if (share != Sharing::per_layer_per_head) decision.scores = event->share(decision.scores, share);
   event->allot(*allocator_, decision.scores, std::move(seen), decision);
+#if KVKEEP_FOLDING
   if (retention_.rest != nullptr && decision.keep) fold_rest(machine, evidence.table, retention_.rest->cut(), decision);
+#endif
   return decision;
 }
 

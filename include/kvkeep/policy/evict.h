@@ -20,23 +20,7 @@
 
 namespace kvkeep {
 
-/// What happens to slots that do not stay.
-struct RestOptions {
-  enum class Weights : std::uint8_t {
-    mass,  ///< attention mass weights a slot in the coarse entry of its span; equal if the allocator computes none
-    equal,
-  };
-  std::int32_t min_span =
-      8;  ///< dropped slots of neighbouring segments are merged until the span has at least this many
-  std::int32_t max_span = 64;  ///< longer spans are cut into equal pieces
-  Weights weights = Weights::equal;
-  MemoryOptions memory;
-
-  [[nodiscard]] SpanCut cut() const { return {min_span, max_span, weights == Weights::mass}; }
-
-  /// Every problem with these options, one sentence each that names the field; empty: none.
-  [[nodiscard]] std::vector<std::string> problems() const;
-};
+struct RestOptions;
 
 /// Options that every evicting policy shares.
 struct Retention {
@@ -49,7 +33,8 @@ struct Retention {
                                             ///< newest()
   bool protect_prompt = false;              ///< the prompt's slots stay, like sinks
   Sharing share = Sharing::per_layer_per_head;
-  std::shared_ptr<const RestOptions> rest = nullptr;  ///< how the rest folds into spans; null: it is dropped
+  std::shared_ptr<const RestOptions> rest = nullptr;  ///< how the rest folds into spans
+                                                      ///< (rest_options.h); null: it is dropped
 
   /// `recent`, or a quarter of the `slots` that a budget leaves beside a protected prompt, from 1 to kRecent: so that
   /// the scorer has a say.
@@ -83,9 +68,7 @@ class Evict final : public KVPolicy {
   /// has it), or into runs of at most max_span dropped slots if there are no segments.
   [[nodiscard]] Decision decide(Machine& machine, const Evidence& evidence) const override;
   using KVPolicy::decide;
-  [[nodiscard]] const MemoryOptions* memory() const override {
-    return retention_.rest == nullptr ? nullptr : &retention_.rest->memory;
-  }
+  [[nodiscard]] const MemoryOptions* memory() const override;
   /// Pinned slots count within the budget, like sinks. Recents shrink to the room that both leave, but not below what
   /// the scorer never drops.
   void check_pins(std::span<const PositionSpan> pins) const override;
@@ -113,11 +96,7 @@ class Evict final : public KVPolicy {
   [[nodiscard]] Padding padding() const {
     return retention_.variant == Variant::official ? scorer_->padding() : Padding{};
   }
-  [[nodiscard]] Demand demand(const Needs& needs) const {
-    Demand demand{name_, needs, *scorer_, *allocator_, retention_.share};
-    if (retention_.rest != nullptr) demand.rest = retention_.rest->cut(), demand.memory = memory();
-    return demand;
-  }
+  [[nodiscard]] Demand demand(const Needs& needs) const;
   /// Rows that fold hold at least the budget's slots, so whether spans may open within RestOptions' reach is known.
   [[nodiscard]] bool fills_reach() const {
     return retention_.rest != nullptr && retention_.trigger.budget.unit == Budget::Unit::slots &&

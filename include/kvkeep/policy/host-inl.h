@@ -14,11 +14,14 @@
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/layers/prompt_scores.h"
-#include "kvkeep/memory/segmenter.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/score/window_attention.h"
 #include "kvkeep/simd/stored_side.h"
+#if KVKEEP_FOLDING
+#include "kvkeep/memory/segmenter.h"
+#include "kvkeep/policy/folded_memory.h"
+#endif
 
 namespace kvkeep {
 namespace host_detail {
@@ -40,6 +43,7 @@ inline void share_scores(const RowTable& table, const Limits& limits, const Shar
   }
 }
 
+#if KVKEEP_FOLDING
 /// Groups the dropped slots of one row into spans, one per segment: small spans merge with the next, large ones are
 /// cut.
 inline void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, std::span<const std::int32_t> ends,
@@ -106,6 +110,7 @@ inline Fold counted_spans(const RowTable& table, const KeepSet& keep, const Span
   }
   return fold;
 }
+#endif
 
 /// What an event reads: its rows as they are, or, of keys and values in 8 bits or blocks, copies in f32. Rows move and
 /// fold as they are. The same keys and values then give the same scores, however they are stored.
@@ -257,10 +262,12 @@ class Host final : public Machine {
   Host() : Machine(host_memory()) {}
 
   [[nodiscard]] std::vector<std::string> problems(const Ask&, const ModelSpec&) const override { return {}; }
+#if KVKEEP_FOLDING
   [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
                                                             const MemoryOptions& memory) override {
     return host_folded_memory(spec, memory);
   }
+#endif
   [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits, const Ask& ask) override {
     const auto* const demand = std::get_if<Demand>(&ask);
     require_host(demand == nullptr ? "narrow" : "decide", evidence.table.device);
@@ -326,10 +333,12 @@ KVKEEP_INLINE SharedRows shared_rows(const Evidence& evidence, const Limits& lim
   return sharing;
 }
 
+#if KVKEEP_FOLDING
 KVKEEP_INLINE void fold_rest(const Machine& machine, const RowTable& table, const SpanCut& cut, Decision& decision) {
   decision.fold = machine.is_host() ? host_detail::listed_spans(table, decision, cut)
                                     : host_detail::counted_spans(table, *decision.keep, cut);
 }
+#endif
 
 KVKEEP_INLINE Machine& host() {
   static host_detail::Host host;

@@ -14,17 +14,19 @@
 
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/core/machine_memory.h"
 #include "kvkeep/keep/columns.h"
 #include "kvkeep/keep/pages.h"
 #include "kvkeep/layers/layer_selector.h"
 #include "kvkeep/layers/prompt_scores.h"
-#include "kvkeep/policy/folded_memory.h"
 #include "kvkeep/score/scorer.h"
 
 namespace kvkeep {
 
+class FoldedMemory;
 class KVPolicy;
+struct MemoryOptions;
 
 /// How the slots that a row drops are cut into spans: one for each segment of the row, or one for all of them. Short
 /// ones join the next, long ones are cut into equal pieces.
@@ -158,9 +160,11 @@ class Machine {
   /// Why it cannot run such events on this model, one sentence each; empty: it can.
   [[nodiscard]] virtual std::vector<std::string> problems(const Ask& ask, const ModelSpec& spec) const = 0;
 
+#if KVKEEP_FOLDING
   /// The folded spans of a keeper, which the machine must outlive; `memory` too.
   [[nodiscard]] virtual std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
                                                                     const MemoryOptions& memory) = 0;
+#endif
 
   /// Begins an event of a policy, or a layer of prompts, whose `limits` are of the rows that Event::allot() cuts. Rows,
   /// columns and queries of the evidence are in its memory, page numbers on the host, and positions of queries, too, in
@@ -201,9 +205,11 @@ class Machine {
   bool claimed_ = false;
 };
 
+#if KVKEEP_FOLDING
 /// Fills `fold` of a decision that has `keep`: every slot of these rows that does not stay is in one span. On a device
 /// slots are not listed (Fold::listed).
 void fold_rest(const Machine& machine, const RowTable& table, const SpanCut& cut, Decision& decision);
+#endif
 
 /// The CPU. Thread safe.
 [[nodiscard]] Machine& host();

@@ -11,7 +11,6 @@
 
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/parallel.h"
-#include "kvkeep/memory/memory_options.h"
 #include "kvkeep/observe/trigger.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/score/evidence.h"
@@ -83,6 +82,7 @@ struct Provided {
 
 class KVPolicy;
 class Part;
+struct MemoryOptions;
 struct PartContext;
 /// Makes one part of a keeper.
 using MakePart = std::unique_ptr<Part> (*)(const PartContext&);

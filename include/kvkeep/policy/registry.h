@@ -10,23 +10,12 @@
 #include <utility>
 #include <vector>
 
-#include "kvkeep/allot/allocator.h"
 #include "kvkeep/core/compiled_only.h"
-#include "kvkeep/core/fields.h"
-#include "kvkeep/policy/evict.h"
+#include "kvkeep/core/header_only.h"
+#include "kvkeep/policy/entries.h"
 #include "kvkeep/policy/policy.h"
-#include "kvkeep/score/scorer.h"
 
 namespace kvkeep {
-
-/// One option of a policy, for display.
-struct OptionInfo {
-  std::string name;      ///< as in JSON, with its sub-object: "allocator.window"
-  std::string fallback;  ///< default; "required" if there is none
-  std::string allowed;   ///< range or choices
-  std::string what;      ///< one line
-  bool file = false;     ///< it names a file
-};
 
 struct PolicyInfo {
   std::string name;
@@ -44,17 +33,12 @@ struct PolicyInfo {
 /// Every policy that this build knows, with all its options.
 [[nodiscard]] std::vector<PolicyInfo> policies();
 
-/// Makes a policy from a JSON object: {"policy": "ams-tova", "budget": 1024, "allocator": {"window": 64}}. Strict: an
-/// unknown key, a wrong type, a value out of range, or options that contradict each other throw InvalidArgument naming
-/// the field, the value and what is allowed. Well-known aliases of other projects are accepted
-/// (docs/reference/policies.md lists them). Relative file names in it are resolved against `folder` (empty: the current
-/// one).
-[[nodiscard]] std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view json,
-                                                              const std::filesystem::path& folder = {});
-
 /// Makes a policy from "name,key=value,...": "ams-tova,budget=1024,window=64,preset=paper". Keys of sub-objects need no
 /// prefix if only one option has the name. A policy that narrows prompts may be followed by the policy that decides
-/// after them: "asl,budget=2048+ams-tova,budget=1024". Errors as above.
+/// after them: "asl,budget=2048+ams-tova,budget=1024". Strict: an unknown key, a wrong type, a value out of range, or
+/// options that contradict each other throw InvalidArgument naming the field, the value and what is allowed. Well-known
+/// aliases of other projects are accepted (docs/reference/policies.md lists them). Throws Unsupported for what this
+/// build leaves out, with the option of CMake that has it.
 [[nodiscard]] std::unique_ptr<KVPolicy> make_policy(std::string_view text);
 
 /// The part before the + of "prefill+decode"; all of `text` if no policy follows a +.
@@ -69,27 +53,21 @@ struct PolicyFile {
 /// The files that a policy names, which is not made: none of them is opened. None for a text that make_policy() or
 /// make_policy_from_json() refuses before it comes to them.
 [[nodiscard]] std::vector<PolicyFile> files_of_policy(std::string_view text);
+
+#if KVKEEP_FILES
+/// Makes a policy from a JSON object: {"policy": "ams-tova", "budget": 1024, "allocator": {"window": 64}}. Relative
+/// file names in it are resolved against `folder` (empty: the current one). Errors as make_policy().
+[[nodiscard]] std::unique_ptr<KVPolicy> make_policy_from_json(std::string_view json,
+                                                              const std::filesystem::path& folder = {});
 [[nodiscard]] std::vector<PolicyFile> files_of_policy_json(std::string_view json,
                                                            const std::filesystem::path& folder = {});
 
 /// Reads a policy file. Throws InvalidArgument if it cannot be read.
 [[nodiscard]] std::unique_ptr<KVPolicy> load_policy(const std::filesystem::path& file);
+#endif
 
 // Scorers, allocators and policies by name: how the library lists its own, and how a program adds more. What is added
 // can be made, saved, restored and listed like the library's own.
-
-struct ScorerEntry {
-  ScorerTraits traits;
-  std::function<std::unique_ptr<Scorer>(Fields&)> make;  ///< reads its options
-  /// Other defaults of the options that every evicting policy has; they may depend on the scorer's own options.
-  std::function<void(const Fields&, Retention&)> defaults = {};
-};
-
-struct AllocatorEntry {
-  AllocatorTraits traits;
-  std::function<std::unique_ptr<Allocator>(Fields&, const AllocatorContext&)> make;  ///< reads its options
-  std::function<void(Fields&)> context = {};  ///< what scorers must know of it before their options are read
-};
 
 /// Makes a policy from the options that were read. `json`: the policy in full, for KVPolicy::to_json. `decoding`: the
 /// policy that decides once a prompt has ended; null for a policy that does not narrow.
@@ -105,54 +83,6 @@ struct PolicyEntry {
                            ///< rows of a layer unequal, its description sets Fields::uneven_heads
   std::function<MakePolicy(Fields&)> describe = {};  ///< reads the options
 };
-
-namespace detail {
-
-template <class S>
-std::unique_ptr<Scorer> read_scorer(Fields& f) {
-  if constexpr (requires { &S::make; }) {
-    return S::make(f);
-  } else if constexpr (requires { typename S::Options; }) {
-    typename S::Options options;
-    options.describe(f);
-    return std::make_unique<S>(options);
-  } else {
-    return std::make_unique<S>();
-  }
-}
-
-template <class A>
-std::unique_ptr<Allocator> read_allocator(Fields& f, [[maybe_unused]] const AllocatorContext& policy) {
-  if constexpr (requires { typename A::Options; }) {
-    typename A::Options options;
-    if constexpr (requires { &A::defaults; }) options = A::defaults(f, policy);
-    f.enter("allocator");
-    options.describe(f);
-    f.leave();
-    return std::make_unique<A>(options);
-  } else {
-    f.enter("allocator");  // so that options in it are refused by name
-    f.leave();
-    return std::make_unique<A>();
-  }
-}
-
-}  // namespace detail
-
-/// The entry of a class with the members that class Scorer describes.
-template <class S>
-[[nodiscard]] ScorerEntry scorer_entry(ScorerTraits traits = S::traits,
-                                       std::function<void(const Fields&, Retention&)> defaults = {}) {
-  return {traits, detail::read_scorer<S>, std::move(defaults)};
-}
-
-/// The same for class Allocator.
-template <class A>
-[[nodiscard]] AllocatorEntry allocator_entry(AllocatorTraits traits = A::traits) {
-  AllocatorEntry entry{.traits = traits, .make = detail::read_allocator<A>};
-  if constexpr (requires { &A::context; }) entry.context = A::context;
-  return entry;
-}
 
 /// Adds a scorer: "name" is top-k by it, and "ams-name" and the like follow for every allocator that it fits. Throws
 /// InvalidArgument, and adds nothing, for a name that is empty, has other characters than a-z, 0-9 and hyphens, or

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/core/model_spec.h"
 
 namespace kvkeep {
@@ -41,7 +42,7 @@ struct Calibration {
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const;
 };
 
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
 
 /// Reads a safetensors file: `q_mean` f32 [L, Hq, F, 2], `q_abs_mean` f32 [L, Hq, F]; the rest is metadata. Throws
 /// InvalidArgument with one sentence for a file that is none, is damaged, or lacks a field. Cost: O(size of the file).

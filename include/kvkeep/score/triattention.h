@@ -14,6 +14,7 @@
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/hd.h"
+#include "kvkeep/core/header_only.h"
 #include "kvkeep/core/limits.h"
 #include "kvkeep/core/strict_math.h"
 #include "kvkeep/core/tensor.h"
@@ -67,7 +68,7 @@ class TriAttention final : public Scorer {
   TriAttention(Calibration calibration, TriAttentionOptions options = {})
       : calibration_(std::make_shared<const Calibration>(std::move(calibration))), options_(options) {}
 
-#ifndef KVKEEP_HEADER_ONLY
+#if KVKEEP_FILES
   /// Options with the calibration file that they name.
   [[nodiscard]] static std::unique_ptr<TriAttention> make(Fields& f) {
     const std::filesystem::path file =
