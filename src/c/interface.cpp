@@ -18,11 +18,13 @@
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"
 #include "kvkeep/parts/surprisal.h"
-#include "kvkeep/policy/plugin.h"
 #include "kvkeep/policy/registry.h"
 #include "kvkeep/version.h"
 #if KVKEEP_FOLDING
 #include "kvkeep/parts/folds.h"
+#endif
+#if KVKEEP_FILES
+#include "kvkeep/policy/plugin.h"
 #endif
 
 /// A keeper with what its newest result points to.
@@ -430,7 +432,12 @@ int32_t kvkeep_c_version(void) { return KVKEEP_C_VERSION; }
 const char* kvkeep_version(void) { return kVersion; }
 
 kvkeep_status kvkeep_load_plugin(const char* file) {
+#if KVKEEP_FILES
   return guarded([&] { load_plugin(&required(file, "load_plugin: the path")); });
+#else
+  static_cast<void>(file);
+  return guarded([] { refuse_files("load_plugin"); });
+#endif
 }
 
 kvkeep_status kvkeep_keeper_make(const kvkeep_model* model, const char* policy, const kvkeep_provided* provided,
