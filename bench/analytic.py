@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What an event and an observed layer of a prefill must at least take on a GPU, by counting, and what a run measured.
 
     bench/analytic.py                                       the tables and what they say

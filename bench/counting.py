@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernels of an event and of an observed layer of a prefill must at least take on a GPU, by counting. What
 bench/analytic.py --help says of the count holds here."""
 

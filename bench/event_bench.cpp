@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One event for all layers, through the public API, beside its own limit measured in the same run:
 // the products of the window's queries with the keys through LibTorch's matmul, one exponential per logit, a memcpy of
 // the bytes that move.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Everything that needs a GPU, in stages, without a network.
 #
 #   bash bench/gpu.sh build OUT      compiles tests and benches for this machine's chip, in build/gpu

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Puts the Debian packages that a build of kvkeep needs beside LibTorch and CUDA into .deps/, unpacked, so that
 # bench/gpu.sh can build on a machine without a network. Run it on a machine with one (Debian or Ubuntu; installs
 # nothing), then carry .deps/ with the tree: 18 MB beside the tree's 34, below the 64 MB that such a machine may take.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds here what runs on a machine with a GPU that has neither a network nor Debian's packages: tests, benches, the
 # command and kvkeep's libraries for one chip, stripped, with the few libraries that LibTorch does not bring.
 #

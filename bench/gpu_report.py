@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What bench/gpu.sh prints of its results: whatever is there of them, also of a run that was stopped.
 
     bench/gpu_report.py tests LOG...             logs of GoogleTest

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # What bench/gpu.sh must cope with: filters that name nothing, a half-written result, a stage that is stopped or killed,
 # a row that fails.
 #

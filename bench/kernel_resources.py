@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What each CUDA kernel takes of a multiprocessor: registers, spills, shared memory, by chip, as ptxas says it.
 
 Needs nvcc, no GPU. Writes a Markdown table; docs/inside/cuda.md holds the last one.

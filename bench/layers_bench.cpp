@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a layer of a prompt costs an engine that selects: observation, ranks, variance, beside one read of the keys
 // and one product with them, in the same run.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What folded spans cost, beside LibTorch's own way of doing the same, in the same run.
 //
 //   kvkeep_bench --benchmark_filter=Memory

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The published way of running an AMS + TOVA event, timed, for comparison with `kvkeep_bench --benchmark_filter=Event`.
 
     python3 bench/published_ams.py [--threads 2] [--runs 15]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The published way of scoring and cutting one layer, timed, for comparison with `kvkeep_bench
 --benchmark_filter=Score`.
 

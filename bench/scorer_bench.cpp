@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One layer's rows scored, beside one read of their keys in the same run.
 //
 //   kvkeep_bench --benchmark_filter=Scorer        rows: Scorer/<name>/<model>/<dtype>/<T>

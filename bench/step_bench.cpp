@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A step in which no sequence is due, through the public API: what an engine pays for kvkeep with every token. One
 // observe() per layer, then step().
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Makes the target utf8proc::utf8proc. Debian's libutf8proc-dev brings no CMake package.
 
 find_path(utf8proc_INCLUDE_DIR utf8proc.h)

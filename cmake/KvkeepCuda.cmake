@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The kernels in cuda/: compiled by nvcc where there is one, and by the host compiler for tests without a GPU.
 #
 #   kvkeep_kernels   static library of all cuda/*.cu; only where nvcc was found

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The libraries that kvkeep needs: of the project around it, installed, or, with KVKEEP_FETCH_DEPENDENCIES, loaded.
 #
 #   hwy::hwy                      always

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Target `dist`: kvkeep-VERSION.tar.gz in the build folder, the sources of the last commit without what .gitattributes
 # leaves out. The same commit gives the same bytes: git sorts the names and takes owner and time from the commit.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Target `docs`: the pages and the reference of the API as a site, by Doxygen, in docs/html of the build folder. A
 # warning is an error.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # cmake --install: headers, libraries, the command, and what find_package(kvkeep) reads: kvkeepTargets.cmake, and
 # kvkeepTorchTargets.cmake with the targets that need LibTorch.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Target `llama`: an installed llama.cpp, or, with KVKEEP_LLAMA, one that is built from a source package for the CPU.
 
 set(KVKEEP_LLAMA_VERSION 0.3.36) # of llama-cpp-python, which carries llama.cpp's source

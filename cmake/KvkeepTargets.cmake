@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # How kvkeep's own targets are made: sources by folder, warnings, sanitizers, where things land and find LibTorch.
 
 if(PROJECT_IS_TOP_LEVEL)

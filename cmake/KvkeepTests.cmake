@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # How tests are found: every suite of a GoogleTest program is one test of ctest.
 
 find_package(GTest REQUIRED)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Finds LibTorch and offers it as three imported targets:
 #
 #   kvkeep_torch::c10        headers, libc10

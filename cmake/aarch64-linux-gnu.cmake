@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Cross-compiles for 64-bit Arm with Debian's and Ubuntu's g++-aarch64-linux-gnu; qemu-user runs what is built.
 # tests/aarch64.sh uses it. -DKVKEEP_AARCH64_ROOT=FOLDER: where the libraries for that machine lie, as usr/...
 

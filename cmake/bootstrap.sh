@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
 
 # Sourced by examples/demo.sh, tests/run.sh and .ci/run: makes a fresh Debian or Ubuntu machine able to build kvkeep,

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What Doxygen reads of a file, on stdout: the lines at the top of a header are about the file, not about the namespace
 that follows; headings of Markdown have the anchors that links name, as on GitHub; links to what is not on the site are
 their text."""
@@ -59,6 +60,8 @@ def markdown(page):
 
 def header(file):
     lines = file.read_text(encoding="utf-8").split("\n")
+    if lines[0].startswith("// SPDX"):
+        del lines[0]
     if lines[0] == "#pragma once":
         lines[0] = "/// @file"
     elif lines[0].startswith("///"):

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Makes what a package index takes: kvkeep-VERSION.tar.gz with the sources, and a wheel built from what was packed, with
 # the manylinux tag that auditwheel gives it here: it runs on systems with that glibc or a newer one. The same sources
 # and the same compiler give the same bytes, wherever and whenever: times are SOURCE_DATE_EPOCH, the date of the last

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "adaptive_heads.h"
 
 #include "kvkeep/allot/adaptive_heads.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// AdaKV on a GPU. Same contract as `kvkeep::AdaptiveHeads`: how many slots every head keeps, and which.
 

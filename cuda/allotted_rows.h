@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Rows as every allocator's kernels take them. No LibTorch in here.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What the engine gives for one layer goes to its place, for all sequences of a step in one launch: new queries to the
 /// rings of their sequences, in the layout of kvkeep::QueryRing, and scores to the columns of their rows, as f32. No

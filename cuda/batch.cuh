@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Descriptions of prompts that travel with a launch, so that nothing is copied before it.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// ChunkKV on a GPU. Same contract as `kvkeep::Chunks`, and the same slots given the same scores.
 

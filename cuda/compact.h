@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Compaction on a GPU: K, V, their scales and the columns of all rows of an event in one launch. Same contract as
 /// `kvkeep::compact`.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// CriticalKV on a GPU. Same contract as `kvkeep::Critical`, with values of 8 bits too.
 ///

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What the scoring kernels read: rows, limits and queries of an event, all on the device. No LibTorch in here.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Expected Attention on a GPU. Same contract as `kvkeep::Expected`, with keys and values of 8 bits too, except for
 /// queries that are not finite: the device cannot tell the host, so their heads make every score of the row NaN.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What the two parts of Expected Attention share on a device: mean and factor of every query head
 /// (expected_moments.cu), and the scores made of them (expected.cu).

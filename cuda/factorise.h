@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Reduces rows of folded spans to few components, on a GPU: what kvkeep::fold() stores of them. No LibTorch in here.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A kernel that brings far bytes, in page-locked host memory, to the device: the device decides what is fetched, and
 /// the host does not wait for it. No LibTorch in here.

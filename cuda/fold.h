@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What an event folds, on a GPU: which slots every row drops, the matrices of their spans, and the spans as attention
 /// reads them. Between the three: launch_factorise. No LibTorch in here.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Passes over keys alone: eight lanes per slot, so that a warp reads whole lines of four slots. Every key is treated
 /// alike wherever it is: equal keys give equal bits.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// KeyDiff on a GPU. Same contract as `kvkeep::KeyDiff`.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// How the last query of prompts scores their tokens, in one layer, on a GPU. Same contract as
 /// kvkeep::last_query_scores().

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Where the ranking of prompts has settled, decided on the GPU. Same contract as kvkeep::LayerSelector. No LibTorch in
 /// here.

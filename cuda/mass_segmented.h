@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// AMS on a GPU: mass, credit, segments, quotas and selection of every row in one launch. Same contract as
 /// `kvkeep::MassSegmented`, and the same slots.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Copies between host and device in the order of a stream. No LibTorch in here.
 

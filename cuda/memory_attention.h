@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Attention over folded spans on a GPU: decides which spans every query opens, brings their factors near, and merges
 /// all of it into softmaxes over rows that were read before. Same decisions as kvkeep::read_memory() by the rule

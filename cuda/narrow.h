@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Prompts continue with some of their tokens: chooses these and packs their rows, on a GPU. Same tokens as
 /// kvkeep::LayerSelector::tokens(). No LibTorch in here.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Products in f32 of slots in shared memory with rows that are brought there one panel at a time. A warp has 16 slots,
 /// a thread four of them and four rows.

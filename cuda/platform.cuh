@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What every kernel builds on: CUDA itself, or, in tests on a machine without a GPU, the execution model of
 /// tests/cuda_model, which compiles the same bodies with a host compiler. No LibTorch in this folder.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What an event needs before anything is scored, in one launch: positions that came since the last event, pinned
 /// slots and the window of every row, and its queries as the attention kernels read them. No LibTorch in here.

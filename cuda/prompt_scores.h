@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// How the newest queries of prompts score the tokens before them, in one layer, on a GPU. Same contract as
 /// kvkeep::prompt_scores().

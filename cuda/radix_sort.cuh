@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A stable sort of numbers by their score, the highest first, by one block.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Ranks of the scores of prompts, on a GPU. Same contract as kvkeep::ranks_of(), to the last rank.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kvkeep/score/cur.h"
 #include "kvkeep/score/defensive.h"
 #include "kvkeep/score/given.h"

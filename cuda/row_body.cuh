@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The kernel of row_body.h, for translation units that name a body.
 

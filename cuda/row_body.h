@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Scorers that are one body for both machines (kvkeep/score/row_scorer.h) on a GPU.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Selection without a sort: the key of the last kept slot is found digit by digit, then everything at or above it
 /// stays.

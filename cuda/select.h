@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Top-k of every row with protected slots, on a GPU: `kvkeep::select` in rows that are due, others keep every slot.
 /// And slots above a threshold: same contract as `kvkeep::Threshold`.

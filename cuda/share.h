@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Scores of rows that share one selection, on a GPU. Same numbers as on the CPU. No LibTorch in here.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A CUDA stream by name only, so that callers of launchers need no CUDA header.
 

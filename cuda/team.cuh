@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Teams of CUDA threads that work on one row: a block or a warp. See kvkeep/core/hd.h.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// TriAttention on a GPU. Same contract as `kvkeep::TriAttention`.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "launch.cuh"
 #include "softmax.cuh"
 #include "window_attention_task.cuh"

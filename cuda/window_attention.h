@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Attention of the newest queries over the cache, reduced while it is computed: nothing of size [Hq, W, T] is written.
 /// Same contract as the CPU functions of the same names, except for keys that make a logit NaN or infinite: such a slot

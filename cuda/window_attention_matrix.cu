@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Window attention on matrix units, for keys of 16 and 8 bits. For one row:
 //
 //   R  rows: a KV head of a sequence in a layer (e.count)   W  queries of its window (plan.window), the newest last

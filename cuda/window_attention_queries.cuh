@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The queries of window attention on matrix units, 16 at a time, and the kernel that splits them into numbers of the
 /// keys' dtype. window_attention_matrix.cu says what is computed from them, and in which lane each number is.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What the two forms of window attention share on a device: products in f32 (window_attention.cu) and on matrix units
 /// (window_attention_matrix.cu).

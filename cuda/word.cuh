@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Opaque bytes are moved in the widest words that they are aligned to.
 

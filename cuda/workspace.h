@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// How memory that is allocated as one piece is cut into arrays: a caller's workspace, and a block's shared memory. No
 /// LibTorch in here.

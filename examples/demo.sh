@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # From a fresh machine to a table, a picture and a page. See --help.
 set -euo pipefail
 

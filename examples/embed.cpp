@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep inside an engine: join, observe, step. The engine is a toy: one dense cache, two sequences, random keys,
 // values and queries.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Cross-compiles the library, the command and the tests for 64-bit Arm, runs them under qemu-user, and replays every
 # golden event on both machines: the same slots stay.
 #

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Breaks the library in one place at a time and counts the breaks that no test notices: none may remain.
 
   tests/breaks.py                        every break, built in build/breaks

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Formats the tracked sources within 120 columns. See --help.
 set -euo pipefail
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Installs kvkeep to a folder of its own and builds the ten-line consumer against that folder alone.
 #
 #   tests/install_test.sh BUILD_DIR [--hide-build-tree]

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Tries the recipes of cmake/ports with the libraries of this system: Conan's with Conan 2 if it is installed; the
 # commands of vcpkg's and conda's without their tools, which load everything else they need.
 #

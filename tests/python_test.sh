@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Makes the packed sources and the wheel (cmake/wheel.sh), installs the wheel into a fresh environment and runs
 # tests/python and the notebook there, with the torch of .venv (or of python3) and the newest transformers; then an
 # engine in C over the library inside the package.

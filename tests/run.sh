@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds kvkeep and runs every test. See --help.
 set -euo pipefail
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds kvkeep inside another project and runs what that project makes of it: a consumer of the headers, and, unless
 # --headers is given, an engine in C over the library, which is compiled for it.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Run by ctest before it begins: every suite of a GoogleTest program as one test of ctest, so that each can be asked for
 # by name and a program is started 150 times, not 1,100. Patterns in SLOW are tests of their own, labelled `slow`.
 #

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds the library and what runs it from several threads under ThreadSanitizer, in build/threads, and runs it: keepers
 # in threads of their own with pools of their own, pools that two keepers share, and an engine that plans a step while
 # the one before it runs.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Looks for mistakes and for names that break the house's rules, by clang-tidy as .clang-tidy says. See --help.
 set -euo pipefail
 

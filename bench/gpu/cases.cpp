@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep_gpu_bench, and kvkeep_cuda_model_bench, in which the execution model replaces the GPU. See --help.
 
 #include "cases.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The GPU benches' list of cases. Each writes one line of JSON when it begins and one when it ends, so that a stopped
 /// run keeps all it has.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What this machine can do with other programs, in the same run: its own copy, LibTorch's sum over f32, cuBLAS on bf16.
 // The other rows are compared with these.
 

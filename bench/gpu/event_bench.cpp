@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whole events: Keeper::step over all layers and sequences of a bf16 cache, beside what LibTorch's operations need for
 // less work in the same run; and what a step costs without an event. Queries come after RoPE, which is how an event
 // reads them fastest, and in cases of their own before RoPE, or with the log-sum-exps of the engine's attention.

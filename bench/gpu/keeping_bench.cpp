@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels that choose slots and move them: compaction, selection, thresholds, AdaKV, AMS, chunks, CriticalKV; and those
 // that put queries into their rings, and given scores into their columns.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The machine that the benches run on: a GPU, or under the execution model the host, whose times mean nothing. Memory,
 /// copies, timing.

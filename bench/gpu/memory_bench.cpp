@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A memory of folded spans: routing, merging, fetching, factorising, storing.
 
 #include "factorise.h"

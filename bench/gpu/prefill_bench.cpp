@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The layer of a prefill that selects: scores of a prompt, ranks, variance over layers, the tokens that continue.
 
 #include "last_query.h"

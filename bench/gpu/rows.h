@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Rows of an event for the kernels' benches, and the CPU's scores for a sample of them.
 

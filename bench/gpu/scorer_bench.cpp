@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scorers and what they build on: prepared queries, window attention, every scorer. `bytes`: keys as often as the
 // method reads them.
 

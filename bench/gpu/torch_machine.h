@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The machine as LibTorch sees it: where tensors of the benches are, and the stream that works on them.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Continuous batching over a fixed number of pages, with and without kvkeep: prefixes are shared, sequences grow, are
 // cut, finish, are aborted or preempted. See --help.
 
@@ -16,7 +17,6 @@
 #include <fstream>
 #include <functional>
 #include <iostream>
-#include <iterator>
 #include <map>
 #include <numeric>
 #include <optional>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What the comparison of example_serving (PROGRAM) says of a few random requests stays true: its own engine against the
 # same one under restrictions, a policy that never cuts, and one that does, in a pool that shrinks.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // llama.cpp with a kvkeep policy over its KV cache. Shows all that an application adds: the Evictor before the context
 // is made, attach(), and Evictor::decode() for llama_decode().

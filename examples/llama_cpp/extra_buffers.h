@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // llama.cpp may put weights into buffers of extra types, in the layout of instructions such as AMX. On some virtual
 // machines the processor names instructions that then end the program (SIGILL).

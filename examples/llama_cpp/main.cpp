@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep-llama: generates and chats with llama.cpp under any kvkeep policy (engine.h), and measures it (measure.h).
 
 #include <CLI/CLI.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // What a policy costs and what it keeps, in llama.cpp: the tables of docs/reference/llama.md.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A scorer of one's own, in a plug-in: values that hold a large number stay.
 
 #include <kvkeep/policy/plugin.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The half of the engine that plans: which sequences run in a step, who waits, who leaves for a while. It counts, and
 /// touches neither cache nor keeper, so a step is planned while an earlier one runs.

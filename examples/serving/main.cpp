@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An engine's day: requests that share prompts, several samples of one, drafts, preemption, and a page of metrics. See
 // --help, and docs/reference/engines.md.
 

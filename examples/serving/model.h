@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A transformer of two layers with fixed random weights, one token after the other: small enough to serve thousands of
 /// steps a second, and real in what counts here. What a token writes to the cache follows from the tokens before it,

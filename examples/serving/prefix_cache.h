@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Pages of prompts that later requests may begin with, by hash as vLLM has it, or in a radix tree as SGLang does. Both
 /// are holders of their pages (PagePool::retain), so no event ever rewrites one: it copies what stays of it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The half of the engine that has the cache: it runs steps in the order in which they come, on one thread. Everything
 /// that kvkeep asks of an engine is here; the places are numbered as in docs/reference/engines.md.

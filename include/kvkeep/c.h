@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// kvkeep for C, and for whatever calls C: the Keeper (kvkeep/keeper/keeper.h) over pointers, shapes and strides.
 ///
 ///     kvkeep_keeper* keeper = NULL;

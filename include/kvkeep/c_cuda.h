@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// NVIDIA GPUs for C programs. Link kvkeep::cuda, which brings LibTorch, beside kvkeep::kvkeep. CUDA's and LibTorch's
 /// headers are not needed.
 ///

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// kvkeep on NVIDIA GPUs. Link kvkeep::cuda.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// kvkeep decides which entries of an LLM's key-value cache stay, and moves them. What every engine writes, in reading
 /// order. Scorers, allocators, parts and prefill policies are taken by name in a policy's text; a program that composes

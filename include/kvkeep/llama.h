@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// kvkeep inside llama.cpp, unmodified: policies that drop, over the KV cache of a `llama_context`. Needs llama.cpp's
 /// public headers and kvkeep::kvkeep or kvkeep::header_only, and links to whatever llama.cpp the program links to.

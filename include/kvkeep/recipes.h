@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Policies in C++ whose options, defaults and presets are those of their texts (docs/reference/policies.md): for
 /// programs over headers alone, and for those that know their policy when they are compiled.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// LibTorch's tensors, devices and threads for kvkeep. With this header, at::Tensor converts to Tensor and back, and
 /// both share their memory. Including it changes nothing else; use_torch() does, and torch_threads() lends its threads.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Ranks that are a process group of LibTorch. Link kvkeep::torch and LibTorch's torch_cpu.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Where C begins: what is thrown becomes a status, and what a C program holds of a GPU.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // What a policy holds of a sequence where the text decides: the least and the most, by arithmetic alone. Of policies
 // that fold, and of those that narrow prompts.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep doctor: does this build fit this machine?
 
 #include <hwy/targets.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // What a policy will hold of a sequence, from its trigger and limits alone: no weights, no cache.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep plan: what a policy costs and saves in memory, by arithmetic alone.
 
 #include <CLI/Option.hpp>

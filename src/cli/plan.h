@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // What kvkeep plan was asked, and what its answers have in common: the exact one, and the one where the text decides.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tables of kvkeep plan where the text decides how much is held: the least and the most.
 
 #include "plan.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // --plugin of every sub-command, and KVKEEP_PLUGINS.
 
 #include "kvkeep/policy/plugin.h"

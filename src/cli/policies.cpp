@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep policies: the policies to choose from.
 
 #include <CLI/Option.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep replay: runs a policy on a trace.
 
 #include <CLI/Option.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // What kvkeep plan plans for: the layers and heads of a model, by its name, by numbers, or from a file.
 

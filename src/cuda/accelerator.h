@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The accelerator of kvkeep::cuda. In the tests' execution model its device is the host.
 

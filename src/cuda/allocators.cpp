@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Allocators on a device: from options to kernels.
 
 #include <typeindex>

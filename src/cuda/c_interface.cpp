@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What of the C interface needs CUDA.
 
 #include "kvkeep/c_cuda.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The folded spans of a keeper on a device. The host knows how many spans every row has and how long they are; the
 /// rest is there. Factors are in page-locked memory, which kernels write and read over the bus.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Memory of an accelerator: the streams that used it, and how long graphs need it.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// One event on a device, between the policy and the kernels: tables, memory, stream.
 

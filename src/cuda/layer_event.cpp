@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Layers of prompts on a device: from scores to the tokens that continue.
 
 #include "event.h"

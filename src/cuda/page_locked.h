@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Page-locked host memory in slabs, under an exact cap: taking one is a long call into the driver.
 

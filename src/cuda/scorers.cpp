@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Scorers on a device: from options to kernels.
 
 #include <mutex>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "torch_memory.h"
 
 #include "kvkeep/torch.h"

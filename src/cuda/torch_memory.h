@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Memory of a device from LibTorch's allocator: the one place that the execution model of the tests replaces by its
 /// own.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Typed reading of one JSON object. Errors name the file and the field.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "ggml_blocks.h"
 #include "kvkeep/core/dtype.h"
 #include "kvkeep/simd/attention_lanes.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// How ggml stores numbers: the names of its types, and the layout and content of blocks that can be read.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // The page of kept_page(): everything but the data, which replaces kKeptData.
 

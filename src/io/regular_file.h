@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Regular files that others wrote, as bytes: mapped if they are large, copied if they must not change.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Frequencies of scaled RoPE. Source: transformers `modeling_rope_utils.py` (5.x); computed in double.
 /// Differs for YaRN from transformers 4.45 to 4.57, which replace a `factor` that differs from max_position_embeddings
 /// / original_max_position_embeddings by that quotient; here, as in 5.x, the written factor counts.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Keeper's part of save and restore: a sequence as tensors, and back.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Folded spans as tensors, and back.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What parts save of a sequence, and read back.
 
 #include <algorithm>

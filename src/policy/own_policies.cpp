@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The library's own scorers, allocators and policies, in the order in which they are listed.
 
 #include <utility>

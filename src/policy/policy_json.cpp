@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Policies from JSON and from files.
 
 #include <utility>

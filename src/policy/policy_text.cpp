@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Policies from "name,key=value,...".
 
 #include <cctype>

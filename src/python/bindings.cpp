@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Keeper for Python. Arrays are anything that speaks DLPack (PyTorch, NumPy, JAX): nothing is copied.
 
 #include <nanobind/nanobind.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vectorised for the machine it runs on: compiled once per instruction set, chosen at run time. Arrays of vectors need
 // a size, so targets whose vector size is known only at run time are left out.
 #ifndef HWY_DISABLED_TARGETS

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Lists of numbers as tensors of a saved state, and back.
 

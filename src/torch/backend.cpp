@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <ATen/Parallel.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/util/intrusive_ptr.h>

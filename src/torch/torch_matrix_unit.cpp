@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "torch_matrix_unit.h"
 
 #include <ATen/cpu/Utils.h>

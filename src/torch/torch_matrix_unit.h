@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// LibTorch's products of bf16 matrices on AMX.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a step allocates, and what is left where it cannot. A program of its own: it replaces operator new.
 
 #include <gtest/gtest.h>

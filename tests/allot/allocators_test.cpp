@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The allocators beside AMS: examples by hand, slow second implementations on random events, and what must hold
 // whatever the scores are.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AMS by hand: the worked example (24 slots, window 4), in both variants, stage by stage.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Slots above a threshold: by hand, against a second implementation, and when events come.
 
 #include "kvkeep/allot/threshold.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a serving engine does around a keeper, through the C interface: forks, state in memory, rows, lengths ahead,
 // threads, metrics and traces.
 

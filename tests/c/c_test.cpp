@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C interface beside the Keeper: the same slots, pages and errors.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* A small engine in C: random keys, values and queries, a prompt and 200 tokens after it. The first number of each key
  * and value is its token, so what the rows hold can be compared with what the keeper says. Ends with 0 if they agree.
  */

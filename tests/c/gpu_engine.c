@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* A small engine in C on a GPU, with memory and a stream of CUDA's own. The first number of each value is its token, so
  * what the rows hold at the end can be compared with what the keeper says. Ends with 0 if they agree, with 77 where
  * there is no GPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Fails unless LIBRARY exports exactly the functions of the C interface that RECORD names, which HEADER declares, under
 # the name SONAME. A function that is gone breaks programs that were built before; a new one is written down.
 

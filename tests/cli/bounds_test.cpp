@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the text decides what a policy holds, kvkeep plan says the least and the most, and runs stay in between.
 
 #ifdef KVKEEP_CLI_PATH

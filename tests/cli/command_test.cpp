@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sub-commands that run no model: what they print where, and how they end.
 // A build without the command (KVKEEP_BUILD_CLI=OFF) has none of these tests.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # kvkeep_same_kernels(TARGET...): compiles kernel.cpp without kvkeep, and linked to each of the targets that are there.
 # `same_kernels`, a target and a variable with its command, checks that all are the same instructions, fused
 # multiply-adds among them, with this file:

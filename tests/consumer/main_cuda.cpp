@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <kvkeep/cuda.h>
 #include <kvkeep/cuda/compact.h>
 #include <kvkeep/kvkeep.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiled twice into one program: as the library is, and with -march=native and fused multiply-adds, as kvkeep_native
 // (-Dkvkeep=kvkeep_native), so that the linker keeps both copies of what is inline.
 

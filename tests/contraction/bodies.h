@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // The arithmetic that CPU, CUDA and a consumer's own translation units share.
 

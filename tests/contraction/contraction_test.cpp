@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What kvkeep decides must not depend on whether a consumer's compiler may fuse a multiplication with an addition.
 
 #include <gtest/gtest.h>

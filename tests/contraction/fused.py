@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Fails if the compiler fuses a multiplication with an addition in what kvkeep's headers compute.
 
   fused.py COMPILER FLAG...     GCC for x86-64; the flags say where headers lie

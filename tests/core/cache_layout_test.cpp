@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which rows share memory: against every byte of small caches, and the forms in which engines store theirs.
 
 #include <gtest/gtest.h>

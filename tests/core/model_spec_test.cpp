@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a model's description may hold.
 
 #include "kvkeep/core/model_spec.h"

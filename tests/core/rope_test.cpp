@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rotation and re-rotation: positions are logical, and turning twice is turning once.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Numbers of a cache in 8 bits and in blocks: as ggml and LibTorch have them.
 #include "kvkeep/simd/stored_side.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AdaKV on a GPU: the CPU's counts and slots, ties and NaN included.
 
 #include "adaptive_heads.h"

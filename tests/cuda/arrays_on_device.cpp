@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of arrays on a GPU, and their numbers of f8: LibTorch's.
 
 #include <ATen/ops/empty.h>

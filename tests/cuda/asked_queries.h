@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The queries of an EvidenceCase as the attention kernels read them, and the windows of its rows.
 

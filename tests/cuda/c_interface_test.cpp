@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C interface on a GPU, beside the Keeper on the CPU: the same slots, and a sentence for what is refused.
 
 #include "c_engine.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Events in CUDA graphs and on several streams: a replay is the event that was captured, whatever ran between; memory
 // lives as long as graphs and streams need it.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A CUDA graph of what is launched on the current stream, on either machine.
 

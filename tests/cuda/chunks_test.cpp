@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ChunkKV on a GPU: the CPU's slots, ties and NaN included.
 
 #include "chunks.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compaction in one launch: the bytes are those of the CPU, for any width, stride, page and column; nothing beside them
 // changes.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Events for allocators whose scores decide how many slots stay: rows of several lengths, ties, NaN, protected slots
 /// and pinned ranges, on the host and on the device.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CriticalKV on a GPU: value sizes as plain loops in double give them, and the CPU's slots.
 
 #include "critical.h"

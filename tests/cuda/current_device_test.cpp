@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A caller whose current device is another one than the keeper's: all work goes to the keeper's, and the caller's is
 // current again after every call. In the execution model, where device 0 takes no work while another one is current.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Memory of the machine that a kernel test runs on: a GPU's, or under the execution model the host's. Each test runs
 /// the kernel there and compares with the CPU.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Events for the scoring kernels: the same rows for the CPU, packed, and on the device, dense or in pages, aligned or
 /// not.

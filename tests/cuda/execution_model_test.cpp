@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The execution model itself: each of its harsher ways to run shows a fault that the plain one hides.
 
 #if defined(KVKEEP_CUDA_MODEL)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Expected Attention on a GPU against the CPU: every option, in f32 and on matrix units.
 
 #include "expected.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows cut down to few components on a GPU: what the CPU stores of them.
 
 #include "factorise.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pieces of bytes brought to the device, as lists on the device name them.
 
 #include "fetch.h"

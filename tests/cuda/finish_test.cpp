@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Events in which the scores decide how many slots stay: between step() and finish() nothing that the engine sees has
 // changed, and calls that would need the counts are refused by name.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an event folds, on a GPU: the slots that rows drop, their matrices, and the spans that attention reads.
 
 #include "fold.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Policies that fold on a device: a keeper there keeps and folds the slots that a keeper on the CPU does, and attention
 // reads of them what it reads there.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forks and state in memory where the cache is on a device: no copy passes through the host.
 
 #include "engines.h"

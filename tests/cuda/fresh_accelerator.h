@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// An accelerator that no keeper has taken, on the machine that the tests run on.
 

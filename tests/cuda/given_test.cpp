@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Given scores on their way to their columns: each at its place as f32, whatever the strides and the dtype; what lies
 // beside them stays.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Streams of the execution model that are held, and memory that waits for them: LibTorch's CUDA allocator gives what
 /// is freed only to work that comes later on the stream, but under the model memory is that of the host.

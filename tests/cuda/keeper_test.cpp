@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The line on a device: a keeper whose cache, columns and queries lie there keeps what a keeper on the CPU keeps, slot
 // for slot, dense and in pages.
 

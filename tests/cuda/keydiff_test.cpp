@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // KeyDiff on a GPU against the CPU.
 
 #include "keydiff.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scores of the last query of prompts on a GPU against the CPU.
 
 #include "last_query.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How kernels start: what a launch says of itself, and of nothing else.
 
 #include "evidence_case.h"

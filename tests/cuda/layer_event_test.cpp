@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prompts that are narrowed while their cache, queries and columns are on a device: tokens, slots, reports and pages
 // are those of a keeper on the CPU, and what decodes afterwards is the same.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The layer where ranks settle, decided on a GPU: what the CPU decides, layer by layer, for prompts side by side.
 
 #include "layer_selector.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AMS in one launch: mass, credit and slots are those of the CPU bit for bit, for every option, variant and length.
 
 #include "mass_segmented.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A memory of folded spans on a GPU: what the CPU opens, and its answers.
 
 #include "memory_attention.h"

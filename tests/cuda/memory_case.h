@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Folded spans of some sequences and queries that read them: on the CPU, and the same on the device.
 

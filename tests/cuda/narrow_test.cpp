@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tokens that go on and their rows, on a GPU: the CPU's tokens, and bytes copied one by one.
 
 #include "narrow.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an event tells a device of its block tables, with one look at each row.
 
 #if defined(KVKEEP_CUDA_MODEL)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Page-locked rooms: apart, under an exact cap, and used again.
 
 #include "page_locked.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans: only the newest one of a keeper moves anything on a device, a keeper applies none but its own on either
 // machine, and no two keepers share an accelerator.
 

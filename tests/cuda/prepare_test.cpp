@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an event needs before anything is scored, on a GPU: window queries turned as on the CPU, and the newest
 // positions at the end of the columns.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scores of prompts on a GPU against the CPU, from queries to scores of heads and tokens.
 
 #include "prompt_scores.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Caches of 8 bits as engines have them: a keeper on a device keeps what a keeper on the CPU keeps of the same numbers
 // in f32, slot for slot, whatever the format, and whether scales are of slots, heads or a whole tensor.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // New queries on their way to their rings: every token at its place, whatever the strides, the dtype and where the ring
 // begins; what lies between stays.
 

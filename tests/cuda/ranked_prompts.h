@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Prompts side by side, as the kernels that rank and narrow take them.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks on a GPU: the CPU's, to the last one.
 
 #include "ranks.h"

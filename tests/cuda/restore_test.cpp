@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sequences that are saved from a device or come back to one: they go on there, and on the CPU, as if they had never
 // left, and a file that does not fit changes nothing.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // R-KV on a GPU against the CPU: every option, keys that resemble many, few and none, from queries to scores.
 
 #include "rkv.h"

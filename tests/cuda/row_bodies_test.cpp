@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scorers of one row on a GPU against the CPU: one body, so the same bits.
 
 #include <algorithm>

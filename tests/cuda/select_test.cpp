@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Top-k on a GPU: the CPU's slots, ties and NaN included.
 
 #include "select.h"

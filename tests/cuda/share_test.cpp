@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows that share one selection on a GPU: the CPU's scores, bit for bit.
 
 #include "share.h"

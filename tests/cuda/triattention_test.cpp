@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TriAttention on a GPU against the CPU: both aggregates, both groups, both deviations.
 
 #include "triattention.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Values for an EvidenceCase: on the CPU packed, on the device dense or in pages, aligned or not.
 

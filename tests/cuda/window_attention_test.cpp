@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Window attention on a GPU against the CPU: windows, usage, newest, sum and history, plain and on matrix units.
 
 #include "window_attention.h"

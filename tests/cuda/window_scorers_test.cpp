@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Window scorers on a GPU against the CPU: one body, from queries to scores, as an event of a keeper runs them.
 
 #include <memory>

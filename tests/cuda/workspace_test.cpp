@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A workspace that does not begin where kernels read it by 32 bytes is refused by every launcher that takes one, before
 // anything is launched.
 

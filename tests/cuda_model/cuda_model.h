@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// An execution model of CUDA on the host, for tests alone: the bodies in cuda/ compiled by a host compiler and run
 /// under the address sanitizer. Streams, events and graphs: cuda_runtime.cpp.

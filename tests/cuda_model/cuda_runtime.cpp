@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA's runtime for the execution model, as far as kvkeep and its tests use it: memory that is the host's, streams
 // whose work runs at once or, while they are held, when somebody waits for it, captures that record kernels with their
 // arguments and copies with their addresses, graphs that run them again. What waits or allocates is refused while a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Device memory of the execution model. With Settings::guard it lies in an arena that nobody can read or write but
 /// kernels and copies: a host that follows a pointer to the device ends with a message. Without, each block is memory

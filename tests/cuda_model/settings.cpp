@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The harsher ways to run of the execution model, and what they do to numbers.
 
 #include <charconv>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an engine gives: sizes, strides, bases, pages, places and lengths, right and wrong. A step either moves every
 // kept slot whole and touches nothing else, or throws and changes nothing.
 

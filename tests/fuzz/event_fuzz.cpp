@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The whole event against the slow second implementation: the input seeds a random event and bends its numbers.
 
 #include <cstdint>

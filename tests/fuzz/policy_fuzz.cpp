@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Any text as a policy: it is made, or refused with a sentence. What was made describes itself, and that description
 // makes the same again.
 

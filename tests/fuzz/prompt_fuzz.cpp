@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A prompt on its way through the layers under every policy that narrows: the input chooses shapes, options and
 // numbers; what goes on and what stays must be lawful.
 

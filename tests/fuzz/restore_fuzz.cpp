@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever a file holds that is whole by its checksum: restore() refuses it and changes nothing, or the sequence can go
 // on, be cut back and leave.
 

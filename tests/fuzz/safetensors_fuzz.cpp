@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever the bytes: the reader gives tensors that lie inside them, or refuses with a sentence.
 
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever a trace says of its layers, positions and numbers: it is replayed, or refused with a sentence.
 
 #include <cstddef>

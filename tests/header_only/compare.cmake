@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Runs one program over each of the two targets: both print the same slots, and the one of headers alone needs neither
 # the library, nor Highway's, nor LibTorch.
 #

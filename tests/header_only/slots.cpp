@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prints which slots stay, over caches that are nothing but pointers. Compiled against kvkeep::kvkeep and against
 // kvkeep::header_only; compare.cmake compares what the two print.
 

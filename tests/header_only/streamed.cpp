@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A second file that includes everything: its bodies and those of the other file are the same to the linker.
 
 #include <kvkeep/kvkeep.h>

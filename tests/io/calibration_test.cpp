@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calibration files: they come back as they were saved, and what is damaged or hostile is refused with a sentence.
 
 #include "kvkeep/score/calibration.h"

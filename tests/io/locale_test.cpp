@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files are the same bytes under every locale: what an engine writes under one that groups digits is read under the
 // classic one, and vice versa.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The reader of JSON that others wrote: it agrees with nlohmann's on what both read, and nothing that a text says makes
 // it crash, hang or wrap a number.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compaction: opaque bytes, in place, in order; nothing else is touched.
 
 #include <gtest/gtest.h>

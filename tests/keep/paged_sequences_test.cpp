@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A pool of pages and the sequences that hold them: small examples, then many random operations beside a plain model
 // that knows what every slot must hold.
 

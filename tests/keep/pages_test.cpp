@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Paged caches: the same event as in a dense cache, on whatever pages a sequence holds; nobody else's pages are
 // touched; pages are really given back.
 

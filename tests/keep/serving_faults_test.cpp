@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What goes wrong where an engine that serves requests compresses its cache while they run. Each test names one such
 // fault, and fails if kvkeep, or what it asks of an engine, had it. Faults that other tests show already:
 // - a paged cache that is not contiguous: PagedKeeper.KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The layer where ranks settle: hand examples, what must hold for any scores, and what is refused.
 
 #include "kvkeep/layers/layer_selector.h"

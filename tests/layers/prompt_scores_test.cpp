@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a prompt's newest queries made of the tokens before them, against plain loops in double, and what follows for
 // the layer that selects.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Per-head top-p caches against plain loops in double: what stays holds the asked mass, and no head keeps more than it
 // must.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The adapter over llama.cpp: drafts that are verified in one batch, and taken back across an event.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // A context of llama.cpp, or of its fake, under an evictor, for tests of the adapter.
 

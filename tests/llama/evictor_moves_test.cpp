@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The adapter over llama.cpp: positions that the program moves behind its back.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The adapter over llama.cpp and docs/reference/llama.md.
 
 #include <gtest/gtest.h>

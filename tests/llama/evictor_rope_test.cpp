@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The adapter over llama.cpp: RoPE that a model file does not describe, and keys that are turned by it.
 
 #include <gtest/gtest.h>

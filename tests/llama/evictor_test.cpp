@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The adapter over llama.cpp, with a tiny model and with a pretrained one, or over the fake of its functions in
 // tests/llama/fake.
 

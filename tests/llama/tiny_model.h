@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // A model of a few layers with random weights in F32, as a file that llama.cpp loads: tests over the real thing need no
 // download, run in milliseconds, and its products differ with the size of a batch by roundings alone.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sketches of folded keys: what they tell of a query, that they find the one token it asks for, and that they travel
 // with their spans.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reading folded spans: golden numbers, agreement with one plain softmax, what it becomes at both ends, and budgets
 // that are never exceeded.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The learned gate: what it stores of spans, and what it refuses.
 
 #include "kvkeep/memory/router.h"

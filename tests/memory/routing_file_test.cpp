@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files of trained routers: what is written is read, and what does not fit is refused by name.
 
 #include "arrays.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Anchors, spans and window of a prompt: hand examples, what must hold for any surprisal, and surprisal itself from
 // logits.
 

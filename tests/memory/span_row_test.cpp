@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is left of folded spans: golden numbers, what must hold for any rows, and the bytes.
 
 #include "kvkeep/memory/span_row.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Second implementations of the allocators beside AMS, for tests only: sorts over doubles, one (layer, sequence) at a
 /// time, nothing shared with the library.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Segments, quotas and the selection inside them.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A second implementation of one eviction event, for tests only. It is slow and plain on purpose: loops over
 /// std::vector<double>, no tensors, nothing shared with the library. Where both agree on thousands of random events, a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The slow second implementation against examples worked by hand, its own invariants, and its own claim of what hangs
 // on rounding.
 

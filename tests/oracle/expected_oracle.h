@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Expected Attention once more, in plain loops over doubles: nothing shared with the library.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Replays the golden events on the slow second implementation alone, so that it is known to be right before anything is
 // compared with it.
 

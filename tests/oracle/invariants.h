@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What must hold after any event, whoever computed it. Each function returns one sentence per violation; empty is
 /// good.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Scorers that read keys, or keys and values, a second time: plain loops in double.
 

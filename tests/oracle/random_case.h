@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Random events for property tests and fuzzing: everything follows from one seed, on any machine.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// R-KV, a second time: the whole matrix of cosines, plain loops in double.
 

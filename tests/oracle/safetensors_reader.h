@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Reads the safetensors files of the golden cases, for tests only: trusts its input, widens everything to double.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What a scorer may read of one layer of one sequence, as plain numbers: the input of the second implementations,
 /// which share nothing with the library.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// TriAttention a second time: keys turned back to where they stood before RoPE, the series over the distance between
 /// query and key, every offset by itself.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A second implementation of what the newest queries make of a sequence, for tests only: plain loops in double,
 /// nothing shared with the library.

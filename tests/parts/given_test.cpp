@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scores that an engine gives to a keeper: they belong to their slots through chunks, events, rollback and files, and
 // what does not fit is refused before anything is written.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pinned spans: what an engine protects stays through every event, under every scorer and allocator, and everything
 // else goes on as it would.
 

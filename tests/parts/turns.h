@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Turns: the engine says where the newest turn of a conversation begins; what came since stays.
 

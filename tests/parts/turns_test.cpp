@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A part that the library does not know: it is asked for by a policy of a program, and works wherever parts do.
 
 #include "turns.h"

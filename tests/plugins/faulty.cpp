@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plug-ins that must be refused, each compiled with the name of its fault.
 
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every policy that has a name, with every choice of each of its options: ranks that hold a part of the heads keep what
 // one machine keeps, bit for bit, or refuse the policy by name when the keeper is made. Sinks and recents are few, so
 // that scores decide which slots stay.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks that hold a part of the heads keep what one machine keeps that holds all of them, whatever the policy; and an
 // error on one is an error on all, before anything moves.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The whole strict and official event against the slow second implementation, and what must hold of any event
 // (invariants 2.6).
 

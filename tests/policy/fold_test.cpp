@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Policies that fold, behind a keeper: nothing is lost, nothing of another sequence is seen, and what cannot be done is
 // refused before anything moves.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forks, and state in memory: a copy goes on as what it was copied from, whatever its policy keeps of it.
 
 #include "forked.h"

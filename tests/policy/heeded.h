@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Heeded: slots that the newest queries attend to, or the next slot.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the Keeper promises an engine whatever it is given: who stands twice is refused, what throws changes nothing,
 // positions are no token counts, neighbours do not matter, memory comes back.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // begin_step() and record() beside observe(): the same slots, whatever steps come; what they refuse.
 
 #include "engines.h"

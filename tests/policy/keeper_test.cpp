@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The line, in an engine's order of calls: sequences join, grow, are cut, take tokens back, leave.
 
 #include <gtest/gtest.h>
@@ -40,8 +41,7 @@ class Engine {
 
   struct Work {
     SequenceId id;
-    std::int32_t place;
-    std::int32_t tokens;
+    std::int32_t place, tokens;
   };
 
   /// One step over any subset of the sequences. Returns what the event did.

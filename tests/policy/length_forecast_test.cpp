@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lengths that are known before anything is scored are those that events leave.
 
 #include <gtest/gtest.h>

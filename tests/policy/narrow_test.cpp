@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prompts that are narrowed while they run, in an engine's order of calls: layer by layer, beside other prompts and
 // decoding sequences, in dense and paged caches.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values of options are written as nlohmann's JSON writes them, and read from text as its reader reads them.
 
 #include "kvkeep/policy/option_value.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The line on paged caches: whatever the page size, layout and form of the tensors, a sequence keeps what it keeps in a
 // dense cache. What is refused changes nothing.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared libraries with policies: examples/plugin, by name, with options, in a keeper, in the command; and those that
 // are refused.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Policies that narrow prompts, layer by layer, against plain loops in double over random prompts.
 
 #include <gtest/gtest.h>

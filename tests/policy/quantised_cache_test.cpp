@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A cache in 8 bits or in blocks against one that holds the same numbers in f32: the same slots stay, and their bytes.
 #include <gtest/gtest.h>
 

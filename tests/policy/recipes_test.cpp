@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Policies made in C++ are those that their texts make.
 
 #include "kvkeep/recipes.h"

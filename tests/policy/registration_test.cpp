@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scorers, allocators and policies that a program adds: by name, in lists, in a Keeper, saved and restored; and names
 // that are refused.
 

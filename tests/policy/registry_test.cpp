@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Policies by name and from JSON: strict, with sentences; aliases and presets.
 
 #include <gtest/gtest.h>

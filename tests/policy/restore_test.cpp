@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sequences that are saved and come back elsewhere: they go on to the same bits, and a file that does not fit changes
 // nothing.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What stays whatever it scores, and that a scorer chooses the rest: reports count it.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A budget of folded spans opens one, or is refused with the numbers: when the policy is made, or, where it depends on
 // the model's heads, when a model is known.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The checksum of a saved sequence.
 #include <gtest/gtest.h>
 

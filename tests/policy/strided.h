@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Strided: every n-th slot stays, and the best of the others.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Tapering: the best slots by TOVA, and fewer of them once a text is long.
 

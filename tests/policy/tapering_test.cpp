@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The policy of CONTRIBUTING.md, which the library does not have: added from outside. tests/cuda/keeper_test.cpp runs
 // it on a device.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The scorer of CONTRIBUTING.md, which the library does not have: added from outside.
 
 #include "vnorm.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the documents say of the code stays true: they are read beside it.
 
 #include <gtest/gtest.h>
@@ -28,6 +29,12 @@ std::string read(const fs::path& file) {
   std::ifstream in(file, std::ios::binary);
   EXPECT_TRUE(in.good()) << file;
   return {std::istreambuf_iterator<char>(in), {}};
+}
+
+/// A source as pages show it: without the line of its licence.
+std::string shown(const fs::path& file) {
+  std::string text = read(file);
+  return text.starts_with("// SPDX") ? text.substr(text.find('\n') + 1) : text;
 }
 
 /// The rows of Markdown tables whose first cell is `name` in backticks.
@@ -144,7 +151,7 @@ TEST(Docs, ThePageOfTheCInterfaceShowsTheLinesThatTheEngineOnAGpuCompiles) {
 TEST(Docs, TheExamplesOfAScorerAnAllocatorAPolicyAndAPartAreThoseThatTheTestsCompile) {
   const std::string page = read(root() / "CONTRIBUTING.md");
   const fs::path folder = root() / "tests";
-  const auto whole = [&](const char* file) { return read(folder / file); };
+  const auto whole = [&](const char* file) { return shown(folder / file); };
   const auto test_of = [&](const char* file, const char* begins) {
     const std::string test = whole(file);
     const std::size_t begin = test.find(begins);
@@ -159,7 +166,7 @@ TEST(Docs, TheExamplesOfAScorerAnAllocatorAPolicyAndAPartAreThoseThatTheTestsCom
 
 TEST(Docs, ThePageOfPluginsShowsTheExampleThatIsBuilt) {
   const std::string page = read(root() / "docs/start/extending.md");
-  EXPECT_NE(page.find("```cpp\n" + read(root() / "examples/plugin/vmax.cpp") + "```"), std::string::npos);
+  EXPECT_NE(page.find("```cpp\n" + shown(root() / "examples/plugin/vmax.cpp") + "```"), std::string::npos);
   const std::string cmake = read(root() / "examples/plugin/CMakeLists.txt");
   EXPECT_NE(page.find("```cmake\n" + cmake.substr(cmake.find("cmake_minimum_required")) + "```"), std::string::npos);
 }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of docs/inside/design.md and CONTRIBUTING.md that a look at the sources can check.
 
 #include <gtest/gtest.h>
@@ -323,6 +324,7 @@ TEST(House, LinesAndFilesAreShort) {
   for (const fs::path& source : sources) {
     const std::string text = content_of(source);
     EXPECT_FALSE(text.empty()) << source;
+    EXPECT_LT(text.find("SPDX-License-Identifier: Apache-2.0\n"), 64U) << source << " does not state its licence";
     EXPECT_LE(std::ranges::count(text, '\n'), kLines) << source;
     if (as_it_is.contains(source.generic_string())) continue;
     std::ptrdiff_t line = 1, column = 0;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every family that AutoModelForCausalLM builds, tiny and with random weights, through kvkeep.hf.attach: the logits of
 generate() under `full` must be those of the model alone, or attach() must refuse by name.
 

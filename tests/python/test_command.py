@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command of the package is the program `kvkeep`: its output, its exit status and what ends it."""
 
 import json

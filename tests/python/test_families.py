@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A family for each way in which transformers attends (tests/python/families.py tries all of them)."""
 
 import warnings

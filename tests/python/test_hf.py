@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' own generate() under a policy: the same tokens under a budget that holds the text, and each sequence of
 a padded batch as if it were alone."""
 

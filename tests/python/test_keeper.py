@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Keeper from Python: arrays of NumPy and PyTorch without copies, errors by their kinds, pages of Python's own."""
 
 import json

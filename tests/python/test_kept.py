@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What attach() shows when a text is written: bytes, the page over the text, and the picture."""
 
 import builtins

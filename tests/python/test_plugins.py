@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plug-ins: loaded by path, and brought by installed packages. tests/python_test.sh builds examples/plugin over the
 library of the wheel, and names it."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder with a small Llama of random weights and a tokenizer of bytes: text in, text out, no download.
 
 python tests/python/tiny_model.py FOLDER

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks that are processes of their own, over Gloo: they keep what one machine keeps, and one that is killed in the
 // middle of an event is an error on the others, before anything moves.
 

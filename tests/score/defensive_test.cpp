@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DefensiveKV's scores against plain loops.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Expected Attention against plain loops in double; both ways of multiplying, every instruction set.
 
 #include "kvkeep/score/expected.h"

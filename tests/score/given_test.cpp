@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scores that the engine gives, against what it gave.
 
 #include "kvkeep/score/given.h"

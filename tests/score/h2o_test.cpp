@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // H2O: the running sum against plain loops at one event, and against a simulation that attends token by token over
 // many.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Slice-then-softmax over the history against plain loops in double: both group reductions, every instruction set,
 // gaps, offsets, small and large windows.
 

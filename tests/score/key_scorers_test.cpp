@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scorers that read no queries: KeyDiff, Knorm, random.
 
 #include <gtest/gtest.h>

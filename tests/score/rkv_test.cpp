@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // R-KV: redundancy without a T x T matrix against the matrix, the attention half, the laws, the room it takes.
 
 #include "kvkeep/score/rkv.h"

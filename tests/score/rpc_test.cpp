@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RPC with a fixed budget and as published, against plain loops; and the published schedule.
 
 #include <gtest/gtest.h>

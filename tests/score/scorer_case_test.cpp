@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The harness itself, on scorers that are known: it must pass what is right and see what is wrong.
 
 #include "scorer_case.h"

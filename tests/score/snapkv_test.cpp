@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SnapKV and its form in R-KV's repository, against plain loops.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TriAttention against a second implementation that turns keys back before RoPE, a worked example, and the laws of
 // scorers.
 

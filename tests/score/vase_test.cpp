@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // VaSE against plain loops, and as a sample.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Window attention against plain loops in double: GQA groups, head sizes, dtypes, both query bases, every instruction
 // set of the machine.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Starts example_engine as a person would: the table, wrong options, the page of metrics, Ctrl-C."""
 
 import re

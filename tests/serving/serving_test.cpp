@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine of examples/serving under anything that a day brings: prefix caches, forks, drafts, preemption,
 // cancellation, a full pool, two steps in flight. After every step each page is compared with the text that it stands
 // for, and each holder is counted.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Threads that keepers are lent, counters and traces: each keeper has its own.
 
 #include <gtest/gtest.h>

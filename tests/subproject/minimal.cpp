@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An engine with the least of kvkeep: it evicts from dense caches and from pages, under any policy by its text, and
 // what is left out is refused by name.
 

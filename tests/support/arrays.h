@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Arrays of numbers for tests: kvkeep's tensors with the little arithmetic that tests need.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// An engine that knows kvkeep by its C interface alone, on the CPU or on a device.
 

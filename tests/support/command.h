@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // The kvkeep command as people and scripts start it: a folder of its own for each test, and what it printed.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Engines around a keeper, dense and paged, on the CPU or on a device: what they hold after any steps can be compared
 /// slot by slot.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// An engine whose policy folds: a dense or paged cache, attention over the rows, view() behind it, and beside it what
 /// exact attention over everything gives. On a device, its own attention runs on the host all the same.

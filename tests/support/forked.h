@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Sequences that begin as copies of others, on the CPU or on a device: they go on as if they had run their tokens
 /// themselves.

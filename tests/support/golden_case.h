@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Golden cases: a trace, a policy, what must come out, and how exactly (tests/golden/README.md).
 

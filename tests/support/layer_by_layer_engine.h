@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// An engine around a keeper that runs one layer after the other, for tests of prompts that are narrowed while they
 /// run.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// One prompt in all layers of a toy model, for tests of what happens while it runs, and plain loops in double over it.
 

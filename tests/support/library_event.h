@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The library, run on the events that the oracle knows: one layer, any number of sequences, f32 unless asked
 /// otherwise.

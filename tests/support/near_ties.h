@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Slots that one machine keeps and another does not, because their scores are as close as rounding.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Folded spans of some KV heads, and what reading them means, told plainly in fp64.
 

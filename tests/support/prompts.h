@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// One layer of prompts for tests of what happens inside prefill, and plain loops in double over it.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// One rank of a model whose heads are divided: an engine around a keeper that runs every kind of policy, with numbers
 /// that follow from (sequence, layer, KV or query head of the model, position) alone.

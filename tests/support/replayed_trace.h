@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A trace in memory: changed by a test, written to a file of the test's own, and replayed.
 

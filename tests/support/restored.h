@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Files of saved sequences, and the rows that an engine brings to where they are restored.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Random events for scorers, as the library sees them and as plain numbers for a second implementation, and the laws
 /// that hold for every scorer.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Factors of matrices against LAPACK's, for matrices that are hard on an eigensolver, and what must hold whatever
 // shares their batch.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LibTorch's products of bf16 matrices, where the machine has them.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensors and threads of LibTorch: kvkeep/torch.h.
 
 #include "kvkeep/torch.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Event traces as an enemy would write them: numbers of layers, positions and lengths that other numbers could become
 // of.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prefill traces: what is replayed is what a pass over the same prompt does, and what does not fit is refused with the
 // name of tensor or metadata.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conan 2: `conan create cmake/ports/conan --build=missing` in a clone."""
 
 import os

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds and installs into $PREFIX, as conda's tools call it: in the source, with the compiler's flags in CXXFLAGS.
 set -euo pipefail
 

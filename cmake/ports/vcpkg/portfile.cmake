@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Builds the clone that the port lies in: vcpkg install kvkeep --overlay-ports=cmake/ports/vcpkg
 
 get_filename_component(SOURCE_PATH "${CURRENT_PORT_DIR}/../../.." ABSOLUTE)

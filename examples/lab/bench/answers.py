@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Tables of what models write, over several texts: of samples of examples/lab/bench/real_model.sh, or a file of --csv.
 
     answers.py RESULTS [RESULTS ...]                             a table for each model: policies by question and budget

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """kvpress and kvkeep on one model file and the same prompts: accuracy by method and budget, time of compression.
 
     cd examples/lab/bench

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode of llama.cpp and kvkeep in tokens/s: one model file, one machine, in turns.
 
     python3 examples/lab/bench/beside_llama.py --model SmolLM2.gguf

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Tokens/s of `kvkeep generate` beside busy processes.
 
     examples/lab/bench/busy.py --model FOLDER [--busy 0,1,3] [--tokens 64] [--runs 3] [--threads N] \\

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decode tokens/s of the reference decoder on a random checkpoint of more than 200 MB, beside the memory-read bandwidth
 // of the same run. A decode step must read every weight once, so `read_share` says how close it is to the least time.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What each scorer foresees: its scores at a cut beside the attention that the question, which comes later, pays.
 
     foresight.py OUT.csv --kvkeep FILE MODEL=FILE:SAMPLES.jsonl [MODEL=FILE:SAMPLES.jsonl ...]

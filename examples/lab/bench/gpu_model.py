@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A pretrained model on a GPU beside the CPU, through the command: tokens/s at several batch sizes, needles that the
 model still answers, slots that policies keep. Prints each table as it comes, and writes the command's output to OUT.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Needle tasks by two paths: the command's own decoder, and transformers under kvkeep.hf.attach.
 
     python3 examples/lab/bench/hf_needles.py --model SmolLM2.gguf --haystack prose.txt --length 512 --samples 7

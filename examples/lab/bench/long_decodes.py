@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Makes samples of long decodes, whose answers depend on what was told, asked and written long before.
 
     long_decodes.py OUT.jsonl TEXT=FILE [TEXT=FILE ...] [--samples 6] [--characters 1800] [--seed 1]

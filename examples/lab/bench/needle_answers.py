@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What scripts share that put the same needle samples to `kvkeep eval` and to a model in transformers."""
 
 import json

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Tokens/s behind a long prompt, under the rows of README's table of costs: caches of 16, 8 and 4 bits, whole, cut,
 folded. In turns; a ratio is the median over turns of a row beside the full cache of 16 bits in the same turn.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Time to the first token under policies that narrow prompts, beside what their layers' work would cost: a random Llama
 // of 24 layers, the whole pipeline (decoder, keeper, policy).
 //

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Makes plain paragraphs out of HTML, as an essay that hides what tasks ask for.
 
     apt-get download debian-handbook && dpkg-deb -x debian-handbook_*.deb handbook

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Evidence of examples/lab/docs/results.md: what two pretrained models still write, under each policy and budget.
 set -euo pipefail
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
 
 # Sourced by examples/lab/bench/real_model.sh: prose that hides needles, of three kinds, from packages that any machine

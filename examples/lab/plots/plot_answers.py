@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws what a model still answers against the bytes that it keeps, from the CSV of examples/lab/bench/answers.py.
 
     plot_answers.py OUT.png ANSWERS.csv [ANSWERS.csv ...] [--policies "P;P over CACHE;..."]

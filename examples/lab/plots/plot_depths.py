@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws where in a text policies lose a needle, from lines of `kvkeep eval --depth ... --samples-out FILE`.
 
     plot_depths.py OUT.png SAMPLES.jsonl [SAMPLES.jsonl ...] [--policies P;P;...] [--step PERCENT] [--shares]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws what policies hold near against what they answer, from tables of `kvkeep eval --diagnostics -o csv`.
 
     plot_fold.py OUT.png TABLE.csv [TABLE.csv ...]

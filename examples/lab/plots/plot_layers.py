@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws what policies do layer by layer, from what kvkeep eval writes over a text.
 
     plot_layers.py OUT.png SAMPLES.jsonl [SAMPLES.jsonl ...] [--policies P;P;...] [--base POLICY]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws accuracy against budget from tables of `kvkeep eval -o csv`.
 
     plot_quality.py OUT.png TABLE.csv [TABLE.csv ...]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws where every token of a prompt ranks in every layer, and where a policy selected.
 
     kvkeep record --model MODEL --kind prefill --ids-file prompt.txt --out prompt.safetensors

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws what stayed in the cache: which positions of the text every layer and KV head still holds, step by step.
 
     ask="kvkeep generate --model examples/model --task ask --forced"

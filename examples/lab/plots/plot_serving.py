@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws what `example_serving` measured.
 
     plot_serving.py POOLS.csv OUT.png    of --csv: pace, requests in flight, preemptions and answers by size of the pool

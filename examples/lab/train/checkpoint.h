@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Everything that training needs to continue: weights, optimizer state, the next step. Data and order follow from seed
 /// and step.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Measures a trained model: look-up accuracy per task and length with the full cache and with parts of it hidden, and
 /// where look-ups look.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The model as a Hugging Face folder: config.json, generation_config.json, model.safetensors in bf16.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A small Llama with autograd: RMSNorm, RoPE (half layout), grouped-query attention, SwiGLU, tied embeddings.
 ///

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// kvkeep_train: trains the small model of examples/model, or measures a trained one.
 
 #include <CLI/CLI.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What the model is trained on: stages of growing length, each a random mixture of the tasks.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What a trained router is worth: the answers of the library's own span memory on held-out samples, by rule and by
 /// what is opened.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What one sequence teaches: the frozen model's answers at the positions that look far back, and the folded spans that
 /// a student has instead.

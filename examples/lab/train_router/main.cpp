@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// kvkeep_train_router: trains a router and rank gates for folded spans on a frozen small model, or measures trained
 /// ones.
 

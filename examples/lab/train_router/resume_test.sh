@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # A run that is stopped and resumed ends with the bytes of one that was not, also with another number of threads.
 # usage: resume_test.sh PROGRAM MODEL FOLDER
 set -eu

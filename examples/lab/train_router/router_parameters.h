@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What is trained: a router for every layer, and rank gates that all layers share.
 

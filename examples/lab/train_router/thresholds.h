@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Thresholds of a trained router, set by what opening is worth.
 

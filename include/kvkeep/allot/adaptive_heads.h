@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// AdaKV: the heads of a layer share one budget; a head whose attention is spread out gets more of it. Source: "Ada-KV:
 /// Optimizing KV Cache Eviction by Adaptive Budget Allocation" (Feng et al.). Differs: rows really shrink (the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Allocators spend a row's budget: given the scores, they decide which slots stay. How to add one: CONTRIBUTING.md,
 /// "Adding an allocator".

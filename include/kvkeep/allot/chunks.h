@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// ChunkKV: runs of adjacent slots stay or go together. Source: "ChunkKV: Semantic-Preserving KV Cache Compression for
 /// Efficient Long-Context LLM Inference" (Liu et al.). Differs: keeps exactly the budget; protected slots stay first

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// CriticalKV: part of the budget by score, the rest by score times how strongly the slot's value moves the layer's
 /// output. Source: "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective" (Feng et al.),

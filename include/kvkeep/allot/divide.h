@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// One row through AMS, from the usage of its slots to segments with quotas: the code that the CPU runs with one thread
 /// per row and CUDA with one block per row.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Usage mass: the share of the recent window's attention that each slot draws.
 /// Source: AMS, section "mass"; our spec of it is docs/method/ams.md.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// AMS: adaptive mass-segmented allocation. Usage -> mass -> credit -> segments -> quotas -> selection inside segments.
 /// Source: "Adaptive Mass-Segmented KV compression", Algorithm 1 and section on EMA credit. Differs (`strict`):

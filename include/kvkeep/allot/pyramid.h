@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// PyramidKV: early layers keep more slots than late ones. Source: "PyramidKV: Dynamic KV Cache Compression based on
 /// Pyramidal Information Funneling" (Cai et al.), the linear profile. Differs: budgets follow from the policy's budget

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Quotas: how many slots each segment may keep. Source: AMS, section "quotas".
 /// Differs (`strict`): protected slots are reserved inside the quotas, floors are honoured heaviest first, and the rest

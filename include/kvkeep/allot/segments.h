@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Segments: stretches of the cache that hold about equal mass. Source: AMS, Algorithm 1.
 /// Differs: cuts fall after the slot that crosses the threshold, and short pieces merge before long ones are split, so

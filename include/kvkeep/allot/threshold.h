@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Threshold: slots stay if their score is high enough, however many these are. Source: the decision of KVzap
 /// (threshold on a learned log score, the newest 128 tokens always stay) and of DMS (arXiv 2506.05345: one decision per

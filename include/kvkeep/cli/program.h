@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The program `kvkeep` without its main(): what a project that adds sub-commands of its own links (kvkeep::command).
 

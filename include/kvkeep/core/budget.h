@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// How much a row may keep: a number of slots, a share of the tokens seen, or bytes per sequence. All are rounded down,
 /// to at least one slot.

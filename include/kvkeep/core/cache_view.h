@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The engine's cache, seen by kvkeep: its layers, which Keeper::bind() takes once, and what a step uses of them.
 

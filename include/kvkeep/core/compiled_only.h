@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Included by headers whose functions kvkeep::header_only lacks.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What a policy decided: which slots stay, and what happens to the rest.
 

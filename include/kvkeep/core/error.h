@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Errors and their sentences. Every message reads "operation: what is wrong; given X; allowed Y" and is thrown before
 /// anything is written.

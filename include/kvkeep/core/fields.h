@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Options by name. One description of a struct of options serves to read it, to write it in full, and to list it.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// `KVKEEP_HD` marks a function with one body for the CPU and CUDA, so that both decide the same, bit for bit. For the
 /// same reason no multiplication of a body may be fused with an addition, whatever -march and -ffp-contract say: where

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Two ways to use the library: link kvkeep::kvkeep, or kvkeep::header_only, which defines KVKEEP_HEADER_ONLY. Headers
 /// then include their bodies (x-inl.h), which src/ compiles otherwise.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// How much every row may keep at an event. Settled before anything is scored.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Memory of a machine: where columns, query rings and caches live, and how the host reaches them.
 

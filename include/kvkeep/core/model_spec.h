@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What a policy must know about the model: shapes, RoPE, and which layers have a cache of their own.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Loops over threads. They run on the calling thread unless it, or the keeper that it calls, has threads to use:
 /// Provided::threads, or UsingThreads around the call. Nothing here is process-wide.

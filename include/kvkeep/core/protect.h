@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What of a row stays whatever it scores: sinks, recents, padding, pinned positions. Sets, never a magic score.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The queries that decisions read, as the CPU and kernels address them.
 

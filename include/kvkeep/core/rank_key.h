@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The order of scores and slots, as integers: the one tie rule.
 

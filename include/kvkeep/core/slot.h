@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A row is (layer, sequence, KV head): the unit of every decision. Plain structs that kernels take unchanged; no
 /// LibTorch in here.

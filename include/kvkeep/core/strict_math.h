@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Included by headers whose bodies compute. kvkeep.h, torch.h, llama.h and what these include compute nothing where
 /// the library is linked.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Arrays of numbers, as kvkeep takes and returns them: strided views that share memory and have no arithmetic.
 /// kvkeep/torch.h converts them from and to LibTorch's tensors.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Files: read whole into memory, and written so that they appear whole or not at all.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// GGUF files: a strict reader of the models that llama.cpp runs.
 

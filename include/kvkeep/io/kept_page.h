@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A page that shows which tokens of a text stayed in the cache, each shaded by how many heads still hold it.
 

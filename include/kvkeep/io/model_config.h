@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What a decoder needs to know about a model, from a Hugging Face folder or a GGUF file.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The files of one run of a program: nothing is written over what the run reads or writes besides.
 

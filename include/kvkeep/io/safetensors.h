@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Safetensors files: a strict reader that trusts no number in the file, and a writer that leaves a whole file or none.
 

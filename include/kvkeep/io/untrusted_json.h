@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The only reader of JSON that others wrote: headers and metadata of files, configs, policies.
 

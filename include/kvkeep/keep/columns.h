@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Columns: the numbers that move with every slot through compaction: its logical position, EMA credit, tally of
 /// scores, and the score that the engine gave it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Compaction: kept slots move to the front of their row, in order. The only writer of K and V.
 

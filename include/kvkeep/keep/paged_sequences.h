@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Which pages of a pool each living sequence holds, as a serving engine's block manager knows it.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What an event does to the pages of a sequence: which pages stay and in what order, which are rewritten, which are
 /// copied because others hold them too, and which are given back.

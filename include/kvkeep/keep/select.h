@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Selection: which slots of a row stay, given scores, segments with quotas, and protected slots.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The view of a step: what a keeper checks of it besides lengths, and counts in it.
 

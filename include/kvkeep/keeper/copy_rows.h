@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The rows of one sequence out of the cache and back: what an engine stores beside Keeper::save() when it swaps a
 /// sequence out, moves it to another process, or copies it to other places or pages.

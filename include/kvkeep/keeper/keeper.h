@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The pipeline: observe -> decide -> apply -> settle -> view. One object between an engine and a policy.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// How long the rows of a sequence will be after steps that have not run: what a scheduler that runs ahead of its
 /// workers plans with.

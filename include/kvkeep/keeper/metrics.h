@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Totals of keepers as Prometheus reads them: what a server adds to its own page of metrics.
 

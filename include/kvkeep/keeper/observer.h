@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Takes in what the engine shows of each step: checks it, counts tokens, files queries.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Chooses the layer of a prefill in which the ranking of the prompt's tokens has settled, and the tokens that continue
 /// from there. Source: ASL (adaptive layer selection), its layer-wise rank variance and threshold; fixed_layer is

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Scores that the newest queries of a prompt give the tokens before them, in one layer. ASL ranks tokens by them, and
 /// SnapKV keeps slots by them. Source: ASL, its observation window; SnapKV (eq. 3). Differs: stores nothing of size

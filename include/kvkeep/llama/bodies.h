@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Bodies of kvkeep/llama.h, which includes this: what is decoded, and what the program does to llama.cpp's memory.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What kvkeep must know of a model, as llama.cpp tells it: shapes, and RoPE. Part of kvkeep/llama.h.
 

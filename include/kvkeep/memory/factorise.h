@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Not part of the interface. Factors matrices of rows into few components: what a SpanRow stores of the keys or
 /// values of a span.

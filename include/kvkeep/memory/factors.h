@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// How the rows of a span are cut down to few components, and what is stored of them.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What opening a folded span costs, and how spans share attention: the arithmetic that the CPU and kernels share.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Reading a memory of folded spans: which of them each query opens, and all of them in one softmax with the rows that
 /// stayed. Source: SeKV (AmirAbaskohi/SeKV). Differs: the heads that share keys share a budget and never exceed it; if

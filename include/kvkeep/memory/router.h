@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Which folded spans a query zooms into: by a learned gate, or by the attention that their coarse entries would draw.
 /// Source: SeKV (AmirAbaskohi/SeKV); the rules without training are ours. Differs: read_memory.h.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Not part of the interface. One row's folded spans and the query heads that read them, for one token: the parts of
 /// routing and merging. One thread each.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Cuts a prompt by its surprisal: anchors that stay as they are, and the spans of low surprisal between them.
 /// Source: SeKV (AmirAbaskohi/SeKV), its boundary rule. Differs: sinks and a local window always stay, long runs are

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Bodies of span_row.h: compiled by src/memory, or where they are included under KVKEEP_HEADER_ONLY.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The folded spans of one row (layer, sequence, KV head): one coarse entry each near attention, and low-rank factors
 /// of their keys and values, which few queries read. Source: SeKV (AmirAbaskohi/SeKV). Differs: rows are centred on the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The newest queries of one sequence, per layer: all that scorers need from the past. Queries, not hidden states, so
 /// that no projection runs twice.

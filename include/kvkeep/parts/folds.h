@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Folds: slots that an event drops may fold into spans, which attention still reads.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Scores that the engine gives every token and KV head. They are a column of the rows, so they move with their slots.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The living sequences of a keeper, and parts: features of sequences that not every engine uses, such as pinned spans.
 /// The keeper calls each part at the same places of a sequence's life; what a part keeps, only it knows.

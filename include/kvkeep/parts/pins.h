@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Pinned spans: positions of a sequence that an engine protects through every event, such as a system prompt.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Prompts that narrow while they run: in every layer a policy may drop slots, and tokens that then go no further.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What the rows of other ranks hold, where each rank has a part of the KV heads and heads may keep unequal numbers of
 /// slots.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Surprisal: how unlikely the model found every token, in nats. The engine supplies it once it has the logits.
 

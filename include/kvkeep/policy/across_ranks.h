@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Tensor parallel: ranks that hold a part of the KV heads of every layer decide alike.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// ASL and FastKV: in every layer the newest queries of a prompt rank its tokens. From the layer where the ranking has
 /// settled, or from a given layer, only the best continue. Source: ASL (adaptive layer selection), paper and code;

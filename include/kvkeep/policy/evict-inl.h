@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Bodies of evict.h: compiled by src/policy, or where they are included under KVKEEP_HEADER_ONLY.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Eviction: a scorer ranks the slots, an allocator spends the budget, and the rest is dropped.
 

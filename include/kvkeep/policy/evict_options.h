@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// An evicting policy from options by name: those that every one has, its scorer's and its allocator's.
 

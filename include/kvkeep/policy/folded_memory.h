@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The folded spans of a keeper's sequences, where its caches are: what events fold, and what attention reads of it.
 /// The Keeper is written once over it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// GemFilter: the last query of an early layer chooses tokens, which then run again as a new, short prompt. Source:
 /// GemFilter (Shi et al., Discovering the Gems in Early Layers). Differs: see last_query_scores().

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What runs the line from evidence to moved rows: the CPU (host()), or a GPU (kvkeep::cuda::accelerator()). Policies
 /// and the Keeper are written once over it.

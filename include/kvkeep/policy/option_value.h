@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The options of a policy, as a program, its text or JSON gives them and as KVPolicy::to_json() writes them.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Plug-ins: shared libraries with scorers, allocators and policies, which a program loads by the path of a file.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Base of policies that act while a prompt runs through the layers. Another policy decides once the prompt has ended.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// PyramidInfer: fewer tokens continue from layer to layer; every layer's cache holds the tokens that entered it.
 /// Source: PyramidInfer (Yang et al., Pyramid KV Cache Compression for High-throughput LLM Inference), as ASL's

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Policies by name: from JSON, from a file, or from `name,key=value,...`; and how a program adds names of its own.
 

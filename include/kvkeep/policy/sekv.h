@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// SeKV: a span of low surprisal folds into one near coarse entry and far low-rank factors, and opens again when a
 /// query asks for it. Source and differences: see segmenter, SpanRow, Router. Also differs: generated tokens join the

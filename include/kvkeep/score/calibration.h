@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Query statistics of a model for TriAttention: where the queries of each head are before RoPE, and how concentrated
 /// they are.

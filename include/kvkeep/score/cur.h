@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// CUR: slots whose key and value are both large among their neighbours. Source: "CurDKV: Value-Guided KV Compression
 /// for LLMs via Approximated CUR Decomposition" (arXiv 2509.15038), in the form of kvpress's CURPress: products of

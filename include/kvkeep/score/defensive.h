@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// DefensiveKV: the attention that a slot got in the worst case, not on average. Source: "Taming the Fragility of KV
 /// Cache Eviction in LLM Inference" (Feng et al., arXiv 2510.13334) and its code: worst-case risk estimation, then a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What a policy sees when it decides, and what the engine must supply for that.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Expected Attention: the attention that future queries would pay to each slot if they were drawn from a Gaussian with
 /// the mean and covariance of the queries seen. Source: "Expected Attention" (Devoto et al.), and its press in kvpress.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Given: the engine's own scores rank the slots, as it gave them to parts::Given::give(). For methods that learn a
 /// score of every token and KV head from hidden states, keys or values, such as KVzap, the gate of Fast KVzip,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// H2O: heavy hitters stay: the slots with the most attention, summed over all queries so far. Source: "H2O:
 /// Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (Zhang et al.). Differs: the sum is

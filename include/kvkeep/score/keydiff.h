@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// KeyDiff: keys that point away from the mean direction stay. Source: "KeyDiff: Key Similarity-Based KV Cache Eviction
 /// for Long-Context LLM Inference in Resource-Constrained Environments" (Park et al.). Differs: the whole row at each

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Knorm: keys of small norm stay. Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression"
 /// (Devoto et al.). Differs: nothing; the policy protects sinks and recent slots.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Pooling over adjacent slots. They are neighbours in time, because slots ascend by position.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Random: the baseline that any scorer must beat, and Random Attention, which draws anew at every event.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Recency: newer stays. With protected sinks it is StreamingLLM.
 /// Source: "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.). Differs: kept keys keep their

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// R-KV: attention of the newest queries, minus redundancy with other keys. Source: "R-KV: Redundancy-aware KV Cache
 /// Compression for Reasoning Models" (Cai et al.). Differs: each query at its own logical position; each sequence of a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Scorers that score every row alone: one body for the CPU and a GPU. A RowScorer reads keys, values and columns of
 /// the row, a WindowScorer also what its newest queries attend to.

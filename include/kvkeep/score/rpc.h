@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// RPC: attention of the newest queries to the reasoning before them. Source: "Reasoning Path Compression: Compressing
 /// Generation Trajectories for Efficient LLM Reasoning" (Song et al.). Style `official` scores as its code does, for a

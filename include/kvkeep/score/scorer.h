@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Scorers rank the slots of a row. A scorer is a header, a line in a table, and a test
 /// (CONTRIBUTING.md, "Adding a scorer").

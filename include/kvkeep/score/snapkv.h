@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// SnapKV: what a window of the newest queries attends to, smoothed over neighbours. Source: "SnapKV: LLM Knows What
 /// You are Looking for Before Generation" (Li et al.); style `rkv` is the form that R-KV's repository uses for

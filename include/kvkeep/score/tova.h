@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// TOVA: the newest query's attention. Source: "Transformers are Multi-State RNNs" (Oren et al.), the TOVA policy.
 /// Differs: events every `interval` tokens instead of every step; the newest slot is protected instead of competing

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// TriAttention: how strongly future queries will attend to a key, estimated from statistics of each head's queries
 /// before RoPE. Source: TriAttention (WeianMao/triattention). Differs: the factor of a scaled RoPE (YaRN) enters cached

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// VaSE: some slots stay for their values, the others are drawn at random. Source: "Value-aware Stochastic KV Cache
 /// Eviction" (arXiv 2606.03928) and its code (`range_sink_sample_attn`): a quarter of the budget goes to the slots

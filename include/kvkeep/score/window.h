@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The windows of rows, and how the queries in them attend: what scorers and allocators read of window attention.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Bodies of window_attention.h: compiled by src/score, or where they are included under KVKEEP_HEADER_ONLY.
 

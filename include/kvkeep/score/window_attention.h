@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Attention of the newest queries over the cache, reduced while it is computed: nothing of size [Hq, W, T] is kept.
 

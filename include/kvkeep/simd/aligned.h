@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Not part of the interface. Memory that begins at a cache line: rows of whole lines then cost one line per load.
 /// Products of a matrix unit take three times as long when tiles straddle lines.

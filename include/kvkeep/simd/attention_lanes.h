@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Not part of the interface. Vectorised inner loops of window attention. Queries are stored in panels: `width` of them
 /// side by side, one per lane, so every logit is one chain of multiply-adds over the head dimension in ascending order.

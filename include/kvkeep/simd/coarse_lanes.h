@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Not part of the interface. Products of keys in 8 bits, for machines that have an instruction for them. Long rows
 /// need it: without, an R-KV event over 7,000 to 8,500 keys of a real model takes 1.3 to 1.45 times as long, and one

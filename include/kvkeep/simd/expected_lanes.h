@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Not part of the interface. Vectorised inner loops of Expected Attention and of query statistics: products of a tile
 /// of keys with panels of columns, sums of squares, Gram matrix, Cholesky factor. Every number of a key is one chain of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // exp for vectors, once per instruction set: included by files that are compiled once per instruction set.
 
 #if defined(KVKEEP_EXPONENTIAL_INL_H) == defined(HWY_TARGET_TOGGLE)

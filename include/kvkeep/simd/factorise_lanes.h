@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Not part of the interface. Eigenvalues and eigenvectors of small symmetric matrices, one matrix per lane, and the
 /// dense products around them. All numbers are f64. A lane's result depends on its own matrix alone: lanes that are

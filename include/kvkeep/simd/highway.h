@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Not part of the interface. Highway, for loops that src/simd compiles once per instruction set. Under
 // KVKEEP_HEADER_ONLY they are compiled once, for the instruction set of the file that includes them.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Not part of the interface. Vectorised passes over the keys of a row. Every key is treated alike wherever it is, so
 /// equal keys give equal bits.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Not part of the interface. Vectorised inner loops of attention over a span memory, and of log-sum-exps. One thread
 /// each; the order of every sum depends only on its length.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bodies of similar_lanes.h, once per instruction set.
 
 #if defined(KVKEEP_SIMILAR_LANES_INL_H) == defined(HWY_TARGET_TOGGLE)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Not part of the interface. Vectorised search for keys that resemble each other.
 

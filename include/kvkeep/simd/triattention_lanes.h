@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Not part of the interface. Vectorised inner loops of TriAttention. Lanes run along the keys of a block, which are
 /// transposed first: every product is one chain per key in ascending order of rotary pairs, so equal keys get equal

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Files with the state of one sequence: safetensors files that also record what they belong to and a checksum over
 /// everything.

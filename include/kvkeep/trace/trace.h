@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Traces, replayed without the model: of one compression event, as an engine saw it, and of a prompt. The file format
 /// is docs/reference/trace-format.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides which entries of an LLM's key-value cache stay, and moves them.
 
     spec = kvkeep.ModelSpec(query_heads=32, kv_heads=8, key_dim=128, num_layers=32, inv_freq=inv_freq)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m kvkeep: the command `kvkeep`, which lies in this package."""
 
 import os

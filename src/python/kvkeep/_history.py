@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a policy did to the sequences of one cache, kept when the cache is gone: attach.html(), plot() and memory()."""
 
 import weakref

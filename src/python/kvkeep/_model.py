@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kvkeep must know of a Hugging Face model: learned from three short forwards, not from its config.
 
 A layer's keys of a text at positions p and p + 7 tell how it rotates: the style, the frequencies, or that it has no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plug-ins that installed packages bring: entry points of the group "kvkeep.plugins"."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transformers cache under a policy: the rows of its sequences, and what happens to them in a forward.
 
 Per layer, keys and values lie in a buffer [batch, KV heads, capacity, head size] of our own, without padding; an event

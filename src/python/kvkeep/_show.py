@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a History says, shown: a page over the text, and a picture."""
 
 import html

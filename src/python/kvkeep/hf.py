@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any policy over the KV cache of a Hugging Face model, while model.generate() runs as it is.
 
     with kvkeep.hf.attach(model, "ams-tova,budget=1024") as kept:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // What fake_llama.cpp needs of ggml: number types, tensors, operations on them, and a graph that shows its nodes.
 

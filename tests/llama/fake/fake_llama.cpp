@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small deterministic transformer behind the names of llama.cpp's public interface, so that kvkeep/llama.h is tested
 // where llama.cpp is not installed. What an adapter can see is as in the real one: the order of nodes and callbacks,
 // what tensors of attention are views of, which cells tokens get, what removing and copying sequences does, what

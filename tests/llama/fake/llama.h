@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // A stand-in with the names of llama.cpp's public interface, for tests on machines without it: what kvkeep/llama.h and
 // its tests use of llama.h. fake_llama.cpp says what differs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine over the package: it builds and evicts."""
 
 import os

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <kvkeep/kvkeep.h>
 
 int main() {  // 0 when a prompt of twelve cached tokens fell to six

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which tokens stay under llama.cpp and under kvkeep's own decoder: the same weights, the same text, every policy
 // twice. Both compute in their own order, so scores differ in the last digits, and near-ties fall on either side: how
 // near is in the table, for all rows that held the same slots in both before an event.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// How an answer is judged by its references. Every score is from 0 to 1. Does not use LibTorch.
 

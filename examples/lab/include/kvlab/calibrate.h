@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Query statistics of a model: what TriAttention reads instead of queries.
 

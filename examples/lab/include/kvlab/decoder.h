@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The reference decoder: Llama, Qwen2, Qwen3, SmolLM3 and Gemma 3 on a CPU or a GPU, over a cache, dense or in pages,
 /// that the caller owns and may cut between steps.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Traces that name a checkpoint instead of carrying K and V: kinds `decoder` and `generate` of
 /// docs/reference/trace-format.md.

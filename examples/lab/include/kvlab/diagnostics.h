@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What a policy does to a cache over time, in numbers that any engine can collect. Plain data on the host, no tensors.
 /// examples/lab/docs/diagnostics.md explains each number. Positions are logical throughout. E is the set that a row

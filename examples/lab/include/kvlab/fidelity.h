@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// How far a run with a cut cache departs from the run with the full one, token by token. Plain data on the host, no
 /// tensors.

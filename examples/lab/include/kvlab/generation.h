@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Decoding under a policy: sequences join and leave, a step runs all live ones, and the Keeper decides after its last
 /// layer.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Documents with questions about them, for ruler/qa-1 and ruler/qa-2. Does not use LibTorch.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Calibration files of TriAttention's own tool, which writes them with torch.save: {"metadata": ..., "stats":
 /// {"layer05_head13": {"q_mean_real", "q_mean_imag", "q_abs_mean"}}}, f32 [F] each.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Writes traces from a run of the decoder, so that any policy can be replayed on them.
 

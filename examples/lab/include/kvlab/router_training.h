@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Losses that train a router and rank gates, and one step on a recorded layer with its gradients.
 /// Source: SeKV (AmirAbaskohi/SeKV), its equations 10 to 15. Differs: a position sees only spans that end before its

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Samples that others wrote: prompts with their references, one JSON object per line, in a form of our own or as
 /// published. Does not use LibTorch.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Drawing the next token from its probabilities: temperature and nucleus.
 

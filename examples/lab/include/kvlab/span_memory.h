@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Folded spans of one layer by hand, one step at a time: what a trace shows of them, and a program that trains a
 /// router reads. Keepers fold by kvkeep::fold() and read by kvkeep::read_memory(), which does the same at once.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Span traces: keys, values, surprisal and decode queries of one layer, replayed without the model. The file format is
 /// docs/reference/trace-format.md.

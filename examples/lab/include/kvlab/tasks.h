@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Long-decoding tasks with a known answer, and with the cache positions that the answer needs.
 ///

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The text side of a model: its tokenizer and its chat template, from wherever its weights are.
 

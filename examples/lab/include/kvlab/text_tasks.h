@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Tasks over text with a known answer: RULER's, and one number in prose.
 ///

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Text to token ids and back: byte-level BPE and SentencePiece's BPE, with the ids of Hugging Face's `tokenizers` and
 /// of llama.cpp.

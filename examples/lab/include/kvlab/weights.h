@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The tensors of a checkpoint, a Hugging Face folder or a GGUF file, checked before any of them is used.
 

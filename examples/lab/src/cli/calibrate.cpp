@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep calibrate: the query statistics of each head, for TriAttention.
 
 #include <CLI/Option.hpp>

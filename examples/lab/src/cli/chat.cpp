@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep chat: a conversation under a policy. The cache lives on from turn to turn, so each token runs once.
 
 #include <unistd.h>

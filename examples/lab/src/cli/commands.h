@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // The sub-commands that run a model. Each adds itself to the command line and returns the function to run if it is
 // chosen.

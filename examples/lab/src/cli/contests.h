@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Policies under budgets: the rows of a table of kvkeep eval, and how their shares of right answers compare.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Diagnostics in tables: their columns, and why a number is missing.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep eval: how often the model still finds what it needs, under each policy and budget.
 
 #include <CLI/Option.hpp>

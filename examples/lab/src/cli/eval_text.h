@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // kvkeep eval on tasks over text: RULER's, and a number in prose.
 

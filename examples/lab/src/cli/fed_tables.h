@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Tables of kvkeep perplexity and kvkeep fidelity: how well each policy predicted the texts that it was fed, and how
 // far it was from the full cache.

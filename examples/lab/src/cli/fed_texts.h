@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Texts that are fed token by token under every policy, beside the full cache: how each predicted the next token.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep fidelity: feeds what the full cache generated to caches that policies cut.
 
 #include <CLI/Option.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep generate: decodes, and shows what every event kept.
 
 #include <CLI/Option.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // A policy for evaluation only: it is told which positions a task will need. No policy could keep what it loses.
 

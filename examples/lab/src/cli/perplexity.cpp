@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep perplexity: how well a text is predicted, token by token, through a cache that a policy cuts.
 
 #include <CLI/Option.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // kvkeep generate --html: a run as the page that shows what stayed (kvkeep/io/kept_page.h).
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep record: writes traces from a run of the model.
 
 #include <CLI/Option.hpp>

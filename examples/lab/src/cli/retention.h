@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // What stayed over time, as JSON for examples/lab/plots/plot_retention.py.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep tokens: text as a model's tokenizer sees it.
 
 #include "commands.h"

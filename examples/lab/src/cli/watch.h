@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // --diagnostics: what the events of a run kept, and what attention of the full cache would have read.
 

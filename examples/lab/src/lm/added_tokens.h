@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Tokens that are found in text before anything else: control tokens, and those added by users.
 

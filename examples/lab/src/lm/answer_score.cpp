@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kvlab/answer_score.h"
 
 #include <utf8proc.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Causal attention of a step's tokens over the slots of their own sequence.
 

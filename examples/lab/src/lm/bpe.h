@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Byte-pair merges: of all neighbouring pairs in a word, the one of least rank becomes one token, the leftmost first,
 /// until no pair has a rank.

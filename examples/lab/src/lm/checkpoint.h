@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The source of a model's tensors, whatever its files look like: by Hugging Face names, with rows in Hugging Face's
 /// order.

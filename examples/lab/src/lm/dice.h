@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Random numbers that are the same bits everywhere. The standard library promises that for its engines, not for its
 /// distributions and shuffles.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The safetensors files of a Hugging Face folder, and which of them holds which tensor.
 
 #include <map>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The tensors of a GGUF file under their Hugging Face names.
 /// Source: llama.cpp, convert_hf_to_gguf.py (`permute` of LlamaModel) and gguf-py's tensor_mapping.py.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/gguf.h"
 #include "kvlab/text_model.h"

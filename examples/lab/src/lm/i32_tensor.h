@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Tensors of whole numbers in what `record` and a replayed decoder write.
 

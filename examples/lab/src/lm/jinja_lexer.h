@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The first reading of a chat template: its tokens, with blanks cut as jinja2 cuts them under trim_blocks and
 /// lstrip_blocks.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The second reading of a chat template: its tree. All that a template may use is known, and named if it is not,
 /// before anything is rendered.

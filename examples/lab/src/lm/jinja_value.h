@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The values of a chat template, as Python has them: shared, immutable but for namespaces, and counted as they are
 /// made.

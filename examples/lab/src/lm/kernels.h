@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The arithmetic of the decoder, vectorised for the machine it runs on. Plain pointers; one thread each; the caller
 /// splits the work.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// The different RoPEs of a model's layers, so that a step computes each once.
 

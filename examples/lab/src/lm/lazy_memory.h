@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Tensors whose memory comes as it is written to: a cache takes what its text has filled, whatever its capacity.
 

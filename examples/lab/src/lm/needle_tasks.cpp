@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Needles in a haystack: ruler/niah-* and text/needle.
 
 #include <algorithm>

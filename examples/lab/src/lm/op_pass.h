@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// One step through the model by LibTorch's operators, wherever the weights are.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Documents with a question about some of them: ruler/qa-1 and ruler/qa-2.
 
 #include <algorithm>

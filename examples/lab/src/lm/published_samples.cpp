@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Samples as RULER, LongBench, InfiniteBench, GSM8K and MATH publish them.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kvlab/router_training.h"
 
 #include <ATen/TensorOperators.h>

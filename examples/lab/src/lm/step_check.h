@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Everything that can be wrong with a step, found before anything is written.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// How the text tasks make a sample of a given size, and what they share.
 

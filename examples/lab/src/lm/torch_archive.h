@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Files that torch.save writes: a zip archive of a pickled object and the storages of its tensors. A reader that runs
 /// nothing it finds, and a writer.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// UTF-8 and the classes of Unicode, as tokenizers need them. Classes and normal forms are those of utf8proc's Unicode
 /// version.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chains of variables, most frequent words: ruler/vt, ruler/cwe, ruler/fwe.
 
 #include <algorithm>

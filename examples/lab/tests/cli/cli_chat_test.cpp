@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep chat: turns from a pipe, what the cache holds after each, and Ctrl-C.
 
 #ifdef KVKEEP_CLI_PATH

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kvkeep command says of the slots that a scorer chose, and that it warns where that was none.
 
 #ifdef KVKEEP_CLI_PATH

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // --diagnostics of kvkeep eval over text, perplexity and fidelity, held against a slow second opinion: the positions
 // that the generator reports, and attention of a plain forward pass.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep perplexity and kvkeep fidelity, held against the rows of logits that each policy gives by itself; prompts that
 // are protected.
 

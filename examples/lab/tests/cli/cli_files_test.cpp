@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kvkeep command leaves behind: at Ctrl-C, on a full disk, and where a file is none.
 
 #ifdef KVKEEP_CLI_PATH

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kvkeep command says of policies that fold: that a budget left no room for what queries asked for.
 
 #ifdef KVKEEP_CLI_PATH

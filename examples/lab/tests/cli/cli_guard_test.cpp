@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kvkeep command refuses before it does harm: outputs over inputs, bytes that a terminal acts upon, names that
 // are nearly right, inputs that are not there, and runs that the machine has no room for.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bar of the kvkeep command: on a terminal, and only there.
 
 #ifdef KVKEEP_CLI_PATH

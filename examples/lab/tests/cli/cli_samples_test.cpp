@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kvkeep eval on samples of files: what is read, counted, written again, and refused.
 
 #ifdef KVKEEP_CLI_PATH

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kvkeep command where the model's tokens are drawn, and tasks whose needle is at a depth of choice.
 
 #ifdef KVKEEP_CLI_PATH

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kvkeep command as people and scripts meet it: what it prints where, and how it ends.
 // A build without the command (KVKEEP_BUILD_CLI=OFF) has none of these tests.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kvkeep command on text: prompts, tokens, the picture, and tasks whose answers are read.
 
 #ifdef KVKEEP_CLI_PATH

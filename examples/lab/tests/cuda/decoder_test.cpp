@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The reference decoder on a device: its logits, keys and values are the CPU's within rounding, and what it generates
 // under a policy whose kernels run there is the same.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever the bytes: statistics, or a sentence. The zip layer wants right checksums, which no fuzzer guesses, so an
 // input is also put into an archive as its pickle.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Any text as a chat template: it is refused with a sentence when it is read, or renders, twice the same, or refuses
 // the messages with a sentence.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever the bytes: the reader gives numbers and strings that lie inside them, and a config that holds together and
 // a tokenizer whose ids are its own, or refuses with a sentence.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever the bytes, as a file of samples, of templates or of passages: samples that can be judged and written again,
 // or a sentence.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever the bytes, as a tokenizer.json, as the parts of one, or as a text: a tokenizer whose ids are its own, or a
 // sentence; and the text comes back.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How answers are judged: against the numbers of the published programs, and by hand.
 
 #include "kvlab/answer_score.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Policies that fold, in the reference decoder on the shipped model: nothing changes where everything opens, and what
 // is kept follows from the prompt's own logits.
 

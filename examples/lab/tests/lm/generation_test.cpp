@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decoding under a policy: the golden runs, and that neither company nor the place in a cache changes what a sequence
 // says.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Models in GGUF files: their configs, and the same numbers as the folders that they are made from.
 
 #include <ATen/ops/allclose.h>

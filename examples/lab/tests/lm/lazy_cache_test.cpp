@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A cache takes memory as it fills, and is refused if the machine could not hold it full.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Query statistics against queries that are worked out from the weights by hand.
 
 #include "kvlab/calibrate.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every folder of tests/golden/decoder: checkpoints as transformers writes them, and what they compute.
 
 #include <gtest/gtest.h>

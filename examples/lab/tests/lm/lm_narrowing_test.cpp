@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tokens of a step that stay behind while the others go on to deeper layers, against a plain second decoder, against
 // itself step by step, and by LibTorch's operators.
 

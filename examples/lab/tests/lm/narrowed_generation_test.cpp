@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decoding under policies that narrow prompts: the whole line, from ids to tokens, on the shipped model and on random
 // models of 24 layers.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The decoder by LibTorch's operators, which is how it runs off the CPU, against the decoder by its own kernels. The
 // operators run on the CPU here.
 

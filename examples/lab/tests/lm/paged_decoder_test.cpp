@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The reference decoder on pages: the same bits as on a dense cache.
 
 #include <ATen/ops/full.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ruler/qa-1 and ruler/qa-2 over small files in the forms of SQuAD and HotpotQA.
 
 #include <gtest/gtest.h>

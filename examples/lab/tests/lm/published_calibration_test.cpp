@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files of TriAttention's own tool: they hold what ours hold, and what is damaged or hostile is refused with a
 // sentence.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Caches in 8 bits and in blocks under the decoder.
 #include <ATen/ops/arange.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Losses of router and gates: gradients against finite differences, and what a query may see.
 
 #include "kvlab/router_training.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Samples that others wrote: our own form and the published ones, read, judged, and refused where they are damaged.
 
 #include "kvlab/samples.h"

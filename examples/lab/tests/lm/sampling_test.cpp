@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tokens drawn from their probabilities: against a plain second implementation in exact decimals, against expected
 // frequencies, and that neither company nor policy changes a draw.
 

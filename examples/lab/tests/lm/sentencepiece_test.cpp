@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SentencePiece's tokenizers, from GGUF and from tokenizer.json, and the vectors that llama.cpp publishes for these and
 // for byte-level BPE.
 

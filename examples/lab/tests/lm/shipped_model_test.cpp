@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The shipped model: it answers with the full cache, eviction hurts it, and a policy that keeps what is needed does not
 // (B37).
 

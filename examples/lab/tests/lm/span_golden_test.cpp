@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Folded spans, and the losses of their router, replayed against the reference and the published code.
 
 #include "golden_case.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Folded spans by hand: golden numbers, agreement with plain loops and with read_memory(), what attention becomes at
 // both ends, and budgets that are never exceeded.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Span traces: edges of what may be in one, and what does not fit refused with the name of tensor or option.
 
 #include "kvlab/span_trace.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The text side of a model, from a folder and from a GGUF file.
 
 #include "kvlab/text_model.h"

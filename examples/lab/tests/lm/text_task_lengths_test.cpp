@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Text tasks: lengths, seeds, options, scores, and what is refused.
 
 #include <gtest/gtest.h>

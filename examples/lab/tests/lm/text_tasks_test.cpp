@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the text tasks say: RULER's templates by a second reading of them, small samples as they stand, needles where
 // their depths say.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 // The diagnostics once more, by sets and counting, position by position. Shares nothing with the library.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The numbers of examples/lab/docs/diagnostics.md: by hand, by identities, and against a second implementation that
 // counts position by position.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Perplexity and decode fidelity: by hand, against a slow second implementation, and what is refused.
 
 #include "kvlab/fidelity.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Intervals: by hand, by what they must cover, and that they are the same everywhere.
 
 #include "kvlab/intervals.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A folder's checkpoint as llama.cpp's converter would write it.
 

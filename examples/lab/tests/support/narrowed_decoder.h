@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// A plain second decoder whose tokens stay behind layer by layer: one sequence from position 0, no cache, in double,
 /// and in the published order: rows leave after the whole layer.

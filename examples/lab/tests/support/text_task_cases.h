@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What the tests of the text tasks share: an essay, two counters, samples of many shapes.
 

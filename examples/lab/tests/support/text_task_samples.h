@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// What the text tasks give for seed 7, read and compared with RULER's templates by hand: small samples, and hashes of
 /// longer ones.

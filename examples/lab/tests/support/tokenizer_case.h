@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Small tokenizers of tests: the golden ones, and one that knows bytes alone.
 
