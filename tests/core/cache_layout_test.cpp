@@ -216,7 +216,7 @@ std::string unbound(const LayerKv& layer) {
 
 Tensor numbers(const Shape& sizes) { return zeros(sizes, Dtype::f32); }
 
-TEST(CacheLayout, NamesTheLayoutsOfEnginesInWhichAHeadsNumbersLieApart) {
+TEST(CacheLayout, NamesTheLayoutsOfEnginesInWhichAHeadsNumbersLieApart) {  // B40
   const Tensor classic_keys = numbers({9, 2, 2, 16, 4}), classic_values = numbers({9, 2, 6, 16});
   EXPECT_EQ(unbound(PagedKv{classic_keys, classic_values}),
             "cache: keys of layer 0 have 5 dimensions, which looks like vLLM's classic layout [pages, heads, D/x, "

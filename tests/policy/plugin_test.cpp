@@ -84,7 +84,7 @@ TEST_F(Plugins, BringOptionsOfEveryKind) {
   }
 }
 
-TEST_F(Plugins, OfAnotherVersionAreRefusedBeforeAnythingOfThemRuns) {
+TEST_F(Plugins, OfAnotherVersionAreRefusedBeforeAnythingOfThemRuns) {  // B39
   ::unsetenv("KVKEEP_TEST_FAULTY_RAN");
   const std::string said = refusal(library("faulty_other_version"));
   EXPECT_NE(said.find("was compiled for kvkeep 0.0.9, and this is kvkeep " KVKEEP_VERSION), std::string::npos) << said;

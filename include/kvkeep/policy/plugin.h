@@ -44,6 +44,6 @@ struct Plugin {
 ///     KVKEEP_PLUGIN() { kvkeep::register_scorer<Vmax>(); }
 #define KVKEEP_PLUGIN()                                                                                         \
   static void kvkeep_plugin_adds();                                                                             \
-  extern "C" __attribute__((visibility("default"), used)) const kvkeep::Plugin kvkeep_plugin;                   \
+  extern "C" __attribute__((visibility("default"))) const kvkeep::Plugin kvkeep_plugin;                         \
   const kvkeep::Plugin kvkeep_plugin{KVKEEP_PLUGIN_MARK, kvkeep::registry_of_this_process, kvkeep_plugin_adds}; \
   static void kvkeep_plugin_adds()
