@@ -2,7 +2,7 @@
 """What a policy did to the sequences of one cache, kept when the cache is gone: attach.html(), plot() and memory()."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class Memory:
     full: int  #: of the same tokens in a cache that drops nothing
     peak: int  #: the most of `now` at the end of any forward; the event that cuts it comes with the next one
     allocated: int  #: of the buffers as they are: room to grow, each row as long as the longest; 0 when they are gone
-    layers: list  #: of LayerMemory, one for each layer with a full cache
+    layers: list = field(repr=False)  #: of LayerMemory, one for each layer with a full cache
 
     def __str__(self):
         return f"{self.now / 2**20:.1f} of {self.full / 2**20:.1f} MiB, at most {self.peak / 2**20:.1f} MiB"

@@ -137,5 +137,6 @@ def picture(history, b, layer, policy):
     for axes in (top, low):
         axes.axvline(history.prompt(b), color="black", lw=0.8, ls=(0, (5, 3)))
         axes.spines[["top", "right"]].set_visible(False)
-    top.annotate("prompt ends", (history.prompt(b), 0), (3, 4), ("data", "axes fraction"), "offset points", fontsize=8)
+    end = (history.prompt(b), 0)
+    top.annotate("prompt ends", end, (-3, 4), ("data", "axes fraction"), "offset points", ha="right", fontsize=8)
     return figure
