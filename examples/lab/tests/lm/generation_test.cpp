@@ -353,29 +353,32 @@ TEST(Generation, AForcedQuestionRunsInOneStep) {
 
 TEST(Generation, AConversationGoesOnAsIfItsTurnHadBeenForced) {
   Decoder decoder = Decoder::open(llama());
-  const std::vector<std::int32_t> turn = random_ids(7, 12);
-  Request forced = request(20, 20, 11);
-  forced.forced = turn;
-  forced.forced_at_once = true;
-  for (const char* policy :
-       {"full", "tova,budget=12,interval=4,sink=1,recent=4,prefill=cut", "sekv,interval=8,recent=8",
-        "adakv-snapkv,budget=16,interval=4,sink=1,recent=4,window=4,prefill=cut"}) {
-    const Completion whole = alone(decoder, policy, forced);
-    Generator generator(decoder, make_policy(policy), {.capacity = 40});
-    const SequenceId id = generator.join(request(20, 1, 11));
-    while (generator.step()) continue;
-    const auto rest = static_cast<std::int32_t>(whole.tokens.size() - turn.size());
-    generator.go_on(id, turn, rest);
-    while (generator.step()) continue;
-    const std::int64_t held = generator.bytes_held(id);
-    const Completion turns = generator.leave(id);
-    const auto after = whole.tokens.begin() + static_cast<std::ptrdiff_t>(turn.size());
-    EXPECT_EQ(std::vector(turns.tokens.begin() + 1, turns.tokens.end()), std::vector(after, whole.tokens.end()))
-        << policy;
-    EXPECT_EQ(turns.positions, whole.positions) << policy;
-    EXPECT_EQ(turns.events.size(), whole.events.size()) << policy;
-    EXPECT_EQ(held, whole.end_bytes) << policy;
-  }
+  // Half of the tokens are anchors: the surprisal of each of the turn's decides.
+  const std::string folding = "sekv,interval=8,recent=8,memory.alpha=0,memory.min_span=1";
+  for (const std::string& policy :
+       {std::string("full"), std::string("tova,budget=12,interval=4,sink=1,recent=4,prefill=cut"), folding,
+        std::string("adakv-snapkv,budget=16,interval=4,sink=1,recent=4,window=4,prefill=cut")})
+    for (std::uint32_t seed = 0; seed < (policy == folding ? 8U : 1U); ++seed) {
+      const std::vector<std::int32_t> turn = random_ids(7, 12 + seed);
+      Request forced = request(20, 20, 11);
+      forced.forced = turn;
+      forced.forced_at_once = true;
+      const Completion whole = alone(decoder, policy, forced);
+      Generator generator(decoder, make_policy(policy), {.capacity = 40});
+      const SequenceId id = generator.join(request(20, 1, 11));
+      while (generator.step()) continue;
+      const auto rest = static_cast<std::int32_t>(whole.tokens.size() - turn.size());
+      generator.go_on(id, turn, rest);
+      while (generator.step()) continue;
+      const std::int64_t held = generator.bytes_held(id);
+      const Completion turns = generator.leave(id);
+      const auto after = whole.tokens.begin() + static_cast<std::ptrdiff_t>(turn.size());
+      EXPECT_EQ(std::vector(turns.tokens.begin() + 1, turns.tokens.end()), std::vector(after, whole.tokens.end()))
+          << policy;
+      EXPECT_EQ(turns.positions, whole.positions) << policy << ", turn " << seed;
+      EXPECT_EQ(turns.events.size(), whole.events.size()) << policy;
+      EXPECT_EQ(held, whole.end_bytes) << policy;
+    }
 }
 
 TEST(Generation, AConversationGoesOnWithWhatAnAnswerThatWasCutShortLeftUnfed) {
