@@ -35,7 +35,8 @@ own="$scratch/venv/bin/python"
 # The folder of a Python's packages.
 packages_of() { "$1" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'; }
 echo "$torch" > "$(packages_of "$own")/torch_here.pth"
-if ! "$own" -m pip install --quiet ipykernel matplotlib nbmake numpy pytest 'transformers>=5' > "$scratch/log" 2>&1; then
+if ! "$own" -m pip install --quiet ipykernel matplotlib nbmake numpy pytest 'transformers>=5' \
+  > "$scratch/log" 2>&1; then
   tail -n 5 "$scratch/log"
   echo "python test: skipped, since pip cannot load what it needs"
   exit 77

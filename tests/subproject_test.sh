@@ -6,8 +6,8 @@
 #   tests/subproject_test.sh add_subdirectory|FetchContent [--headers]
 #   tests/subproject_test.sh minimal    without folding and files, where neither Eigen nor nlohmann_json is found; then
 #                                       what it installs, and an engine over that
-#   tests/subproject_test.sh fetched    with all libraries loaded, and an engine over what it installs. 77 (skipped) where
-#                                       they cannot be; FETCHED=FOLDER has them unpacked: highway, eigen, nlohmann_json
+#   tests/subproject_test.sh fetched    with all libraries loaded, and an engine over what it installs. 77 (skipped)
+#                                       where they cannot be; FETCHED=FOLDER has highway, eigen, nlohmann_json unpacked
 #   tests/subproject_test.sh missing    what the configure step says without them
 #   tests/subproject_test.sh dist       from the source archive, which is made twice
 set -euo pipefail
@@ -89,7 +89,8 @@ case "$1" in
       done
     fi
     hidden+=(-DCMAKE_DISABLE_FIND_PACKAGE_hwy=ON)
-    configure -DHOW=add_subdirectory "${hidden[@]}" -DKVKEEP_FETCH_DEPENDENCIES=ON -DKVKEEP_INSTALL=ON "${given[@]}" || {
+    given+=(-DKVKEEP_FETCH_DEPENDENCIES=ON -DKVKEEP_INSTALL=ON)
+    configure -DHOW=add_subdirectory "${hidden[@]}" "${given[@]}" || {
       if grep -qiE 'resolve host|connect to|timeout was reached|each download failed' "$scratch/log"; then
         echo "subproject test: skipped, since the libraries cannot be loaded here"
         exit 77
