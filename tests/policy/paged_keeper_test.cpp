@@ -22,7 +22,7 @@ class PagedKeeper : public ::testing::TestWithParam<PolicyCase> {};
 
 /// The block table says what the report says: the pages that stay, then -1.
 void expect_written(const Array& table, const std::vector<PageMove>& moves) {
-  const BlockTable blocks(CacheView{.block_table = table});
+  const BlockTable blocks(CacheView{.sequences = {}, .lengths = {}, .block_table = table});
   for (const PageMove& move : moves)
     for (std::size_t p = 0; p < move.before.size(); ++p)
       EXPECT_EQ(blocks.page(move.sequence, static_cast<std::int64_t>(p)), p < move.after.size() ? move.after[p] : -1)
