@@ -39,9 +39,10 @@ kvkeep_missing_packages() {
     command -v clang++ > /dev/null || printf '%s\n' clang libclang-rt-dev
     command -v clang-tidy > /dev/null || echo clang-tidy
     command -v doxygen > /dev/null || echo doxygen
-    command -v pkg-config > /dev/null || echo pkg-config                                                    # for the test of kvkeep.pc
-    [[ -e /usr/include/gloo/algorithm.h ]] || echo libgloo-dev                                              # for the test of ranks that are processes
-    [[ -e /usr/include/httplib.h ]] || printf '%s\n' libcpp-httplib-dev libssl-dev zlib1g-dev libbrotli-dev # for /metrics
+    # For the tests of kvkeep.pc and of ranks that are processes, and /metrics of example_engine.
+    command -v pkg-config > /dev/null || echo pkg-config
+    [[ -e /usr/include/gloo/algorithm.h ]] || echo libgloo-dev
+    [[ -e /usr/include/httplib.h ]] || printf '%s\n' libcpp-httplib-dev libssl-dev zlib1g-dev libbrotli-dev
   fi
   installed=" $(dpkg-query -W -f='${Package}/${db:Status-Status} ' "${libraries[@]}" 2> /dev/null || true)"
   for library in "${libraries[@]}"; do
