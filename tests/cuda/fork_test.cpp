@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forks and state in memory where the cache is on a device: no copy passes through the host.
 
+#include "device.h"
 #include "engines.h"
 #include "forked.h"
 #include "fresh_accelerator.h"
