@@ -46,7 +46,7 @@ nlohmann_json/3.11.2
 [conf]
 tools.cmake.cmaketoolchain:generator=Ninja
 PROFILE
-  CONAN_HOME="$scratch/conan" "$program" create "$source_dir/cmake/ports/conan" -pr:a "$scratch/profile" --no-remote \
+  CONAN_HOME="$scratch/conan" "$program" create "$tree/cmake/ports/conan" -pr:a "$scratch/profile" --no-remote \
     -o 'kvkeep/*:shared=True' -o 'kvkeep/*:folding=False' -o 'kvkeep/*:files=False' || fail "Conan's recipe fails"
 }
 
@@ -105,12 +105,16 @@ CMAKE
 }
 
 try_conda() {
-  cp -r -- "$source_dir"/{CMakeLists.txt,LICENSE,cmake,include,src} "$scratch/"
-  (cd -- "$scratch" && PREFIX="$scratch/conda" CPU_COUNT=2 bash cmake/ports/conda/build.sh) ||
+  (cd -- "$tree" && PREFIX="$scratch/conda" CPU_COUNT=2 bash cmake/ports/conda/build.sh) ||
     fail "conda's script fails"
   "$scratch/conda/bin/kvkeep" policies > /dev/null || fail "the command of conda's package does not run"
   consume "$scratch/conda"
 }
+
+# Conan builds its test package, and conda's script the library, within the sources.
+tree="$scratch/tree"
+mkdir -- "$tree"
+cp -r -- "$source_dir"/{CMakeLists.txt,LICENSE,cmake,include,src} "$tree"
 
 [[ $# -gt 0 ]] || set -- conan vcpkg conda
 for tool in "$@"; do

@@ -48,6 +48,7 @@ class Kvkeep(ConanFile):
     def generate(self):
         CMakeDeps(self).generate()
         toolchain = CMakeToolchain(self)
+        toolchain.user_presets_path = False  # nothing beside the sources
         toolchain.cache_variables["KVKEEP_TORCH"] = False
         toolchain.cache_variables["KVKEEP_BUILD_CLI"] = False
         toolchain.cache_variables["KVKEEP_BUILD_TESTS"] = False
