@@ -5,6 +5,7 @@
 #include "fetch.h"
 #include "fold.h"
 #include "kvkeep/memory/segmenter.h"
+#include "kvkeep/memory/span_row.h"
 #include "memory.h"
 #include "memory_attention.h"
 #include "rows.h"
