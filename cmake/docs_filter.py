@@ -38,7 +38,7 @@ def link(page, found):
         return found[0]
     path, _, slug = target.partition("#")
     to = (page.parent / path).resolve() if path else page
-    if to.suffix != ".md" or not to.is_file() or ".github" in to.parts:
+    if to.suffix != ".md" or not to.is_file() or {".github", "cmake"} & set(to.relative_to(ROOT).parts):
         return said
     return f"[{said}](#{anchor(to, slug)})"
 
