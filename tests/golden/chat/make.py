@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Renders chat templates as transformers does: jinja2 3.1 with trim_blocks, lstrip_blocks, break and continue, its own
 tojson and {% generation %}.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes blocks.gguf, a tensor of random blocks of each type, and widened.safetensors.
 
     pip install gguf==0.19.0 ml_dtypes && python make.py

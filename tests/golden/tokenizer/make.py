@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Makes the golden tokenizers and what the package `tokenizers` says of them.
 
     python3 -m venv v && v/bin/pip install tokenizers==0.22.1 && v/bin/python tests/golden/tokenizer/make.py

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Cuts llama.cpp's published vocabularies down to what their published vectors need.
 
     python3 -m venv v && v/bin/pip install gguf==0.19.0
