@@ -82,6 +82,10 @@ case "$1" in
     fi
     ;;
   fetched)
+    if [[ -z "${FETCHED:-}" && -z "${KVKEEP_TEST_DOWNLOADS:-}" ]]; then
+      echo "subproject test: skipped; set KVKEEP_TEST_DOWNLOADS=1 to load the libraries, or FETCHED=FOLDER"
+      exit 77
+    fi
     given=()
     if [[ -n "${FETCHED:-}" ]]; then
       for name in highway eigen nlohmann_json; do
