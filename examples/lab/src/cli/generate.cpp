@@ -369,7 +369,7 @@ Run add_generate(CLI::App& app) {
       ->option_text("N [128; all of the trace with --forced]");
   sub->add_flag("--forced", o->forced, "feed the task's own trace instead of the model's tokens (teacher forcing)");
   sub->add_option("--page-size", o->page_size,
-                  "keep the cache in pages of N slots, a power of two up to 1024; does not change the tokens")
+                  "keep the cache in pages of N slots, up to 1024; does not change the tokens")
       ->option_text("N [0: dense]");
   sub->add_option("--copies", o->copies, "decode N copies of the prompt at once, to measure; shows the first")
       ->check(CLI::Range(1, 4096))

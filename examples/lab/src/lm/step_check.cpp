@@ -99,8 +99,8 @@ void check_cache(const ModelSpec& spec, Device device, bool kernels, std::span<c
         paged ? "pages or page size" : "sequences or capacity");
     if (!paged) continue;
     if (l == 0) page_size = sides.keys.size(sides.slot);
-    KVKEEP_REQUIRE(is_page_size(page_size), "decoder step: pages of ", page_size,
-                   " slots; allowed a power of two up to ", kLargestPage);
+    KVKEEP_REQUIRE(is_page_size(page_size), "decoder step: pages of ", page_size, " slots; allowed 1 to ",
+                   kLargestPage);
     KVKEEP_REQUIRE(sides.keys.size(sides.slot) == page_size, "decoder step: pages of layer ", l, " hold ",
                    sides.keys.size(sides.slot), " slots; allowed ", page_size, " as in the first layer");
   }
