@@ -7,7 +7,8 @@
 #   tests/subproject_test.sh minimal    without folding and files, where neither Eigen nor nlohmann_json is found; then
 #                                       what it installs, and an engine over that
 #   tests/subproject_test.sh fetched    with all libraries loaded, and an engine over what it installs. 77 (skipped)
-#                                       where they cannot be; FETCHED=FOLDER has highway, eigen, nlohmann_json unpacked
+#                                       without KVKEEP_TEST_DOWNLOADS=1 or FETCHED=FOLDER, which has highway, eigen,
+#                                       nlohmann_json unpacked, and where they cannot be loaded
 #   tests/subproject_test.sh missing    what the configure step says without them
 #   tests/subproject_test.sh dist       from the source archive, which is made twice
 set -euo pipefail
