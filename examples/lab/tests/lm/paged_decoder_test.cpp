@@ -169,7 +169,7 @@ TEST(PagedStep, RefusesABadTableBeforeAnythingIsWritten) {
   refused(damaged([](auto& cache) { cache[2] = std::monostate{}; }), fine, "layer 2 is without rows");
   refused(damaged([&](auto& cache) { cache[1] = decoder.make_pages(12, 2)[1]; }), fine, "hold 2 slots");
   refused(damaged([&](auto& cache) { cache[1] = decoder.make_pages(3, 4)[1]; }), fine, "allowed 0 to 2");
-  refused(decoder.make_pages(6, 3), fine, "power of two");
+  refused(decoder.make_pages(6, 1025), fine, "allowed 1 to 1024");
   for (const LayerKv& layer : good)
     for (const at::Tensor side : {std::get<PagedKv>(layer).keys, std::get<PagedKv>(layer).values})
       EXPECT_TRUE(side.eq(7).all().item<bool>());
