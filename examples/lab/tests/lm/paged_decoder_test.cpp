@@ -185,7 +185,7 @@ TEST(PagedGenerator, RefusesPagesWhereAPolicyWouldMoveTheSlotsOfSlidingLayers) {
   options.page_size = 16;
   EXPECT_THROW(Generator(decoder, make_policy("knorm,budget=24,interval=8"), options), Unsupported);
   EXPECT_NO_THROW(Generator(decoder, make_policy("full"), options));
-  options.page_size = 12;
+  options.page_size = 1025;
   EXPECT_THROW(Generator(decoder, make_policy("full"), options), InvalidArgument);
 }
 
