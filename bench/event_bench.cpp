@@ -37,7 +37,7 @@
 namespace kvkeep::event_bench {
 namespace {
 
-constexpr std::int32_t kBefore = 1536, kAfter = 1024, kInterval = 512, kSeen = 160;
+constexpr std::int32_t kBefore = 1536, kAfter = 1024, kSeen = 160;
 
 struct Shape {
   const char* name;

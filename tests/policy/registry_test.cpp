@@ -7,6 +7,8 @@
 #include <nlohmann/json.hpp>
 
 #include "kvkeep/kvkeep.h"
+#include "kvkeep/memory/memory_options.h"
+#include "kvkeep/memory/router.h"
 
 namespace kvkeep::registry_test {
 namespace {
