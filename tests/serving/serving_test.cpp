@@ -18,7 +18,7 @@ namespace {
 
 // Every policy has eight runs of as many operations: 100,000 in all. The same requests are served in twelve ways.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__) || defined(KVKEEP_SANITIZED)
-constexpr std::int64_t kOperations = 100, kRequests = 10;
+constexpr std::int64_t kOperations = 100, kRequests = 20;
 #else
 constexpr std::int64_t kOperations = 1600, kRequests = 60;
 #endif
@@ -188,7 +188,7 @@ TEST_P(Serving, NoPageEverHoldsAnythingButItsText) {
     }
   }
   EXPECT_GT(cached, kOperations);
-  EXPECT_GT(preempted, kOperations / 4);
+  EXPECT_GT(preempted, kOperations / 8);
   EXPECT_GT(drafts, kOperations / 4);
   EXPECT_GT(answers, kOperations / 4);
   if (std::string(GetParam().policy) != "full") EXPECT_GT(events, kOperations / 4);
@@ -226,7 +226,7 @@ std::map<SequenceId, std::vector<Token>> answers_of(const Settings& settings, Li
 TEST_P(Serving, TokensAreThoseOfOneStepInFlightWithoutACache) {
   Engine::Numbers plain, numbers;
   const auto expected = answers_of({.policy = GetParam().policy, .pages = 400, .cache = "none"}, {}, false, plain);
-  ASSERT_GT(std::ssize(expected), kRequests);
+  ASSERT_GE(std::ssize(expected), kRequests);
   EXPECT_EQ(plain.cached_tokens + plain.preempted, 0);
   for (const std::string cache : {"none", "hash", "radix"})
     for (const std::int32_t in_flight : {1, 2})
