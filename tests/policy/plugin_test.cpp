@@ -79,7 +79,7 @@ TEST_F(Plugins, BringOptionsOfEveryKind) {
       {"negative=1", "scorer.negative"}, {"of=sum,negative=false", "of=sum"}, {"skpi=1", "did you mean"}};
   for (const auto& [options, names] : faults) {
     const std::string said =
-        message_of([&] { static_cast<void>(make_policy(std::string("vmax,budget=64,") + options)); });
+        message_of([&, given = std::string(options)] { static_cast<void>(make_policy("vmax,budget=64," + given)); });
     EXPECT_NE(said.find(names), std::string::npos) << said;
   }
 }
