@@ -143,7 +143,6 @@ void Engine::bring_back(Orders& orders) {
 void Engine::admit(Orders& orders) {
   while (!waiting_.empty() && away_.empty() &&
          reserve(pages_for(static_cast<std::int32_t>(waiting_.front().prompt.size())))) {
-    admitted_.insert(waiting_.front().id);
     orders.admit.push_back(std::move(waiting_.front()));
     waiting_.pop_front();
   }
@@ -217,7 +216,6 @@ void Engine::absorb(Outcome outcome) {
   available_ = outcome.available_pages;
   for (Standing& standing : outcome.standing) {
     const SequenceId id = standing.id;
-    admitted_.erase(id);
     if (cancelled_.contains(id)) {
       to_cancel_.push_back(id);  // again: a sample that was cancelled before its fork
       continue;
@@ -241,7 +239,6 @@ void Engine::absorb(Outcome outcome) {
     running_.erase(id), away_.erase(id);
     std::erase(order_, id), std::erase(away_order_, id);
     if (cancelled_.contains(id)) continue;
-    admitted_.erase(id);
     answers_.insert_or_assign(id, std::move(answer));
     ++numbers_.finished;
   }

@@ -108,7 +108,6 @@ class Engine {
   Settings settings_;
   Limits limits_;
   std::deque<Request> waiting_;
-  std::set<SequenceId> admitted_;  ///< by a step on its way
   std::map<SequenceId, Planned> running_;
   std::deque<SequenceId> order_;        ///< of running_, as they came
   std::map<SequenceId, Planned> away_;  ///< preempted
