@@ -14,48 +14,38 @@ namespace {
 using namespace engines;
 using testing::message_of;
 
-struct Case {
-  const char* name;
-  const char* policy;
-  bool ragged = false;
-};
-void PrintTo(const Case& one, std::ostream* out) { *out << one.name; }
-
-class DeviceFork : public ::testing::TestWithParam<Case> {
+class DeviceFork : public ::testing::TestWithParam<EngineCase> {
  protected:
   void SetUp() override {
     if (!has_machine()) GTEST_SKIP() << "no GPU here";
   }
-  static std::unique_ptr<Engine> engine_of(bool paged) {
-    const Case& c = GetParam();
-    if (!paged) return std::make_unique<DenseEngine>(c.policy, c.ragged, Dtype::f32, fresh_accelerator());
-    return std::make_unique<PagedEngine>(c.policy, c.ragged, Dtype::f32, 4, PageLayout::slot_head, Form::apart, 1600,
-                                         fresh_accelerator());
+  static std::unique_ptr<Engine> on_device(bool paged) {
+    return engine_of(GetParam(), paged, PageLayout::slot_head, fresh_accelerator());
   }
 };
 
 TEST_P(DeviceFork, GoesOnAsItsParent) {
   for (const bool paged : {false, true}) {
     SCOPED_TRACE(paged ? "pages" : "dense");
-    ASSERT_NO_FATAL_FAILURE(expect_forks_go_on(*engine_of(paged)));
+    ASSERT_NO_FATAL_FAILURE(expect_forks_go_on(*on_device(paged)));
   }
 }
 
 TEST_P(DeviceFork, OfAPrefixScoresAsIfItHadRunIt) {
   for (const bool paged : {false, true}) {
     SCOPED_TRACE(paged ? "pages" : "dense");
-    ASSERT_NO_FATAL_FAILURE(expect_prefix_hits_score_as_if_run(*engine_of(paged)));
+    ASSERT_NO_FATAL_FAILURE(expect_prefix_hits_score_as_if_run(*on_device(paged)));
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(
     Policies, DeviceFork,
-    ::testing::Values(Case{"amstova",
-                           "ams-tova,credit=true,budget=32,interval=8,sink=2,recent=8,window=4,min_segment=2"},
-                      Case{"h2o", "h2o,budget=32,interval=8,sink=2,recent=8"},
-                      Case{"snapkv", "snapkv,budget=32,interval=8,sink=2,window=6"},
-                      Case{"given", "given,budget=32,interval=8,sink=2"},
-                      Case{"adakv", "adakv-snapkv,budget=32,interval=8,window=6", true}),
+    ::testing::Values(EngineCase{"amstova",
+                                 "ams-tova,credit=true,budget=32,interval=8,sink=2,recent=8,window=4,min_segment=2"},
+                      EngineCase{"h2o", "h2o,budget=32,interval=8,sink=2,recent=8"},
+                      EngineCase{"snapkv", "snapkv,budget=32,interval=8,sink=2,window=6"},
+                      EngineCase{"given", "given,budget=32,interval=8,sink=2"},
+                      EngineCase{"adakv", "adakv-snapkv,budget=32,interval=8,window=6", true}),
     [](const auto& p) { return std::string(p.param.name); });
 
 TEST(DeviceCopyRows, BringsRowsToTheHostAndBack) {

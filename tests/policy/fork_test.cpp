@@ -26,24 +26,12 @@ using namespace engines;
 using testing::FoldingEngine;
 using testing::message_of;
 
-struct Case {
-  const char* name;
-  const char* policy;
-  bool ragged = false;
-};
-void PrintTo(const Case& one, std::ostream* out) { *out << one.name; }
-
-std::unique_ptr<Engine> engine_of(const Case& c, bool paged) {
-  if (!paged) return std::make_unique<DenseEngine>(c.policy, c.ragged, Dtype::f32);
-  return std::make_unique<PagedEngine>(c.policy, c.ragged, Dtype::f32, 4, PageLayout::head_slot, Form::apart);
-}
-
-class Fork : public ::testing::TestWithParam<Case> {};
+class Fork : public ::testing::TestWithParam<EngineCase> {};
 
 TEST_P(Fork, GoesOnAsItsParent) {
   for (const bool paged : {false, true}) {
     SCOPED_TRACE(paged ? "pages" : "dense");
-    const auto engine = engine_of(GetParam(), paged);
+    const auto engine = engine_of(GetParam(), paged, PageLayout::head_slot);
     ASSERT_NO_FATAL_FAILURE(expect_forks_go_on(*engine));
   }
 }
@@ -51,24 +39,24 @@ TEST_P(Fork, GoesOnAsItsParent) {
 TEST_P(Fork, OfAPrefixScoresAsIfItHadRunIt) {
   for (const bool paged : {false, true}) {
     SCOPED_TRACE(paged ? "pages" : "dense");
-    const auto engine = engine_of(GetParam(), paged);
+    const auto engine = engine_of(GetParam(), paged, PageLayout::head_slot);
     ASSERT_NO_FATAL_FAILURE(expect_prefix_hits_score_as_if_run(*engine));
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(
     Policies, Fork,
-    ::testing::Values(Case{"amstova",
-                           "ams-tova,credit=true,budget=32,interval=8,sink=2,recent=8,window=4,min_segment=2"},
-                      Case{"h2o", "h2o,budget=32,interval=8,sink=2,recent=8"},
-                      Case{"rkv", "rkv,budget=32,interval=8,recent=8"},
-                      Case{"snapkv", "snapkv,budget=32,interval=8,sink=2,window=6,prefill=cut"},
-                      Case{"expected", "expected,budget=32,interval=8,sink=2,recent=8"},
-                      Case{"given", "given,budget=32,interval=8,sink=2"},
-                      Case{"prompt", "tova,budget=80,interval=8,recent=2,protect_prompt=true"},
-                      Case{"union", "tova,budget=32,interval=8,recent=8,share=union"},
-                      Case{"adakv", "adakv-snapkv,budget=32,interval=8,window=6", true},
-                      Case{"pyramidkv", "pyramidkv-knorm,budget=32,interval=8,recent=4", true}),
+    ::testing::Values(EngineCase{"amstova",
+                                 "ams-tova,credit=true,budget=32,interval=8,sink=2,recent=8,window=4,min_segment=2"},
+                      EngineCase{"h2o", "h2o,budget=32,interval=8,sink=2,recent=8"},
+                      EngineCase{"rkv", "rkv,budget=32,interval=8,recent=8"},
+                      EngineCase{"snapkv", "snapkv,budget=32,interval=8,sink=2,window=6,prefill=cut"},
+                      EngineCase{"expected", "expected,budget=32,interval=8,sink=2,recent=8"},
+                      EngineCase{"given", "given,budget=32,interval=8,sink=2"},
+                      EngineCase{"prompt", "tova,budget=80,interval=8,recent=2,protect_prompt=true"},
+                      EngineCase{"union", "tova,budget=32,interval=8,recent=8,share=union"},
+                      EngineCase{"adakv", "adakv-snapkv,budget=32,interval=8,window=6", true},
+                      EngineCase{"pyramidkv", "pyramidkv-knorm,budget=32,interval=8,recent=4", true}),
     [](const auto& p) { return std::string(p.param.name); });
 
 TEST(ForkOfASequence, TakesPinsAndFoldedSpansAlong) {

@@ -6,12 +6,31 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <memory>
+#include <ostream>
+#include <utility>
 #include <vector>
 
 #include "engines.h"
 #include "message_of.h"
 
 namespace kvkeep::engines {
+
+/// A policy to run an engine under, by a name that tests have.
+struct EngineCase {
+  const char* name;
+  const char* policy;
+  bool ragged = false;
+};
+inline void PrintTo(const EngineCase& one, std::ostream* out) { *out << one.name; }
+
+/// `accelerator`: of the device that has the cache; null: the CPU.
+inline std::unique_ptr<Engine> engine_of(const EngineCase& one, bool paged, PageLayout layout,
+                                         std::shared_ptr<Machine> accelerator = nullptr) {
+  if (!paged) return std::make_unique<DenseEngine>(one.policy, one.ragged, Dtype::f32, std::move(accelerator));
+  return std::make_unique<PagedEngine>(one.policy, one.ragged, Dtype::f32, 4, layout, Form::apart, 1600,
+                                       std::move(accelerator));
+}
 
 /// The numbers of one sequence, given to each of `ids`.
 inline Numbers for_each(const Numbers& one, const std::vector<SequenceId>& ids) {
