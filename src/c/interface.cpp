@@ -241,11 +241,20 @@ void give_bytes(kvkeep_keeper& k, const void** bytes, std::size_t* count, const 
   size = k.bytes.size();
 }
 
-#if !KVKEEP_FILES
-[[noreturn]] void refuse_files(const char* what) {
+[[maybe_unused, noreturn]] void refuse_files(const char* what) {
   refuse<Unsupported>(what, ": this build leaves out files and JSON; allowed in one with KVKEEP_FILES=ON");
 }
-#endif
+
+/// Calls `body` with a Keeper whose saved state it needs, which a build without files does not have.
+template <class Handle, class Body>
+kvkeep_status with_files(const char* what, Handle* keeper, const Body& body) {
+  return guarded([&] {
+    if constexpr (KVKEEP_FILES)
+      body(required(keeper, "keeper").keeper);
+    else
+      refuse_files(what);
+  });
+}
 
 std::unique_ptr<KVPolicy> policy_of(const char* policy) {
   const std::string_view said = &required(policy, "policy");
@@ -496,42 +505,19 @@ kvkeep_status kvkeep_fork(kvkeep_keeper* keeper, int64_t child, int64_t parent, 
   });
 }
 kvkeep_status kvkeep_save_bytes(kvkeep_keeper* keeper, int64_t sequence, const void** bytes, size_t* count) {
-#if KVKEEP_FILES
-  return guarded([&] {
-    kvkeep_keeper& k = required(keeper, "keeper");
-    give_bytes(k, bytes, count, [&] { return k.keeper.save(sequence); });
-  });
-#else
-  static_cast<void>(keeper), static_cast<void>(sequence), static_cast<void>(bytes), static_cast<void>(count);
-  return guarded([] { refuse_files("save"); });
-#endif
+  return with_files("save", keeper,
+                    [&](auto& k) { give_bytes(*keeper, bytes, count, [&] { return k.save(sequence); }); });
 }
 kvkeep_status kvkeep_restore_bytes(kvkeep_keeper* keeper, int64_t sequence, const void* bytes, size_t count,
                                    int32_t prompt) {
-#if KVKEEP_FILES
-  return guarded(
-      [&] { required(keeper, "keeper").keeper.restore(sequence, bytes_of(bytes, count), prompt_of(prompt)); });
-#else
-  static_cast<void>(keeper), static_cast<void>(sequence), static_cast<void>(bytes), static_cast<void>(count);
-  static_cast<void>(prompt);
-  return guarded([] { refuse_files("restore"); });
-#endif
+  return with_files("restore", keeper,
+                    [&](auto& k) { k.restore(sequence, bytes_of(bytes, count), prompt_of(prompt)); });
 }
 kvkeep_status kvkeep_save(const kvkeep_keeper* keeper, int64_t sequence, const char* file) {
-#if KVKEEP_FILES
-  return guarded([&] { required(keeper, "keeper").keeper.save(sequence, &required(file, "file")); });
-#else
-  static_cast<void>(keeper), static_cast<void>(sequence), static_cast<void>(file);
-  return guarded([] { refuse_files("save"); });
-#endif
+  return with_files("save", keeper, [&](auto& k) { k.save(sequence, &required(file, "file")); });
 }
 kvkeep_status kvkeep_restore(kvkeep_keeper* keeper, int64_t sequence, const char* file) {
-#if KVKEEP_FILES
-  return guarded([&] { required(keeper, "keeper").keeper.restore(sequence, &required(file, "file")); });
-#else
-  static_cast<void>(keeper), static_cast<void>(sequence), static_cast<void>(file);
-  return guarded([] { refuse_files("restore"); });
-#endif
+  return with_files("restore", keeper, [&](auto& k) { k.restore(sequence, &required(file, "file")); });
 }
 
 kvkeep_status kvkeep_observe(kvkeep_keeper* keeper, const kvkeep_observation* observation) {

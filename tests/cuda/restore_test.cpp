@@ -4,6 +4,7 @@
 
 #include "captured_graph.h"
 #include "engines.h"
+#include "forked.h"
 #include "fresh_accelerator.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/parts/pins.h"
@@ -19,26 +20,15 @@ using namespace engines;
 using File = testing::StateFileOfATest;
 using testing::message_of;
 
-struct Stay {
-  const char* name;
-  const char* policy;
-  bool ragged = false;
-};
-void PrintTo(const Stay& one, std::ostream* out) { *out << one.name; }
-
-class DeviceRestore : public ::testing::TestWithParam<Stay> {
+class DeviceRestore : public ::testing::TestWithParam<EngineCase> {
  protected:
   void SetUp() override {
     if (!has_machine()) GTEST_SKIP() << "no GPU here";
   }
 };
 
-std::unique_ptr<Engine> engine_of(const Stay& stay, bool paged, bool device) {
-  const auto machine = device ? fresh_accelerator() : nullptr;
-  if (paged)
-    return std::make_unique<PagedEngine>(stay.policy, stay.ragged, Dtype::f32, 4, PageLayout::slot_head, Form::apart,
-                                         1600, machine);
-  return std::make_unique<DenseEngine>(stay.policy, stay.ragged, Dtype::f32, machine);
+std::unique_ptr<Engine> engine_of(const EngineCase& stay, bool paged, bool device) {
+  return engines::engine_of(stay, paged, PageLayout::slot_head, device ? fresh_accelerator() : nullptr);
 }
 
 void expect_same_slots(const Engine& a, const Engine& b, SequenceId id) {
@@ -98,21 +88,21 @@ TEST_P(DeviceRestore, GoesOnWhereverItWasSavedAndIsRestored) {
 
 INSTANTIATE_TEST_SUITE_P(
     Policies, DeviceRestore,
-    ::testing::Values(Stay{"amstova", "ams-tova,budget=32,interval=8,sink=2,recent=8,window=4,min_segment=2"},
-                      Stay{"credit", "ams-tova,credit=true,budget=32,interval=8,recent=8,window=4"},
-                      Stay{"h2o", "h2o,budget=32,interval=8,sink=2,recent=8"},
-                      Stay{"rkv", "rkv,budget=32,interval=8,recent=8,sink=2"},
-                      Stay{"snapkv", "snapkv,budget=32,interval=8,sink=2,window=6"},
-                      Stay{"expected", "expected,budget=32,interval=8,sink=2,recent=8"},
-                      Stay{"given", "given,budget=32,interval=8,sink=2"},
-                      Stay{"prompt", "tova,budget=32,interval=8,recent=4,protect_prompt=true"},
-                      Stay{"pyramidkv", "pyramidkv-knorm,budget=32,interval=8,recent=4", true}),
+    ::testing::Values(EngineCase{"amstova", "ams-tova,budget=32,interval=8,sink=2,recent=8,window=4,min_segment=2"},
+                      EngineCase{"credit", "ams-tova,credit=true,budget=32,interval=8,recent=8,window=4"},
+                      EngineCase{"h2o", "h2o,budget=32,interval=8,sink=2,recent=8"},
+                      EngineCase{"rkv", "rkv,budget=32,interval=8,recent=8,sink=2"},
+                      EngineCase{"snapkv", "snapkv,budget=32,interval=8,sink=2,window=6"},
+                      EngineCase{"expected", "expected,budget=32,interval=8,sink=2,recent=8"},
+                      EngineCase{"given", "given,budget=32,interval=8,sink=2"},
+                      EngineCase{"prompt", "tova,budget=32,interval=8,recent=4,protect_prompt=true"},
+                      EngineCase{"pyramidkv", "pyramidkv-knorm,budget=32,interval=8,recent=4", true}),
     [](const auto& p) { return std::string(p.param.name); });
 
 using DeviceState = OnDevice;
 
 TEST_F(DeviceState, ComesBackBeforeItsFirstEventWithItsPrefixAndPins) {
-  const Stay stay{"tova", "tova,budget=32,interval=8,sink=2,recent=4"};
+  const EngineCase stay{"tova", "tova,budget=32,interval=8,sink=2,recent=4"};
   for (const auto& [from, to] : {std::pair{true, true}, {true, false}, {false, true}}) {
     const File file("prefix");
     const auto here = engine_of(stay, false, from), there = engine_of(stay, false, to);
@@ -136,7 +126,7 @@ TEST_F(DeviceState, ComesBackBeforeItsFirstEventWithItsPrefixAndPins) {
 }
 
 TEST_F(DeviceState, GoesOnWithoutTheLogSumExpsThatItLeaves) {
-  const Stay stay{"amstova", "ams-tova,budget=32,interval=8,sink=2,recent=8,window=4,min_segment=2"};
+  const EngineCase stay{"amstova", "ams-tova,budget=32,interval=8,sink=2,recent=8,window=4,min_segment=2"};
   const auto here = engine_of(stay, false, true), there = engine_of(stay, true, true);
   here->gives_log_sum_exp = there->gives_log_sum_exp = true;
   ASSERT_NO_FATAL_FAILURE(expect_goes_on(*here, *there));
@@ -144,7 +134,7 @@ TEST_F(DeviceState, GoesOnWithoutTheLogSumExpsThatItLeaves) {
 
 TEST_F(DeviceState, IsNeitherSavedNorRestoredWhereAFileDoesNotFit) {
   const File whole("whole"), broken("broken");
-  const Stay stay{"amsgiven", "ams-given,credit=true,budget=32,interval=8,recent=8,window=4"};
+  const EngineCase stay{"amsgiven", "ams-given,credit=true,budget=32,interval=8,recent=8,window=4"};
   const auto here = engine_of(stay, false, true);
   oracle::Random random(11);
   here->join(1);
@@ -206,7 +196,7 @@ TEST_F(DeviceState, IsNeitherSavedNorRestoredWhereAFileDoesNotFit) {
 }
 
 TEST_F(DeviceState, IsNotSavedOrRestoredWhileTheStreamIsCaptured) {
-  const Stay stay{"tova", "tova,budget=32,interval=8,sink=2,recent=4"};
+  const EngineCase stay{"tova", "tova,budget=32,interval=8,sink=2,recent=4"};
   const File file("captured");
   const c10::Stream side = side_stream(fresh_accelerator()->device());
   const c10::StreamGuard guard(side);

@@ -192,7 +192,7 @@ class PagedSequences {
   };
   [[nodiscard]] const Held& at(SequenceId sequence) const;
   /// Begins with these pages, each held once more.
-  void share(SequenceId sequence, Held held);
+  void share(const char* operation, SequenceId sequence, Held held);
   /// Places of the pages that appending writes and that others hold too.
   [[nodiscard]] std::vector<std::size_t> shared_pages(SequenceId sequence, const Held& held, std::int32_t slots) const;
   [[nodiscard]] std::size_t pages_for(std::int64_t slots) const;
@@ -243,7 +243,7 @@ inline PagedSequences::~PagedSequences() {
 inline const PagedSequences::Held& PagedSequences::at(SequenceId sequence) const {
   const auto found = held_.find(sequence);
   KVKEEP_REQUIRE_AS(StateError, found != held_.end(), "paged sequences: sequence ", sequence,
-                    " is not held; allowed after admit() or fork() and before release()");
+                    " is not held; allowed after admit(), adopt() or fork(), and before release()");
   return found->second;
 }
 
@@ -271,21 +271,21 @@ inline void PagedSequences::adopt(SequenceId sequence, std::span<const std::int3
   for (const std::int32_t page : pages)
     KVKEEP_REQUIRE_AS(StateError, pool_.references(page) > 0, "adopt: nobody holds page ", page,
                       "; allowed pages that a cache or a sequence holds");
-  share(sequence, {{pages.begin(), pages.end()}, slots, slots});
+  share("adopt", sequence, {{pages.begin(), pages.end()}, slots, slots});
 }
 
 inline void PagedSequences::fork(SequenceId sequence, SequenceId parent, std::int32_t slots) {
   const Held& from = at(parent);
   KVKEEP_REQUIRE(slots >= 0 && slots <= from.shortest, "fork: sequence ", sequence, " wants ", slots,
                  " slots of sequence ", parent, "; allowed 0 to ", from.shortest);
-  share(sequence,
+  share("fork", sequence,
         {{from.pages.begin(), from.pages.begin() + static_cast<std::ptrdiff_t>(pages_for(slots))}, slots, slots});
 }
 
-inline void PagedSequences::fork(SequenceId sequence, SequenceId parent) { share(sequence, at(parent)); }
+inline void PagedSequences::fork(SequenceId sequence, SequenceId parent) { share("fork", sequence, at(parent)); }
 
-inline void PagedSequences::share(SequenceId sequence, Held held) {
-  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), "fork: sequence ", sequence,
+inline void PagedSequences::share(const char* operation, SequenceId sequence, Held held) {
+  KVKEEP_REQUIRE_AS(StateError, !knows(sequence), operation, ": sequence ", sequence,
                     " is already held; allowed after release()");
   for (const std::int32_t page : held.pages) pool_.retain(page);
   held_.emplace(sequence, std::move(held));

@@ -95,7 +95,6 @@ class Sequence {
         while (used[lowest] != 0) ++lowest;
         used[lowest] = 1;
         from = static_cast<std::int64_t>(lowest);
-        written_.push_back(static_cast<std::size_t>(p));
         move.written.push_back(move.before[static_cast<std::size_t>(from)]);
       }
       move.after.push_back(move.before[static_cast<std::size_t>(from)]);
@@ -104,9 +103,6 @@ class Sequence {
       if (used[p] == 0) move.freed.push_back(move.before[p]);
     return move;
   }
-
-  /// Indices in `after` of pages that receive bytes.
-  [[nodiscard]] const std::vector<std::size_t>& written() const { return written_; }
 
  private:
   [[nodiscard]] std::int64_t pages_for(std::int64_t slots) const { return (slots + size_ - 1) / size_; }
@@ -135,7 +131,6 @@ class Sequence {
   const KeepSet& keep_;
   std::vector<std::size_t> rows_;
   std::int64_t size_;
-  std::vector<std::size_t> written_;
 };
 
 /// Says how many slots the rows of each move hold afterwards. Moves are in the order of their sequences.
@@ -160,17 +155,17 @@ inline std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& ke
   std::vector<PageMove> moves;
   for (std::size_t i = 0; i < sequences.size(); ++i) {
     if (rows[i].empty()) continue;
-    pages_detail::Sequence sequence(table, keep, std::move(rows[i]));
-    PageMove move = sequence.choose();
-    for (std::size_t w = 0; w < sequence.written().size(); ++w) {
-      const std::size_t p = sequence.written()[w];
-      const std::int32_t page = move.after[p], holders = pages == nullptr ? 1 : pages->references(page);
+    PageMove move = pages_detail::Sequence(table, keep, std::move(rows[i])).choose();
+    auto after = move.after.begin();
+    for (std::int32_t& written : move.written) {
+      const std::int32_t page = written, holders = pages == nullptr ? 1 : pages->references(page);
       if (holders <= 1) continue;
       KVKEEP_REQUIRE_AS(StateError, shared == SharedPages::copy, "apply: page ", page, " of sequence ", sequences[i],
                         " is held by ", holders,
                         " sequences and would be written; allowed with SharedPages::copy, or if the policy protects "
                         "shared slots");
-      move.after[p] = move.written[w] = PageMove::kTake;
+      after = std::find(after, move.after.end(), page);  // they are in the same order
+      *after = written = PageMove::kTake;
       move.freed.push_back(page);
       ++move.taken;
     }
@@ -188,7 +183,7 @@ inline void shorten(std::span<PageMove> moves, const RowTable& table, const Keep
     move.freed.reserve(move.freed.size() + move.after.size() - pages);
     for (; move.after.size() > pages; move.after.pop_back()) {
       if (std::ranges::find(move.before, move.after.back()) == move.before.end()) --move.taken;
-      std::erase(move.written, move.after.back());
+      if (!move.written.empty() && move.written.back() == move.after.back()) move.written.pop_back();
       move.freed.push_back(move.after.back());
     }
   }
