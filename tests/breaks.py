@@ -40,6 +40,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAMS = {
     "cuda": "kvkeep_cuda_model_tests",
     "llama": "kvkeep_llama_tests",
+    "serving": "kvkeep_serving_tests",
     **dict.fromkeys(("cli", "lm", "report"), "kvkeep_lab_tests"),
 }  # other rooms: kvkeep_tests
 ALL_PROGRAMS = [
@@ -48,6 +49,7 @@ ALL_PROGRAMS = [
     "kvkeep_lab_tests",
     "kvkeep_llama_tests",
     "kvkeep_cuda_model_tests",
+    "kvkeep_serving_tests",
 ]
 WAYS = {"kvkeep_cuda_model_tests": ["", "seed=1", "guard"]}  # to run the execution model (docs/inside/cuda.md)
 OF_THE_SOURCES = "House.*:Docs.*"  # they read the sources, which are not themselves in the copy
@@ -76,7 +78,10 @@ class Break:
         )
         for code in (self.code, self.broken):
             whole = all(code.count(a) == code.count(b) for a, b in ("()", "[]", "{}"))
-            if not whole or re.search(r"^(&&|[|][|])|(&&|[|][|])$|^(const )?[\w:]+[&*]? \w+ = ", code):
+            half = r"^(&&|[|][|])|(&&|[|][|])$|^(const )?[\w:]+[&*]? \w+ = "
+            if code[-1:] != ";":
+                half += r"|;|^(if|for|while|return)\b"  # not an expression
+            if not whole or re.search(half, code):
                 raise ValueError(f"tests/breaks/{room}.txt: '{self.name}' is half a statement or a declaration: {code}")
         self.program = PROGRAMS.get(room, ALL_PROGRAMS[0])
 
