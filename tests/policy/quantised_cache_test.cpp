@@ -263,7 +263,6 @@ TEST_F(QuantisedCache, KeepsWhatACacheOfTheSameNumbersInF32Keeps) {
         for (const Scales scaled : {Scales::by_slot, Scales::by_head}) {
           SCOPED_TRACE(
               text(name, " over ", dtype, paged ? " in pages" : "", scaled == Scales::by_head ? ", by head" : ""));
-          if (paged && (name.starts_with("adakv") || name.starts_with("criticalkv"))) continue;
           if (scaled == Scales::by_head && !has_scales(dtype)) continue;
           EXPECT_GT(run_twins(name + common, dtype, paged, paged != is_blocks(dtype), scaled), 0);
           if (HasFailure()) return;
