@@ -171,8 +171,16 @@ TEST(Docs, ThePageOfPluginsShowsTheExampleThatIsBuilt) {
   EXPECT_NE(page.find("```cmake\n" + cmake.substr(cmake.find("cmake_minimum_required")) + "```"), std::string::npos);
 }
 
-TEST(Docs, TheCitationNamesThisVersion) {
-  EXPECT_NE(read(root() / "CITATION.cff").find("\nversion: " KVKEEP_VERSION "\n"), std::string::npos);
+TEST(Docs, WhoeverNamesAVersionNamesThisOne) {
+  for (const auto& [file, line] : std::vector<std::pair<const char*, const char*>>{
+           {"CITATION.cff", "\nversion: " KVKEEP_VERSION "\n"},
+           {"CHANGELOG.md", "\n## " KVKEEP_VERSION " ("},
+           {"README.md", "**Status**: " KVKEEP_VERSION},
+           {"pyproject.toml", "\nversion = \"" KVKEEP_VERSION "\"\n"},
+           {"cmake/ports/vcpkg/vcpkg.json", "\"version\": \"" KVKEEP_VERSION "\""},
+           {"cmake/ports/conda/recipe.yaml", "\n  version: " KVKEEP_VERSION "\n"},
+           {"docs/start/linking.md", "kvkeep-" KVKEEP_VERSION ".tar.gz"}})
+    EXPECT_NE(read(root() / file).find(line), std::string::npos) << file << " does not say " << line;
 }
 
 TEST(Docs, TheReadmeIsShortAndBeginsWithCode) {
