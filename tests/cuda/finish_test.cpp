@@ -215,7 +215,7 @@ TEST_F(PendingEvents, AreFinishedOnceAndOverTheirOwnView) {
     other.lengths = {lengths, 1};
     refused("2 lengths, 1 per sequence", other);
     view.lengths.at(1, 2) += 1;
-    refused("sequence 2 holds 71 slots in layer 1, head 0, and 70 when the event began", view);
+    refused("sequence 2 holds 71 slots in layer 1, head 0, and 70 when the event was planned", view);
     view.lengths.at(1, 2) -= 1;
   };
   EXPECT_EQ(cpu.cut({1, 2}).cuts.size(), 2U);

@@ -148,6 +148,10 @@ TEST(KeeperContract, RefusesAPageThatIsNamedMoreOftenThanItIsHeld) {
   PagePool pool(8, 4);
   for (int p = 0; p < 8; ++p) static_cast<void>(pool.take());
   view.pages = &pool;
+  pool.retain(1);
+  EXPECT_EQ(message_of<InvalidArgument>([&] { line.keeper.step(view); }),
+            "cache: the block table names page 1 twice for sequence 1; allowed once");
+  pool.give_back(1);
   name({0, 1, 2, 5, 2, 6});
   EXPECT_THROW(line.keeper.step(view), InvalidArgument) << "held once, named twice";
   EXPECT_EQ(pool.free_pages(), 0);
@@ -167,9 +171,43 @@ TEST(KeeperContract, RefusesToApplyAPlanToAnotherView) {
               line.keeper.apply(plan, line.view());
             }).find("the plan cuts sequence 1, which is not at place 0"),
             std::string::npos);
-  line.ids = {1};
+  std::swap(line.ids[0], line.ids[1]);
+  const auto refused = [&](const CacheView& view) {
+    return message_of<StateError>([&] { line.keeper.apply(plan, view); });
+  };
+  line.lengths[1] = 13;
+  EXPECT_EQ(refused(line.view()),
+            "apply: sequence 2 holds 13 slots in layer 0, head 0, and 12 when the event was planned; allowed the view "
+            "of the plan");
   line.lengths = {12};
+  EXPECT_THROW(line.keeper.apply(plan, line.view()), InvalidArgument) << "one length for two sequences";
+  line.lengths = {12, 12};
+  EXPECT_EQ(line.positions(1), from(0, 12)) << "what throws changes nothing";
+  EXPECT_EQ(line.keeper.apply(plan, line.view()).wait().cuts.size(), 2U);
+  line.ids = {1};
+  line.lengths = {6};
   EXPECT_THROW(line.keeper.apply(plan, line.view()), StateError);
+}
+
+/// Whether an event is due or not, and under policies that have none.
+TEST(KeeperContract, RefusesSequencesThatTheCacheHasNoRoomFor) {
+  for (const char* policy : {"streaming,budget=40,interval=8,sink=2,recent=1", "full"}) {
+    SCOPED_TRACE(policy);
+    Line line(policy, model(), 12);
+    for (const SequenceId id : {1, 2, 3, 4}) line.join(id);
+    line.observe(12);
+    line.step();
+    line.observe(1);
+    EXPECT_EQ(message_of<InvalidArgument>([&] { line.step(); }),
+              "cache: sequence 1 holds slots 0 to 13 of layer 0; allowed up to the capacity 12");
+    for (std::int32_t& length : line.lengths) --length;
+    for (const SequenceId id : line.ids) line.keeper.truncate(id, 12);
+    line.step();
+    line.join(5);
+    line.observe(0);
+    EXPECT_EQ(message_of<InvalidArgument>([&] { line.step(); }),
+              "cache: sequence 5 is at place 4 of the batch; allowed 0 to 3");
+  }
 }
 
 // ---- What throws changes nothing ------------------------------------------------------------------------------------

@@ -190,6 +190,48 @@ class GivesThatPage final : public PageAllocator {
   Ints answers_;
 };
 
+TEST(PagedEvents, AreRefusedOverAnotherViewThanThatOfTheirPlan) {
+  oracle::Random random(4);
+  PagedEngine engine("knorm,budget=24,interval=8,recent=2", false, Dtype::f32, 8, PageLayout::head_slot,
+                     Form::pages_first, 16 * 8);
+  engine.join(1);
+  static_cast<void>(engine.step(numbers_of(random, {{1, 30}})));
+  engine.fork(2, 1, 30);
+  const std::vector<SequenceId> ids{2};
+  engine.feed(numbers_of(random, {{2, 2}}));
+  const CacheView view = engine.view(ids);
+  const Plan plan = engine.keeper.plan(view);
+  ASSERT_EQ(plan.pages.size(), 1U);
+  ASSERT_GT(plan.pages[0].taken, 0) << "copies of shared pages";
+  const Sight before(engine, ids);
+  CacheView other = view;
+  const auto refused = [&](const std::string& says) {
+    EXPECT_EQ(testing::message_of<StateError>([&] { engine.keeper.apply(plan, other); }),
+              "apply: " + says + "; allowed the view of the plan");
+    other = view;
+  };
+  other.pages = nullptr;
+  refused(text("the event of sequence 2 takes ", plan.pages[0].taken, " pages, and the view has no PageAllocator"));
+  const std::int64_t pages = view.block_table.size(1);
+  for (const std::int64_t wide : {std::int64_t{1}, pages, pages + 3}) {
+    other.block_table = Array::zeros({1, wide}, Dtype::i32);
+    refused("the block table of sequence 2 has other pages than when the event was planned");
+  }
+  Ints lengths(other.lengths.data.begin(), other.lengths.data.end());
+  lengths[0] += 1;
+  other.lengths.data = lengths;
+  refused("sequence 2 holds 33 slots in layer 0, head 0, and 32 when the event was planned");
+  for (int wrong = 0; wrong < 3; ++wrong) {
+    if (wrong == 0) other.block_table = Tensor();
+    if (wrong == 1) other.block_table = Array::zeros({2, pages}, Dtype::i32);
+    if (wrong == 2) other.lengths.data = {};
+    EXPECT_THROW(engine.keeper.apply(plan, other), InvalidArgument) << wrong;
+    other = view;
+  }
+  EXPECT_TRUE(before.same_as(Sight(engine, ids))) << "what throws changes nothing";
+  EXPECT_EQ(engine.keeper.apply(plan, view).wait().cuts.size(), 1U);
+}
+
 TEST(PagedEvents, RefuseAPageThatIsNotFreeBeforeAnythingIsWritten) {
   oracle::Random random(4);
   const auto shared = [&] {

@@ -170,7 +170,7 @@ class Engine {
   }
 
   Report cut(const std::vector<SequenceId>& ids) {
-    CacheView view = lengthened_view(ids);
+    CacheView view = this->view(ids);
     EventHandle event = keeper.step(view);
     if (!event.done() && while_pending) while_pending(view, event.report());
     const Report report = std::move(event).wait();
@@ -180,12 +180,20 @@ class Engine {
     return report;
   }
 
-  /// What the next cut() would decide.
-  Plan plan(const std::vector<SequenceId>& ids) { return keeper.plan(lengthened_view(ids)); }
-
-  std::int64_t workspace_bytes(const std::vector<SequenceId>& ids) {
-    return keeper.workspace_bytes(lengthened_view(ids));
+  /// What the next cut() decides over; valid until the next call.
+  CacheView view(const std::vector<SequenceId>& ids) {
+    flat_.clear();
+    for (const SequenceId id : ids)
+      flat_.insert(flat_.end(), lengths.at(id).begin(), lengths.at(id).begin() + (ragged_ ? kRows : 1));
+    CacheView all = view_of(ids);
+    all.lengths = {flat_, ragged_ ? kRows : 1};
+    return all;
   }
+
+  /// What the next cut() would decide.
+  Plan plan(const std::vector<SequenceId>& ids) { return keeper.plan(view(ids)); }
+
+  std::int64_t workspace_bytes(const std::vector<SequenceId>& ids) { return keeper.workspace_bytes(view(ids)); }
 
   [[nodiscard]] virtual Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
                                       bool value) const = 0;
@@ -259,15 +267,6 @@ class Engine {
         }
       }
     return all.to(keeper.device());
-  }
-
-  CacheView lengthened_view(const std::vector<SequenceId>& ids) {
-    flat_.clear();
-    for (const SequenceId id : ids)
-      flat_.insert(flat_.end(), lengths.at(id).begin(), lengths.at(id).begin() + (ragged_ ? kRows : 1));
-    CacheView view = view_of(ids);
-    view.lengths = {flat_, ragged_ ? kRows : 1};
-    return view;
   }
 
   bool ragged_;

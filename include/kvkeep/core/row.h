@@ -8,7 +8,6 @@
 #include <limits>
 #include <memory>
 #include <span>
-#include <typeindex>
 #include <utility>
 #include <vector>
 
@@ -36,6 +35,12 @@ enum class QueryBasis : std::uint8_t { pre_rope, post_rope };
 /// RowGroup::surprisal of positions without a token.
 inline constexpr float kNoToken = -std::numeric_limits<float>::infinity();
 
+namespace row_detail {
+/// Its address stands for a type, in programs without RTTI too.
+template <class T>
+[[gnu::visibility("default")]] inline constexpr char type = 0;
+}  // namespace row_detail
+
 /// The Hkv rows of one (layer, sequence). They share queries and are adjacent in the table.
 struct RowGroup {
   std::int32_t layer = 0;
@@ -56,18 +61,18 @@ struct RowGroup {
   std::span<const std::int32_t> extra_slots = {};  ///< [whole_heads] slots that the row of each KV head of the model
                                                    ///< holds beyond this group's first; empty: as many as that
   std::span<const PositionSpan> pinned = {};       ///< ascending, disjoint: slots at these positions stay in every row
-  std::vector<std::pair<std::type_index, const void*>> attached = {};  ///< what parts of a policy's own give it
+  std::vector<std::pair<const char*, const void*>> attached = {};  ///< what parts of a policy's own give it, by type
 
   /// For Part::describe(): `data` is valid as long as the event.
   template <class T>
   void attach(const T& data) {
-    attached.emplace_back(typeid(T), &data);
+    attached.emplace_back(&row_detail::type<T>, &data);
   }
   /// For KVPolicy::decide(); null if no part gave one.
   template <class T>
   [[nodiscard]] const T* find() const {
     for (const auto& [type, data] : attached)
-      if (type == typeid(T)) return static_cast<const T*>(data);
+      if (type == &row_detail::type<T>) return static_cast<const T*>(data);
     return nullptr;
   }
 };
@@ -106,6 +111,10 @@ struct RowTable {
 /// Throws InvalidArgument if a view of a cache of that form does not fit the spec: numbers of lengths, places and
 /// starts, and the block table.
 void check_view(const ModelSpec& spec, const RowTable& form, const CacheView& view);
+
+/// Throws InvalidArgument if the s-th sequence of the view is at no place of the layer, or holds more slots than fit.
+void check_fits(const ModelSpec& spec, const LayerSides& layer, std::int32_t l, const RowTable& form,
+                const CacheView& view, std::size_t s);
 
 /// Rows of the layers `of` for the sequences `due` (indices into the view), without columns and queries. form: that of
 /// the cache. Throws InvalidArgument as check_view() does, and for a page, place or length out of range. Cost: O(rows),
@@ -327,6 +336,21 @@ inline void check_view(const ModelSpec& spec, const RowTable& form, const CacheV
   if (form.page_size > 0) row_detail::check_table(view);
 }
 
+inline void check_fits(const ModelSpec& spec, const LayerSides& layer, std::int32_t l, const RowTable& form,
+                       const CacheView& view, std::size_t s) {
+  const std::int64_t place = view.places.empty() ? static_cast<std::int64_t>(s) : view.places[s],
+                     places = layer.keys.size(0), start = view.starts.empty() ? 0 : view.starts[s],
+                     capacity = layer.paged ? view.block_table.size(1) * form.page_size : layer.keys.size(layer.slot);
+  KVKEEP_REQUIRE(layer.paged || (place >= 0 && place < places), "cache: sequence ", view.sequences[s], " is at place ",
+                 place, " of the batch; allowed 0 to ", places - 1);
+  for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
+    const std::int64_t length = view.lengths.at(s, l * spec.kv_heads + h);
+    KVKEEP_REQUIRE(start >= 0 && length >= 0 && start + length <= capacity, "cache: sequence ", view.sequences[s],
+                   " holds slots ", start, " to ", start + length, " of layer ", l, "; allowed up to the capacity ",
+                   capacity);
+  }
+}
+
 inline RowTable make_rows(const ModelSpec& spec, std::span<const LayerKv> cache, const RowTable& form,
                           const CacheView& view, std::span<const std::int32_t> of, std::span<const std::int32_t> due) {
   check_view(spec, form, view);
@@ -343,19 +367,14 @@ inline RowTable make_rows(const ModelSpec& spec, std::span<const LayerKv> cache,
     for (std::size_t d = 0; d < due.size(); ++d) {
       const std::int32_t i = due[d];
       const auto s = static_cast<std::size_t>(i);
+      check_fits(spec, layer, l, form, view, s);
       const std::int64_t place = view.places.empty() ? i : view.places[s];
       const std::int64_t start = view.starts.empty() ? 0 : view.starts[s];
-      KVKEEP_REQUIRE(paged || (place >= 0 && place < keys.size(0)), "cache: sequence ", view.sequences[s],
-                     " is at place ", place, " of the batch; allowed 0 to ", keys.size(0) - 1);
       const std::int32_t* pages = !paged ? nullptr : blocks.wide() ? table.narrowed_pages[d]->data() : blocks.row(i);
-      const std::int64_t capacity = paged ? view.block_table.size(1) * form.page_size : keys.size(slot_dim);
       std::int64_t longest = 0;
       table.groups.push_back({l, i, static_cast<std::int64_t>(table.rows.size()), {}});
       for (std::int32_t h = 0; h < spec.kv_heads; ++h) {
         const std::int32_t length = view.lengths.at(s, l * spec.kv_heads + h);
-        KVKEEP_REQUIRE(start >= 0 && length >= 0 && start + length <= capacity, "cache: sequence ", view.sequences[s],
-                       " holds slots ", start, " to ", start + std::int64_t{length}, " of layer ", l,
-                       "; allowed up to the capacity ", capacity);
         longest = std::max<std::int64_t>(longest, length);
         table.rows.push_back({.layer = l,
                               .sequence = i,

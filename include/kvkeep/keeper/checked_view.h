@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -49,8 +50,8 @@ class CheckedView {
   /// Throws InvalidArgument for a view that does not fit the model or the cache, and for two sequences at one place. On
   /// every step, not only at events.
   void check(const Sequences& sequences, const BoundCache& cache, const CacheView& view);
-  /// Throws InvalidArgument if, among the sequences that are due, the block table names a page more often than it has
-  /// holders.
+  /// Throws InvalidArgument if, among the sequences that are due, the block table names a page twice for one, or more
+  /// often than it has holders.
   void check_pages(const Sequences& sequences, const BoundCache& cache, const CacheView& view, const RowTable& table);
   /// [pages that all layers have] how often the block table names each. Valid until the next call.
   std::span<std::int32_t> count_holders(const Sequences& sequences, const BoundCache& cache, const CacheView& view);
@@ -58,18 +59,21 @@ class CheckedView {
  private:
   std::vector<bool> places_;  ///< [places of the cache] named by the view
   std::vector<std::int32_t> holders_;
+  std::vector<std::int32_t> in_row_;  ///< [pages] the sequence of the view that named each last
 };
 
 inline void CheckedView::check(const Sequences& sequences, const BoundCache& cache, const CacheView& view) {
   check_view(sequences.spec(), cache.form, view);
+  for (const std::int32_t l : sequences.full_layers()) {
+    const LayerSides sides = sides_of(cache.layers[static_cast<std::size_t>(l)]);
+    for (std::size_t i = 0; i < view.sequences.size(); ++i) check_fits(sequences.spec(), sides, l, cache.form, view, i);
+  }
   const auto* dense = std::get_if<DenseKv>(&cache.layers[static_cast<std::size_t>(sequences.full_layers().front())]);
   if (dense == nullptr || view.places.empty()) return;
   const std::int64_t batch = dense->keys.size(0);
   places_.assign(static_cast<std::size_t>(batch), false);
   for (std::size_t i = 0; i < view.places.size(); ++i) {
     const std::int32_t place = view.places[i];
-    KVKEEP_REQUIRE(place >= 0 && place < batch, "cache: sequence ", view.sequences[i], " is at place ", place,
-                   " of the batch; allowed 0 to ", batch - 1);
     KVKEEP_REQUIRE(
         !places_[static_cast<std::size_t>(place)], "cache: sequences ",
         view.sequences[static_cast<std::size_t>(std::ranges::find(view.places, place) - view.places.begin())], " and ",
@@ -95,12 +99,16 @@ inline void CheckedView::check_pages(const Sequences& sequences, const BoundCach
                                      const RowTable& table) {
   if (table.page_size == 0) return;
   count_holders(sequences, cache, view);
+  in_row_.assign(holders_.size(), -1);
   for (const RowGroup& group : table.groups) {
     if (group.layer != table.groups.front().layer) break;  // the same in every layer
     const auto sequence = static_cast<std::size_t>(group.sequence);
     keeper_detail::each_page(sequences, view, sequence, table.page_size, [&](std::int64_t page) {
-      const std::int32_t named =
-          page >= 0 && page < std::ssize(holders_) ? holders_[static_cast<std::size_t>(page)] : 0;
+      if (page < 0 || page >= std::ssize(holders_)) return;
+      KVKEEP_REQUIRE(std::exchange(in_row_[static_cast<std::size_t>(page)], group.sequence) != group.sequence,
+                     "cache: the block table names page ", page, " twice for sequence ", view.sequences[sequence],
+                     "; allowed once");
+      const std::int32_t named = holders_[static_cast<std::size_t>(page)];
       if (named == 0 || (named == 1 && view.pages == nullptr)) return;
       const std::int32_t held = view.pages == nullptr ? 1 : view.pages->references(static_cast<std::int32_t>(page));
       KVKEEP_REQUIRE(named <= held, "cache: the block table names page ", page, " of sequence ",

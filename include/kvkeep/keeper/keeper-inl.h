@@ -264,13 +264,35 @@ KVKEEP_INLINE void Keeper::measure(Plan& plan) const {
 }
 
 /// The view names the sequences for which the plan was made.
-KVKEEP_INLINE void Keeper::check_planned(const char* operation, const Plan& plan, const CacheView& view) const {
+/// The view is as it was when the event was planned; `pages`: its moves.
+KVKEEP_INLINE void Keeper::check_planned(const char* operation, const Plan& plan, std::span<const PageMove> pages,
+                                         const CacheView& view) const {
+  const auto wanted = [&] { return text("; allowed the view of ", pending_ ? "apply()" : "the plan"); };
   for (std::size_t i = 0; i < plan.cuts.size(); ++i) {
     const auto place =
         static_cast<std::size_t>(plan.table.groups[i].sequence);  // groups of the first layer come first, one per cut
     KVKEEP_REQUIRE_AS(StateError, place < view.sequences.size() && view.sequences[place] == plan.cuts[i].sequence,
                       operation, ": the plan cuts sequence ", plan.cuts[i].sequence, ", which is not at place ", place,
-                      " of the view; allowed the view of the plan");
+                      " of the view", wanted());
+  }
+  if (!plan.decision.keep) return;
+  check_view(spec(), plan.table, view);
+  for (const Row& row : plan.table.rows) {
+    const auto i = static_cast<std::size_t>(row.sequence);
+    const std::int32_t held = view.lengths.at(i, row.layer * spec().kv_heads + row.head);
+    KVKEEP_REQUIRE_AS(StateError, held == row.length, operation, ": sequence ", view.sequences[i], " holds ", held,
+                      " slots in layer ", row.layer, ", head ", row.head, ", and ", row.length,
+                      " when the event was planned", wanted());
+  }
+  for (const PageMove& move : pages) {
+    const SequenceId id = view.sequences[static_cast<std::size_t>(move.sequence)];
+    bool as_it_was = std::ssize(move.before) <= view.block_table.size(1);
+    for (std::size_t p = 0; as_it_was && p < move.before.size(); ++p)
+      as_it_was = BlockTable(view).page(move.sequence, static_cast<std::int64_t>(p)) == move.before[p];
+    KVKEEP_REQUIRE_AS(StateError, as_it_was, operation, ": the block table of sequence ", id,
+                      " has other pages than when the event was planned", wanted());
+    KVKEEP_REQUIRE_AS(StateError, move.taken == 0 || view.pages != nullptr, operation, ": the event of sequence ", id,
+                      " takes ", move.taken, " pages, and the view has no PageAllocator", wanted());
   }
 }
 
@@ -293,7 +315,7 @@ KVKEEP_INLINE EventHandle Keeper::apply(const Plan& plan, CacheView view) {
   KVKEEP_REQUIRE_AS(StateError, plan.version == sequences_->version(),
                     "apply: the plan is out of date: tokens were observed or rows were cut since; make a new one");
   sequences_->resolve("apply", view.sequences);
-  check_planned("apply", plan, view);
+  check_planned("apply", plan, plan.pages, view);
   std::optional<keeper_detail::Stage> stage;
   if (plan.decision.keep) stage.emplace(provided_, "kvkeep.apply");
   Report report{.cuts = plan.cuts,
@@ -461,38 +483,12 @@ KVKEEP_INLINE Occasion Keeper::occasion_of(SequenceId id, const SequenceState& s
   return occasion;
 }
 
-/// The view is as apply() had it.
-KVKEEP_INLINE void Keeper::check_pending(const Plan& plan, const CacheView& view) const {
-  check_planned("finish", plan, view);
-  const std::int32_t rows = spec().num_layers() * spec().kv_heads;
-  KVKEEP_REQUIRE_AS(StateError,
-                    view.lengths.rows_per_sequence == rows &&
-                        view.lengths.data.size() == view.sequences.size() * static_cast<std::size_t>(rows),
-                    "finish: the view has ", view.lengths.data.size(), " lengths, ", view.lengths.rows_per_sequence,
-                    " per sequence; allowed the view of apply()");
-  for (const Row& row : plan.table.rows) {
-    const auto i = static_cast<std::size_t>(row.sequence);
-    const std::int32_t held = view.lengths.at(i, row.layer * spec().kv_heads + row.head);
-    KVKEEP_REQUIRE_AS(StateError, held == row.length, "finish: sequence ", view.sequences[i], " holds ", held,
-                      " slots in layer ", row.layer, ", head ", row.head, ", and ", row.length,
-                      " when the event began; allowed the view of apply()");
-  }
-  for (const PageMove& move : pending_->pages) {
-    bool as_it_was = view.block_table.defined() && std::ssize(move.before) <= view.block_table.size(1);
-    for (std::size_t p = 0; as_it_was && p < move.before.size(); ++p)
-      as_it_was = BlockTable(view).page(move.sequence, static_cast<std::int64_t>(p)) == move.before[p];
-    KVKEEP_REQUIRE_AS(StateError, as_it_was, "finish: the block table of sequence ",
-                      view.sequences[static_cast<std::size_t>(move.sequence)],
-                      " has other pages than when the event began; allowed the view of apply()");
-  }
-}
-
 KVKEEP_INLINE Report Keeper::finish(CacheView view) {
   KVKEEP_REQUIRE_AS(StateError, pending_.has_value(),
                     "finish: no event is pending; allowed once after each apply() whose report says so");
   auto& [plan, pages] = *pending_;
   const keeper_detail::Stage stage(provided_, "kvkeep.finish");
-  check_pending(plan, view);
+  check_planned("finish", plan, pages, view);
   std::vector<std::int32_t> counts(plan.table.rows.size());
   provided_.machine().read_counts(counts);
   KeepSet& keep = *plan.decision.keep;

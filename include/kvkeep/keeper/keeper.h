@@ -248,8 +248,8 @@ class Keeper {
   [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const SequenceState& sequence) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;
   [[nodiscard]] Evidence evidence_of(const RowTable& table) const;
-  void check_planned(const char* operation, const Plan& plan, const CacheView& view) const;
-  void check_pending(const Plan& plan, const CacheView& view) const;
+  void check_planned(const char* operation, const Plan& plan, std::span<const PageMove> pages,
+                     const CacheView& view) const;
   void measure(Plan& plan) const;
   [[nodiscard]] std::vector<ColumnTarget> reserve_settled(const Plan& plan, const CacheView& view);
   void move(const Plan& plan, const CacheView& view, Report& report);
