@@ -98,18 +98,12 @@ bool Engine::reserve(std::int32_t pages) {
   return true;
 }
 
-/// Pages that others hold too are copied where they are written: by new tokens, and by an event. What holds a page can
-/// only become less once the prompt has ended.
-std::int32_t Engine::need(const Planned& one, std::int32_t tokens, kvkeep::LengthForecast& ahead) const {
-  const bool was_exact = ahead.exact() && one.ordered.empty();
-  const auto [shortest, longest] = std::ranges::minmax(ahead.lengths());
-  const std::int32_t after = ahead.step(tokens);
-  const std::int32_t growth =
-      was_exact ? pages_for(longest + tokens) - pages_for(longest) : (tokens - 1) / settings_.page_size + 1;
-  const std::int32_t shared = one.known.prompt_left > 0 ? pages_for(longest + tokens) : one.known.shared_pages;
-  const std::int32_t by_tokens = shortest == longest ? std::min(shared, 1) : shared;
-  const std::int32_t by_event = ahead.event() || !ahead.exact() ? std::min(shared, pages_for(after)) : 0;
-  return growth + by_tokens + by_event;
+/// What holds a page can only become less once the prompt has ended; until then the prefix cache may take every page.
+std::int32_t Engine::need(const Planned& one, std::int32_t tokens) const {
+  const std::int32_t shared =
+      one.known.prompt_left > 0 ? pages_for(one.ahead.length() + tokens) : one.known.shared_pages;
+  const kvkeep::PageNeed need = one.ahead.need(tokens, settings_.page_size, shared);
+  return need.append + need.event;
 }
 
 void Engine::leave(SequenceId id, Orders& orders) {
@@ -162,12 +156,11 @@ bool Engine::run(Orders& orders) {
       continue;  // how many drafts stand is not known yet; or the steps on their way write the rest of the answer
     }
     if (tokens == 0 || tokens > left) continue;
-    kvkeep::LengthForecast ahead = one.ahead;
-    if (!reserve(need(one, tokens, ahead))) {
+    if (!reserve(need(one, tokens))) {
       all = false;
       continue;
     }
-    one.ahead = std::move(ahead);
+    one.ahead.step(tokens);
     orders.run.push_back({.id = id, .prompt_tokens = one.prompt_left > 0 ? tokens : 0});
     one.prompt_left -= std::min(one.prompt_left, tokens);
     one.ordered.push_back(tokens);

@@ -99,8 +99,8 @@ class Engine {
   void leave(SequenceId id, Orders& orders);
   void absorb(Outcome outcome);
   [[nodiscard]] std::int32_t pages_for(std::int32_t slots) const;
-  /// The most pages that a step of so many tokens takes; `ahead` counts it.
-  [[nodiscard]] std::int32_t need(const Planned& one, std::int32_t tokens, kvkeep::LengthForecast& ahead) const;
+  /// The most pages that a step of so many tokens takes.
+  [[nodiscard]] std::int32_t need(const Planned& one, std::int32_t tokens) const;
   /// Pages that no step on its way may take.
   [[nodiscard]] std::int32_t free_pages() const;
   bool reserve(std::int32_t pages);

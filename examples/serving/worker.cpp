@@ -171,7 +171,7 @@ void Worker::add(const Orders::Run& run, Batch& batch) {
     }
   }
   const auto count = static_cast<std::int32_t>(tokens.size());
-  require_room(sequences_.need(run.id, count).append, run.id);
+  require_room(sequences_.need(run.id, count), run.id);
   const kvkeep::PageGrant grant = sequences_.append(run.id, count);
   kvkeep::copy_pages(layers_, grant.copies);
   for (std::int32_t& length : s.lengths) length += count;

@@ -114,10 +114,16 @@ TEST(PageNeed, IsWhatStepsTake) {
   for (int i = 0; i < 40; ++i)
     for (const SequenceId id : {SequenceId{1}, SequenceId{2}}) {
       LengthForecast ahead = engine.keeper.forecast(id);
-      const std::int32_t tokens = random.between(1, 3), after = ahead.step(tokens), free = engine.pool.free_pages();
-      const PageNeed need = engine.sequences.need(id, tokens, ahead.event() ? std::optional(after) : std::nullopt);
+      const std::int32_t tokens = random.between(1, 3), free = engine.pool.free_pages(),
+                         append = engine.sequences.need(id, tokens);
+      std::int32_t shared = 0;
+      for (const std::int32_t page : engine.sequences.pages(id)) shared += engine.pool.references(page) > 1 ? 1 : 0;
+      const PageNeed need = ahead.need(tokens, 4, shared);
+      EXPECT_LE(append, need.append);
+      EXPECT_LE(need.append, append + 1) << "a copy of a shared last page that is full";
+      ahead.step(tokens);
       const auto held = static_cast<std::int32_t>(engine.sequences.pages(id).size());
-      copies += need.append - ((engine.sequences.length(id) + tokens + 3) / 4 - held);
+      copies += append - ((engine.sequences.length(id) + tokens + 3) / 4 - held);
       const Report report = engine.step(numbers_of(random, {{id, tokens}}));
       std::int32_t taken = 0, freed = 0;
       for (const PageMove& move : report.pages) taken += move.taken;
@@ -125,11 +131,52 @@ TEST(PageNeed, IsWhatStepsTake) {
       EXPECT_LE(taken, need.event);
       if (report.cuts.empty()) EXPECT_EQ(need.event, 0);
       // Pages that others still hold come back to nobody: only what lost its last holder is free.
-      EXPECT_GE(free - engine.pool.free_pages(), need.append + taken - freed);
+      EXPECT_GE(free - engine.pool.free_pages(), append + taken - freed);
       by_events += taken;
     }
   EXPECT_GT(copies, 0) << "a shared last page was copied";
   EXPECT_GT(by_events, 0) << "an event copied shared pages";
+}
+
+/// Two steps ahead of what has run: what the first one's event leaves is not held yet.
+TEST(PageNeed, OfStepsThatHaveNotRunIsABound) {
+  for (const bool ragged : {false, true}) {
+    SCOPED_TRACE(ragged);
+    PagedEngine engine(ragged ? "adakv-snapkv,budget=24,interval=6,window=4" : "tova,budget=24,interval=6,recent=4",
+                       ragged, Dtype::f32, 4, PageLayout::slot_head, Form::apart);
+    oracle::Random random(3);
+    engine.join(1);
+    engine.step(numbers_of(random, {{1, 29}}));
+    std::int64_t taken_in_all = 0;
+    for (int i = 0; i < 60; ++i) {
+      LengthForecast ahead = engine.keeper.forecast(1);
+      const std::int32_t first = random.between(1, 3), second = random.between(1, 6);
+      ahead.step(first);
+      const PageNeed need = ahead.need(second, 4, 0);
+      EXPECT_EQ(need.event, 0);
+      engine.step(numbers_of(random, {{1, first}}));
+      const std::int32_t taken = engine.sequences.need(1, second);
+      EXPECT_LE(taken, need.append) << "step " << i;
+      EXPECT_LE(need.append, (second + 3) / 4) << "step " << i;
+      taken_in_all += taken;
+      engine.step(numbers_of(random, {{1, second}}));
+    }
+    EXPECT_GT(taken_in_all, 0);
+  }
+}
+
+TEST(PageNeed, RefusesWhatIsNoStepAndNoPage) {
+  DenseEngine engine("tova,budget=24,interval=6,recent=4", false, Dtype::f32);
+  engine.join(1);
+  LengthForecast ahead = engine.keeper.forecast(1);
+  EXPECT_EQ(testing::message_of<InvalidArgument>([&] { ahead.step(-5); }),
+            "forecast: a step of -5 tokens; allowed 0 to 2147483647");
+  EXPECT_EQ(ahead.step(7), 7);
+  EXPECT_EQ(testing::message_of<InvalidArgument>([&] { ahead.step(std::numeric_limits<std::int32_t>::max()); }),
+            "forecast: a step of 2147483647 tokens; allowed 0 to 2147483640");
+  EXPECT_EQ(ahead.length(), 7);
+  EXPECT_EQ(testing::message_of<InvalidArgument>([&] { static_cast<void>(ahead.need(1, 0, 0)); }),
+            "forecast: pages of 0 slots, 0 of them shared; allowed 1 or more, and 0 or more");
 }
 
 }  // namespace

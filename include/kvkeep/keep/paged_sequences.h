@@ -106,12 +106,6 @@ struct PageGrant {
   [[nodiscard]] bool given() const { return missing == 0; }
 };
 
-/// Pages that a step of one sequence takes from the pool.
-struct PageNeed {
-  std::int32_t append = 0;  ///< for its tokens, and for copies of shared pages that they are written to: exact
-  std::int32_t event = 0;   ///< for copies of shared pages that an event writes: the most that it may take
-};
-
 /// The pages of living sequences, from a pool that must outlive this object. Several sequences may hold a page (a
 /// shared prefix); a sequence that is about to write it first gets its own copy. The engine chooses ids. Not thread
 /// safe. Every call costs O(pages involved), plus O(log sequences) to find them.
@@ -155,10 +149,9 @@ class PagedSequences {
   /// again.
   [[nodiscard]] PageGrant append(SequenceId sequence, std::int32_t slots);
 
-  /// What append(sequence, slots) takes and, if an event then leaves `length_after` slots (LengthForecast::step()),
-  /// that event; compare with PagePool::free_pages(). Throws as append() does.
-  [[nodiscard]] PageNeed need(SequenceId sequence, std::int32_t slots,
-                              std::optional<std::int32_t> length_after = {}) const;
+  /// Pages that append(sequence, slots) takes now; LengthForecast::need() counts those of a later step, and of its
+  /// event. Compare with PagePool::free_pages(). Throws as append() does.
+  [[nodiscard]] std::int32_t need(SequenceId sequence, std::int32_t slots) const;
 
   /// Cuts the longest row to `slots` slots; the others lose as many as it does. Gives back the pages after the cut.
   /// Throws InvalidArgument for more slots than the longest row has, or if the shortest row has too few to lose.
@@ -268,9 +261,12 @@ inline PageGrant PagedSequences::admit(SequenceId sequence, std::int32_t slots, 
 inline void PagedSequences::adopt(SequenceId sequence, std::span<const std::int32_t> pages, std::int32_t slots) {
   KVKEEP_REQUIRE(slots >= 0 && pages_for(slots) == pages.size(), "adopt: sequence ", sequence, " begins with ", slots,
                  " slots in ", pages.size(), " pages of ", pool_.page_size(), "; allowed as many pages as slots need");
-  for (const std::int32_t page : pages)
-    KVKEEP_REQUIRE_AS(StateError, pool_.references(page) > 0, "adopt: nobody holds page ", page,
+  for (std::size_t p = 0; p < pages.size(); ++p) {
+    KVKEEP_REQUIRE_AS(StateError, pool_.references(pages[p]) > 0, "adopt: nobody holds page ", pages[p],
                       "; allowed pages that a cache or a sequence holds");
+    KVKEEP_REQUIRE(std::ranges::find(pages.first(p), pages[p]) == pages.begin() + static_cast<std::ptrdiff_t>(p),
+                   "adopt: page ", pages[p], " twice for sequence ", sequence, "; allowed once");
+  }
   share("adopt", sequence, {{pages.begin(), pages.end()}, slots, slots});
 }
 
@@ -303,17 +299,10 @@ inline std::vector<std::size_t> PagedSequences::shared_pages(SequenceId sequence
   return shared;
 }
 
-inline PageNeed PagedSequences::need(SequenceId sequence, std::int32_t slots,
-                                     std::optional<std::int32_t> length_after) const {
+inline std::int32_t PagedSequences::need(SequenceId sequence, std::int32_t slots) const {
   const Held& held = at(sequence);
-  const std::size_t copies = shared_pages(sequence, held, slots).size(),
-                    pages = pages_for(std::int64_t{held.longest} + slots);
-  PageNeed need{.append = static_cast<std::int32_t>(pages - held.pages.size() + copies)};
-  if (!length_after) return need;
-  std::size_t shared = 0;
-  for (const std::int32_t page : held.pages) shared += pool_.references(page) > 1 ? 1 : 0;
-  need.event = static_cast<std::int32_t>(std::min(shared - copies, pages_for(*length_after)));
-  return need;
+  const std::size_t copies = shared_pages(sequence, held, slots).size();
+  return static_cast<std::int32_t>(pages_for(std::int64_t{held.longest} + slots) - held.pages.size() + copies);
 }
 
 inline PageGrant PagedSequences::append(SequenceId sequence, std::int32_t slots) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <span>
 #include <utility>
@@ -17,6 +18,12 @@
 #include "kvkeep/policy/policy.h"
 
 namespace kvkeep {
+
+/// The most pages that a step of one sequence takes.
+struct PageNeed {
+  std::int32_t append = 0;  ///< for its tokens, and for copies of shared pages that they are written to
+  std::int32_t event = 0;   ///< for copies of shared pages that its event writes
+};
 
 /// Counts steps of one sequence ahead of the keeper, in host integers alone. Lengths after an event follow from the
 /// budget, not from the scores, under every policy whose rows are cut to a number of slots; the others have an upper
@@ -43,9 +50,14 @@ class LengthForecast {
     exact_ = now_.known && (policy.trigger().never || !policy.narrows());
   }
 
-  /// A step gives the sequence `tokens` more, and cuts it if that is due. Returns length(). Throws as KVPolicy::
-  /// most_kept() does, if pins do not fit a budget.
+  /// A step gives the sequence `tokens` more, and cuts it if that is due. Returns length(). Throws InvalidArgument for
+  /// a negative number or too many; as KVPolicy::most_kept() does, if pins do not fit a budget.
   std::int32_t step(std::int32_t tokens);
+
+  /// The most pages of `page_size` slots that step(tokens) would take. `shared_pages`: of those that the sequence
+  /// holds, how many others will hold too by then: all of them, while a prefix cache takes in its prompt. A bound even
+  /// if an event before it is put off because it lacks pages. Throws as step(). Cost: O(rows).
+  [[nodiscard]] PageNeed need(std::int32_t tokens, std::int32_t page_size, std::int32_t shared_pages) const;
 
   /// Slots of its longest row.
   [[nodiscard]] std::int32_t length() const { return now_.lengths.empty() ? 0 : std::ranges::max(now_.lengths); }
@@ -66,9 +78,12 @@ class LengthForecast {
   std::vector<std::int32_t> full_layers_;
   Begin now_;
   bool event_ = false, exact_ = true;
+  bool certain_ = true;  ///< no event was counted, which might be put off for lack of pages
 };
 
 inline std::int32_t LengthForecast::step(std::int32_t tokens) {
+  const std::int32_t room = std::numeric_limits<std::int32_t>::max() - length();
+  KVKEEP_REQUIRE(tokens >= 0 && tokens <= room, "forecast: a step of ", tokens, " tokens; allowed 0 to ", room);
   for (std::int32_t& length : now_.lengths) length += tokens;
   now_.seen += tokens;
   now_.next_position += tokens;
@@ -95,10 +110,27 @@ inline std::int32_t LengthForecast::step(std::int32_t tokens) {
     exact_ = exact_ && most.exact;
     now_.lengths = std::move(most.slots);
     event_ = !trigger.never;
+    certain_ = certain_ && !event_;
   }
   now_.asked = now_.seen;
   if (now_.prompt < 0 && now_.seen > 0) now_.prompt = now_.seen;
   return length();
+}
+
+inline PageNeed LengthForecast::need(std::int32_t tokens, std::int32_t page_size, std::int32_t shared_pages) const {
+  KVKEEP_REQUIRE(page_size > 0 && shared_pages >= 0, "forecast: pages of ", page_size, " slots, ", shared_pages,
+                 " of them shared; allowed 1 or more, and 0 or more");
+  const auto pages_for = [page_size](std::int64_t slots) {
+    return static_cast<std::int32_t>((slots + page_size - 1) / page_size);
+  };
+  LengthForecast after = *this;
+  after.step(tokens);
+  if (lengths().empty()) return {};
+  const auto [shortest, longest] = std::ranges::minmax(lengths());
+  const bool certain = certain_ && exact_;
+  return {.append = (certain ? pages_for(std::int64_t{longest} + tokens) - pages_for(longest) : pages_for(tokens)) +
+                    (shortest == longest && exact_ ? std::min(shared_pages, 1) : shared_pages),
+          .event = after.event_ || !after.exact_ ? std::min(shared_pages, pages_for(after.length())) : 0};
 }
 
 /// By a table without memory behind it.
