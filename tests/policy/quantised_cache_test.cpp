@@ -269,6 +269,19 @@ TEST_F(QuantisedCache, KeepsWhatACacheOfTheSameNumbersInF32Keeps) {
         }
 }
 
+TEST_F(QuantisedCache, CountsTheScalesThatSlotsHave) {
+  for (const bool paged : {false, true})
+    for (const Scales scaled : {Scales::by_slot, Scales::by_head}) {
+      Engine engine("streaming,budget=24,interval=1,recent=4,sink=2,prefill=cut", Dtype::i8, paged, false, scaled);
+      for (std::int32_t l = 0; l < kLayers; ++l) engine.observe(l, zeros({40, kQueryHeads, kDim}, Dtype::f32));
+      for (std::int32_t& length : engine.lengths) length = 40;
+      const Report report = engine.cut();
+      const std::int64_t slot = 2 * kDim + (scaled == Scales::by_slot ? 2 * 4 : 0);
+      EXPECT_EQ(report.bytes_before, kLayers * kHeads * 40 * slot);
+      EXPECT_EQ(report.bytes_after, kLayers * kHeads * 24 * slot);
+    }
+}
+
 TEST_F(QuantisedCache, RefusesBlocksThatDoNotFillAHeadAndScalesThatAreNoNumbers) {
   Engine engine("tova,budget=24,interval=1,recent=4,sink=2,prefill=cut", Dtype::i8, false);
   auto& kv = std::get<DenseKv>(engine.layers[1]);

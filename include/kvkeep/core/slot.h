@@ -62,11 +62,12 @@ struct Row {
   bool value_scales_in_key_scales = false;
 
   static constexpr int kSides = 4;
-  /// The sides that move with a slot, each once: keys, values, key scales, value scales; null: absent, or a part of
-  /// another one.
+  /// The sides that move with a slot, each once: keys, values, key scales, value scales; null: absent, a part of
+  /// another one, or one scale for all slots.
   [[nodiscard]] KVKEEP_HD const SlotAddress* side(int s) const {
     const SlotAddress* const one = s == 0 ? &keys : s == 1 ? &values : s == 2 ? &key_scales : &value_scales;
-    const bool moves = one->width > 0 && !(s == 1 && values_in_keys) && !(s == 3 && value_scales_in_key_scales);
+    const bool moves = one->width > 0 && !(s == 1 && values_in_keys) && !(s == 3 && value_scales_in_key_scales) &&
+                       !(s >= 2 && one->stride == 0 && one->page_stride == 0);
     return moves ? one : nullptr;
   }
 

@@ -303,12 +303,16 @@ inline const SequenceState& Sequences::ready(const char* operation, SequenceId i
 
 namespace sequences_detail {
 
-/// K and V bytes of one slot of one head, scales included.
+/// K and V bytes of one slot of one head, scales of its own included.
 inline std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
   const LayerSides kv = sides_of(layer);
   const auto bytes = [](const Tensor& t, std::int64_t numbers) { return t.defined() ? numbers * t.element_size() : 0; };
+  const auto scale_bytes = [&](const Tensor& t) {
+    const bool of_all_slots = t.defined() && t.stride(kv.slot) == 0 && (!kv.paged || t.stride(0) == 0);
+    return of_all_slots ? 0 : bytes(t, 1);
+  };
   return bytes(kv.keys, spec.key_dim) + (lies_within(kv.values, kv.keys) ? 0 : bytes(kv.values, spec.value_dim)) +
-         bytes(kv.key_scales, 1) + (lies_within(kv.value_scales, kv.key_scales) ? 0 : bytes(kv.value_scales, 1));
+         scale_bytes(kv.key_scales) + (lies_within(kv.value_scales, kv.key_scales) ? 0 : scale_bytes(kv.value_scales));
 }
 
 }  // namespace sequences_detail
