@@ -1,19 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// kvkeep inside an engine: join, observe, step. The engine is a toy: one dense cache, two sequences, random keys,
-// values and queries.
+// kvkeep inside an engine: join, observe, step. The engine is a toy: one dense cache in memory of its own, two
+// sequences, random keys, values and queries.
 
-#include <ATen/ops/randn.h>
-#include <ATen/ops/zeros.h>
+#include <kvkeep/kvkeep.h>
 
 #include <cmath>
 #include <cstdint>
 #include <iostream>
 #include <numeric>
+#include <random>
 #include <utility>
 #include <vector>
-
-#include "kvkeep/kvkeep.h"
-#include "kvkeep/torch.h"
 
 namespace {
 
@@ -30,31 +27,46 @@ kvkeep::ModelSpec small_model() {
 /// The first step adds both prompts, every later one adds a token to each.
 class ToyEngine {
  public:
-  ToyEngine(kvkeep::ModelSpec model, std::int64_t capacity) : model_(std::move(model)) {
-    for (std::int32_t l = 0; l < model_.num_layers(); ++l)
-      cache_.push_back({at::zeros({2, model_.kv_heads, capacity, model_.key_dim}),
-                        at::zeros({2, model_.kv_heads, capacity, model_.value_dim})});
-  }
+  ToyEngine(kvkeep::ModelSpec model, std::int64_t capacity)
+      : model_(std::move(model)),
+        capacity_(capacity),
+        side_(2 * model_.kv_heads * capacity * model_.key_dim),
+        memory_(2 * model_.layers.size() * static_cast<std::size_t>(side_)) {}
 
   std::vector<kvkeep::SequenceId> sequences{7, 8};
   std::vector<std::int32_t> indptr{0, 40, 52};  ///< tokens of sequence i in this step: indptr[i] to indptr[i + 1] - 1
   std::vector<std::int32_t> lengths{40, 12};    ///< slots in use, this step's tokens included
 
-  /// Where the keys and values of each layer are.
-  std::vector<kvkeep::LayerKv> cache() const { return {cache_.begin(), cache_.end()}; }
+  // ---- The lines of docs/start/integration.md
+  /// Where the keys and values of each layer are: your pointer, its dtype, sizes [B, Hkv, capacity, D], and strides if
+  /// it is not contiguous.
+  std::vector<kvkeep::LayerKv> cache() {
+    const kvkeep::Shape sizes{2, model_.kv_heads, capacity_, model_.key_dim};
+    std::vector<kvkeep::LayerKv> layers;
+    for (std::int32_t l = 0; l < model_.num_layers(); ++l)
+      layers.push_back(kvkeep::DenseKv{.keys = {keys(l), kvkeep::Dtype::f32, sizes},
+                                       .values = {values(l), kvkeep::Dtype::f32, sizes}});
+    return layers;
+  }
+  // ----
 
   /// Writes K and V of the step's tokens after the slots in use and returns their queries, [n_tokens, Hq, D] before
   /// RoPE. An engine rotates by each token's position here, and its attention reads the first lengths[i] slots of
   /// sequence i.
-  at::Tensor run(std::int32_t layer) {
+  kvkeep::Tensor run(std::int32_t layer) {
+    const std::int64_t dim = model_.key_dim;
     for (std::int64_t i = 0; i < 2; ++i) {
       const auto s = static_cast<std::size_t>(i);
       const std::int64_t tokens = indptr[s + 1] - indptr[s], first = lengths[s] - tokens;
-      const kvkeep::DenseKv& kv = cache_[static_cast<std::size_t>(layer)];
-      for (const at::Tensor& side : {kvkeep::torch_tensor(kv.keys), kvkeep::torch_tensor(kv.values)})
-        side.select(0, i).narrow(1, first, tokens).copy_(at::randn({model_.kv_heads, tokens, side.size(3)}));
+      for (float* const side : {keys(layer), values(layer)})
+        for (std::int64_t h = 0; h < model_.kv_heads; ++h) {
+          float* const slots = side + ((i * model_.kv_heads + h) * capacity_ + first) * dim;
+          for (std::int64_t n = 0; n < tokens * dim; ++n) slots[n] = normal_(bits_);
+        }
     }
-    return at::randn({indptr.back(), model_.query_heads, model_.key_dim});
+    queries_.resize(static_cast<std::size_t>(indptr.back() * model_.query_heads * dim));
+    for (float& number : queries_) number = normal_(bits_);
+    return {queries_.data(), kvkeep::Dtype::f32, {indptr.back(), model_.query_heads, dim}};
   }
 
   void begin_next_step() {
@@ -63,8 +75,14 @@ class ToyEngine {
   }
 
  private:
+  float* keys(std::int32_t layer) { return memory_.data() + 2 * layer * side_; }
+  float* values(std::int32_t layer) { return keys(layer) + side_; }
+
   kvkeep::ModelSpec model_;
-  std::vector<kvkeep::DenseKv> cache_;
+  std::int64_t capacity_, side_;  ///< slots; numbers of the keys of a layer
+  std::vector<float> memory_, queries_;
+  std::mt19937 bits_;
+  std::normal_distribution<float> normal_;
 };
 
 void print(const kvkeep::Cut& cut) {
@@ -75,7 +93,6 @@ void print(const kvkeep::Cut& cut) {
 }  // namespace
 
 int main() {
-  kvkeep::use_torch();
   const kvkeep::ModelSpec model = small_model();
   ToyEngine engine(model, /*capacity=*/96);
 

@@ -142,6 +142,13 @@ TEST(Docs, TheReadmeShowsTheLinesThatTheEmbeddingExampleCompiles) {
       << "README.md should hold:" << lines;
 }
 
+TEST(Docs, ThePageOfEnginesShowsTheLinesThatTheEmbeddingExampleCompiles) {
+  const std::string lines =
+      lines_of("examples/embed.cpp", "  /// Where the keys and values of each layer are", "  // ----\n");
+  EXPECT_NE(read(root() / "docs/start/integration.md").find("```cpp" + lines + "```"), std::string::npos)
+      << "docs/start/integration.md should hold:" << lines;
+}
+
 TEST(Docs, ThePageOfTheCInterfaceShowsTheLinesThatTheEngineOnAGpuCompiles) {
   const std::string lines = lines_of("tests/c/gpu_engine.c", "  check(kvkeep_cuda_accelerator_make(", "  /* ---- */\n");
   EXPECT_NE(read(root() / "docs/reference/c.md").find(lines + "```"), std::string::npos)
