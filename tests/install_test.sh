@@ -42,6 +42,17 @@ config="$(find "$prefix" -name kvkeepConfig.cmake)"
 torch_root="$(sed -n 's/^ *set(KVKEEP_TORCH_HINT "\(.*\)")$/\1/p' "$config")"
 [[ -n "$torch_root" ]] || fail "$config does not record the LibTorch it was built with"
 
+# Under an older language each begins with one sentence, and ends there. c.h is for any language.
+for header in "$prefix/include/kvkeep/"{,core/,keeper/keeper}*.h; do
+  said="$("${CXX:-c++}" -std=c++17 -fsyntax-only -I "$prefix/include" -I "$torch_root/include" \
+    -include "$header" -x c++ /dev/null 2>&1 | grep error: || true)"
+  case "$header" in
+    */c.h | */c_cuda.h | */kvkeep/version.h) [[ -z "$said" ]] ;;
+    */kvkeep/llama.h) ;; # begins with llama.cpp's headers
+    *) [[ "$said" == *"kvkeep needs C++20: compile with -std=c++20"* && "$(wc -l <<< "$said")" -eq 2 ]] ;;
+  esac || fail "$header says in C++17: $said"
+done
+
 leaks="$(find "$prefix" \( -name '*.cmake' -o -name '*.h' \) -print0 | xargs -0 sed "s|$torch_root||g" |
   grep -nF -e "$build_dir" -e "$source_dir" || true)"
 [[ -z "$leaks" ]] || fail "installed files name the build or source tree: $leaks"
