@@ -78,11 +78,12 @@ endif()
 
 # For programs that do not use CMake: kvkeep.pc, found from where it lies.
 file(RELATIVE_PATH KVKEEP_PC_PREFIX "/prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/prefix")
-set(KVKEEP_PC_REQUIRES_PRIVATE libhwy)
+set(KVKEEP_PC_REQUIRES_PRIVATE "")
 set(KVKEEP_PC_LIBS_PRIVATE "")
 if(KVKEEP_HIGHWAY_SOURCE)
-  set(KVKEEP_PC_REQUIRES_PRIVATE "")
   set(KVKEEP_PC_LIBS_PRIVATE "-lhwy ")
+elseif(NOT BUILD_SHARED_LIBS) # else flags of Highway's, and a need for its libhwy.pc, would reach every program
+  set(KVKEEP_PC_REQUIRES_PRIVATE libhwy)
 endif()
 get_target_property(definitions kvkeep_core INTERFACE_COMPILE_DEFINITIONS)
 set(KVKEEP_PC_CFLAGS "")

@@ -84,7 +84,8 @@ if [[ -x "$scratch/consumer/build/consumer_cuda" ]]; then
 fi
 if command -v pkg-config > /dev/null; then
   pc="$(find "$prefix" -name kvkeep.pc -printf '%h')"
-  flags="$(PKG_CONFIG_PATH="$pc" pkg-config --cflags --libs kvkeep)" || fail "pkg-config does not find kvkeep"
+  # Alone: no package of another library is there.
+  flags="$(PKG_CONFIG_LIBDIR="$pc" pkg-config --cflags --libs kvkeep)" || fail "pkg-config does not find kvkeep"
   # pkg-config escapes the space of the prefix for a shell.
   eval "${CC:-cc} -std=c99 '$source_dir/tests/c/engine.c' -o '$scratch/engine' $flags '-Wl,-rpath,${pc%/*}'" ||
     fail "an engine in C does not build with pkg-config"
