@@ -37,7 +37,7 @@ done
   fail "the installed headers need more than themselves (LibTorch?)"
 
 # The LibTorch that kvkeep was built with may live in the source tree (.venv); it is the one path of this machine that
-# may be recorded.
+# may be recorded, and binaries that need it look there.
 config="$(find "$prefix" -name kvkeepConfig.cmake)"
 torch_root="$(sed -n 's/^ *set(KVKEEP_TORCH_HINT "\(.*\)")$/\1/p' "$config")"
 [[ -n "$torch_root" ]] || fail "$config does not record the LibTorch it was built with"
@@ -58,10 +58,11 @@ leaks="$(find "$prefix" \( -name '*.cmake' -o -name '*.h' \) -print0 | xargs -0 
 [[ -z "$leaks" ]] || fail "installed files name the build or source tree: $leaks"
 
 while IFS= read -r -d '' binary; do
-  runpath="$(readelf -d "$binary" 2> /dev/null | sed -n 's/.*\(RUNPATH\|RPATH\).*\[\(.*\)\]/\2/p' |
-    sed "s|$torch_root||g")"
-  if grep -qF -e "$build_dir" -e "$source_dir" <<< "$runpath"; then
-    fail "$binary looks for libraries in the build or source tree: $runpath"
+  dynamic="$(readelf -d "$binary" 2> /dev/null || true)"
+  runpath="$(sed -n 's/.*\(RUNPATH\|RPATH\).*\[\(.*\)\]/\2/p' <<< "$dynamic")"
+  if grep -q 'NEEDED.*\[libtorch_cpu\.so' <<< "$dynamic"; then runpath="${runpath//"$torch_root"/}"; fi
+  if grep -qF -e "$build_dir" -e "$source_dir" -e "$torch_root" <<< "$runpath"; then
+    fail "$binary looks for libraries in the build or source tree, or for a LibTorch that it does not need: $runpath"
   fi
 done < <(find "$prefix/bin" "$prefix/lib" -type f \( -perm -u+x -o -name '*.so*' \) -print0)
 
