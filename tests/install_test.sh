@@ -83,6 +83,10 @@ env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer_header_only" ||
 if [[ -x "$scratch/consumer/build/consumer_cuda" ]]; then
   env -u LD_LIBRARY_PATH "$scratch/consumer/build/consumer_cuda" || fail "the consumer of kvkeep::cuda does not run"
 fi
+if cmake -DMIXED=ON "$scratch/consumer/build" > "$scratch/log" 2>&1; then
+  fail "a program may link the library and headers alone"
+fi
+grep -q KVKEEP_IS_LINKED_OR_HEADER_ONLY "$scratch/log" || fail "who links both is not told: $(cat -- "$scratch/log")"
 if command -v pkg-config > /dev/null; then
   pc="$(find "$prefix" -name kvkeep.pc -printf '%h')"
   # Alone: no package of another library is there.
