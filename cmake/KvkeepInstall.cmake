@@ -35,6 +35,9 @@ install(
 )
 if(NOT SKBUILD) # the wheel has them where wheels have them
   install(FILES LICENSE cmake/THIRD_PARTY.md DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+  if(KVKEEP_FILES)
+    install(DIRECTORY examples/plugin DESTINATION "${CMAKE_INSTALL_DOCDIR}/examples" OPTIONAL) # a port may lack it
+  endif()
 endif()
 install(TARGETS kvkeep_core kvkeep_header_only kvkeep EXPORT kvkeepTargets)
 if(KVKEEP_HIGHWAY_SOURCE) # it was loaded
@@ -74,6 +77,13 @@ if(TARGET kvkeep_command AND NOT SKBUILD) # the wheel has the program alone
 endif()
 if(TARGET kvkeep_cli AND NOT KVKEEP_BUILD_LAB)
   install(TARGETS kvkeep_cli)
+endif()
+if(TARGET kvkeep_cli AND NOT SKBUILD)
+  install(
+    FILES src/cli/completion.bash
+    DESTINATION "${CMAKE_INSTALL_DATADIR}/bash-completion/completions"
+    RENAME kvkeep
+  )
 endif()
 
 # For programs that do not use CMake: kvkeep.pc, found from where it lies.

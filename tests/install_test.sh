@@ -98,14 +98,20 @@ if command -v pkg-config > /dev/null; then
 else
   echo "install test: there is no pkg-config here, so kvkeep.pc was not tried"
 fi
-# A plug-in, in the installed command where there is one.
+# The plug-in that is installed as an example, in the installed command where there is one.
 {
-  env -u LD_LIBRARY_PATH cmake -G Ninja -S "$source_dir/examples/plugin" -B "$scratch/plugin" \
+  env -u LD_LIBRARY_PATH cmake -G Ninja -S "$prefix/share/doc/kvkeep/examples/plugin" -B "$scratch/plugin" \
     "-DCMAKE_PREFIX_PATH=$prefix" && cmake --build "$scratch/plugin"
 } > /dev/null || fail "a plug-in does not build"
 if [[ -x "$prefix/bin/kvkeep" ]]; then
   env -u LD_LIBRARY_PATH "$prefix/bin/kvkeep" policies ams-vmax --plugin "$scratch/plugin/libvmax.so" > /dev/null ||
     fail "the installed command does not load a plug-in"
+  completed="$(
+    # shellcheck disable=SC2016
+    bash -c 'source "$1"; COMP_WORDS=("$2" plan --sh) COMP_CWORD=2; _kvkeep; echo "${COMPREPLY[*]}"' - \
+      "$prefix/share/bash-completion/completions/kvkeep" "$prefix/bin/kvkeep"
+  )"
+  [[ "$completed" == --shape ]] || fail "bash completes 'kvkeep plan --sh' to '$completed'"
 fi
 # The laboratory links nothing but the installed targets. Compiled quickly, for one instruction set: what it computes,
 # its tests tell.
