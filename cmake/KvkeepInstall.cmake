@@ -35,6 +35,9 @@ install(
 )
 if(NOT SKBUILD) # the wheel has them where wheels have them
   install(FILES LICENSE cmake/THIRD_PARTY.md DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+  if(KVKEEP_FILES)
+    install(DIRECTORY examples/plugin DESTINATION "${CMAKE_INSTALL_DOCDIR}/examples" OPTIONAL) # a port may lack it
+  endif()
 endif()
 install(TARGETS kvkeep_core kvkeep_header_only kvkeep EXPORT kvkeepTargets)
 if(KVKEEP_HIGHWAY_SOURCE) # it was loaded
@@ -75,14 +78,22 @@ endif()
 if(TARGET kvkeep_cli AND NOT KVKEEP_BUILD_LAB)
   install(TARGETS kvkeep_cli)
 endif()
+if(TARGET kvkeep_cli AND NOT SKBUILD)
+  install(
+    FILES src/cli/completion.bash
+    DESTINATION "${CMAKE_INSTALL_DATADIR}/bash-completion/completions"
+    RENAME kvkeep
+  )
+endif()
 
 # For programs that do not use CMake: kvkeep.pc, found from where it lies.
 file(RELATIVE_PATH KVKEEP_PC_PREFIX "/prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/prefix")
-set(KVKEEP_PC_REQUIRES_PRIVATE libhwy)
+set(KVKEEP_PC_REQUIRES_PRIVATE "")
 set(KVKEEP_PC_LIBS_PRIVATE "")
 if(KVKEEP_HIGHWAY_SOURCE)
-  set(KVKEEP_PC_REQUIRES_PRIVATE "")
   set(KVKEEP_PC_LIBS_PRIVATE "-lhwy ")
+elseif(NOT BUILD_SHARED_LIBS) # else flags of Highway's, and a need for its libhwy.pc, would reach every program
+  set(KVKEEP_PC_REQUIRES_PRIVATE libhwy)
 endif()
 get_target_property(definitions kvkeep_core INTERFACE_COMPILE_DEFINITIONS)
 set(KVKEEP_PC_CFLAGS "")

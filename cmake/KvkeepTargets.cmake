@@ -19,8 +19,13 @@ set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/lib")
 set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/lib")
 
 # The build tree needs no help: CMake puts the folder of each linked library into RPATH. Installed files find their
-# siblings, then LibTorch.
-set(CMAKE_INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}" "$ORIGIN" ${KVKEEP_TORCH_LIBRARY_DIR})
+# siblings.
+set(CMAKE_INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}" "$ORIGIN")
+
+# An installed target that links LibTorch finds the one that it was built with.
+function(kvkeep_torch_at_run_time target)
+  set_property(TARGET ${target} APPEND PROPERTY INSTALL_RPATH "${KVKEEP_TORCH_LIBRARY_DIR}")
+endfunction()
 
 # The sources in the given folders, each an absolute path or one below the top of the project.
 function(kvkeep_glob result)
@@ -134,6 +139,7 @@ function(kvkeep_add_library name)
     kvkeep_own_code(${name})
     if(arg_TORCH)
       target_link_libraries(${name} PRIVATE kvkeep_torch::openmp) # loops of at::parallel_for
+      kvkeep_torch_at_run_time(${name})
     endif()
     kvkeep_unite(${name} ${arg_UNITS})
     if(BUILD_SHARED_LIBS AND CMAKE_EXECUTABLE_FORMAT STREQUAL "ELF")

@@ -55,6 +55,7 @@ case "$1" in
       cat -- "$scratch/log"
       fail "it does not configure"
     }
+    grep -q "CMAKE_BUILD_TYPE is not set" "$scratch/log" || fail "it does not say that nothing is optimised"
     build_and_run "${programs[@]}"
     [[ ! -e "$scratch/prefix/include/kvkeep" ]] || fail "kvkeep installed itself with it"
     ;;

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "kvkeep/core/hd.h"
+
 namespace kvkeep {
 
 /// A number of tokens. A separate type, because logical positions are something else: they may begin anywhere and have

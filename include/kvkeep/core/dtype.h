@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <ostream>
 
+#include "kvkeep/core/hd.h"
+
 namespace kvkeep {
 
 /// Names are those of safetensors, the array API and, of blocks, ggml. f32, f16 and bf16 can be scored as they are, on

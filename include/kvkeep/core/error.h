@@ -19,6 +19,8 @@
 #include <utility>
 #include <vector>
 
+#include "kvkeep/core/hd.h"
+
 namespace kvkeep {
 namespace detail {
 

@@ -6,6 +6,12 @@
 
 #include <cstdint>
 
+// What every header of the interface includes: an older language is told once.
+#if __cplusplus <= 201703L
+#error "kvkeep needs C++20: compile with -std=c++20"
+#include "kvkeep needs C++20"  // no such file, which ends the list of errors
+#endif
+
 #if defined(__CUDACC__)
 #define KVKEEP_HD __host__ __device__
 #else

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "kvkeep/core/hd.h"
+
 namespace kvkeep {
 
 /// Threads that an engine lends, such as its own pool (kvkeep/keeper/thread_pool.h and kvkeep/torch.h have one each).
