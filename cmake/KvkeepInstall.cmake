@@ -35,8 +35,10 @@ install(
 )
 if(NOT SKBUILD) # the wheel has them where wheels have them
   install(FILES LICENSE cmake/THIRD_PARTY.md DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+  # A port may lack the examples.
+  install(FILES examples/embed.cpp DESTINATION "${CMAKE_INSTALL_DOCDIR}/examples" OPTIONAL)
   if(KVKEEP_FILES)
-    install(DIRECTORY examples/plugin DESTINATION "${CMAKE_INSTALL_DOCDIR}/examples" OPTIONAL) # a port may lack it
+    install(DIRECTORY examples/plugin DESTINATION "${CMAKE_INSTALL_DOCDIR}/examples" OPTIONAL)
   endif()
 endif()
 install(TARGETS kvkeep_core kvkeep_header_only kvkeep EXPORT kvkeepTargets)

@@ -95,6 +95,10 @@ if command -v pkg-config > /dev/null; then
   eval "${CC:-cc} -std=c99 '$source_dir/tests/c/engine.c' -o '$scratch/engine' $flags '-Wl,-rpath,${pc%/*}'" ||
     fail "an engine in C does not build with pkg-config"
   env -u LD_LIBRARY_PATH "$scratch/engine" || fail "an engine in C does not run"
+  # The example that is installed, in a program without RTTI.
+  eval "${CXX:-c++} -std=c++20 -fno-rtti '$prefix/share/doc/kvkeep/examples/embed.cpp' -o '$scratch/embed' $flags \
+    '-Wl,-rpath,${pc%/*}'" || fail "the example of an engine does not build with pkg-config, without RTTI"
+  env -u LD_LIBRARY_PATH "$scratch/embed" > /dev/null || fail "the example of an engine does not run"
 else
   echo "install test: there is no pkg-config here, so kvkeep.pc was not tried"
 fi
