@@ -311,7 +311,7 @@ inline PageNeed PagedSequences::need(SequenceId sequence, std::int32_t slots,
   PageNeed need{.append = static_cast<std::int32_t>(pages - held.pages.size() + copies)};
   if (!length_after) return need;
   std::size_t shared = 0;
-  for (const std::int32_t page : held.pages) shared += pool_.references(page) > 1 ? 1 : 0;
+  for (const std::int32_t page : held.pages) shared += pool_.references(page) > 1 ? 1U : 0U;
   need.event = static_cast<std::int32_t>(std::min(shared - copies, pages_for(*length_after)));
   return need;
 }
