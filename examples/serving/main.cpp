@@ -13,6 +13,7 @@
 #include <csignal>
 #include <cstdio>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -29,7 +30,7 @@ namespace {
 
 using namespace serving;
 
-std::atomic<bool> interrupted = false;
+std::atomic<int> interrupted = 0;  // by this signal
 
 /// What the scheduler says for /metrics; the keeper's totals come with it.
 class Metrics {
@@ -68,6 +69,7 @@ struct Options {
   Settings settings{.policy = "ams-tova,budget=48,interval=16,recent=8,window=4", .pages = 96, .page_size = 8};
   Limits limits;
   int requests = 200, threads = 1, metrics = 0;
+  bool endless = false;  // requests come until a signal does
   std::uint32_t seed = 1;
 };
 
@@ -86,23 +88,44 @@ Request request_of(std::mt19937& bits, SequenceId id) {
   return request;
 }
 
+#ifdef KVKEEP_HAS_HTTPLIB
+/// http://127.0.0.1:PORT/metrics as long as it lives.
+class MetricsServer {
+ public:
+  MetricsServer(const Metrics& metrics, int port) {
+    server_.Get("/metrics", [&metrics](const httplib::Request&, httplib::Response& response) {
+      response.set_content(metrics.page(), "text/plain; version=0.0.4; charset=utf-8");
+    });
+    server_.set_socket_options([](socket_t socket) {  // cpp-httplib's own let two programs share a port
+      const int yes = 1;
+      ::setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+    });
+    KVKEEP_REQUIRE(server_.bind_to_port("127.0.0.1", port), "--metrics: port ", port,
+                   " cannot be listened on; allowed a free one");
+    listening_ = std::thread([this] { server_.listen_after_bind(); });
+    while (!server_.is_running()) std::this_thread::yield();  // stop() would not reach it before
+  }
+  ~MetricsServer() { server_.stop(), listening_.join(); }
+  MetricsServer(const MetricsServer&) = delete;
+
+ private:
+  httplib::Server server_;
+  std::thread listening_;
+};
+#endif
+
 int serve(const Options& o) {
   Metrics metrics;
 #ifdef KVKEEP_HAS_HTTPLIB
-  httplib::Server server;
-  std::thread listening;
+  std::optional<MetricsServer> server;
   if (o.metrics > 0) {
-    server.Get("/metrics", [&](const httplib::Request&, httplib::Response& response) {
-      response.set_content(metrics.page(), "text/plain; version=0.0.4; charset=utf-8");
-    });
-    KVKEEP_REQUIRE(server.bind_to_port("127.0.0.1", o.metrics), "--metrics: port ", o.metrics,
-                   " cannot be listened on; allowed a free one");
-    listening = std::thread([&] { server.listen_after_bind(); });
-    std::fprintf(stderr, "metrics: http://127.0.0.1:%d/metrics; requests come until Ctrl-C\n", o.metrics);
+    server.emplace(metrics, o.metrics);
+    std::fprintf(stderr, "metrics: http://127.0.0.1:%d/metrics%s\n", o.metrics,
+                 o.endless ? "; requests come until Ctrl-C" : "");
   }
 #else
   KVKEEP_REQUIRE_AS(kvkeep::Unsupported, o.metrics == 0,
-                    "--metrics: built without cpp-httplib (libcpp-httplib-dev); allowed 0");
+                    "--metrics: built without cpp-httplib (libcpp-httplib-dev); allowed without --metrics");
 #endif
   kvkeep::ThreadPool pool(o.threads);
   Settings settings = o.settings;
@@ -113,8 +136,8 @@ int serve(const Options& o) {
   const bool bar = isatty(STDERR_FILENO) == 1 && o.metrics == 0;
   SequenceId next = 0;
   std::int64_t answers = 0;
-  for (int submitted = 0; !interrupted;) {
-    if ((submitted < o.requests || o.metrics > 0) && engine.waiting() < 8) {
+  for (int submitted = 0; interrupted == 0;) {
+    if ((submitted < o.requests || o.endless) && engine.waiting() < 8) {
       engine.submit(request_of(bits, next));
       next += 8, ++submitted;
     }
@@ -124,14 +147,11 @@ int serve(const Options& o) {
     if (bar && engine.numbers().steps % 64 == 0)
       std::fprintf(stderr, "\r%3d %% of the requests, %lld running ", 100 * submitted / std::max(o.requests, 1),
                    static_cast<long long>(engine.running()));
-    if (!more && submitted >= o.requests) break;
+    if (!more && submitted >= o.requests && !o.endless) break;
     if (o.metrics > 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   if (bar) std::fputs("\r\033[K", stderr);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-#ifdef KVKEEP_HAS_HTTPLIB
-  if (listening.joinable()) server.stop(), listening.join();
-#endif
   const Engine::Numbers& n = engine.numbers();
   const kvkeep::Totals& t = engine.totals();
   const auto row = [](const char* what, double x, const char* unit = "") {
@@ -150,7 +170,7 @@ int serve(const Options& o) {
   row("sequences cut", static_cast<double>(t.sequences_cut));
   row("pages given back by events", static_cast<double>(t.pages_freed));
   std::printf("| %-26s | %10.2f |\n", "seconds", seconds);
-  return interrupted ? 130 : 0;
+  return interrupted == 0 ? 0 : 128 + interrupted;
 }
 
 int main_of(int argc, char** argv) {
@@ -172,9 +192,9 @@ int main_of(int argc, char** argv) {
   app.add_option("--threads", o.threads, "of the keeper's loops")->check(CLI::Range(1, 256))->capture_default_str();
   app.add_option("--seed", o.seed, "the requests follow from it")->capture_default_str();
   app.add_option("--metrics", o.metrics,
-                 "port: serves http://127.0.0.1:PORT/metrics for Prometheus, and requests come until Ctrl-C; 0: no")
-      ->check(CLI::Range(0, 65535))
-      ->capture_default_str();
+                 "port: serves http://127.0.0.1:PORT/metrics for Prometheus; without --requests, requests then come "
+                 "until Ctrl-C")
+      ->check(CLI::Range(1, 65535));
   app.footer(
       "\nExamples:\n"
       "  example_engine                                     the table on stdout\n"
@@ -184,7 +204,8 @@ int main_of(int argc, char** argv) {
       "  example_engine --metrics 9400                      then open http://127.0.0.1:9400/metrics");
   try {
     app.parse(argc, argv);
-    std::signal(SIGINT, [](int) { interrupted = true; });
+    o.endless = o.metrics > 0 && app.count("--requests") == 0;
+    for (const int each : {SIGINT, SIGTERM}) std::signal(each, [](int signal) { interrupted = signal; });
     return serve(o);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;

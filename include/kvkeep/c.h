@@ -263,13 +263,15 @@ KVKEEP_C_API kvkeep_status kvkeep_begin_step(kvkeep_keeper* keeper, const kvkeep
 KVKEEP_C_API kvkeep_status kvkeep_record(kvkeep_keeper* keeper, int32_t layer, const kvkeep_tensor* queries,
                                          const kvkeep_tensor* log_sum_exp);
 
-/// Scores of the engine's own: f32, f16 or bf16 [tokens, Hkv].
+/// Scores of the engine's own: f32, f16 or bf16 [tokens, Hkv]. KVKEEP_UNSUPPORTED under a policy that reads none, as
+/// kvkeep_surprise(): they cost the engine something, and it should learn that they are for nothing.
 KVKEEP_C_API kvkeep_status kvkeep_give(kvkeep_keeper* keeper, int32_t layer, int64_t num_sequences,
                                        const int64_t* sequences, const int32_t* indptr, const kvkeep_tensor* scores);
-/// nats: [count]
+/// nats: [count] of the oldest tokens that have none yet
 KVKEEP_C_API kvkeep_status kvkeep_surprise(kvkeep_keeper* keeper, int64_t sequence, const float* nats, int64_t count);
 /// Merges folded spans into what attention gave over the rows: out f32 [tokens, Hq, Dv] and log_sum_exp f32 [tokens,
-/// Hq], in place. The observation has queries after RoPE.
+/// Hq], in place. The observation has queries after RoPE. Checks its arguments and does nothing under a policy that
+/// folds nothing: an engine that can read folded spans calls it in every layer, whatever the policy.
 KVKEEP_C_API kvkeep_status kvkeep_view(kvkeep_keeper* keeper, const kvkeep_observation* observation,
                                        const kvkeep_tensor* out, const kvkeep_tensor* log_sum_exp);
 
@@ -309,13 +311,15 @@ typedef struct kvkeep_cut {
 } kvkeep_cut;
 
 /// The pages that a cut sequence now holds, in order, those of them that the event rewrote, and those it gave back
-/// (kvkeep::PageMove).
+/// (kvkeep::PageMove). In what kvkeep_plan() reports, -2 in `held` and `written` is a page that kvkeep_apply() will
+/// take.
 typedef struct kvkeep_page_move {
   int32_t index;  ///< of the sequence in the step
   int32_t num_held, num_freed, num_written;
   const int32_t* held;
   const int32_t* freed;
   const int32_t* written;
+  int32_t taken;  ///< pages of `held` that are new: copies of pages that others hold too
 } kvkeep_page_move;
 
 /// A sequence that was due and was not cut: a query that the policy reads is not finite (kvkeep::Unscored).
@@ -376,7 +380,8 @@ typedef struct kvkeep_layer_report {
   const kvkeep_page_move* pages;
 } kvkeep_layer_report;
 
-/// Under a policy that narrows prompts, in every layer, after its attention.
+/// Under a policy that narrows prompts, in every layer, after its attention. Under others it checks its arguments, and
+/// every prompt continues whole.
 KVKEEP_C_API kvkeep_status kvkeep_narrow(kvkeep_keeper* keeper, const kvkeep_observation* observation,
                                          const kvkeep_cache* cache, kvkeep_layer_report* report);
 
@@ -395,11 +400,12 @@ KVKEEP_C_API kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, i
 /// Newest queries that an event reads; 0: none.
 KVKEEP_C_API kvkeep_status kvkeep_queries_read(const kvkeep_keeper* keeper, int64_t* queries);
 
-/// Slots of the longest row of a sequence after a step that gives it `tokens` more, and the event of that step, before
-/// anything is scored (kvkeep::LengthForecast). exact: 1 if it will hold as many, 0 if it may hold fewer; NULL: not
-/// asked.
-KVKEEP_C_API kvkeep_status kvkeep_length_after(const kvkeep_keeper* keeper, int64_t sequence, int32_t tokens,
-                                               int32_t* length, int32_t* exact);
+/// Slots of the longest row of a sequence after so many `steps` that are not in the cache yet, each with its event,
+/// before anything is scored (kvkeep::LengthForecast). tokens: [steps] that each brings, 0 or more. event: 1 if the
+/// last of them cuts the sequence, or may cut it where that is not exact; NULL: not asked. exact: 1 if it will hold as
+/// many, 0 if it may hold fewer; NULL: not asked.
+KVKEEP_C_API kvkeep_status kvkeep_length_after(const kvkeep_keeper* keeper, int64_t sequence, const int32_t* tokens,
+                                               size_t steps, int32_t* length, int32_t* event, int32_t* exact);
 
 /// The rows of the index-th sequence of a cache in host memory, for kvkeep_restore_rows() (kvkeep::copy_rows()): *bytes
 /// is the keeper's, valid until the next call with it.
@@ -415,7 +421,8 @@ typedef struct kvkeep_totals {
 } kvkeep_totals;
 KVKEEP_C_API kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals);
 /// The same, and the times of events, as Prometheus reads them (kvkeep::prometheus_metrics()). labels: of every sample,
-/// as in `worker="0"`; NULL: none. *text is the keeper's, valid until the next call with it.
+/// as in `worker="0"`, KVKEEP_INVALID_ARGUMENT for others; NULL: none. *text is the keeper's, valid until the next call
+/// with it.
 KVKEEP_C_API kvkeep_status kvkeep_metrics(kvkeep_keeper* keeper, const char* labels, const char** text);
 
 #ifdef __cplusplus

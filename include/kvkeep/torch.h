@@ -21,8 +21,8 @@ namespace kvkeep {
 /// Throws InvalidArgument for a device that is neither a CPU nor a CUDA device.
 [[nodiscard]] at::Device torch_device(const Device& device);
 
-/// Both allocate only the handle of the result. Throws InvalidArgument for a tensor that is not strided, or whose dtype
-/// kvkeep does not know.
+/// Both allocate only the handle of the result. Throws InvalidArgument for a tensor that is not strided, has the
+/// negative or conjugate bit, or whose dtype kvkeep does not know.
 template <>
 struct TensorBackend<at::Tensor> {
   [[nodiscard]] static Tensor view(const at::Tensor& tensor);

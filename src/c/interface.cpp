@@ -69,12 +69,19 @@ kvkeep_status failed(kvkeep_status status, const char* what) noexcept {
   return status;
 }
 
+/// The size of a caller's struct.
+template <class T>
+std::size_t size_of(const T& of_caller, const char* what) {
+  constexpr std::size_t kLeast = sizeof(std::size_t) + sizeof(std::int64_t), kMost = 4096;
+  KVKEEP_REQUIRE(of_caller.size >= kLeast && of_caller.size <= kMost, what, ": size is ", of_caller.size,
+                 "; allowed sizeof of the struct");
+  return of_caller.size;
+}
+
 /// A struct of a caller that was compiled with this, an older or a newer header. Newer fields must be 0.
 template <class T>
 T given(const T* from, const char* what) {
-  const std::size_t size = required(from, what).size;
-  constexpr std::size_t kLeast = sizeof(std::size_t) + sizeof(std::int64_t), kMost = 4096;
-  KVKEEP_REQUIRE(size >= kLeast && size <= kMost, what, ": size is ", size, "; allowed sizeof of the struct");
+  const std::size_t size = size_of(required(from, what), what);
   T known{};
   std::memcpy(&known, from, std::min(size, sizeof(T)));
   const auto* bytes = reinterpret_cast<const unsigned char*>(from);
@@ -93,9 +100,7 @@ void give_back(T known, T* to) {
 
 template <class T>
 void check_report(const T* report) {
-  if (report != nullptr)
-    KVKEEP_REQUIRE(report->size >= sizeof(std::size_t), "report: size is ", report->size,
-                   "; allowed sizeof of the struct");
+  if (report != nullptr) static_cast<void>(size_of(*report, "report"));
 }
 
 template <class T>
@@ -146,7 +151,7 @@ Device device_of(int type, std::int32_t index, const char* what) {
 Tensor view_of(const kvkeep_tensor& t, const char* what) {
   KVKEEP_REQUIRE(t.ndim >= 0 && t.ndim <= static_cast<std::int32_t>(Shape::kMostDims), what, ": ndim is ", t.ndim,
                  "; allowed 0 to ", Shape::kMostDims);
-  const Shape sizes(array<const std::int64_t>(t.shape, t.ndim, what));
+  const Shape sizes(array<const std::int64_t>(t.shape, t.ndim, text(what, ": shape").c_str()));
   for (const std::int64_t size : sizes)
     KVKEEP_REQUIRE(size >= 0, what, ": shape is ", sizes, "; allowed sizes of 0 or more");
   const Dtype dtype = dtype_of(t.dtype.code, t.dtype.bits, t.dtype.lanes, what);
@@ -358,7 +363,8 @@ void list_pages(kvkeep_keeper& k, std::vector<PageMove> moves) noexcept {
                        .num_written = static_cast<std::int32_t>(move.written.size()),
                        .held = move.after.data(),
                        .freed = move.freed.data(),
-                       .written = move.written.data()});
+                       .written = move.written.data(),
+                       .taken = move.taken});
 }
 
 /// Report and Plan have these in common. Needs make_room().
@@ -385,6 +391,33 @@ kvkeep_report report_of(kvkeep_keeper& k, const Result& result, std::vector<Page
     report.slots_dropped += cut.slots_before - cut.slots_after;
   }
   return report;
+}
+
+/// What the policy of a keeper reads by kvkeep_give() and the like. Throws Unsupported if it reads `nothing` of it.
+template <class P>
+P& part_of(kvkeep_keeper* keeper, const char* operation, const char* nothing) {
+  Keeper& own = required(keeper, "keeper").keeper;
+  if (P* const found = own.find<P>()) return *found;
+  refuse<Unsupported>(operation, ": policy ", own.policy().name(), " reads ", nothing,
+                      "; allowed under a policy that does");
+}
+
+/// A call in a layer that the policy does nothing in may name only what the keeper knows, too.
+void check_unread(const char* operation, const Keeper& keeper, const Observation& o) {
+  KVKEEP_REQUIRE(o.layer >= 0 && o.layer < keeper.spec().num_layers(), operation, ": layer ", o.layer,
+                 " is out of range; allowed 0 to ", keeper.spec().num_layers() - 1);
+  KVKEEP_REQUIRE(o.indptr.front() == 0 && std::ranges::is_sorted(o.indptr), operation,
+                 ": indptr does not ascend from 0; allowed one entry more than sequences, the first one 0");
+  for (const SequenceId id : o.sequences) static_cast<void>(keeper.logical_length(id));
+}
+
+void check_shapes(const char* operation, const Observation& o, const ModelSpec& spec, const Attended& attended) {
+  const Shape out{o.indptr.back(), spec.query_heads, spec.value_dim}, log_sum_exp{o.indptr.back(), spec.query_heads};
+  KVKEEP_REQUIRE(attended.out.dtype() == Dtype::f32 && attended.log_sum_exp.dtype() == Dtype::f32 &&
+                     attended.out.sizes() == out && attended.log_sum_exp.sizes() == log_sum_exp,
+                 operation, ": the output of attention in layer ", o.layer, " is ", attended.out.dtype(), " ",
+                 attended.out.sizes(), " and ", attended.log_sum_exp.dtype(), " ", attended.log_sum_exp.sizes(),
+                 "; allowed f32 ", out, " and ", log_sum_exp);
 }
 
 kvkeep_report report_of_event(kvkeep_keeper& k, Report event) noexcept {
@@ -551,14 +584,13 @@ kvkeep_status kvkeep_give(kvkeep_keeper* keeper, int32_t layer, int64_t num_sequ
                             .sequences = ids(sequences, num_sequences, "sequences"),
                             .indptr = array(indptr, num_sequences + 1, "indptr"),
                             .scores = view_if(scores, "scores")};
-    if (auto* const part = required(keeper, "keeper").keeper.find<parts::Given>()) part->give(given);
+    part_of<parts::Given>(keeper, "give", "no scores of the engine's").give(given);
   });
 }
 
 kvkeep_status kvkeep_surprise(kvkeep_keeper* keeper, int64_t sequence, const float* nats, int64_t count) {
   return guarded([&] {
-    const std::span<const float> supplied = array(nats, count, "nats");
-    if (auto* const part = required(keeper, "keeper").keeper.find<parts::Surprisal>()) part->supply(sequence, supplied);
+    part_of<parts::Surprisal>(keeper, "surprise", "no surprisal").supply(sequence, array(nats, count, "nats"));
   });
 }
 
@@ -567,12 +599,13 @@ kvkeep_status kvkeep_view(kvkeep_keeper* keeper, const kvkeep_observation* obser
   return guarded([&] {
     const Attended attended{view_of(required(out, "out"), "out"),
                             view_of(required(log_sum_exp, "log_sum_exp"), "log_sum_exp")};
+    Keeper& own = required(keeper, "keeper").keeper;
+    const Observation seen = observation_of(observation);
 #if KVKEEP_FOLDING
-    if (auto* const part = required(keeper, "keeper").keeper.find<parts::Folds>())
-      static_cast<void>(part->view(observation_of(observation), attended));
-#else
-    static_cast<void>(required(keeper, "keeper")), static_cast<void>(observation_of(observation));
+    if (auto* const part = own.find<parts::Folds>()) return static_cast<void>(part->view(seen, attended));
 #endif
+    check_unread("view", own, seen);
+    check_shapes("view", seen, own.spec(), attended);
   });
 }
 
@@ -645,6 +678,7 @@ kvkeep_status kvkeep_narrow(kvkeep_keeper* keeper, const kvkeep_observation* obs
     const Observation seen = observation_of(observation);
     make_room(k, 0, 0, seen.sequences.size());
     auto* const part = k.keeper.find<parts::Prompts>();
+    if (part == nullptr) check_unread("narrow", k.keeper, seen);
     LayerReport layer = part == nullptr ? LayerReport{} : part->narrow(seen, view.view);
     if (report == nullptr) return;
     k.narrowed = std::move(layer.prompts);
@@ -688,12 +722,17 @@ kvkeep_status kvkeep_queries_read(const kvkeep_keeper* keeper, int64_t* queries)
   return guarded([&] { required(queries, "queries") = required(keeper, "keeper").keeper.queries_read(); });
 }
 
-kvkeep_status kvkeep_length_after(const kvkeep_keeper* keeper, int64_t sequence, int32_t tokens, int32_t* length,
-                                  int32_t* exact) {
+kvkeep_status kvkeep_length_after(const kvkeep_keeper* keeper, int64_t sequence, const int32_t* tokens, size_t steps,
+                                  int32_t* length, int32_t* event, int32_t* exact) {
   return guarded([&] {
     std::int32_t& to = required(length, "length");
     LengthForecast ahead = required(keeper, "keeper").keeper.forecast(sequence);
-    to = ahead.step(tokens);
+    for (const std::int32_t of_step : array(tokens, static_cast<std::int64_t>(steps), "tokens")) {
+      KVKEEP_REQUIRE(of_step >= 0, "length_after: a step of ", of_step, " tokens; allowed 0 or more");
+      static_cast<void>(ahead.step(of_step));
+    }
+    to = ahead.length();
+    if (event != nullptr) *event = ahead.event() ? 1 : 0;
     if (exact != nullptr) *exact = ahead.exact() ? 1 : 0;
   });
 }
@@ -731,7 +770,7 @@ kvkeep_status kvkeep_metrics(kvkeep_keeper* keeper, const char* labels, const ch
 
 kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals) {
   return guarded([&] {
-    static_cast<void>(required(totals, "totals"));
+    static_cast<void>(size_of(required(totals, "totals"), "totals"));
     const Totals& t = required(keeper, "keeper").keeper.totals();
     give_back({.size = 0,
                .steps = t.steps,

@@ -33,7 +33,7 @@ constexpr const char* kHowToGetThem =
 
 constexpr const char* kConventions = R"(
 Results go to stdout (-o md|csv|json), everything else to stderr.
-Exit status: 0 done; 2 the input was refused; 1 any other failure; 130 Ctrl-C.
+Exit status: 0 done; 2 the input was refused; 1 any other failure; 130 Ctrl-C; 141 nobody reads stdout any more.
 )";
 
 extern "C" void stop(int signal) {
@@ -67,6 +67,14 @@ void append_options(const CLI::App& app, std::vector<std::string>& names) {
     append_options(*group, names);
 }
 
+// In our words where CLI11 has "--plugin: 1 required FILE missing".
+std::string said_of(const CLI::ParseError& error) {
+  const std::string said = error.what();
+  const std::size_t name = said.find(": 1 required "), missing = said.rfind(" missing");
+  if (name == std::string::npos || missing == std::string::npos) return said;
+  return text(said.substr(0, name), " has no value; allowed one after it");
+}
+
 // What is unknown is named before what may be missing because of it.
 int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   const CLI::App* where = &app;
@@ -86,7 +94,7 @@ int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
     append_options(*where, names);
     note(text("there is no option '", shortened(option), "'", did_you_mean(option, names), "; see ", full, " --help"));
   } else {
-    note(text(error.what(), "; see ", full, " --help"));
+    note(text(said_of(error), "; see ", full, " --help"));
   }
   return kRefused;
 }
@@ -179,6 +187,8 @@ int run(const Program& program, int argc, char** argv) {
   } catch (const Unsupported& error) {
     note(error.what());
     return kRefused;
+  } catch (const NobodyReads&) {
+    return kSignalled + SIGPIPE;  // what SIGPIPE would have ended, with its half-written files
   } catch (const std::bad_alloc&) {
     note("there is not enough memory for this");
     return kFailed;

@@ -2,6 +2,7 @@
 #include "kvkeep/cli/program.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <sstream>
@@ -127,7 +128,8 @@ std::string Table::text(Format format) const {
 void print(const std::string& text) {
   const std::string shown = escaped(text, "\n\t");
   const bool whole = std::fwrite(shown.data(), 1, shown.size(), stdout) == shown.size() && std::fflush(stdout) == 0;
-  KVKEEP_REQUIRE_AS(Error, whole, "stdout: the result could not be written; is the disk full or the pipe closed?");
+  if (!whole && errno == EPIPE) throw NobodyReads();
+  KVKEEP_REQUIRE_AS(Error, whole, "stdout: the result could not be written; is the disk full?");
 }
 
 std::string compact_ranges(const std::vector<std::int32_t>& ascending) {

@@ -9,6 +9,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 #include <nanobind/trampoline.h>
 
@@ -360,15 +361,14 @@ void bind_keeper(nb::module_& m) {
       .def(
           "give",
           [](Keeper& self, std::int32_t layer, const Ids& sequences, const Ints& indptr, const Array& scores) {
-            if (auto* const part = self.find<parts::Given>())
-              part->give(
-                  {.layer = layer, .sequences = sequences, .indptr = indptr, .scores = view_of(scores, "scores")});
+            self.part<parts::Given>().give(
+                {.layer = layer, .sequences = sequences, .indptr = indptr, .scores = view_of(scores, "scores")});
           },
           "layer"_a, "sequences"_a, "indptr"_a, "scores"_a, "Scores of the engine's own: [tokens, Hkv].")
       .def(
           "surprise",
           [](Keeper& self, SequenceId sequence, const std::vector<float>& nats) {
-            if (auto* const part = self.find<parts::Surprisal>()) part->supply(sequence, nats);
+            self.part<parts::Surprisal>().supply(sequence, nats);
           },
           "sequence"_a, "nats"_a)
       .def(
@@ -443,14 +443,18 @@ void bind_keeper(nb::module_& m) {
           "sequence"_a, "layer"_a, "head"_a, "Logical positions of the slots of one row: int32, a copy.")
       .def(
           "length_after",
-          [](const Keeper& self, SequenceId sequence, std::int32_t tokens) {
+          [](const Keeper& self, SequenceId sequence, const std::variant<std::int32_t, Ints>& tokens) {
             LengthForecast ahead = self.forecast(sequence);
-            const std::int32_t length = ahead.step(tokens);
-            return std::pair(length, ahead.exact());
+            const auto* const one = std::get_if<std::int32_t>(&tokens);
+            for (const std::int32_t of_step : one != nullptr ? Ints{*one} : std::get<Ints>(tokens)) {
+              KVKEEP_REQUIRE(of_step >= 0, "length_after: a step of ", of_step, " tokens; allowed 0 or more");
+              static_cast<void>(ahead.step(of_step));
+            }
+            return std::tuple(ahead.length(), ahead.event(), ahead.exact());
           },
           "sequence"_a, "tokens"_a = 1,
-          "(slots of its longest row after a step with so many tokens and its event, whether that is exact or the "
-          "most).")
+          "tokens: of the next step, or a list of those of the next steps. (slots of its longest row after the last of "
+          "them, whether that one cuts it, whether both are exact or the most).")
       .def(
           "metrics",
           [](const Keeper& self, const std::string& labels) {

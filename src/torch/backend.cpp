@@ -68,6 +68,10 @@ at::Device torch_device(const Device& device) {
 Tensor TensorBackend<at::Tensor>::view(const at::Tensor& tensor) {
   if (!tensor.defined()) return {};
   KVKEEP_REQUIRE(tensor.layout() == at::kStrided, "tensor: its layout is not strided; allowed strided tensors");
+  KVKEEP_REQUIRE(!tensor.is_neg() && !tensor.is_conj(), "tensor: it is a view of numbers with the other sign (",
+                 tensor.is_neg() ? "negative" : "conjugate",
+                 " bit); allowed numbers as they are in memory: ", tensor.is_neg() ? "resolve_neg()" : "resolve_conj()",
+                 " makes them");
   const at::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   kImpl.retain(impl);

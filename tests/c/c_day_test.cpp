@@ -81,11 +81,13 @@ TEST(CInterface, SaysLengthsAheadAndWhichPagesWereRewritten) {
   std::int64_t written = 0, events = 0;
   for (int i = 0; i < 40; ++i) {
     const std::int32_t tokens = i == 0 ? 30 : random.between(1, 3);
-    std::int32_t length = 0, exact = 0;
-    ASSERT_EQ(kvkeep_length_after(c.keeper.get(), 1, tokens, &length, &exact), KVKEEP_OK) << kvkeep_last_error();
+    std::int32_t length = 0, event = 0, exact = 0;
+    ASSERT_EQ(kvkeep_length_after(c.keeper.get(), 1, &tokens, 1, &length, &event, &exact), KVKEEP_OK)
+        << kvkeep_last_error();
     c.feed(numbers_of(random, {{1, tokens}}));
     ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
     EXPECT_EQ(exact, 1);
+    EXPECT_EQ(event, report.num_cuts);
     EXPECT_EQ(length, c.lengths.at(1)[0]);
     for (std::int64_t p = 0; p < report.num_pages; ++p) {
       const kvkeep_page_move& move = report.pages[p];
@@ -96,8 +98,78 @@ TEST(CInterface, SaysLengthsAheadAndWhichPagesWereRewritten) {
   }
   EXPECT_GT(events, 3);
   EXPECT_GT(written, events);
-  EXPECT_EQ(kvkeep_length_after(c.keeper.get(), 1, 1, nullptr, nullptr), KVKEEP_INVALID_ARGUMENT);
-  EXPECT_EQ(kvkeep_length_after(c.keeper.get(), 9, 1, nullptr, nullptr), KVKEEP_INVALID_ARGUMENT);
+}
+
+TEST(CInterface, SaysLengthsAfterTheStepsInFlight) {
+  CEngine c(kPolicy);
+  kvkeep_keeper* const keeper = c.keeper.get();
+  oracle::Random random(4);
+  kvkeep_report report{};
+  c.join(1);
+  const std::int32_t tokens[] = {30, 2, 1, 3, 3, 1, 4};
+  std::vector<std::int32_t> lengths, events;
+  std::int32_t length = 0, event = 0, exact = 0;
+  for (std::size_t steps = 1; steps <= std::size(tokens); ++steps) {
+    ASSERT_EQ(kvkeep_length_after(keeper, 1, tokens, steps, &length, &event, &exact), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(exact, 1);
+    lengths.push_back(length), events.push_back(event);
+  }
+  for (std::size_t step = 0; step < std::size(tokens); ++step) {
+    c.feed(numbers_of(random, {{1, tokens[step]}}));
+    ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(lengths[step], c.lengths.at(1)[0]) << step;
+    EXPECT_EQ(events[step], report.num_cuts) << step;
+  }
+  EXPECT_GE(std::ranges::count(events, 1), 2);
+  ASSERT_EQ(kvkeep_length_after(keeper, 1, nullptr, 0, &length, nullptr, nullptr), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(length, c.lengths.at(1)[0]);
+  const std::int32_t back[] = {1, -1};
+  EXPECT_EQ(kvkeep_length_after(keeper, 1, back, 2, &length, nullptr, nullptr), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_STREQ(kvkeep_last_error(), "length_after: a step of -1 tokens; allowed 0 or more");
+  EXPECT_EQ(kvkeep_length_after(keeper, 1, nullptr, 1, &length, nullptr, nullptr), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_EQ(kvkeep_length_after(keeper, 1, tokens, 1, nullptr, nullptr, nullptr), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_EQ(kvkeep_length_after(keeper, 9, tokens, 1, &length, nullptr, nullptr), KVKEEP_STATE_ERROR);
+}
+
+TEST(CInterface, APlanSaysWhichPagesItWillTake) {
+  CEngine c("tova,budget=24,interval=4,recent=4,sink=2", 8);
+  oracle::Random random(12);
+  kvkeep_report report{};
+  c.join(1);
+  c.feed(numbers_of(random, {{1, 40}}));
+  ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  for (const std::int32_t page : c.pages.at(1)) c.pool.retain(page);  // another sequence has the prompt, too
+  const std::vector<std::int32_t> shared = c.pages.at(1);
+  c.feed(numbers_of(random, {{1, 1}}));
+  ASSERT_EQ(c.call(kvkeep_plan, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  ASSERT_EQ(report.num_pages, 1);
+  const auto taken_later = [&](const kvkeep_page_move& move) {
+    return std::count(move.held, move.held + move.num_held, -2);
+  };
+  const std::int32_t taken = report.pages[0].taken;
+  EXPECT_GE(taken, 1);
+  EXPECT_EQ(taken_later(report.pages[0]), taken);
+  ASSERT_EQ(c.call(kvkeep_apply, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  ASSERT_EQ(report.num_pages, 1);
+  EXPECT_EQ(report.pages[0].taken, taken);
+  EXPECT_EQ(taken_later(report.pages[0]), 0);
+  std::int32_t new_ones = 0;
+  for (const std::int32_t page : c.pages.at(1)) new_ones += std::ranges::count(shared, page) == 0 ? 1 : 0;
+  EXPECT_EQ(new_ones, taken);
+}
+
+TEST(CInterface, RefusesLabelsThatPrometheusCannotRead) {
+  CEngine c(kPolicy);
+  const char* page = nullptr;
+  for (const char* labels : {"", R"(a="")", R"(_a1="x y",B="\\ \" \n")", R"(a="{,}", b="2")"})
+    EXPECT_EQ(kvkeep_metrics(c.keeper.get(), labels, &page), KVKEEP_OK) << labels << ": " << kvkeep_last_error();
+  EXPECT_EQ(kvkeep_metrics(c.keeper.get(), nullptr, &page), KVKEEP_OK);
+  for (const char* labels :
+       {"bad label", "a", "a=", "a=1", R"(a="1)", R"(a="1",)", R"(a="1"b="2")", R"(1a="1")", R"(a-b="1")", R"(="1")",
+        R"({a="1"})", R"(a="\t")", "a=\"\n\"", R"(a="\)", R"(le="1")", " "}) {
+    EXPECT_EQ(kvkeep_metrics(c.keeper.get(), labels, &page), KVKEEP_INVALID_ARGUMENT) << labels;
+    EXPECT_TRUE(std::string(kvkeep_last_error()).starts_with("metrics: labels are no list that Prometheus reads"));
+  }
 }
 
 TEST(CInterface, RunsOnTheThreadsThatItIsLentAndIsWatched) {

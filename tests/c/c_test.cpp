@@ -26,7 +26,7 @@ static_assert(offsetof(kvkeep_observation, unread) == 64 && sizeof(kvkeep_observ
 static_assert(offsetof(kvkeep_step_tokens, log_sum_exp) == 52 && sizeof(kvkeep_step_tokens) == 56);
 static_assert(sizeof(kvkeep_layer_cache) == 40 && sizeof(kvkeep_page_allocator) == 32);
 static_assert(offsetof(kvkeep_cache, pages) == 64 && sizeof(kvkeep_cache) == 72);
-static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 40 && sizeof(kvkeep_unscored) == 16);
+static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 48 && sizeof(kvkeep_unscored) == 16);
 static_assert(offsetof(kvkeep_report, pending) == 112 && offsetof(kvkeep_report, slots_chosen) == 128);
 static_assert(sizeof(kvkeep_report) == 136 && offsetof(kvkeep_totals, slots_chosen) == 72);
 static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 80);
@@ -311,6 +311,11 @@ TEST(CInterface, SaysWhatIsWrong) {
   expect_failed(kvkeep_join(nullptr, 1, 0, -1), KVKEEP_INVALID_ARGUMENT, "keeper is NULL");
   kvkeep_keeper_free(nullptr);
   expect_failed(kvkeep_read_totals(nullptr, nullptr), KVKEEP_INVALID_ARGUMENT, "totals is NULL");
+  kvkeep_totals totals{};
+  expect_failed(kvkeep_read_totals(nullptr, &totals), KVKEEP_INVALID_ARGUMENT, "totals: size is 0");
+  kvkeep_report sizeless{};
+  for (const auto call : {kvkeep_step, kvkeep_plan, kvkeep_apply, kvkeep_finish})
+    expect_failed(call(make(kPolicy).get(), nullptr, &sizeless), KVKEEP_INVALID_ARGUMENT, "report: size is 0");
 
   CEngine c(kPolicy);
   oracle::Random random(3);
@@ -343,7 +348,7 @@ TEST(CInterface, SaysWhatIsWrong) {
   queries.byte_offset = std::uint64_t{0} - 4;
   observed(KVKEEP_INVALID_ARGUMENT, "byte_offset is 18446744073709551612");
   queries.shape = nullptr;
-  observed(KVKEEP_INVALID_ARGUMENT, "queries is NULL");
+  observed(KVKEEP_INVALID_ARGUMENT, "observation: queries: shape is NULL; allowed an address of 3 entries");
   seen.basis = 2;
   observed(KVKEEP_INVALID_ARGUMENT, "basis is 2");
   seen.basis = 0;
@@ -365,6 +370,54 @@ TEST(CInterface, SaysWhatIsWrong) {
   expect_failed(c.call(kvkeep_step, {1}, report), KVKEEP_INVALID_ARGUMENT, "cache: keys is NULL");
   expect_failed(kvkeep_step(c.keeper.get(), nullptr, nullptr), KVKEEP_INVALID_ARGUMENT, "cache is NULL");
   expect_failed(kvkeep_truncate(c.keeper.get(), 1, -1), KVKEEP_INVALID_ARGUMENT, "given -1; allowed 0 to that");
+}
+
+TEST(CInterface, RefusesWhatNoPolicyReadsAndChecksWhatItPassesBy) {
+  CEngine c(kPolicy);
+  kvkeep_keeper* const keeper = c.keeper.get();
+  c.join(1);
+  const std::int64_t id = 1, stranger = 2;
+  const std::int32_t indptr[] = {0, 5};
+  const float nats[] = {1, 1};
+  Arrays arrays;
+  expect_failed(kvkeep_give(keeper, 0, 1, &id, indptr, arrays.of(Array::full({5, kHeads}, 1, Dtype::f32))),
+                KVKEEP_UNSUPPORTED, "give: policy ams-tova reads no scores of the engine's");
+  expect_failed(kvkeep_surprise(keeper, 1, nats, 2), KVKEEP_UNSUPPORTED,
+                "surprise: policy ams-tova reads no surprisal; allowed under a policy that does");
+
+  const std::int32_t query_heads = engines::model().query_heads;
+  const kvkeep_tensor* const out = arrays.of(Array::full({5, query_heads, kValueDim}, 1, Dtype::f32));
+  const kvkeep_tensor* const log_sum_exp = arrays.of(Array::full({5, query_heads}, 1, Dtype::f32));
+  kvkeep_observation seen{};
+  seen.size = sizeof seen;
+  seen.num_sequences = 1;
+  seen.sequences = &id;
+  seen.indptr = indptr;
+  EXPECT_EQ(kvkeep_view(keeper, &seen, out, log_sum_exp), KVKEEP_OK) << "in every layer, whatever the policy";
+  expect_failed(kvkeep_view(keeper, &seen, log_sum_exp, out), KVKEEP_INVALID_ARGUMENT, "view: the output of attention");
+  Ints lengths(kRows, 0);
+  kvkeep_cache cache{};
+  cache.size = sizeof cache;
+  cache.num_sequences = 1;
+  cache.sequences = &id;
+  cache.lengths = lengths.data();
+  cache.rows_per_sequence = kRows;
+  EXPECT_EQ(kvkeep_narrow(keeper, &seen, &cache, nullptr), KVKEEP_OK) << kvkeep_last_error();
+  const auto both_fail = [&](kvkeep_status status, const std::string& words) {
+    expect_failed(kvkeep_view(keeper, &seen, out, log_sum_exp), status, words);
+    expect_failed(kvkeep_narrow(keeper, &seen, &cache, nullptr), status, words);
+  };
+  seen.layer = 77;
+  both_fail(KVKEEP_INVALID_ARGUMENT, "layer 77 is out of range");
+  seen.layer = 0;
+  seen.sequences = &stranger;
+  both_fail(KVKEEP_STATE_ERROR, "sequence 2 is not known");
+  seen.sequences = &id;
+  const std::int32_t falling[] = {5, 0};
+  seen.indptr = falling;
+  both_fail(KVKEEP_INVALID_ARGUMENT, "indptr does not ascend from 0");
+  seen.size = 0;
+  both_fail(KVKEEP_INVALID_ARGUMENT, "observation: size is 0");
 }
 
 TEST(CInterface, ReadsStructsOfOtherVersions) {

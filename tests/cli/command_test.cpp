@@ -108,6 +108,24 @@ TEST_F(CommandAlone, FailsWhereItsHelpCannotBeWritten) {
         << asked;
 }
 
+TEST_F(CommandAlone, EndsQuietlyWhenNobodyReadsAnyMore) {
+  const std::string err = place("err"), code = place("code");
+  for (const char* words : {"policies", "--help"}) {
+    ASSERT_EQ(std::system(text("{ sleep 0.2; ", KVKEEP_CLI_PATH, " ", words, " 2> ", err, "; echo $? > ", code,
+                               "; } | true; while ! test -s ", code, "; do sleep 0.05; done")
+                              .c_str()),
+              0);
+    EXPECT_EQ(content(code), "141\n") << words;
+    EXPECT_EQ(content(err), "") << words;
+    fs::remove(code);
+  }
+}
+
+TEST_F(CommandAlone, SaysInPlainWordsThatAnOptionLacksItsValue) {
+  expect_refused({"policies", "--plugin"}, "--plugin has no value; allowed one after it");
+  expect_refused({"plan", "--shape"}, "--shape has no value; allowed one after it");
+}
+
 TEST_F(CommandAlone, PlansMemoryByArithmetic) {
   const auto plan = [&](Words more) {
     Words words{"plan", "--shape", "28:28:4:128", "-o", "json", "--quiet"};

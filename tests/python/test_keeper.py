@@ -182,11 +182,26 @@ def test_state_in_memory_and_forks_go_on_as_their_parent():
 
 def test_lengths_are_known_ahead():
     engine = Engine("tova,budget=24,interval=8", np.asarray)
-    assert engine.keeper.length_after(7, 20) == (20, True)
-    for tokens in (50, 1, 3, 4, 2, 1, 1):
-        length, exact = engine.keeper.length_after(7, tokens)
+    assert engine.keeper.length_after(7, 20) == (20, False, True)
+    assert engine.keeper.length_after(7, []) == (0, False, True)
+    with pytest.raises(kvkeep.InvalidArgument, match="length_after: a step of -1 tokens"):
+        engine.keeper.length_after(7, [1, -1])
+    steps = [50, 1, 3, 4, 2, 1, 1]
+    ahead = [engine.keeper.length_after(7, steps[: n + 1]) for n in range(len(steps))]
+    for tokens, of_this in zip(steps, ahead):
+        length, event, exact = engine.keeper.length_after(7, tokens)
+        cuts = engine.keeper.totals.events
         engine.step(tokens)
-        assert exact and engine.length == length
+        assert (length, event, exact) == of_this == (engine.length, engine.keeper.totals.events > cuts, True)
+    assert engine.keeper.totals.events >= 1
+
+
+def test_what_no_policy_reads_is_refused():
+    keeper = Engine("tova,budget=24,interval=8", np.asarray).keeper
+    with pytest.raises(kvkeep.Unsupported, match="tova"):
+        keeper.give(0, [7], [0, 1], np.zeros((1, HEADS), "f4"))
+    with pytest.raises(kvkeep.Unsupported, match="tova"):
+        keeper.surprise(7, [0.5])
 
 
 def test_threads_are_the_keepers_own_and_totals_are_counted_for_prometheus():

@@ -45,7 +45,18 @@ def main():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    engine = subprocess.Popen([sys.argv[1], "--metrics", str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def start(*words):
+        return subprocess.Popen(
+            [sys.argv[1], "--metrics", str(port), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def ended(engine, signum):
+        engine.send_signal(signum)
+        table = engine.communicate(timeout=30)[0].decode()
+        assert engine.returncode == 128 + signum and column(table, "events") > 0, (engine.returncode, table)
+
+    engine = start()
     try:
         for _ in range(100):
             if engine.poll() is not None:
@@ -67,9 +78,20 @@ def main():
                 line
             )
         assert re.search(r"^serving_running_requests [1-9]", page, re.M), page
-        engine.send_signal(signal.SIGINT)
-        table = engine.communicate(timeout=30)[0].decode()
-        assert engine.returncode == 130 and column(table, "events") > 0, (engine.returncode, table)
+        status, _, error = run("--metrics", str(port))
+        assert status == 2 and f"--metrics: port {port} cannot be listened on" in error, (status, error)
+        ended(engine, signal.SIGINT)
+
+        status, table, error = run("--metrics", str(port), "--requests", "20")
+        assert status == 0 and column(table, "answers") >= 20 and "until Ctrl-C" not in error, (status, table, error)
+        status, _, error = run("--metrics", str(port), "--policy", "nope")
+        assert status == 2 and 'there is no policy "nope"' in error, (status, error)
+
+        engine = start()
+        while "metrics: http" not in engine.stderr.readline().decode():
+            assert engine.poll() is None
+        time.sleep(1)
+        ended(engine, signal.SIGTERM)
     finally:
         engine.kill()
 

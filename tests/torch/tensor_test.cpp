@@ -4,10 +4,12 @@
 #include "kvkeep/torch.h"
 
 #include <ATen/dlpack.h>
+#include <ATen/ops/_neg_view.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
@@ -54,6 +56,16 @@ TEST(Tensor, SharesMemoryWithLibTorchsBothWays) {
   EXPECT_NE(message_of([&] { static_cast<void>(Tensor(at::zeros({1}, at::kComplexDouble))); }).find("ComplexDouble"),
             std::string::npos);
   EXPECT_NE(detail::device_copy.load(), nullptr) << "copies off the CPU are LibTorch's";
+}
+
+TEST(Tensor, RefusesViewsWhoseNumbersHaveTheOtherSign) {
+  const at::Tensor t = at::ones({2, 3});
+  EXPECT_NE(message_of<InvalidArgument>([&] { static_cast<void>(Tensor(at::_neg_view(t))); }).find("resolve_neg()"),
+            std::string::npos);
+  const at::Tensor c = at::ones({2}, at::kComplexFloat);
+  EXPECT_NE(message_of<InvalidArgument>([&] { static_cast<void>(Tensor(c.conj())); }).find("resolve_conj()"),
+            std::string::npos);
+  EXPECT_EQ(Tensor(at::_neg_view(t).resolve_neg()).data<float>()[0], -1);
 }
 
 TEST(Tensor, KeepsWhatLibTorchLetsGo) {

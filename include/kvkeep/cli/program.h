@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/keeper/thread_pool.h"
 #include "kvkeep/policy/policy.h"
@@ -163,8 +164,13 @@ class Table {
   std::vector<std::vector<Cell>> rows_;
 };
 
-// Writes to stdout, escaped but for line ends and tabs, and throws when it cannot be written (a full disk, a closed
-// pipe).
+// The program that read the results has ended, as `head` does: no more are wanted, and this is no failure.
+struct NobodyReads : Error {
+  NobodyReads() : Error("stdout: nobody reads the result") {}
+};
+
+// Writes to stdout, escaped but for line ends and tabs. Throws NobodyReads for a pipe that was closed, and Error if it
+// cannot be written otherwise, as on a full disk.
 void print(const std::string& text);
 
 // 0-3,17,21-40 of ascending numbers.

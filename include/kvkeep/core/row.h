@@ -235,9 +235,8 @@ inline std::vector<std::shared_ptr<const std::vector<std::int32_t>>> narrowed_pa
 /// The address of a side's very first slot; `slot` is the dimension of the slots. Null if the side holds none.
 inline SlotAddress first_slot(const Tensor& side, int slot) {
   const auto bytes = side.element_size();
-  return {.base = static_cast<std::byte*>(side.bytes()),
-          .stride = side.step(slot) * bytes,
-          .width = (side.dim() == 4 ? side.size(3) : 1) * bytes};
+  return {
+      .base = side.bytes(), .stride = side.step(slot) * bytes, .width = (side.dim() == 4 ? side.size(3) : 1) * bytes};
 }
 
 }  // namespace row_detail

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include "kvkeep/core/error.h"
 #include "kvkeep/parts/report.h"
 
 namespace kvkeep {
@@ -22,10 +23,36 @@ struct KeeperMetrics {
 /// The page in the text format 0.0.4 (Content-Type: text/plain; version=0.0.4). Counters grow as long as their keeper
 /// lives: kvkeep_steps_total, kvkeep_events_total, kvkeep_sequences_cut_total, kvkeep_slots_kept_total,
 /// kvkeep_slots_dropped_total, kvkeep_slots_folded_total, kvkeep_moved_bytes_total, kvkeep_pages_freed_total, and the
-/// histogram kvkeep_event_duration_seconds (Totals::event_seconds). Cost: microseconds.
+/// histogram kvkeep_event_duration_seconds (Totals::event_seconds). Throws InvalidArgument for labels that Prometheus
+/// could not read. Cost: microseconds.
 [[nodiscard]] std::string prometheus_metrics(std::span<const KeeperMetrics> keepers);
 
 namespace metrics_detail {
+
+/// name="value",... with \\, \" and \n in values; `le` is the histogram's own.
+inline bool is_label_list(std::string_view s) {
+  while (true) {
+    while (s.starts_with(' ')) s.remove_prefix(1);
+    const auto is_of_name = [&s](std::size_t i) {
+      const char c = s[i];
+      return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' || (i > 0 && c >= '0' && c <= '9');
+    };
+    std::size_t name = 0;
+    while (name < s.size() && is_of_name(name)) ++name;
+    if (name == 0 || s.substr(0, name) == "le" || s.substr(name, 2) != "=\"") return false;
+    s.remove_prefix(name + 2);
+    while (!s.starts_with('"')) {
+      const bool escape = s.starts_with('\\');
+      if (s.empty() || s[0] == '\n') return false;
+      if (escape && (s.size() < 2 || std::string_view("\\\"n").find(s[1]) == std::string_view::npos)) return false;
+      s.remove_prefix(escape ? 2 : 1);
+    }
+    s.remove_prefix(1);
+    if (s.empty()) return true;
+    if (s[0] != ',') return false;
+    s.remove_prefix(1);
+  }
+}
 
 class Page {
  public:
@@ -81,6 +108,10 @@ class Page {
 }  // namespace metrics_detail
 
 inline std::string prometheus_metrics(std::span<const KeeperMetrics> keepers) {
+  for (const KeeperMetrics& keeper : keepers)
+    KVKEEP_REQUIRE(keeper.labels.empty() || metrics_detail::is_label_list(keeper.labels),
+                   "metrics: labels are no list that Prometheus reads; given ", shortened(keeper.labels),
+                   "; allowed name=\"value\",..., without a name `le`");
   metrics_detail::Page page(keepers);
   page.counter("kvkeep_steps_total", "Calls of step() or apply().", &Totals::steps);
   page.counter("kvkeep_events_total", "Steps in which something was cut.", &Totals::events);

@@ -104,7 +104,7 @@ class Laboratory final : public Program {
     return R"(
 Examples:
   kvkeep policies                                           the policies to choose from
-  kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256
+  kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=64,interval=32
   kvkeep chat --model SmolLM2.gguf --policy ams-tova,budget=512,interval=64
   kvkeep eval --model examples/model --task ask --budgets 128,64
   kvkeep perplexity --model SmolLM2.gguf --text prose.txt --budgets 256 --policy tova --policy snapkv
