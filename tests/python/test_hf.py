@@ -167,6 +167,32 @@ def test_a_padded_batch_gives_what_each_sequence_gives_alone(policy):
         assert torch.equal(together[i], alone[i]), i
 
 
+@pytest.mark.parametrize("policy", ["tova,budget=24", "snapkv,budget=24,window=8", "rkv,budget=24"])
+def test_padding_on_the_right_hides_no_query_however_long_it_is(policy):
+    model, texts, more = model_of(), [tokens_of(100, 2), tokens_of(31, 3)], tokens_of(20, 4)
+
+    def logits(rows):
+        width = max(texts[r].shape[1] for r in rows)
+        ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+        for i, r in enumerate(rows):
+            ids[i, : texts[r].shape[1]], mask[i, : texts[r].shape[1]] = texts[r], 1
+        out = []
+        with hf.attach(model, policy + ",interval=8,prefill=cut") as kept, torch.no_grad():
+            cache = kept.cache()
+            model(ids, **with_cache(model, cache), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+            for token in more[0]:
+                at = mask.sum(1, keepdim=True)
+                mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=torch.long)], 1)
+                step = with_cache(model, cache) | dict(attention_mask=mask, position_ids=at)
+                out.append(model(token.expand(len(rows), 1), **step).logits[:, -1])
+            assert len(kept.events) == 3 * len(rows)
+        return torch.stack(out, 1)
+
+    both = logits([0, 1])
+    for r in range(2):
+        assert torch.allclose(both[r], logits([r])[0], atol=1e-4), r
+
+
 def test_memory_is_flat_over_a_long_text():
     model, sizes = model_of(), []
     with hf.attach(model, "tova,budget=64,interval=16,prefill=cut") as kept, torch.no_grad():

@@ -315,7 +315,9 @@ class Rows:
                 a is not None and t > a - read
                 for a, t in zip(away, [columns] * len(away) if self.open else self.tokens)
             ):
-                self.keep = min(columns, read + max(_ROLLBACK, self.unsure()))
+                last = read + max(_ROLLBACK, self.unsure())  # tokens, whatever padding is behind or between them
+                firsts = (int(real[-last:][0]) for row in self.new if len(real := np.flatnonzero(row)))
+                self.keep = columns - min(firsts, default=columns)
 
     def unsure(self):
         """Columns of the step behind the prompt: drafts, perhaps."""
