@@ -648,6 +648,23 @@ def test_rollback_before_an_event_is_exact_and_behind_it_an_error():
 # ---- Programs
 
 
+def test_stop_strings_and_their_tokenizer(tmp_path):
+    import tiny_model
+
+    tiny_model.make(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = tokenizer("The lamp burned all night, and the ships went by.", return_tensors="pt").input_ids
+    policy = "tova,budget=24,interval=8,prefill=cut"
+    with hf.attach(model, policy):
+        out = generate(model, ids, new=40)
+    wrote = tokenizer.convert_ids_to_tokens(out[0, ids.shape[1] :])
+    stop = next(t for n, t in enumerate(wrote) if n >= 4 and t not in wrote[:n] and t.isascii())
+    with hf.attach(model, policy) as kept:
+        stopped = generate(model, ids, new=40, stop_strings=[stop], tokenizer=tokenizer)
+    assert torch.equal(stopped, out[:, : ids.shape[1] + wrote.index(stop) + 1]) and kept.events
+
+
 def test_two_models_in_two_threads():
     models, ids = [model_of(), model_of()], tokens_of(80)
     alone, got, errors = [], {}, []
