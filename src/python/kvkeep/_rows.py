@@ -159,6 +159,7 @@ class Rows:
     def arrive(self, layer, keys, values):
         if layer.new is not None or layer.index in self.held:
             refuse(Unsupported, f"layer {layer.index} updates its cache twice in a step; allowed once")
+        self.owner.require_block()
         if keys.device.type != "cpu":
             refuse(Unsupported, f"the cache is on {keys.device}; allowed the CPU in this build of the package")
         layer.new = keys, values
