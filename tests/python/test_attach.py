@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `with` block of attach(): what runs in it, once at a time, and what is said of a program that left it out."""
 
+import subprocess
+import sys
 import warnings
 
 import kvkeep
@@ -47,6 +49,13 @@ def test_a_cache_outside_its_block_is_refused():
             with pytest.raises(kvkeep.StateError, match="its `with` block has ended; allowed inside the block"):
                 run()
         assert cache.get_seq_length() == 60
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_a_module_that_is_missing_is_named_with_how_to_get_it(missing):
+    program = f"import sys; sys.modules[{missing!r}] = None; import kvkeep.hf"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert f'kvkeep.hf: there is no module {missing}; allowed after pip install "kvkeep[hf]"' in ran.stderr
 
 
 def test_an_attach_without_its_block_is_said_aloud():

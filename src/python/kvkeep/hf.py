@@ -8,10 +8,10 @@
     open("kept.html", "w").write(kept.html(tokenizer, out))
 
 Decoder models whose attention goes through transformers' attention interface, on the CPU, in f32, f16 or bf16: what a
-model does is learned from three short forwards, and a text is compared with that of the model alone. Layers with a sliding
-window or a state keep their own cache. Batches may be padded; prompts may come in pieces; drafts may be taken back.
-Refused by name: beam search, caches other than DynamicCache or with tokens already, and attention that is more than the
-softmax of scaled products under a mask.
+model does is learned from three short forwards, and a text is compared with that of the model alone. Layers with a
+sliding window or a state keep their own cache. Batches may be padded; prompts may come in pieces; drafts may be taken
+back. Refused by name: beam search, caches other than DynamicCache or with tokens already, and attention that is more
+than the softmax of scaled products under a mask.
 
 An event happens at the start of the forward that follows the tokens it counts, so that it sees confirmed tokens alone.
 """
@@ -25,9 +25,15 @@ from functools import wraps
 from types import MethodType
 
 import numpy as np
-import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.cache_utils import DynamicCache
+
+try:
+    import torch
+    from transformers import StoppingCriteria, StoppingCriteriaList
+    from transformers.cache_utils import DynamicCache
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'kvkeep.hf: there is no module {error.name}; allowed after pip install "kvkeep[hf]"', name=error.name
+    ) from error
 
 from . import InvalidArgument, Keeper, StateError, Unsupported
 from ._kvkeep import _policy_text
