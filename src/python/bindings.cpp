@@ -32,9 +32,121 @@ using namespace nb::literals;
 namespace kvkeep::python {
 namespace {
 
-using Array = std::optional<nb::ndarray<>>;
+/// What a caller gave, for messages: "int64 (4,)"; what is no array, by its type.
+std::string shown(nb::handle given) {
+  std::string said = nb::cast<std::string>(given.type().attr("__name__"));
+  if (!nb::hasattr(given, "dtype") || !nb::hasattr(given, "shape")) return said;
+  said = nb::str(nb::object(given.attr("dtype"))).c_str();
+  if (said.starts_with("torch.")) said.erase(0, 6);
+  return text(said, " ", nb::repr(nb::tuple(nb::object(given.attr("shape")))).c_str());
+}
+
+/// An argument that is taken whatever it is, so that who reads it can say what is wrong with it: nanobind's own error
+/// names no argument and no reason.
+struct Array {
+  nb::object given = nb::none();
+  std::optional<nb::ndarray<nb::ro>> held;  ///< none: None, or no array
+  bool writable = false;
+};
+
+template <class T>
+struct List {
+  nb::object given = nb::none();
+  std::optional<std::vector<T>> held;
+
+  [[nodiscard]] std::vector<T> of(const char* what) && {
+    KVKEEP_REQUIRE(held || given.is_none(), what, ": ", shown(given), "; allowed ",
+                   std::is_integral_v<T> ? "integers" : "numbers", ", in a list or a flat array");
+    return std::move(held).value_or(std::vector<T>());
+  }
+};
+
+/// "name,key=value,..." or a JSON object; a dict is one.
+struct PolicyText {
+  nb::object given = nb::none();
+  std::optional<std::string> held;
+
+  [[nodiscard]] std::unique_ptr<KVPolicy> made() const {
+    KVKEEP_REQUIRE(held.has_value(), "policy: ", shown(given),
+                   "; allowed 'name,key=value,...', or a JSON object as text or a dict");
+    return held->starts_with('{') ? make_policy_from_json(*held) : make_policy(*held);
+  }
+};
+
 using Ids = std::vector<SequenceId>;
 using Ints = std::vector<std::int32_t>;
+using IdList = List<SequenceId>;
+using IntList = List<std::int32_t>;
+
+}  // namespace
+}  // namespace kvkeep::python
+
+namespace nanobind::detail {
+
+namespace python = kvkeep::python;
+
+template <>
+struct type_caster<python::Array> {
+  NB_TYPE_CASTER(python::Array, make_caster<ndarray<>>::Name)
+
+  bool from_python(handle src, std::uint32_t flags, cleanup_list* cleanup) noexcept {
+    value = {.given = borrow(src), .held = {}, .writable = false};
+    if (src.is_none()) return true;
+    make_caster<ndarray<>> written;
+    make_caster<ndarray<ro>> read;
+    value.writable = written.from_python(src, flags, cleanup);
+    if (value.writable)
+      value.held.emplace(written.value);
+    else if (read.from_python(src, flags, cleanup))
+      value.held.emplace(read.value);
+    return true;
+  }
+};
+
+template <class T>
+struct type_caster<python::List<T>> {
+  NB_TYPE_CASTER(python::List<T>, make_caster<std::vector<T>>::Name)
+
+  bool from_python(handle src, std::uint32_t flags, cleanup_list* cleanup) noexcept {
+    value = {.given = borrow(src), .held = {}};
+    make_caster<std::vector<T>> list;
+    flags |= static_cast<std::uint8_t>(cast_flags::convert);
+    if (list.from_python(src, flags, cleanup)) {
+      value.held = std::move(list.value);
+      return true;
+    }
+    try {  // an array of torch
+      if (hasattr(src, "tolist") && list.from_python(src.attr("tolist")(), flags, cleanup))
+        value.held = std::move(list.value);
+    } catch (...) {
+      value.held.reset();
+    }
+    return true;
+  }
+};
+
+template <>
+struct type_caster<python::PolicyText> {
+  NB_TYPE_CASTER(python::PolicyText, const_name("str | dict"))
+
+  bool from_python(handle src, std::uint32_t, cleanup_list*) noexcept {
+    value = {.given = borrow(src), .held = {}};
+    try {
+      if (isinstance<str>(src))
+        value.held = cast<std::string>(src);
+      else if (isinstance<dict>(src))
+        value.held = cast<std::string>(module_::import_("json").attr("dumps")(src));
+    } catch (...) {
+      value.held.reset();
+    }
+    return true;
+  }
+};
+
+}  // namespace nanobind::detail
+
+namespace kvkeep::python {
+namespace {
 
 Dtype dtype_of(nb::dlpack::dtype t, const char* what) {
   struct Known {
@@ -54,9 +166,26 @@ Dtype dtype_of(nb::dlpack::dtype t, const char* what) {
          " bits; allowed floats, bfloat16, int8, int32, int64, uint8, float8 e4m3fn and e5m2");
 }
 
-Tensor view_of(const Array& array, const char* what) {
-  if (!array) return {};
-  const nb::ndarray<>& a = *array;
+/// Why an object that speaks DLPack gives no array: its own words.
+std::string why_not(nb::handle given) {
+  try {
+    if (nb::hasattr(given, "__dlpack__")) static_cast<void>(given.attr("__dlpack__")());
+  } catch (nb::python_error& error) {
+    return text(" (", nb::cast<std::string>(nb::str(error.value())), ")");
+  }
+  return "";
+}
+
+enum class Access : std::uint8_t { read, write };
+
+Tensor view_of(const Array& array, const char* what, Access access = Access::read) {
+  if (array.given.is_none()) return {};
+  if (!array.held)
+    refuse(what, ": ", shown(array.given), why_not(array.given),
+           "; allowed arrays that speak DLPack, as those of torch, NumPy and JAX do");
+  KVKEEP_REQUIRE(access == Access::read || array.writable, what, ": ", shown(array.given),
+                 ", read-only; allowed arrays that an event may write");
+  const nb::ndarray<nb::ro>& a = *array.held;
   std::vector<std::int64_t> sizes, strides;
   for (std::size_t d = 0; d < a.ndim(); ++d) {
     sizes.push_back(static_cast<std::int64_t>(a.shape(d)));
@@ -67,7 +196,7 @@ Tensor view_of(const Array& array, const char* what) {
     device = {.kind = Device::Kind::cuda, .index = a.device_id()};
   else if (a.device_type() != nb::device::cpu::value)
     device = {.kind = Device::Kind::other, .index = a.device_id()};
-  return {a.data(), dtype_of(a.dtype(), what), Shape(sizes), Shape(strides), device};
+  return {const_cast<void*>(a.data()), dtype_of(a.dtype(), what), Shape(sizes), Shape(strides), device};
 }
 
 template <class E>
@@ -83,17 +212,26 @@ E one_of(const std::string& said, std::initializer_list<const char*> names, cons
 QueryBasis basis_of(const std::string& said) { return one_of<QueryBasis>(said, {"pre_rope", "post_rope"}, "basis"); }
 
 /// i32 in host memory that an event writes.
-using Lengths32 = nb::ndarray<std::int32_t, nb::c_contig, nb::device::cpu>;
+std::span<std::int32_t> lengths_of(const Array& array) {
+  const Tensor lengths = array.held ? view_of(array, "lengths") : Tensor();
+  const bool fits = lengths.defined() && lengths.dtype() == Dtype::i32 && lengths.is_contiguous();
+  if (!fits || !array.writable || lengths.device().kind != Device::Kind::cpu)
+    refuse("lengths: ", shown(array.given), fits && !array.writable ? ", read-only" : "",
+           "; allowed an array of int32, contiguous, writable, on the CPU");
+  return {lengths.data<std::int32_t>(), static_cast<std::size_t>(lengths.numel())};
+}
 
 /// The cache of a step, as long as the arguments of the call live.
 class View {
  public:
   View(const ModelSpec& spec, const std::vector<std::optional<std::vector<Array>>>& given, Ids sequences,
-       const Lengths32& lengths, const std::optional<Ints>& places, const std::optional<Ints>& starts,
-       const Array& block_table, const std::string& page_layout, PageAllocator* pages, const std::string& shared_pages)
-      : sequences_(std::move(sequences)), places_(places.value_or(Ints())), starts_(starts.value_or(Ints())) {
+       const Array& lengths_in, IntList places, IntList starts, const Array& block_table,
+       const std::string& page_layout, PageAllocator* pages, const std::string& shared_pages)
+      : sequences_(std::move(sequences)),
+        places_(std::move(places).of("places")),
+        starts_(std::move(starts).of("starts")) {
     const auto layout = one_of<PageLayout>(page_layout, {"slot_head", "head_slot"}, "page_layout");
-    view.block_table = view_of(block_table, "block_table");
+    view.block_table = view_of(block_table, "block_table", Access::write);
     for (const auto& layer : given) {
       if (!layer) {
         layers.emplace_back();
@@ -102,18 +240,18 @@ class View {
       KVKEEP_REQUIRE(layer->size() == 2 || layer->size() == 4, "layers: a layer has ", layer->size(),
                      " arrays; allowed (keys, values) or (keys, values, key_scales, value_scales)");
       Tensor all[4];
-      for (std::size_t i = 0; i < layer->size(); ++i) all[i] = view_of((*layer)[i], "layers");
+      for (std::size_t i = 0; i < layer->size(); ++i) all[i] = view_of((*layer)[i], "layers", Access::write);
       if (view.block_table.defined())
         layers.emplace_back(PagedKv{all[0], all[1], layout, all[2], all[3]});
       else
         layers.emplace_back(DenseKv{all[0], all[1], all[2], all[3]});
     }
+    const std::span<std::int32_t> lengths = lengths_of(lengths_in);
     const auto n = static_cast<std::int64_t>(sequences_.size());
-    const std::int64_t rows = std::int64_t{spec.num_layers()} * spec.kv_heads,
-                       held = static_cast<std::int64_t>(lengths.size());
+    const std::int64_t rows = std::int64_t{spec.num_layers()} * spec.kv_heads, held = std::ssize(lengths);
     KVKEEP_REQUIRE(held == n || held == n * rows, "lengths: ", held, " numbers for ", n,
                    " sequences; allowed one each, or one for each of ", rows, " rows");
-    view.lengths = {{lengths.data(), static_cast<std::size_t>(held)}, held == n ? 1 : static_cast<std::int32_t>(rows)};
+    view.lengths = {lengths, held == n ? 1 : static_cast<std::int32_t>(rows)};
     view.sequences = sequences_;
     view.places = places_;
     view.starts = starts_;
@@ -130,9 +268,11 @@ class View {
 
 /// What kvkeep::Observation refers to.
 struct Seen {
-  Seen(std::int32_t layer, Ids sequences_in, Ints indptr_in, const Array& queries, const std::string& basis,
-       bool unread, const Array& log_sum_exp, const std::optional<Ints>& positions_in)
-      : sequences(std::move(sequences_in)), indptr(std::move(indptr_in)), positions(positions_in.value_or(Ints())) {
+  Seen(std::int32_t layer, IdList sequences_in, IntList indptr_in, const Array& queries, const std::string& basis,
+       bool unread, const Array& log_sum_exp, IntList positions_in)
+      : sequences(std::move(sequences_in).of("sequences")),
+        indptr(std::move(indptr_in).of("indptr")),
+        positions(std::move(positions_in).of("positions")) {
     observation = {.layer = layer,
                    .sequences = sequences,
                    .indptr = indptr,
@@ -161,17 +301,17 @@ class PyPageAllocator : public PageAllocator {
   void give_back(std::int32_t page) override { NB_OVERRIDE_PURE(give_back, page); }
 };
 
-RopeSpec make_rope(std::optional<std::vector<double>> inv_freq, const std::string& style, double attention_scaling) {
+RopeSpec make_rope(List<double> inv_freq, const std::string& style, double attention_scaling) {
   RopeSpec rope{.style = one_of<RopeStyle>(style, {"half", "interleaved", "none"}, "rope_style"),
-                .inv_freq = std::move(inv_freq).value_or(std::vector<double>()),
+                .inv_freq = std::move(inv_freq).of("inv_freq"),
                 .attention_scaling = attention_scaling};
   rope.check("Rope");
   return rope;
 }
 
 ModelSpec make_spec(std::int32_t query_heads, std::int32_t kv_heads, std::int32_t key_dim, std::int32_t num_layers,
-                    std::optional<std::int32_t> value_dim, const std::optional<std::vector<double>>& inv_freq,
-                    const std::string& rope_style, double attention_scaling, double softmax_scale,
+                    std::optional<std::int32_t> value_dim, List<double> inv_freq, const std::string& rope_style,
+                    double attention_scaling, double softmax_scale,
                     const std::vector<std::pair<std::int32_t, std::int32_t>>& sliding,
                     const std::vector<std::pair<std::int32_t, std::int32_t>>& shared, const Ints& other,
                     const std::map<std::int32_t, RopeSpec>& layer_ropes) {
@@ -181,7 +321,7 @@ ModelSpec make_spec(std::int32_t query_heads, std::int32_t kv_heads, std::int32_
   spec.key_dim = key_dim;
   spec.value_dim = value_dim.value_or(key_dim);
   spec.softmax_scale = softmax_scale;
-  spec.rope = make_rope(inv_freq, rope_style, attention_scaling);
+  spec.rope = make_rope(std::move(inv_freq), rope_style, attention_scaling);
   KVKEEP_REQUIRE(num_layers >= 1, "num_layers is ", num_layers, "; allowed 1 or more");
   spec.layers.resize(static_cast<std::size_t>(num_layers));
   const auto at = [&](std::int32_t layer, const char* what) -> LayerSpec& {
@@ -202,8 +342,24 @@ auto without_gil(Body&& body) {
   return body();
 }
 
+/// "Cut(sequence=7, ...)": every member of a result.
+std::string members_of(nb::handle self) {
+  std::string all;
+  for (const nb::handle name : self.type().attr("__dict__")) {
+    const auto said = nb::cast<std::string>(name);
+    if (!said.starts_with('_'))
+      all += text(all.empty() ? "" : ", ", said, "=", nb::repr(nb::object(self.attr(said.c_str()))).c_str());
+  }
+  return text(nb::cast<std::string>(self.type().attr("__name__")), "(", all, ")");
+}
+
+template <class Result>
+nb::class_<Result> result(nb::module_& m, const char* name, const char* what) {
+  return nb::class_<Result>(m, name, what).def("__repr__", &members_of);
+}
+
 void bind_results(nb::module_& m) {
-  nb::class_<Cut>(m, "Cut", "What an event did to one sequence. Lengths are those of its longest row.")
+  result<Cut>(m, "Cut", "What an event did to one sequence. Lengths are those of its longest row.")
       .def_ro("sequence", &Cut::sequence)
       .def_ro("logical_length", &Cut::logical_length, "tokens seen")
       .def_ro("length_before", &Cut::length_before)
@@ -211,16 +367,16 @@ void bind_results(nb::module_& m) {
       .def_ro("slots_before", &Cut::slots_before, "over all its rows")
       .def_ro("slots_after", &Cut::slots_after)
       .def_ro("slots_chosen", &Cut::slots_chosen, "of slots_after, by the scorer");
-  nb::class_<PageMove>(m, "PageMove", "The pages that a cut sequence now holds, and those it gave back.")
+  result<PageMove>(m, "PageMove", "The pages that a cut sequence now holds, and those it gave back.")
       .def_ro("index", &PageMove::sequence, "of the sequence in the step")
       .def_ro("held", &PageMove::after)
       .def_ro("written", &PageMove::written, "those of `held` whose slots the event rewrote")
       .def_ro("freed", &PageMove::freed);
-  nb::class_<Unscored>(m, "Unscored", "A sequence that was due and was not cut: a query of it is not finite.")
+  result<Unscored>(m, "Unscored", "A sequence that was due and was not cut: a query of it is not finite.")
       .def_ro("sequence", &Unscored::sequence)
       .def_ro("layer", &Unscored::layer)
       .def_ro("position", &Unscored::position);
-  nb::class_<Report>(m, "Report", "What a step did.")
+  result<Report>(m, "Report", "What a step did.")
       .def_ro("cuts", &Report::cuts)
       .def_ro("pages", &Report::pages)
       .def_ro("unscored", &Report::unscored)
@@ -233,15 +389,15 @@ void bind_results(nb::module_& m) {
       .def_ro("bytes_after", &Report::bytes_after)
       .def_ro("bytes_moved", &Report::bytes_moved)
       .def_ro("pages_freed", &Report::pages_freed);
-  nb::class_<Narrowing>(m, "Narrowing", "What one layer did to one prompt.")
+  result<Narrowing>(m, "Narrowing", "What one layer did to one prompt.")
       .def_ro("sequence", &Narrowing::sequence)
       .def_ro("tokens", &Narrowing::tokens, "places of those that continue; None: all do")
       .def_ro("restart", &Narrowing::restart, "the sequence starts over, with these tokens as its prompt")
       .def_ro("slots_dropped", &Narrowing::slots_dropped);
-  nb::class_<LayerReport>(m, "LayerReport", "What one layer did to the prompts of a step.")
+  result<LayerReport>(m, "LayerReport", "What one layer did to the prompts of a step.")
       .def_ro("prompts", &LayerReport::prompts)
       .def_ro("pages", &LayerReport::pages);
-  nb::class_<Totals>(m, "Totals", "Counters since the keeper was made.")
+  result<Totals>(m, "Totals", "Counters since the keeper was made.")
       .def_ro("steps", &Totals::steps)
       .def_ro("events", &Totals::events)
       .def_ro("sequences_cut", &Totals::sequences_cut)
@@ -278,24 +434,24 @@ void bind_keeper(nb::module_& m) {
       "them. One thread at a time.")
       .def(
           "__init__",
-          [](Keeper* self, const ModelSpec& spec, const std::string& policy, bool queries, bool layer_by_layer,
-             bool surprisal, bool given_scores, bool reads_folded, const std::vector<Array>& output_projections,
-             ThreadPool* threads) {
+          [](Keeper* self, const ModelSpec& spec, const PolicyText& policy, bool queries, bool layer_by_layer,
+             bool surprisal, bool given_scores, bool reads_folded,
+             const std::vector<std::optional<Array>>& output_projections, ThreadPool* threads) {
             Provided provided{.queries = queries,
                               .layer_by_layer = layer_by_layer,
                               .surprisal = surprisal,
                               .given_scores = given_scores,
                               .reads_folded = reads_folded};
-            for (const Array& one : output_projections)
-              provided.output_projections.push_back(one ? clone(view_of(one, "output_projections")) : Tensor());
+            for (const std::optional<Array>& one : output_projections)
+              provided.output_projections.push_back(one ? clone(view_of(*one, "output_projections")) : Tensor());
             if (threads != nullptr) provided.threads = threads->threads();
-            new (self) Keeper(spec, policy.starts_with('{') ? make_policy_from_json(policy) : make_policy(policy),
-                              std::move(provided));
+            new (self) Keeper(spec, policy.made(), std::move(provided));
           },
-          "spec"_a, "policy"_a, nb::kw_only(), "queries"_a = true, "layer_by_layer"_a = false, "surprisal"_a = false,
-          "given_scores"_a = false, "reads_folded"_a = false, "output_projections"_a = std::vector<Array>(),
-          "threads"_a = nb::none(), nb::keep_alive<1, 10>(),
-          "policy: 'name,key=value,...' or a JSON object. The flags say what the engine supplies. threads: a "
+          "spec"_a, "policy"_a.none(), nb::kw_only(), "queries"_a = true, "layer_by_layer"_a = false,
+          "surprisal"_a = false, "given_scores"_a = false, "reads_folded"_a = false,
+          "output_projections"_a = nb::list(), "threads"_a = nb::none(), nb::keep_alive<1, 10>(),
+          "policy: 'name,key=value,...' or a JSON object, as text or a dict. The flags say what the engine supplies. "
+          "threads: a "
           "ThreadPool, "
           "None: the calling thread.")
       .def("join", &Keeper::join, "sequence"_a, "tokens"_a = 0, "prompt"_a = nb::none(),
@@ -348,10 +504,10 @@ void bind_keeper(nb::module_& m) {
           "sequence"_a, "file"_a, "prompt"_a = nb::none())
       .def(
           "observe",
-          [](Keeper& self, std::int32_t layer, Ids sequences, Ints indptr, const Array& queries,
-             const std::string& basis, bool unread, const Array& log_sum_exp, const std::optional<Ints>& positions) {
+          [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& queries,
+             const std::string& basis, bool unread, const Array& log_sum_exp, IntList positions) {
             const Seen seen(layer, std::move(sequences), std::move(indptr), queries, basis, unread, log_sum_exp,
-                            positions);
+                            std::move(positions));
             without_gil([&] { self.observe(seen.observation); });
           },
           "layer"_a, "sequences"_a, "indptr"_a, "queries"_a = nb::none(), nb::kw_only(), "basis"_a = "pre_rope",
@@ -360,9 +516,11 @@ void bind_keeper(nb::module_& m) {
           "[indptr[i], indptr[i + 1]).")
       .def(
           "give",
-          [](Keeper& self, std::int32_t layer, const Ids& sequences, const Ints& indptr, const Array& scores) {
+          [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& scores) {
+            const Ids ids = std::move(sequences).of("sequences");
+            const Ints ends = std::move(indptr).of("indptr");
             self.part<parts::Given>().give(
-                {.layer = layer, .sequences = sequences, .indptr = indptr, .scores = view_of(scores, "scores")});
+                {.layer = layer, .sequences = ids, .indptr = ends, .scores = view_of(scores, "scores")});
           },
           "layer"_a, "sequences"_a, "indptr"_a, "scores"_a, "Scores of the engine's own: [tokens, Hkv].")
       .def(
@@ -373,11 +531,11 @@ void bind_keeper(nb::module_& m) {
           "sequence"_a, "nats"_a)
       .def(
           "view",
-          [](Keeper& self, std::int32_t layer, Ids sequences, Ints indptr, const Array& queries, const Array& out,
+          [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& queries, const Array& out,
              const Array& log_sum_exp) {
-            const Seen seen(layer, std::move(sequences), std::move(indptr), queries, "post_rope", false, std::nullopt,
-                            std::nullopt);
-            const Attended attended{view_of(out, "out"), view_of(log_sum_exp, "log_sum_exp")};
+            const Seen seen(layer, std::move(sequences), std::move(indptr), queries, "post_rope", false, {}, {});
+            const Attended attended{view_of(out, "out", Access::write),
+                                    view_of(log_sum_exp, "log_sum_exp", Access::write)};
             auto* const part = self.find<parts::Folds>();
             if (part != nullptr) without_gil([&] { static_cast<void>(part->view(seen.observation, attended)); });
           },
@@ -386,30 +544,30 @@ void bind_keeper(nb::module_& m) {
           "Hq].")
       .def(
           "step",
-          [](Keeper& self, const Layers& layers, Ids sequences, const Lengths32& lengths,
-             const std::optional<Ints>& places, const std::optional<Ints>& starts, const Array& block_table,
-             const std::string& page_layout, PageAllocator* pages, const std::string& shared_pages) {
-            View view(self.spec(), layers, std::move(sequences), lengths, places, starts, block_table, page_layout,
-                      pages, shared_pages);
+          [](Keeper& self, const Layers& layers, IdList sequences, const Array& lengths, IntList places, IntList starts,
+             const Array& block_table, const std::string& page_layout, PageAllocator* pages,
+             const std::string& shared_pages) {
+            View view(self.spec(), layers, std::move(sequences).of("sequences"), lengths, std::move(places),
+                      std::move(starts), block_table, page_layout, pages, shared_pages);
             return without_gil([&] {
               self.bind(std::move(view.layers));
               return self.step(view.view).wait();
             });
           },
-          "layers"_a, "sequences"_a, nb::arg("lengths").noconvert(), nb::kw_only(), "places"_a = nb::none(),
-          "starts"_a = nb::none(), "block_table"_a = nb::none(), "page_layout"_a = "slot_head", "pages"_a = nb::none(),
+          "layers"_a, "sequences"_a, "lengths"_a, nb::kw_only(), "places"_a = nb::none(), "starts"_a = nb::none(),
+          "block_table"_a = nb::none(), "page_layout"_a = "slot_head", "pages"_a = nb::none(),
           "shared_pages"_a = "copy",
           "Cuts what is due. layers: (keys, values) of each, [B, Hkv, capacity, D] or in pages, None: no rows of its "
-          "own; lengths: int32 [n] or [n, layers * Hkv], this step's tokens included: an event writes the new ones.")
+          "own; lengths: int32 [n] or [n, layers * Hkv], contiguous, this step's tokens included: an event writes the "
+          "new ones.")
       .def(
           "narrow",
-          [](Keeper& self, std::int32_t layer, Ids sequences, Ints indptr, const Array& queries, const Layers& layers,
-             const Lengths32& lengths, const std::string& basis, const std::optional<Ints>& places,
+          [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& queries,
+             const Layers& layers, const Array& lengths, const std::string& basis, IntList places,
              const Array& block_table, const std::string& page_layout, PageAllocator* pages) {
-            View view(self.spec(), layers, sequences, lengths, places, std::nullopt, block_table, page_layout, pages,
-                      "copy");
-            const Seen seen(layer, std::move(sequences), std::move(indptr), queries, basis, false, std::nullopt,
-                            std::nullopt);
+            const Seen seen(layer, std::move(sequences), std::move(indptr), queries, basis, false, {}, {});
+            View view(self.spec(), layers, seen.sequences, lengths, std::move(places), {}, block_table, page_layout,
+                      pages, "copy");
             auto* const part = self.find<parts::Prompts>();
             return without_gil([&] {
               if (part == nullptr) return LayerReport{};
@@ -417,7 +575,7 @@ void bind_keeper(nb::module_& m) {
               return part->narrow(seen.observation, view.view);
             });
           },
-          "layer"_a, "sequences"_a, "indptr"_a, "queries"_a, "layers"_a, nb::arg("lengths").noconvert(), nb::kw_only(),
+          "layer"_a, "sequences"_a, "indptr"_a, "queries"_a, "layers"_a, "lengths"_a, nb::kw_only(),
           "basis"_a = "pre_rope", "places"_a = nb::none(), "block_table"_a = nb::none(), "page_layout"_a = "slot_head",
           "pages"_a = nb::none(),
           "Under a policy that narrows prompts: after the attention of each layer, which tokens continue.")
@@ -530,6 +688,13 @@ NB_MODULE(_kvkeep, m) {
       },
       nb::kw_only(), "model"_a, "policy"_a, "pieces"_a, "prompt"_a, "layers"_a, "kv_heads"_a, "stops"_a,
       "kvkeep/io/kept_page.h; a stop is (name, present, bytes, rows).");
+  m.def(
+      "_policy_text",
+      [](const python::PolicyText& policy) {
+        static_cast<void>(policy.made());
+        return *policy.held;
+      },
+      "policy"_a.none(), "A policy that could be made, as text.");
   m.def(
       "policies",
       [] {

@@ -5,7 +5,6 @@ a padded batch as if it were alone."""
 import copy
 import inspect
 import threading
-import warnings
 
 import kvkeep
 import pytest
@@ -167,6 +166,32 @@ def test_a_padded_batch_gives_what_each_sequence_gives_alone(policy):
         assert torch.equal(together[i], alone[i]), i
 
 
+@pytest.mark.parametrize("policy", ["tova,budget=24", "snapkv,budget=24,window=8", "rkv,budget=24"])
+def test_padding_on_the_right_hides_no_query_however_long_it_is(policy):
+    model, texts, more = model_of(), [tokens_of(100, 2), tokens_of(31, 3)], tokens_of(20, 4)
+
+    def logits(rows):
+        width = max(texts[r].shape[1] for r in rows)
+        ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+        for i, r in enumerate(rows):
+            ids[i, : texts[r].shape[1]], mask[i, : texts[r].shape[1]] = texts[r], 1
+        out = []
+        with hf.attach(model, policy + ",interval=8,prefill=cut") as kept, torch.no_grad():
+            cache = kept.cache()
+            model(ids, **with_cache(model, cache), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+            for token in more[0]:
+                at = mask.sum(1, keepdim=True)
+                mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=torch.long)], 1)
+                step = with_cache(model, cache) | dict(attention_mask=mask, position_ids=at)
+                out.append(model(token.expand(len(rows), 1), **step).logits[:, -1])
+            assert len(kept.events) == 3 * len(rows)
+        return torch.stack(out, 1)
+
+    both = logits([0, 1])
+    for r in range(2):
+        assert torch.allclose(both[r], logits([r])[0], atol=1e-4), r
+
+
 def test_memory_is_flat_over_a_long_text():
     model, sizes = model_of(), []
     with hf.attach(model, "tova,budget=64,interval=16,prefill=cut") as kept, torch.no_grad():
@@ -282,7 +307,8 @@ def test_a_rope_that_changes_with_the_length_is_refused_where_it_is_read():
         model = randomised(transformers.AutoModelForCausalLM.from_config(config))
         with pytest.raises(kvkeep.InvalidArgument, match="does not state the RoPE of layer 0"):
             hf.attach(model, EXPECTED)
-        hf.attach(model, "tova,budget=32")
+        with hf.attach(model, "tova,budget=32"):
+            pass
 
 
 def test_attention_that_is_more_than_a_softmax_under_a_mask_is_refused_by_its_name():
@@ -323,7 +349,8 @@ def test_a_difference_that_nobody_thought_of_is_found_when_it_is_attached():
     )
     with pytest.raises(kvkeep.Unsupported, match="are not those of the model alone"):
         hf.attach(model, "tova,budget=64")
-    hf.attach(model, "tova,budget=64", check=False)
+    with hf.attach(model, "tova,budget=64", check=False):
+        pass
 
 
 def test_keys_and_values_of_two_sizes():
@@ -622,6 +649,23 @@ def test_rollback_before_an_event_is_exact_and_behind_it_an_error():
 # ---- Programs
 
 
+def test_stop_strings_and_their_tokenizer(tmp_path):
+    import tiny_model
+
+    tiny_model.make(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = tokenizer("The lamp burned all night, and the ships went by.", return_tensors="pt").input_ids
+    policy = "tova,budget=24,interval=8,prefill=cut"
+    with hf.attach(model, policy):
+        out = generate(model, ids, new=40)
+    wrote = tokenizer.convert_ids_to_tokens(out[0, ids.shape[1] :])
+    stop = next(t for n, t in enumerate(wrote) if n >= 4 and t not in wrote[:n] and t.isascii())
+    with hf.attach(model, policy) as kept:
+        stopped = generate(model, ids, new=40, stop_strings=[stop], tokenizer=tokenizer)
+    assert torch.equal(stopped, out[:, : ids.shape[1] + wrote.index(stop) + 1]) and kept.events
+
+
 def test_two_models_in_two_threads():
     models, ids = [model_of(), model_of()], tokens_of(80)
     alone, got, errors = [], {}, []
@@ -714,22 +758,6 @@ def test_gradients_are_refused():
         model.train()
         with pytest.raises(kvkeep.Unsupported, match="no gradient goes through"):
             model(ids, **with_cache(model, kept.cache()))
-
-
-def test_no_event_is_said_aloud():
-    model, ids = model_of(), tokens_of(20)
-    with pytest.warns(
-        UserWarning, match="no event came: the longest sequence had 42 tokens, and tova,budget=64 may cut one of 576"
-    ):
-        with hf.attach(model, "tova,budget=64"):
-            generate(model, ids)
-    with pytest.warns(UserWarning, match="no event came: the model ran without a cache"):
-        with hf.attach(model, "tova,budget=32"):
-            generate(model, ids, use_cache=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with hf.attach(model, "full"):
-            generate(model, ids)
 
 
 def test_a_copy_of_the_model_runs_alone():

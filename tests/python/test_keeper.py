@@ -134,11 +134,68 @@ def test_errors_have_their_kinds_and_say_what_is_allowed(tmp_path):
         keeper.observe(0, [5], [0, 1], np.zeros((1, 3, 8), "f4"))
     with pytest.raises(kvkeep.InvalidArgument, match="lengths: 3 numbers"):
         keeper.step([None] * LAYERS, [5], np.zeros(3, "i4"))
-    with pytest.raises(TypeError):
-        keeper.step([None] * LAYERS, [5], np.zeros(1, "i8"))
     with pytest.raises(kvkeep.InvalidArgument):
         keeper.restore(6, tmp_path / "nothing")
     assert keeper.logical_length(5) == 0
+
+
+def read_only(array):
+    array.setflags(write=False)
+    return array
+
+
+def test_an_argument_of_another_kind_is_named_with_what_is_allowed():
+    keeper = kvkeep.Keeper(spec(), "tova,budget=16")
+    keeper.join(5)
+    layers = [(np.zeros((1, HEADS, 8, DIM), "f4"),) * 2 for _ in range(LAYERS)]
+
+    def refused(what, call, *given, **more):
+        with pytest.raises(kvkeep.InvalidArgument) as error:
+            call(*given, **more)
+        assert str(error.value).startswith(what), error.value
+
+    allowed = "; allowed an array of int32, contiguous, writable, on the CPU"
+    for lengths, what in (
+        (np.zeros(1, "i8"), "int64 (1,)"),
+        (torch.zeros(1).long(), "int64 (1,)"),
+        ([0], "list"),
+        (np.zeros((1, 2 * LAYERS * HEADS), "i4")[:, ::2], "int32 (1, 4)"),
+        (read_only(np.zeros(1, "i4")), "int32 (1,), read-only"),
+    ):
+        refused(f"lengths: {what}{allowed}", keeper.step, layers, [5], lengths)
+    keys = read_only(np.zeros((1, HEADS, 8, DIM), "f4"))
+    refused("layers: float32 (1, 2, 8, 8), read-only", keeper.step, [(keys, keys)] * LAYERS, [5], np.zeros(1, "i4"))
+    refused("layers: list", keeper.step, [([0.0], [0.0])] * LAYERS, [5], np.zeros(1, "i4"))
+    refused("queries: list; allowed arrays that speak DLPack", keeper.observe, 0, [5], [0, 1], [[0.0] * DIM])
+    refused("queries: float32 (1, 4, 8) (", keeper.observe, 0, [5], [0, 1], torch.zeros(1, 4, 8, device="meta"))
+    refused("sequences: int; allowed integers, in a list or a flat array", keeper.observe, 0, 5, [0, 1])
+    refused("indptr: float64 (2,)", keeper.observe, 0, [5], np.array([0, 1.5]))
+    refused("inv_freq: str; allowed numbers", kvkeep.ModelSpec, 4, 2, 8, 2, inv_freq="half")
+    refused("policy: NoneType; allowed 'name,key=value,...', or a JSON object", kvkeep.Keeper, spec(), None)
+
+
+def test_numbers_may_be_arrays_policies_dicts_and_queries_read_only():
+    by_text = spec()
+    by_array = kvkeep.ModelSpec(QUERY_HEADS, HEADS, DIM, LAYERS, inv_freq=torch.tensor(by_text.rope(0).inv_freq))
+    assert by_array.rope(0).inv_freq == pytest.approx(by_text.rope(0).inv_freq)
+    keeper = kvkeep.Keeper(by_array, {"policy": "tova", "budget": 24, "interval": 8})
+    assert json.loads(keeper.policy_json)["budget"] == 24
+    queries = read_only(np.ones((3, QUERY_HEADS, DIM), "f4"))
+    for id, array in ((1, np.array), (2, torch.tensor)):
+        keeper.join(id)
+        keeper.observe(0, array([id]), array([0, 3]), queries)
+        assert keeper.logical_length(id) == 3
+
+
+def test_results_show_their_members():
+    engine = Engine("tova,budget=24,interval=8,prefill=cut", np.asarray)
+    report = engine.step(40)
+    cut = (
+        "Cut(sequence=7, logical_length=40, length_before=40, length_after=24, slots_before=160, slots_after=96, "
+        "slots_chosen="
+    )
+    assert repr(report).startswith(f"Report(cuts=[{cut}") and "slots_dropped=64" in repr(report)
+    assert repr(engine.keeper.totals).startswith("Totals(steps=1, events=1, sequences_cut=1, slots_kept=96")
 
 
 def test_a_sequence_is_saved_and_restored(tmp_path):

@@ -24,9 +24,9 @@ _TAG = "_kvkeep_layer"  # on the keys that a cache returns: the layer that atten
 _TOKENS, _SHIFT = 10, 7
 # What attention functions are handed without it meaning anything to the softmax over the mask.
 _HARMLESS = {
-    "cache_position", "deterministic", "is_causal", "kwargs", "labels", "logits_to_keep", "mm_token_type_ids",
-    "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
-    "return_dict", "shift_labels", "sliding_window", "token_type_ids", "use_cache",
+    "assistant_tokenizer", "cache_position", "deterministic", "is_causal", "kwargs", "labels", "logits_to_keep",
+    "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings",
+    "position_ids", "return_dict", "shift_labels", "sliding_window", "token_type_ids", "tokenizer", "use_cache",
 }  # fmt: skip
 _MEANING = {
     "s_aux": "learned sinks",

@@ -159,6 +159,7 @@ class Rows:
     def arrive(self, layer, keys, values):
         if layer.new is not None or layer.index in self.held:
             refuse(Unsupported, f"layer {layer.index} updates its cache twice in a step; allowed once")
+        self.owner.require_block()
         if keys.device.type != "cpu":
             refuse(Unsupported, f"the cache is on {keys.device}; allowed the CPU in this build of the package")
         layer.new = keys, values
@@ -315,7 +316,9 @@ class Rows:
                 a is not None and t > a - read
                 for a, t in zip(away, [columns] * len(away) if self.open else self.tokens)
             ):
-                self.keep = min(columns, read + max(_ROLLBACK, self.unsure()))
+                last = read + max(_ROLLBACK, self.unsure())  # tokens, whatever padding is behind or between them
+                firsts = (int(real[-last:][0]) for row in self.new if len(real := np.flatnonzero(row)))
+                self.keep = columns - min(firsts, default=columns)
 
     def unsure(self):
         """Columns of the step behind the prompt: drafts, perhaps."""

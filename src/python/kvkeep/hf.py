@@ -8,10 +8,10 @@
     open("kept.html", "w").write(kept.html(tokenizer, out))
 
 Decoder models whose attention goes through transformers' attention interface, on the CPU, in f32, f16 or bf16: what a
-model does is learned from two short forwards, and a third is compared with the model alone. Layers with a sliding
-window or a state keep their own cache. Batches may be padded; prompts may come in pieces; drafts may be taken back.
-Refused by name: beam search, caches other than DynamicCache or with tokens already, and attention that is more than the
-softmax of scaled products under a mask.
+model does is learned from three short forwards, and a text is compared with that of the model alone. Layers with a
+sliding window or a state keep their own cache. Batches may be padded; prompts may come in pieces; drafts may be taken
+back. Refused by name: beam search, caches other than DynamicCache or with tokens already, and attention that is more
+than the softmax of scaled products under a mask.
 
 An event happens at the start of the forward that follows the tokens it counts, so that it sees confirmed tokens alone.
 """
@@ -25,11 +25,18 @@ from functools import wraps
 from types import MethodType
 
 import numpy as np
-import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.cache_utils import DynamicCache
+
+try:
+    import torch
+    from transformers import StoppingCriteria, StoppingCriteriaList
+    from transformers.cache_utils import DynamicCache
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'kvkeep.hf: there is no module {error.name}; allowed after pip install "kvkeep[hf]"', name=error.name
+    ) from error
 
 from . import InvalidArgument, Keeper, StateError, Unsupported
+from ._kvkeep import _policy_text
 from ._model import (
     CACHE_NAMES,
     cache_name,
@@ -47,6 +54,8 @@ from ._rows import KeptCache, Rows
 from ._rows import rows_of as _rows_of
 from ._show import page, picture
 
+_entered = []  # every attach() whose block runs
+
 
 @dataclass
 class Event:
@@ -58,19 +67,30 @@ class Event:
     slots_after: int
 
 
+def _refuse_nested(model):
+    decoders = {id(one._decoder): one.policy for one in list(_entered)}
+    parts = model.modules() if isinstance(model, torch.nn.Module) else ()
+    policy = next((decoders[id(part)] for part in parts if id(part) in decoders), None)
+    if policy is not None:
+        refuse(StateError, f"this model is under {policy} already; allowed after its `with` block has ended")
+
+
 class attach:
     """Puts a policy over the caches of a model, until the `with` block ends.
 
-    policy: "name,key=value,..." or a JSON object (kvkeep.policies()). output_projections: True gives the policy
-    each layer's W_o, which CriticalKV reads. check: False leaves out the comparison with the model alone, which
-    costs six short forwards. remember: of how many sequences, the newest, html() and plot() know which token each
-    row dropped: two bytes for each token of each layer and KV head, and 20 us for each such row of 4,000 tokens in
-    an event. A batch is remembered whole. Raises InvalidArgument for a wrong policy, Unsupported for a model or a
-    policy that cannot be served: policies that narrow prompts or fold need an engine that runs layer by layer.
+    policy: "name,key=value,..." or a JSON object, as text or a dict (kvkeep.policies()). output_projections: True gives
+    the policy each layer's W_o, which CriticalKV reads. check: False leaves out the comparison with the model alone,
+    which costs six short forwards. remember: of how many sequences, the newest, html() and plot() know which token
+    each row dropped: two bytes for each token of each layer and KV head, and 20 us for each such row of 4,000 tokens
+    in an event. A batch is remembered whole. Raises InvalidArgument for a wrong policy, Unsupported for a model or a
+    policy that cannot be served: policies that narrow prompts or fold need an engine that runs layer by layer,
+    StateError for a model that is under a policy already. A warning says that no `with` block was entered.
     Threads may share it.
     """
 
     def __init__(self, model, policy, output_projections=False, check=True, remember=16):
+        policy = _policy_text(policy)  # what is wrong with it is said before the model runs
+        _refuse_nested(model)
         (spec, modules), projections = describe(model), []
         if output_projections:
             projections = [modules[i].o_proj.weight.detach() if i in modules else None for i in range(spec.num_layers)]
@@ -79,9 +99,16 @@ class attach:
         self._start(model, policy, Keeper(spec, policy, output_projections=projections), remember)
         if check:
             self._check()
+        self._unused = weakref.finalize(
+            self,
+            warnings.warn,
+            f"kvkeep.hf: attach() of {policy} was dropped without a `with` block, and no cache came under the policy; "
+            "allowed `with kvkeep.hf.attach(...) as kept:`",
+        )
 
     def _start(self, model, policy, keeper, remember=0):
         self.model, self.policy, self.events, self.bytes_moved = model, policy, [], 0
+        self._unused = None  # warns of a block that never began
         self.keeper, self.lock = keeper, threading.RLock()
         self._next, self._decoder, self._nearest, self._uncached = 0, None, None, False
         self._histories, self._remember = [], remember  # of caches, the newest last
@@ -126,6 +153,15 @@ class attach:
     def next_id(self):
         self._next += 1
         return self._next - 1
+
+    def require_block(self):
+        if self._decoder is None:
+            when = "has not begun" if self._unused and self._unused.alive else "has ended"
+            refuse(
+                StateError,
+                f"a cache under {self.policy} is used and its `with` block {when}; allowed inside the block, and any "
+                "other cache",
+            )
 
     def note(self, report, rows):
         self.bytes_moved += report.bytes_moved
@@ -276,6 +312,9 @@ class attach:
     def __enter__(self):
         if self._decoder is not None:
             refuse(InvalidArgument, "attach() is entered twice; allowed once at a time")
+        _refuse_nested(self.model)
+        if self._unused is not None:
+            self._unused.detach()
         model, decoder = self.model, decoder_of(self.model)
         self._given_back.enter_context(our_attention(model))
         for hook in (
@@ -289,11 +328,13 @@ class attach:
             self._given_back.callback(model.__dict__.pop, "generate", None)
             model.generate = MethodType(self._generate(model.generate), model)
         self._decoder = decoder
+        _entered.append(self)
         return self
 
     def __exit__(self, error, *_):
         self._given_back.close()
         self._decoder = None
+        _entered.remove(self)
         if error is not None or self.events:
             return
         if self._nearest is not None:
