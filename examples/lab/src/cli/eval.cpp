@@ -28,7 +28,7 @@ namespace {
 
 constexpr const char* kEvalExamples = R"(
 Examples:
-  kvkeep eval --model examples/model
+  kvkeep eval --model examples/model --task ask --budgets 64 --policy full --policy tova --policy tova,rest=fold
   kvkeep eval --model examples/model --task ask,chain --length 1024 --budgets 256,128 --policy full --policy tova
   kvkeep eval --model examples/model --task ask --policy ams-tova,variant=official,budget=128 --samples 100 -o csv
   kvkeep eval --model examples/model --policy tova --policy ams-tova --budgets 128 --samples 100 --against tova

@@ -30,7 +30,9 @@ using Json = nlohmann::ordered_json;
 
 constexpr const char* kGenerateExamples = R"(
 Examples:
-  kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256 --stop
+  kvkeep generate --model SmolLM2.gguf --chat --prompt-file examples/lighthouse.txt --stop \
+      --policy ams-tova,preset=question,budget=192,prefill=cut
+  kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=64,interval=16 --stop
   kvkeep generate --model SmolLM2.gguf --prompt-file article.txt --policy snapkv,budget=256 --html kept.html
   kvkeep generate --model SmolLM2.gguf --prompt "One day" --temperature 0.8 --top-p 0.95 --sampling-seed 7
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \

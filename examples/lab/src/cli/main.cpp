@@ -104,9 +104,10 @@ class Laboratory final : public Program {
     return R"(
 Examples:
   kvkeep policies                                           the policies to choose from
-  kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=256
+  kvkeep generate --model SmolLM2.gguf --chat --prompt-file examples/lighthouse.txt \
+      --policy ams-tova,preset=question,budget=192,prefill=cut
   kvkeep chat --model SmolLM2.gguf --policy ams-tova,budget=512,interval=64
-  kvkeep eval --model examples/model --task ask --budgets 128,64
+  kvkeep eval --model examples/model --task ask --budgets 64 --policy full --policy tova --policy tova,rest=fold
   kvkeep perplexity --model SmolLM2.gguf --text prose.txt --budgets 256 --policy tova --policy snapkv
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \
       --max-new-tokens 200
