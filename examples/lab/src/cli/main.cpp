@@ -55,7 +55,7 @@ Finding abi_finding() {
 }
 
 Finding cuda_finding() {
-  const bool card = std::filesystem::exists("/dev/nvidiactl") || std::filesystem::exists("/proc/driver/nvidia/version");
+  const bool card = has_nvidia_driver();
   const std::string driver = card ? "there is an NVIDIA driver here" : "there is no NVIDIA driver here";
 #ifdef KVKEEP_CLI_CUDA
   if (!card) return {"CUDA", "kernels are compiled in; " + driver};

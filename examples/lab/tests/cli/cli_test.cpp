@@ -297,6 +297,9 @@ TEST_F(Command, GeneratesOnTheDeviceThatIsNamedAndSaysWhichItHasNot) {
   const Outcome absent = run(words("cuda:99"));  // a machine without that GPU, or a build without CUDA
   EXPECT_NE(absent.code, 0);
   EXPECT_NE(absent.err.find("99"), std::string::npos) << absent.err;
+  if (run({"doctor", "--quick"}).out.find("kernels are compiled in; there is no NVIDIA driver here") !=
+      std::string::npos)
+    EXPECT_NE(absent.err.find("--device: there is no NVIDIA driver here; given cuda:99"), std::string::npos);
   EXPECT_EQ(std::count(absent.err.begin(), absent.err.end(), '\n'), 1) << absent.err;
   EXPECT_EQ(absent.out, "");
 
