@@ -258,6 +258,10 @@ TEST_F(Command, GeneratesWithPinnedPositions) {
   for (const char* wrong : {"20-", "5-3", "1,,2", "1,", "x", "3-4x"})
     expect_refused(with(wrong), "allowed positions such as 0-31,40");
   expect_refused(with("10-80"), "allowed up to 27");
+  EXPECT_EQ(run(with("20-24,31")).err.find("--pin"), std::string::npos);
+  const std::string beyond = run(with("20-24,31,900-901,950")).err;
+  EXPECT_NE(beyond.find("note: --pin: positions 900-901,950 never came; the text ended at 94\n"), std::string::npos)
+      << beyond;
 }
 
 TEST_F(Command, GeneratesTheSameInPagesAsInADenseCache) {
