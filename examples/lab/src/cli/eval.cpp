@@ -149,6 +149,7 @@ std::vector<std::string> tasks_of(const std::vector<std::string>& lists) {
   for (std::string& item : items_of(lists, "--task")) {
     KVKEEP_REQUIRE(std::ranges::find(tasks, item) == tasks.end(), "--task: '", item,
                    "' is given twice; allowed each task once");
+    require_task(item, true);
     tasks.push_back(std::move(item));
   }
   return tasks;
@@ -163,7 +164,8 @@ Samples draw_samples(const EvalOptions& o) {
   if (o.retrieval > 0) shape.prompt_length = o.shape.length * 7 / 8;
   for (const std::string& task : o.tasks)
     for (std::int32_t i = 0; i < o.samples; ++i) {
-      samples[task].push_back(lm::make_task(task, o.seed + static_cast<std::uint64_t>(i), shape));
+      samples[task].push_back(
+          sample_of(task, [&] { return lm::make_task(task, o.seed + static_cast<std::uint64_t>(i), shape); }));
       if (o.retrieval > 0) samples[task].back() = asked_in_the_prompt(std::move(samples[task].back()), o.retrieval);
     }
   return samples;

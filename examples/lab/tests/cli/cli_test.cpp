@@ -157,6 +157,8 @@ TEST_F(Command, RefusesEmptyPromptsAndIdsThatAreNoIds) {
   expect_refused(generate("--ids", "99999999999"), "99999999999");
   expect_refused(generate("--ids", "1,256"), "256");
   expect_refused(generate("--task", "chess"), "chess");
+  expect_refused(generate("--prompt", ""), "--prompt: the text is empty");
+  expect_refused({"fidelity", "--model", model(), "--prompt", ""}, "--prompt: the text is empty");
 }
 
 TEST_F(Command, RefusesPoliciesThatDoNotExistOrDoNotAddUp) {
