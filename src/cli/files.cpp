@@ -71,6 +71,12 @@ void require_marked_files(const CLI::App& app) {
   });
 }
 
+bool writes_files(const CLI::App& command) {
+  bool any = false;
+  each_option(command, [&](const CLI::Option& option) { any = any || option.get_type_name() == kOutput; });
+  return any;
+}
+
 void check_files(const CLI::App& command) {
   io::RunFiles& files = run_files();
   for (const char* kind : {kInput, kInputOrFolder})

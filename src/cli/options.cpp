@@ -41,6 +41,14 @@ bool gives(const std::string& item, const std::string& option) {
   return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return item.starts_with(name + "="); });
 }
 
+// Without the blanks behind commas.
+std::string unspaced(const std::string& text) {
+  std::string all;
+  for (const char c : text)
+    if (c != ' ' || !all.ends_with(',')) all += c;
+  return all;
+}
+
 // The items of name,key=value,... without interval and limits. A policy that narrows prompts loses only its own items:
 // the policy after its + keeps all of its items.
 std::string without_budget(const std::string& text) {
@@ -152,6 +160,7 @@ PolicyText::PolicyText(std::string text) : text_(std::move(text)) {
   KVKEEP_REQUIRE(!text_.empty(), "policy: the option is empty; allowed a JSON file, or name,key=value,...");
   std::error_code none;  // a text too long for a file name is not a file
   if (is_name(text_) || (!fs::exists(text_, none) && !text_.ends_with(".json"))) {
+    text_ = unspaced(text_);
     label_ = without_budget(text_);
     return;
   }

@@ -123,8 +123,11 @@ void run(const PoliciesOptions& o) {
   std::vector<PolicyInfo> shown;
   for (const PolicyInfo& policy : known)
     if (o.name.empty() || policy.name == o.name) shown.push_back(policy);
-  KVKEEP_REQUIRE(!shown.empty(), "policies: there is no policy \"", shortened(o.name), "\"",
-                 did_you_mean(o.name, known, &PolicyInfo::name), "; allowed ", joined(known, &PolicyInfo::name));
+  if (shown.empty()) {
+    const std::string nearest = did_you_mean(o.name.substr(0, o.name.find(',')), known, &PolicyInfo::name);
+    refuse("policies: there is no policy \"", shortened(o.name), "\"", nearest,
+           nearest.empty() ? "; allowed " + joined(known, &PolicyInfo::name) : "; kvkeep policies lists all");
+  }
   if (o.output.format != Format::md)
     return print((o.name.empty() && !o.all ? overview(known) : options_of(shown)).text(o.output.format));
   if (o.name.empty() && !o.all) return print(survey(known));

@@ -14,6 +14,7 @@
 #include <new>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -36,12 +37,13 @@ Results go to stdout (-o md|csv|json), everything else to stderr.
 Exit status: 0 done; 2 the input was refused; 1 any other failure; 130 Ctrl-C; 141 nobody reads stdout any more.
 )";
 
-extern "C" void stop(int signal) {
+void stop_with(int signal, std::string_view line) {
   if (io::leaves_core(signal)) return;
-  constexpr char kLine[] = "\nkvkeep: stopped; no half-written file is left\n";
-  static_cast<void>(!::write(STDERR_FILENO, kLine, sizeof kLine - 1));
+  static_cast<void>(!::write(STDERR_FILENO, line.data(), line.size()));
   ::_exit(kSignalled + signal);
 }
+extern "C" void stop(int signal) { stop_with(signal, "\nkvkeep: stopped\n"); }
+extern "C" void stop_writing(int signal) { stop_with(signal, "\nkvkeep: stopped; no half-written file is left\n"); }
 
 // If a standard stream is closed, the next file that is opened would get its number and receive what is printed.
 // /dev/null takes its place, opened in the wrong direction: using it fails, as it does for a closed stream.
@@ -127,8 +129,9 @@ int run_once(const Program& program, int argc, char** argv) {
   for (std::size_t i = 0; i < runs.size(); ++i)
     if (commands[i]->parsed()) {
       program.prepare(*commands[i], argv);
-      io::leave_no_unfinished_files(stop);  // only now: a restart would lose it
-      load_plugins();                       // their policies may name files
+      // Only now: a restart would lose it.
+      io::leave_no_unfinished_files(writes_files(*commands[i]) ? stop_writing : stop);
+      load_plugins();  // their policies may name files
       check_files(*commands[i]);
       runs[i]();
     }

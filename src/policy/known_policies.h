@@ -32,7 +32,8 @@ class KnownPolicies {
   void add(AllocatorEntry entry);
   [[nodiscard]] std::vector<const KnownPolicy*> all() const;
   [[nodiscard]] std::string names() const;
-  /// Throws InvalidArgument with all names if there is none of this name, Unsupported if this build leaves it out.
+  /// Throws InvalidArgument with the nearest name, or else all, if there is none of this name; Unsupported if this
+  /// build leaves it out.
   [[nodiscard]] const KnownPolicy& named(std::string_view name) const;
   [[nodiscard]] const KnownPolicy* find(std::string_view name) const;
 

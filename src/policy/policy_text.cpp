@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Policies from "name,key=value,...".
 
+#include <algorithm>
 #include <cctype>
 
 #include "known_policies.h"
@@ -41,6 +42,7 @@ OptionValue object_of(std::string_view text) {
   const PolicyInfo info = info_of(known_policies().named(name));
   while (text.find(',') != std::string_view::npos) {
     text.remove_prefix(text.find(',') + 1);
+    text.remove_prefix(std::min(text.find_first_not_of(' '), text.size()));
     const std::string item(text.substr(0, text.find(',')));
     const std::size_t equals = item.find('=');
     KVKEEP_REQUIRE(equals != std::string::npos && equals > 0, "policy: \"", shortened(item),

@@ -119,8 +119,9 @@ const KnownPolicy& KnownPolicies::named(std::string_view name) const {
     KVKEEP_REQUIRE_AS(Unsupported, one.built || !(name == one.name || name.ends_with("-" + std::string(one.name))),
                       "policy: ", name, one.why, ", which this build leaves out; allowed in a build with ", one.option,
                       "=ON");
-  refuse("policy: there is no policy \"", shortened(name), "\"", did_you_mean(name, all(), kNameOfPolicy), "; allowed ",
-         names());
+  const std::string nearest = did_you_mean(name, all(), kNameOfPolicy);
+  refuse("policy: there is no policy \"", shortened(name), "\"", nearest,
+         nearest.empty() ? "; allowed " + names() : "; kvkeep policies lists all");
 }
 
 KnownPolicies& known_policies() {

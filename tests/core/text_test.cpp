@@ -52,6 +52,9 @@ TEST(Nearest, CountsLettersAndNeighboursThatAreSwapped) {
   EXPECT_EQ(edit_distance("budgt", "budget"), 1U);
   EXPECT_EQ(edit_distance("bugdet", "budget"), 1U);
   EXPECT_EQ(edit_distance("kitten", "sitting"), 3U);
+  EXPECT_EQ(edit_distance("TOVA", "tova"), 0U);
+  EXPECT_EQ(edit_distance("TVOA", "tova"), 1U);
+  EXPECT_EQ(edit_distance("[", "{"), 1U) << "only letters have capitals";
   EXPECT_EQ(edit_distance(std::string(100, 'x'), std::string(200, 'x')), 0U) << "the first 64";
 }
 

@@ -105,6 +105,30 @@ TEST(Registry, TakesTheNamesOfOtherProjects) {
   expect_refused(R"({"policy": "tova", "budget": 9, "sink": 1, "kv_budget": 9})", {"budget", "twice", "kv_budget"});
 }
 
+TEST(Registry, TakesBlanksBehindCommas) {
+  EXPECT_EQ(resolved("tova, budget=99,  interval=7"), resolved("tova,budget=99,interval=7"));
+  EXPECT_EQ(resolved("asl,budget=512, window=16+tova, budget=99"), resolved("asl,budget=512,window=16+tova,budget=99"));
+  EXPECT_THROW(static_cast<void>(make_policy("tova,budget=99, ")), InvalidArgument);
+}
+
+TEST(Registry, ListsNoSecondSpellingOfAValue) {
+  for (const PolicyInfo& policy : policies())
+    for (const OptionInfo& option : policy.options)
+      if (option.name == "share") EXPECT_EQ(option.allowed, "per_layer_per_head, per_head, union, union_mean");
+  expect_refused(R"({"policy": "tova", "budget": 9, "sink": 1, "share": "none"})",
+                 {"allowed one of per_layer_per_head, per_head, union, union_mean"});
+}
+
+TEST(Registry, OffersTheNearestNameInPlaceOfAllNames) {
+  try {
+    static_cast<void>(make_policy("AMS-Tva,budget=64"));
+    ADD_FAILURE();
+  } catch (const InvalidArgument& e) {
+    EXPECT_STREQ(e.what(),
+                 "policy: there is no policy \"AMS-Tva\" (did you mean \"ams-tova\"?); kvkeep policies lists all");
+  }
+}
+
 TEST(Registry, RefusesWithTheFieldTheValueAndWhatIsAllowed) {
   expect_refused(R"({"policy": "ams-tova"})", {"budget is missing", "exactly one of budget, ratio, bytes"});
   expect_refused(R"({"policy": "nonsense", "budget": 9})", {"nonsense", "allowed", "ams-tova"});

@@ -96,6 +96,9 @@ void require_marked_files(const CLI::App& app);
 // another output, stdout and stderr included.
 void check_files(const CLI::App& command);
 
+// Whether `command` has an option that names a file to write.
+bool writes_files(const CLI::App& command);
+
 // The files of this run, for inputs that other files name.
 io::RunFiles& run_files();
 

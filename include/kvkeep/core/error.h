@@ -131,20 +131,24 @@ struct Utf8Step {
   return text.substr(0, end) + "...";
 }
 
-/// Letters to insert, remove or replace, or neighbours to swap, to make one name of the other. Only the first 64 bytes
-/// count. Cost: the product of their lengths.
+/// Letters to insert, remove or replace, or neighbours to swap, to make one name of the other; capitals are as good as
+/// small letters. Only the first 64 bytes count. Cost: the product of their lengths.
 [[nodiscard]] inline std::size_t edit_distance(std::string_view one, std::string_view other) {
   constexpr std::size_t kLongest = 64;
   one = one.substr(0, kLongest);
   other = other.substr(0, kLongest);
+  const auto same = [](char a, char b) {
+    const auto small = [](char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; };
+    return small(a) == small(b);
+  };
   std::array<std::array<std::size_t, kLongest + 1>, 3> rows{};  // of the last three letters of `one`
   for (std::size_t j = 0; j <= other.size(); ++j) rows[0][j] = j;
   for (std::size_t i = 1; i <= one.size(); ++i) {
     auto &row = rows[i % 3], &above = rows[(i + 2) % 3], &before = rows[(i + 1) % 3];
     row[0] = i;
     for (std::size_t j = 1; j <= other.size(); ++j) {
-      row[j] = std::min({above[j] + 1, row[j - 1] + 1, above[j - 1] + (one[i - 1] == other[j - 1] ? 0 : 1)});
-      if (i > 1 && j > 1 && one[i - 1] == other[j - 2] && one[i - 2] == other[j - 1])
+      row[j] = std::min({above[j] + 1, row[j - 1] + 1, above[j - 1] + (same(one[i - 1], other[j - 1]) ? 0 : 1)});
+      if (i > 1 && j > 1 && same(one[i - 1], other[j - 2]) && same(one[i - 2], other[j - 1]))
         row[j] = std::min(row[j], before[j - 2] + 1);
     }
   }

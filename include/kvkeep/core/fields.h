@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "kvkeep/core/error.h"
 
@@ -84,7 +85,7 @@ class Fields {
 
   virtual void flag(const char* name, bool& value, const char* what) = 0;
 
-  /// One of `choices`. Several words may mean the same; the first of them is written.
+  /// One of `choices`. Several words may mean the same; the first of them is written and listed.
   template <class Choice>
   void choice(const char* name, Choice& value, std::initializer_list<std::pair<const char*, Choice>> choices,
               const char* what, Aliases aliases = {}) {
@@ -92,11 +93,13 @@ class Fields {
       const auto first = std::find_if(choices.begin(), choices.end(), [&](const auto& c) { return c.second == meant; });
       return first == choices.end() ? "" : first->first;
     };
-    const auto written = [](const auto& c) { return c.first; };
-    const std::string allowed = joined(choices, written);
+    std::vector<std::string> listed;
+    for (const auto& [text, meant] : choices)
+      if (word_of(meant) == text) listed.emplace_back(text);
+    const std::string allowed = joined(listed);
     const std::string given = word(name, word_of(value), allowed, what, aliases);
     const auto chosen = std::find_if(choices.begin(), choices.end(), [&](const auto& c) { return given == c.first; });
-    if (chosen == choices.end()) bad(name, given, text("one of ", allowed, did_you_mean(given, choices, written)));
+    if (chosen == choices.end()) bad(name, given, text("one of ", allowed, did_you_mean(given, listed)));
     value = chosen->second;
     if (word_of(value) != given) respell(name, word_of(value));
   }

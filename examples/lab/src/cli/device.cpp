@@ -3,6 +3,7 @@
 
 #include <CLI/Option.hpp>
 #include <charconv>
+#include <filesystem>
 
 #include "kvkeep/core/error.h"
 #ifdef KVKEEP_CLI_CUDA
@@ -24,6 +25,10 @@ int gpu_of(const std::string& name) {
 
 }  // namespace
 
+bool has_nvidia_driver() {
+  return std::filesystem::exists("/dev/nvidiactl") || std::filesystem::exists("/proc/driver/nvidia/version");
+}
+
 void DeviceOptions::add(CLI::App& app) {
   app.add_option("--device", name, "device that holds the model and its cache: the CPU, or a GPU by its number")
       ->option_text("cpu|cuda:N [cpu]");
@@ -33,7 +38,13 @@ std::shared_ptr<Machine> DeviceOptions::accelerator() const {
   if (name == "cpu") return nullptr;
   const int gpu = gpu_of(name);
 #ifdef KVKEEP_CLI_CUDA
-  return cuda::accelerator(gpu);
+  try {
+    return cuda::accelerator(gpu);
+  } catch (const std::exception&) {
+    KVKEEP_REQUIRE_AS(DeviceError, has_nvidia_driver(), "--device: there is no NVIDIA driver here; given cuda:", gpu,
+                      "; allowed cpu");
+    throw;
+  }
 #else
   refuse<Unsupported>(
       "--device: this kvkeep was built without CUDA (nvcc was not found, or KVKEEP_CUDA=OFF); given cuda:", gpu,

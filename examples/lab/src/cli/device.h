@@ -10,6 +10,9 @@
 
 namespace kvkeep::cli {
 
+// Whether this machine has an NVIDIA driver.
+bool has_nvidia_driver();
+
 struct DeviceOptions {
   std::string name = "cpu";
   void add(CLI::App& app);

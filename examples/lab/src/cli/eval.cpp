@@ -28,7 +28,7 @@ namespace {
 
 constexpr const char* kEvalExamples = R"(
 Examples:
-  kvkeep eval --model examples/model
+  kvkeep eval --model examples/model --task ask --budgets 64 --policy full --policy tova --policy tova,rest=fold
   kvkeep eval --model examples/model --task ask,chain --length 1024 --budgets 256,128 --policy full --policy tova
   kvkeep eval --model examples/model --task ask --policy ams-tova,variant=official,budget=128 --samples 100 -o csv
   kvkeep eval --model examples/model --policy tova --policy ams-tova --budgets 128 --samples 100 --against tova
@@ -149,6 +149,7 @@ std::vector<std::string> tasks_of(const std::vector<std::string>& lists) {
   for (std::string& item : items_of(lists, "--task")) {
     KVKEEP_REQUIRE(std::ranges::find(tasks, item) == tasks.end(), "--task: '", item,
                    "' is given twice; allowed each task once");
+    require_task(item, true);
     tasks.push_back(std::move(item));
   }
   return tasks;
@@ -163,7 +164,8 @@ Samples draw_samples(const EvalOptions& o) {
   if (o.retrieval > 0) shape.prompt_length = o.shape.length * 7 / 8;
   for (const std::string& task : o.tasks)
     for (std::int32_t i = 0; i < o.samples; ++i) {
-      samples[task].push_back(lm::make_task(task, o.seed + static_cast<std::uint64_t>(i), shape));
+      samples[task].push_back(
+          sample_of(task, [&] { return lm::make_task(task, o.seed + static_cast<std::uint64_t>(i), shape); }));
       if (o.retrieval > 0) samples[task].back() = asked_in_the_prompt(std::move(samples[task].back()), o.retrieval);
     }
   return samples;

@@ -427,7 +427,16 @@ Groups draw_samples(const TextEvaluation& e, const Layout& layout) {
   for (const std::string& task : e.tasks) {
     const auto info = std::ranges::find(known, task, &lm::TextTaskInfo::name);
     const bool essay = info != known.end() && info->needs_haystack;
-    const auto read = passages.find(task == "ruler/qa-2" ? lm::PassageForm::hotpotqa : lm::PassageForm::squad);
+    KVKEEP_REQUIRE(!essay || !e.text.haystack.empty(), "--haystack: ", task,
+                   " hides what it asks for in prose; given none; allowed a file of text");
+    const bool hotpot = task == "ruler/qa-2";
+    const auto read = passages.find(hotpot ? lm::PassageForm::hotpotqa : lm::PassageForm::squad);
+    KVKEEP_REQUIRE(info == known.end() || !info->needs_passages || read != passages.end(), "--passages: ", task,
+                   " asks about documents; given ",
+                   passages.empty() ? "none"
+                   : hotpot         ? "SQuAD's"
+                                    : "HotpotQA's",
+                   "; allowed ", hotpot ? "HotpotQA's" : "SQuAD's");
     constexpr std::size_t kApart = 8;  // tokens that tokenising context and question separately may add
     for (std::int32_t n = 0; n < e.all_samples(); ++n) {
       const std::int32_t i = n % e.samples;
@@ -439,12 +448,14 @@ Groups draw_samples(const TextEvaluation& e, const Layout& layout) {
                                                            : 0;
       const std::size_t word = begin == 0 ? 0 : std::min(haystack.find_first_of(" \n", begin), haystack.size() - 1);
       const std::string turned = essay ? haystack.substr(word) + " " + haystack.substr(0, word) : std::string();
-      lm::TextSample sample = lm::make_text_task(task, e.seed + static_cast<std::uint64_t>(i), count,
-                                                 {.length = e.length,
-                                                  .reserved_tokens = kApart,
-                                                  .haystack = turned,
-                                                  .passages = read == passages.end() ? nullptr : &read->second,
-                                                  .depth = depth});
+      lm::TextSample sample = sample_of(task, [&] {
+        return lm::make_text_task(task, e.seed + static_cast<std::uint64_t>(i), count,
+                                  {.length = e.length,
+                                   .reserved_tokens = kApart,
+                                   .haystack = turned,
+                                   .passages = read == passages.end() ? nullptr : &read->second,
+                                   .depth = depth});
+      });
       asked[task].push_back(
           layout.asked({.task = task, .text = std::move(sample)}, e.text.score_tokens, e.text.question_after));
     }

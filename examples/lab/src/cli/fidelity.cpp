@@ -110,6 +110,7 @@ Run add_fidelity(CLI::App& app) {
   sub->add_option_function<std::string>(
          "--prompt", [o](const std::string& said) { o->prompts.push_back(said); }, "repeatable: text")
       ->trigger_on_parse()
+      ->check(not_empty())
       ->option_text("TEXT");
   as_input(sub->add_option_function<std::string>(
                "--prompt-file",

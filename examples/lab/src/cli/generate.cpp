@@ -30,7 +30,9 @@ using Json = nlohmann::ordered_json;
 
 constexpr const char* kGenerateExamples = R"(
 Examples:
-  kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=64,interval=32 --stop
+  kvkeep generate --model SmolLM2.gguf --chat --prompt-file examples/lighthouse.txt --stop \
+      --policy ams-tova,preset=question,budget=192,prefill=cut
+  kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=64,interval=16 --stop
   kvkeep generate --model SmolLM2.gguf --prompt-file article.txt --policy snapkv,budget=256 --html kept.html
   kvkeep generate --model SmolLM2.gguf --prompt "One day" --temperature 0.8 --top-p 0.95 --sampling-seed 7
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \
@@ -243,6 +245,19 @@ std::vector<PositionSpan> pinned_spans(const std::string& shown) {
   return spans;
 }
 
+// Says which positions of --pin a text of this many tokens has not; empty if it has all.
+std::string pins_beyond(const std::vector<PositionSpan>& pinned, std::int64_t tokens) {
+  std::string beyond;
+  for (const PositionSpan& span : pinned) {
+    const std::int64_t first = std::max<std::int64_t>(span.begin, tokens), last = span.end - 1;
+    if (first > last) continue;
+    beyond += text(beyond.empty() ? "" : ",", first);
+    if (first < last) beyond += text("-", last);
+  }
+  if (beyond.empty()) return "";
+  return text("note: --pin: positions ", beyond, " never came; the text ended at ", tokens - 1);
+}
+
 lm::Request request_of(const GenerateOptions& o, const PromptOptions::Prompt& prompt) {
   constexpr std::int32_t kNewTokens = 128;
   lm::Request request{.prompt = prompt.ids, .new_tokens = o.new_tokens > 0 ? o.new_tokens : kNewTokens};
@@ -292,6 +307,7 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
   Outcome outcome{policy->to_json(), {}, decoder.spec(), {}, {}, {}, request.sampling};
   const Trigger trigger = policy->trigger();
   const std::string reach = reach_text(*policy);
+  const std::vector<PositionSpan> pinned = request.pinned;
   lm::GenerationRun run = lm::generate(decoder, std::move(policy),
                                        std::vector(static_cast<std::size_t>(o.copies), request), std::move(options));
   progress.clear();
@@ -302,6 +318,8 @@ Outcome decode(const GenerateOptions& o, const PolicyText& policy_text, const Pr
   outcome.totals = run.totals;
   if (outcome.done.events.empty() && !trigger.never && !o.output.quiet)
     note("note: there was no event; the policy is due at budget + interval slots, and the run did not reach that");
+  const std::int64_t fed = std::ssize(prompt.ids) + std::max<std::int64_t>(std::ssize(outcome.done.tokens) - 1, 0);
+  if (const std::string none = pins_beyond(pinned, fed); !o.output.quiet && !none.empty()) note(none);
   EventCounts counts;
   counts.add(outcome.done);
   if (const std::string none = counts.warning(name); !o.output.quiet && warning.empty() && !none.empty()) note(none);

@@ -55,7 +55,7 @@ Finding abi_finding() {
 }
 
 Finding cuda_finding() {
-  const bool card = std::filesystem::exists("/dev/nvidiactl") || std::filesystem::exists("/proc/driver/nvidia/version");
+  const bool card = has_nvidia_driver();
   const std::string driver = card ? "there is an NVIDIA driver here" : "there is no NVIDIA driver here";
 #ifdef KVKEEP_CLI_CUDA
   if (!card) return {"CUDA", "kernels are compiled in; " + driver};
@@ -104,9 +104,10 @@ class Laboratory final : public Program {
     return R"(
 Examples:
   kvkeep policies                                           the policies to choose from
-  kvkeep generate --model SmolLM2.gguf --chat --prompt "Why is the sky blue?" --policy tova,budget=64,interval=32
+  kvkeep generate --model SmolLM2.gguf --chat --prompt-file examples/lighthouse.txt \
+      --policy ams-tova,preset=question,budget=192,prefill=cut
   kvkeep chat --model SmolLM2.gguf --policy ams-tova,budget=512,interval=64
-  kvkeep eval --model examples/model --task ask --budgets 128,64
+  kvkeep eval --model examples/model --task ask --budgets 64 --policy full --policy tova --policy tova,rest=fold
   kvkeep perplexity --model SmolLM2.gguf --text prose.txt --budgets 256 --policy tova --policy snapkv
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \
       --max-new-tokens 200

@@ -12,6 +12,7 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/atomic_file.h"
 #include "kvlab/memory_left.h"
+#include "kvlab/text_tasks.h"
 
 namespace kvkeep::cli {
 
@@ -62,6 +63,29 @@ void require_memory_of_samples(std::size_t tasks, std::int64_t samples, std::int
                      kBytes * static_cast<double>(tasks) * static_cast<double>(samples) *
                          static_cast<double>(std::max<std::int64_t>(length, 1)),
                      "a smaller --samples or --length");
+}
+
+void require_task(const std::string& task, bool over_text) {
+  std::vector<std::string_view> small, text;
+  for (const lm::TaskInfo& one : lm::tasks()) small.push_back(one.name);
+  if (over_text)
+    for (const lm::TextTaskInfo& one : lm::text_tasks()) text.push_back(one.name);
+  std::vector<std::string_view> all = small;
+  append(all, text);
+  KVKEEP_REQUIRE(std::ranges::find(all, task) != all.end(), "--task: there is no task \"", shortened(task), "\"",
+                 did_you_mean(task, all), "; allowed ", joined(small),
+                 over_text ? "; over text " + joined(text) : std::string());
+}
+
+void refuse_task(const std::string& task, const InvalidArgument& error) {
+  const std::string_view what = error.what();
+  if (!what.starts_with("make_")) throw error;
+  refuse("--task ", task, what.substr(std::min(what.find(": "), what.size())));
+}
+
+CLI::Validator not_empty() {
+  return CLI::Validator(
+      [](const std::string& given) { return given.empty() ? "the text is empty; allowed one token or more" : ""; }, "");
 }
 
 Dtype ModelOptions::dtype() const { return dtype_called(cache_dtype); }
@@ -158,7 +182,7 @@ std::vector<std::int32_t> TextReading::ids(const lm::TextModel& model, const std
 
 void PromptOptions::add(CLI::App& app) {
   CLI::Option_group* source = app.add_option_group("prompt (one of)");
-  source->add_option("--prompt", prompt, "text")->option_text("TEXT");
+  source->add_option("--prompt", prompt, "text")->check(not_empty())->option_text("TEXT");
   as_input(source->add_option("--prompt-file", prompt_file, "text in a file, taken verbatim"))->option_text("FILE");
   source->add_option("--ids", ids, "token ids")->option_text("1,2,3");
   as_input(source->add_option("--ids-file", ids_file, "token ids in a file, separated by white space or commas"))
@@ -174,7 +198,8 @@ PromptOptions::Prompt PromptOptions::read(const std::string& model) const {
   KVKEEP_REQUIRE(is_text() || !(reading.chat || reading.raw), reading.chat ? "--chat" : "--raw",
                  " says how text is read; allowed with --prompt and --prompt-file");
   if (!task.empty()) {
-    lm::TaskSample sample = lm::make_task(task, seed, shape);
+    require_task(task, false);
+    lm::TaskSample sample = sample_of(task, [&] { return lm::make_task(task, seed, shape); });
     std::vector<std::int32_t> tokens(sample.ids.begin(), sample.ids.begin() + sample.prompt_length);
     return {.ids = std::move(tokens), .sample = std::move(sample)};
   }

@@ -3,6 +3,7 @@
 // Options that the sub-commands share which run a model, and their values.
 
 #include <CLI/App.hpp>
+#include <CLI/Validators.hpp>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -10,6 +11,7 @@
 
 #include "device.h"
 #include "kvkeep/cli/options.h"
+#include "kvkeep/core/error.h"
 #include "kvkeep/core/tensor.h"
 #include "kvlab/decoder.h"
 #include "kvlab/sampling.h"
@@ -34,6 +36,25 @@ struct ModelOptions {
 
 // Throws unless the samples of all tasks fit into memory.
 void require_memory_of_samples(std::size_t tasks, std::int64_t samples, std::int64_t length);
+
+// Throws InvalidArgument unless `task` is a task of the small model or, where those are allowed, over text.
+void require_task(const std::string& task, bool over_text);
+
+// Throws what make_task() or make_text_task() threw, with the option in the place of the function.
+[[noreturn]] void refuse_task(const std::string& task, const InvalidArgument& error);
+
+// What make() makes of a task.
+template <class Make>
+auto sample_of(const std::string& task, const Make& make) {
+  try {
+    return make();
+  } catch (const InvalidArgument& error) {
+    refuse_task(task, error);
+  }
+}
+
+// What is given as --prompt.
+CLI::Validator not_empty();
 
 // Token ids separated by white space or commas. Throws InvalidArgument for anything else; `where` names the source.
 std::vector<std::int32_t> parse_ids(const std::string& text, const std::string& where);

@@ -124,7 +124,9 @@ TEST_F(CommandChat, EndsAtCtrlCWhereNoAnswerIsWritten) {
   for (int i = 0; i < 6000 && lines_of(content(folder_.string() + ".err")) == 0; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   ASSERT_EQ(::kill(child, SIGINT), 0);
-  EXPECT_EQ(finish(child).code, 130);
+  const Outcome outcome = finish(child);
+  EXPECT_EQ(outcome.code, 130);
+  EXPECT_TRUE(outcome.err.ends_with("\nkvkeep: stopped\n")) << "it writes no files: " << outcome.err;
   ::close(both[1]);
 }
 

@@ -38,6 +38,7 @@ TEST_F(Command, EndsAtCtrlCWith130AndLeavesNoFile) {
   const Outcome outcome = finish(child);
   EXPECT_EQ(outcome.code, 130) << outcome.err;
   EXPECT_EQ(outcome.out, "");
+  EXPECT_TRUE(outcome.err.ends_with("\nkvkeep: stopped; no half-written file is left\n")) << outcome.err;
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 

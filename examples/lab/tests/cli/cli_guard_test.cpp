@@ -194,7 +194,13 @@ TEST_F(CommandGuard, NamesWhatIsUnknownFirstAndOffersTheNearest) {
     return words;
   };
   expect_refused(with("tova,budgt=64"), "no option \"budgt\" (did you mean \"budget\"?); allowed");
-  expect_refused(with("ams-tva,budget=64"), "no policy \"ams-tva\" (did you mean \"ams-tova\"?); allowed");
+  const std::string rest = "\"?); kvkeep policies lists all\n";
+  expect_refused(with("ams-tva,budget=64"), "no policy \"ams-tva\" (did you mean \"ams-tova" + rest);
+  expect_refused(with("TOVA,budget=64"), "no policy \"TOVA\" (did you mean \"tova" + rest);
+  expect_refused({"policies", "TOVA"}, "no policy \"TOVA\" (did you mean \"tova" + rest);
+  expect_refused({"policies", "tova,budget=64"}, "no policy \"tova,budget=64\" (did you mean \"tova" + rest);
+  expect_refused(with("xyzzy,budget=64"), "no policy \"xyzzy\"; allowed full, ");
+  expect_refused(with("tova,budget=64,share=none"), "per_layer_per_head, per_head, union, union_mean");
   expect_refused(with("tova,budget=64,trigger=counters"), "(did you mean \"counter\"?)");
   expect_refused(with("tova,budget=64,rst=fold"), "no option \"rst\" (did you mean \"rest\"?)");
   expect_refused(with(write("p.json", R"({"policy": "tova", "budgt": 64})")), "(did you mean \"budget\"?)");
@@ -204,12 +210,32 @@ TEST_F(CommandGuard, NamesWhatIsUnknownFirstAndOffersTheNearest) {
   expect_refused({"generate", "--modle=x", "--prompt", "hi"}, "no option '--modle' (did you mean \"--model\"?)");
   expect_refused({"generate", "--model", model(), "--task", "nedle"}, "(did you mean \"needle\"?)");
   expect_refused({"eval", "--model", model(), "--task", "aks"}, "(did you mean \"ask\"?)");
+  for (const char* part :
+       {"--task: there is no task \"nope\"; allowed chain, ask, ", "; over text ruler/niah-single-1, "})
+    expect_refused({"eval", "--model", model(), "--task", "nope"}, part);
   expect_refused({"eval", "--model", model(), "--policy", "oracle,budgt=9"}, "(did you mean \"budget\"?)");
   expect_refused({"plan", "--shape", "qwen7b", "--policy", "full", "-o", "jsn"},
                  "'jsn' is not known (did you mean \"json\"?)");
   expect_refused({"policies", "snapvk"}, "(did you mean \"snapkv\"?)");
   expect_refused({"record", "--model", model(), "--ids", "1", "--kind", "prefil", "--out", place("r")},
                  "'prefil' is not known (did you mean \"prefill\"?)");
+}
+
+TEST_F(CommandGuard, TakesBlanksBehindTheCommasOfAPolicy) {
+  const auto plan = [&](const std::string& policy) {
+    return run({"plan", "--shape", "qwen7b", "--batch", "2", "--length", "4096", "-o", "json", "--policy", policy});
+  };
+  const std::string tight = plan("ams-tova,budget=64,interval=8,recent=4").out;
+  EXPECT_NE(tight, "");
+  EXPECT_EQ(plan("ams-tova, budget=64,  interval=8, recent=4").out, tight);
+  EXPECT_EQ(plan("asl, budget=512, window=16+tova, budget=64").out,
+            plan("asl,budget=512,window=16+tova,budget=64").out);
+}
+
+TEST_F(CommandGuard, NamesTheOptionWhereATaskCannotBeMade) {
+  for (const char* command : {"generate", "eval"})
+    expect_refused({command, "--model", model(), "--task", "ask", "--length", "4", "--policy", "full"},
+                   "kvkeep: --task ask: length is out of range; given 4; ");
 }
 
 TEST_F(CommandGuard, PrintsItsHelpWhenItIsAskedNothing) {

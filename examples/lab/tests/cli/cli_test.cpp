@@ -157,6 +157,8 @@ TEST_F(Command, RefusesEmptyPromptsAndIdsThatAreNoIds) {
   expect_refused(generate("--ids", "99999999999"), "99999999999");
   expect_refused(generate("--ids", "1,256"), "256");
   expect_refused(generate("--task", "chess"), "chess");
+  expect_refused(generate("--prompt", ""), "--prompt: the text is empty");
+  expect_refused({"fidelity", "--model", model(), "--prompt", ""}, "--prompt: the text is empty");
 }
 
 TEST_F(Command, RefusesPoliciesThatDoNotExistOrDoNotAddUp) {
@@ -258,6 +260,10 @@ TEST_F(Command, GeneratesWithPinnedPositions) {
   for (const char* wrong : {"20-", "5-3", "1,,2", "1,", "x", "3-4x"})
     expect_refused(with(wrong), "allowed positions such as 0-31,40");
   expect_refused(with("10-80"), "allowed up to 27");
+  EXPECT_EQ(run(with("20-24,31")).err.find("--pin"), std::string::npos);
+  const std::string beyond = run(with("20-24,31,900-901,950")).err;
+  EXPECT_NE(beyond.find("note: --pin: positions 900-901,950 never came; the text ended at 94\n"), std::string::npos)
+      << beyond;
 }
 
 TEST_F(Command, GeneratesTheSameInPagesAsInADenseCache) {
@@ -297,6 +303,9 @@ TEST_F(Command, GeneratesOnTheDeviceThatIsNamedAndSaysWhichItHasNot) {
   const Outcome absent = run(words("cuda:99"));  // a machine without that GPU, or a build without CUDA
   EXPECT_NE(absent.code, 0);
   EXPECT_NE(absent.err.find("99"), std::string::npos) << absent.err;
+  if (run({"doctor", "--quick"}).out.find("kernels are compiled in; there is no NVIDIA driver here") !=
+      std::string::npos)
+    EXPECT_NE(absent.err.find("--device: there is no NVIDIA driver here; given cuda:99"), std::string::npos);
   EXPECT_EQ(std::count(absent.err.begin(), absent.err.end(), '\n'), 1) << absent.err;
   EXPECT_EQ(absent.out, "");
 

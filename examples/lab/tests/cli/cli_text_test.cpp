@@ -299,7 +299,10 @@ TEST_F(CommandText, RefusesTasksThatCannotBeAsked) {
     words.insert(words.end(), more.begin(), more.end());
     return words;
   };
-  expect_refused(with({"--task", "ruler/niah-single-2", "--length", "600"}), "haystack");
+  expect_refused(with({"--task", "ruler/niah-single-2", "--length", "600"}),
+                 "kvkeep: --haystack: ruler/niah-single-2 ");
+  expect_refused(with({"--task", "ruler/qa-1", "--length", "600"}), "kvkeep: --passages: ruler/qa-1 ");
+  expect_refused(with({"--task", "ruler/vt", "--length", "63"}), "kvkeep: --task ruler/vt: length is out of range");
   expect_refused(with({"--task", "ruler/niah-quadruple"}), "niah-quadruple");
   expect_refused(with({"--task", "ruler/vt", "--length", "100"}), "length");
   expect_refused(with({"--task", "ruler/vt,ask"}), "one kind");
