@@ -21,7 +21,8 @@
 
 namespace kvkeep::recipes {
 
-/// Options by their full names: {{"interval", 128}, {"preset", "question"}, {"allocator.window", 64}}.
+/// Options as texts name them: {{"interval", 128}, {"preset", "question"}, {"window", 64}}, or by their full names, as
+/// "allocator.window".
 using Options = std::vector<std::pair<std::string, OptionValue>>;
 
 /// The policy that make_policy() makes of the scorer's and the allocator's names and the same options: of any scorer
@@ -29,17 +30,22 @@ using Options = std::vector<std::pair<std::string, OptionValue>>;
 template <class S, class A = Flat>
 [[nodiscard]] std::unique_ptr<Evict> evicting(const Options& options) {
   static_assert(S::traits.name != "rpc" && S::traits.name != "random-attention",
-                "kvkeep: policies of this scorer have defaults of their own; allowed by name, with make_policy()");
+                "kvkeep: policies of this scorer have defaults of their own; allowed by name, with make_policy() of "
+                "the compiled library (kvkeep::kvkeep)");
   std::string name(S::traits.name);
   AllocatorTraits traits;
   if constexpr (requires { A::traits; }) {
     traits = A::traits;
     name = text(traits.name, "-", name);
   }
+  const ScorerEntry scorer = scorer_entry<S>();
+  const AllocatorEntry allocator = allocator_entry<A>(traits);
+  OptionFields lister = OptionFields::lister();
+  static_cast<void>(read_parts(lister, scorer, allocator));
   OptionValue given = OptionValue::object();
-  for (const auto& [option, value] : options) given.give(option, value);
+  for (const auto& [option, value] : options) given.give(full_name_of(name, true, lister.listed(), option), value);
   OptionFields reader = OptionFields::reader(given);
-  EvictParts parts = read_parts(reader, scorer_entry<S>(), allocator_entry<A>(traits));
+  EvictParts parts = read_parts(reader, scorer, allocator);
   reader.finish(name);
   return evict(name, std::move(parts), reader.resolved(name).json());
 }

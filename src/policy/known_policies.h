@@ -38,6 +38,9 @@ class KnownPolicies {
   [[nodiscard]] const KnownPolicy* find(std::string_view name) const;
 
  private:
+  /// Throws InvalidArgument if `name` is an allocator's over a scorer's that it does not go with.
+  void refuse_misfit(std::string_view name) const;
+  [[nodiscard]] std::vector<std::string> policies_under(std::string_view allocator) const;
   /// Adds what `name` makes, or throws if `name` or a name that it makes is taken.
   void add(std::string_view operation, std::string_view name, std::vector<KnownPolicy> more);
 

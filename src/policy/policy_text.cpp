@@ -6,26 +6,10 @@
 
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/policy/option_fields.h"
 
 namespace kvkeep {
 namespace {
-
-/// The canonical name of an option that was written without its sub-object.
-std::string full_key(const PolicyInfo& policy, const std::string& key) {
-  if (key.find('.') != std::string::npos) return key;
-  std::vector<std::string> matches;
-  for (const OptionInfo& o : policy.options) {
-    if (o.name == key) return key;
-    if (o.name.ends_with("." + key)) matches.push_back(o.name);
-  }
-  // Every evicting policy has the options of folded spans: a name that the policy itself uses means its own.
-  if (matches.size() > 1)
-    std::erase_if(matches,
-                  [&](const std::string& match) { return !policy.scorer.empty() && match.starts_with("memory."); });
-  KVKEEP_REQUIRE(matches.size() < 2, "policy: option \"", shortened(key), "\" of ", policy.name, " could be ",
-                 matches.empty() ? "" : matches.front() + " or " + matches.back(), "; write one of them");
-  return matches.empty() ? key : matches.front();
-}
 
 OptionValue object_of(std::string_view text) {
   if (const std::string_view first = prefill_part(text); first.size() < text.size()) {
@@ -35,6 +19,9 @@ OptionValue object_of(std::string_view text) {
     object["decode"] = object_of(text.substr(first.size() + 1));
     return object;
   }
+  const std::size_t first = text.find_first_not_of(" \t\r\n");
+  KVKEEP_REQUIRE(first == std::string_view::npos || text[first] != '{', "policy: this is JSON; given ", shortened(text),
+                 "; allowed name,key=value,... (JSON: make_policy_from_json(), or a file for the command)");
   const std::size_t comma = text.find(',');
   const std::string name(text.substr(0, comma));
   OptionValue object;
@@ -47,7 +34,8 @@ OptionValue object_of(std::string_view text) {
     const std::size_t equals = item.find('=');
     KVKEEP_REQUIRE(equals != std::string::npos && equals > 0, "policy: \"", shortened(item),
                    "\" is not key=value; given \"", shortened(text), "\"; allowed name,key=value,...");
-    object.give(full_key(info, item.substr(0, equals)), OptionValue::of_text(item.substr(equals + 1)));
+    object.give(full_name_of(info.name, !info.scorer.empty(), info.options, item.substr(0, equals)),
+                OptionValue::of_text(item.substr(equals + 1)));
   }
   return object;
 }

@@ -6,6 +6,7 @@
 
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/policy/option_fields.h"
 
 namespace kvkeep {
 namespace {
@@ -38,6 +39,17 @@ void require_name(std::string_view operation, std::string_view name) {
                  "\"; allowed lower-case letters, digits and hyphens, at least one");
 }
 
+/// Throws if what describes options gives one a default that is not allowed.
+template <class Describe>
+void require_defaults(std::string_view operation, std::string_view name, const Describe& describe) {
+  OptionFields lister = OptionFields::lister();
+  try {
+    static_cast<void>(describe(lister));
+  } catch (const InvalidArgument& error) {
+    refuse(operation, ": the default of an option of ", name, " is not allowed: ", error.what());
+  }
+}
+
 }  // namespace
 
 void KnownPolicies::add(std::string_view operation, std::string_view name, std::vector<KnownPolicy> more) {
@@ -56,6 +68,7 @@ void KnownPolicies::add(PolicyEntry entry) {
   const std::string name = entry.name;
   require_name("register_policy", name);
   KVKEEP_REQUIRE(entry.describe != nullptr, "register_policy: describe of ", name, " is empty; allowed a function");
+  require_defaults("register_policy", name, entry.describe);
   const std::lock_guard lock(mutex_);
   std::vector<KnownPolicy> one;
   one.push_back({std::move(entry)});
@@ -66,6 +79,7 @@ void KnownPolicies::add(ScorerEntry entry) {
   const std::string_view name = entry.traits.name;
   require_name("register_scorer", name);
   KVKEEP_REQUIRE(entry.make != nullptr, "register_scorer: make of ", name, " is empty; allowed a function");
+  require_defaults("register_scorer", name, entry.make);
   const std::lock_guard lock(mutex_);
   AllocatorEntry flat = allocator_entry<Flat>({});
   std::vector<KnownPolicy> more{evicting(std::string(name), entry, flat)};
@@ -79,6 +93,7 @@ void KnownPolicies::add(AllocatorEntry entry) {
   const std::string_view name = entry.traits.name, alone = entry.traits.scorer;
   require_name("register_allocator", name);
   KVKEEP_REQUIRE(entry.make != nullptr, "register_allocator: make of ", name, " is empty; allowed a function");
+  require_defaults("register_allocator", name, [&](Fields& f) { return entry.make(f, {}); });
   const std::lock_guard lock(mutex_);
   std::vector<KnownPolicy> more;
   bool found = alone.empty();
@@ -119,9 +134,33 @@ const KnownPolicy& KnownPolicies::named(std::string_view name) const {
     KVKEEP_REQUIRE_AS(Unsupported, one.built || !(name == one.name || name.ends_with("-" + std::string(one.name))),
                       "policy: ", name, one.why, ", which this build leaves out; allowed in a build with ", one.option,
                       "=ON");
+  refuse_misfit(name);
   const std::string nearest = did_you_mean(name, all(), kNameOfPolicy);
   refuse("policy: there is no policy \"", shortened(name), "\"", nearest,
          nearest.empty() ? "; allowed " + names() : "; kvkeep policies lists all");
+}
+
+void KnownPolicies::refuse_misfit(std::string_view name) const {
+  const std::lock_guard lock(mutex_);
+  for (const AllocatorEntry& allocator : allocators_)
+    for (const ScorerEntry& scorer : scorers_) {
+      const AllocatorTraits& a = allocator.traits;
+      const ScorerTraits& s = scorer.traits;
+      if (name != text(a.name, "-", s.name)) continue;
+      KVKEEP_REQUIRE(s.composes, "policy: there is no policy \"", name, "\", as scorer ", s.name,
+                     " goes under no allocator; allowed ", s.name, " alone");
+      refuse("policy: there is no policy \"", name, "\", as allocator ", a.name, " takes scores that ",
+             a.probability ? "are shares of attention (ScorerTraits::probability)"
+                           : "heads can compare (ScorerTraits::comparable or probability)",
+             ", and scorer ", s.name, " does not say that of its own; allowed ", joined(policies_under(a.name)));
+    }
+}
+
+std::vector<std::string> KnownPolicies::policies_under(std::string_view allocator) const {
+  std::vector<std::string> names;
+  for (const KnownPolicy& policy : policies_)
+    if (policy.allocator == allocator) names.push_back(policy.entry.name);
+  return names;
 }
 
 KnownPolicies& known_policies() {

@@ -727,6 +727,14 @@ TEST(Keeper, RefusesPoliciesThatTurnWhereALayerLeavesRopeOpen) {
   EXPECT_NO_THROW(Keeper(spec, make_policy("tova,budget=8"))) << "it turns nothing";
 }
 
+TEST(Keeper, SaysAllThatAPolicyLacksOnOneLine) {
+  const std::string said = message_of<InvalidArgument>(
+      [] { const Keeper keeper(model(), make_policy("sekv,recent=12,interval=8"), {.queries = false}); });
+  EXPECT_TRUE(said.starts_with("policy sekv cannot run here: reads_folded: ")) << said;
+  EXPECT_NE(said.find("; surprisal: sekv reads that of every token"), std::string::npos) << said;
+  EXPECT_EQ(said.find('\\'), std::string::npos) << said;
+}
+
 TEST(Keeper, RefusesTensorsWithoutAnAddress) {
   const SequenceId id = 1;
   const std::int32_t indptr[] = {0, 2};

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "kvkeep/kvkeep.h"
@@ -282,18 +283,43 @@ TEST_F(QuantisedCache, CountsTheScalesThatSlotsHave) {
     }
 }
 
-TEST_F(QuantisedCache, RefusesBlocksThatDoNotFillAHeadAndScalesThatAreNoNumbers) {
-  Engine engine("tova,budget=24,interval=1,recent=4,sink=2,prefill=cut", Dtype::i8, false);
-  auto& kv = std::get<DenseKv>(engine.layers[1]);
-  const Tensor whole = kv.key_scales;
-  kv.key_scales = zeros({1, kHeads, kCapacity}, Dtype::f16);
-  for (std::int32_t& length : engine.lengths) length = 40;
-  const std::string scales = testing::message_of<Unsupported>([&] {
-    for (std::int32_t l = 0; l < kLayers; ++l) engine.observe(l, zeros({40, kQueryHeads, kDim}, Dtype::f32));
-    engine.cut();
-  });
-  EXPECT_NE(scales.find("scales of 2 bytes; allowed f32"), std::string::npos) << scales;
+TEST_F(QuantisedCache, RefusesWhatNoEventCouldReadWhenItIsBound) {
+  const auto bind = [](const std::string& policy, Dtype keys, Dtype values, std::optional<Dtype> scales) {
+    Keeper keeper(model(), make_policy(policy + ",budget=24,interval=1,recent=4,sink=2"), {.reads_folded = true});
+    const auto side = [](Dtype dtype) { return zeros({1, kHeads, kCapacity, kDim / numbers_of(dtype)}, dtype); };
+    std::vector<LayerKv> layers;
+    for (std::int32_t l = 0; l < kLayers; ++l) {
+      const auto of = [&](Dtype dtype) {
+        return scales && has_scales(dtype) ? zeros({1, kHeads, kCapacity}, *scales) : Tensor();
+      };
+      layers.emplace_back(DenseKv{side(keys), side(values), of(keys), of(values)});
+    }
+    keeper.bind(std::move(layers));
+  };
+  const auto refused = [&](const std::string& policy, Dtype keys, Dtype values, std::optional<Dtype> scales = {}) {
+    return testing::message_of<InvalidArgument>([&] { bind(policy, keys, values, scales); });
+  };
+  EXPECT_EQ(refused("tova", Dtype::u8, Dtype::f32),
+            "bind: keys of layer 0, which policy tova reads, are u8; allowed f32, f16, bf16, i8, f8_e4m3, f8_e5m2, "
+            "q8_0, q4_0");
+  EXPECT_NE(refused("tova", Dtype::f64, Dtype::f64).find("keys of layer 0"), std::string::npos);
+  EXPECT_NE(refused("cur", Dtype::f16, Dtype::u16).find("values of layer 0, which policy cur reads, are u16"),
+            std::string::npos);
+  EXPECT_NE(refused("streaming,rest=fold", Dtype::f16, Dtype::u16).find("values of layer 0"), std::string::npos);
+  EXPECT_EQ(refused("tova", Dtype::i8, Dtype::i8),
+            "bind: keys of layer 0, which policy tova reads, are i8 without scales; allowed with an f32 scale of each "
+            "slot, or of each head");
+  EXPECT_EQ(refused("tova", Dtype::i8, Dtype::i8, Dtype::f16),
+            "bind: keys of layer 0, which policy tova reads, are i8 with scales that are f16; allowed f32");
+  // Numbers as they are, and what is not read.
+  bind("tova", Dtype::f8_e4m3, Dtype::f8_e5m2, {});
+  bind("tova", Dtype::q8_0, Dtype::u16, {});
+  bind("tova", Dtype::i8, Dtype::u8, Dtype::f32);
+  bind("streaming", Dtype::u8, Dtype::i16, Dtype::f16);
+  bind("streaming", Dtype::i8, Dtype::i8, {});
+}
 
+TEST_F(QuantisedCache, RefusesBlocksThatDoNotFillAHead) {
   ModelSpec odd = model();
   odd.key_dim = odd.value_dim = 24;
   odd.rope.inv_freq.resize(12);

@@ -28,6 +28,8 @@ TEST(Recipes, AreThePoliciesOfTheirTexts) {
        "ams-tova,preset=question,interval=64,budget=1024"},
       {recipes::ams_tova(1024, {{"preset", "paper"}, {"allocator.window", 64}, {"allocator.credit", false}}),
        "ams-tova,budget=1024,preset=paper,window=64,credit=false"},
+      {recipes::ams_tova(1024, {{"preset", "paper"}, {"window", 64}, {"credit", false}}),
+       "ams-tova,budget=1024,preset=paper,allocator.window=64,allocator.credit=false"},
       {recipes::ams_tova(9, {{"variant", "official"}}), "ams-tova,budget=9,variant=official"},
       {recipes::evicting<Expected, MassSegmented>({{"ratio", 0.5}}), "ams-expected,ratio=0.5"},
       {recipes::evicting<Expected, AdaptiveHeads>({{"budget", 64}}), "adakv-expected,budget=64"}};

@@ -13,6 +13,8 @@
 #include <thread>
 
 #include "engines.h"
+#include "kvkeep/policy/evict.h"
+#include "kvkeep/score/knorm.h"
 #include "message_of.h"
 #include "vnorm.h"
 
@@ -229,6 +231,93 @@ TEST_F(Registration, RefusesNamesThatAreNoneOrTaken) {
             }).find("describe of outside-x is empty"),
             std::string::npos);
   EXPECT_EQ(policies().size(), before) << "a refused name adds nothing";
+}
+
+struct CrookedOptions {
+  std::int32_t window = -7;
+  double share = 0.5;
+
+  void describe(Fields& f) {
+    f.integer("window", window, 1, 64, "queries");
+    f.real("share", share, Range::between(0, 1), "of something");
+  }
+};
+struct CrookedShare : CrookedOptions {
+  CrookedShare() { window = 8, share = 1; }
+};
+
+template <class Of>
+class Crooked final : public Allocator {
+ public:
+  using Options = Of;
+  static constexpr AllocatorTraits traits{.name = "outside-crooked", .what = "the best slots", .source = "none"};
+  explicit Crooked(const Of&) {}
+  [[nodiscard]] std::string_view name() const override { return traits.name; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
+             Decision& decision) const override {
+    Flat().allot(evidence, limits, scores, std::move(seen), decision);
+  }
+};
+
+TEST_F(Registration, RefusesDefaultsThatAreNotAllowed) {
+  EXPECT_EQ(message_of<InvalidArgument>([] { register_allocator<Crooked<CrookedOptions>>(); }),
+            "register_allocator: the default of an option of outside-crooked is not allowed: policy: allocator.window "
+            "is out of range or of the wrong type; given -7; allowed an integer from 1 to 64");
+  EXPECT_NE(message_of<InvalidArgument>([] {
+              register_allocator<Crooked<CrookedShare>>();
+            }).find("allocator.share is out of range or of the wrong type; given 1.0; allowed a number in (0.0, 1.0)"),
+            std::string::npos);
+  PolicyEntry policy = renamed();
+  policy.name = "outside-crooked";
+  policy.describe = [](Fields& f) -> MakePolicy {
+    std::int32_t budget = 2;
+    f.integer("budget", budget, 5, 4096, "slots");
+    return {};
+  };
+  EXPECT_NE(message_of<InvalidArgument>([&] { register_policy(policy); }).find("register_policy: the default of"),
+            std::string::npos);
+  EXPECT_EQ(std::ranges::count(policies(), std::string("outside-crooked"), &PolicyInfo::name), 0);
+}
+
+/// Chooses nothing.
+class Idle final : public Allocator {
+ public:
+  [[nodiscard]] std::string_view name() const override { return "outside-idle"; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
+  void allot(const Evidence&, const Limits&, const Scores&, WindowAttention, Decision&) const override {}
+};
+
+TEST_F(Registration, RefusesAnEventWhoseAllocatorChoosesNothing) {
+  Retention retention{.trigger = {.budget = {.slots = 24}, .interval = 8}};
+  engines::DenseEngine engine(
+      std::make_unique<Evict>("outside", std::make_unique<Knorm>(), std::make_unique<Idle>(), retention), false,
+      Dtype::f32);
+  oracle::Random random(5);
+  engine.join(1);
+  static_cast<void>(engine.step(engines::numbers_of(random, {{1, 60}})));
+  const std::string said =
+      message_of<InvalidArgument>([&] { static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}}))); });
+  EXPECT_TRUE(said.starts_with("decide: allocator outside-idle of outside chose no slots; allowed one ")) << said;
+}
+
+TEST_F(Registration, SaysWhatAScorerLacksForAnAllocator) {
+  const auto said = [](const char* name) {
+    return message_of<InvalidArgument>([name] { static_cast<void>(make_policy(name)); });
+  };
+  EXPECT_TRUE(
+      said("adakv-outside-recent,budget=24")
+          .starts_with("policy: there is no policy \"adakv-outside-recent\", as allocator adakv takes scores that "
+                       "heads can compare (ScorerTraits::comparable or probability), and scorer outside-recent "
+                       "does not say that of its own; allowed "))
+      << said("adakv-outside-recent,budget=24");
+  EXPECT_NE(said("adakv-outside-recent").find(" adakv-snapkv,"), std::string::npos);
+  EXPECT_NE(said("criticalkv-outside-recent").find("are shares of attention (ScorerTraits::probability)"),
+            std::string::npos);
+  EXPECT_EQ(
+      said("ams-streaming"),
+      "policy: there is no policy \"ams-streaming\", as scorer streaming goes under no allocator; allowed streaming "
+      "alone");
 }
 
 TEST_F(Registration, AddsWhileOtherThreadsMakePolicies) {

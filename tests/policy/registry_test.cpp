@@ -9,6 +9,7 @@
 #include "kvkeep/kvkeep.h"
 #include "kvkeep/memory/memory_options.h"
 #include "kvkeep/memory/router.h"
+#include "message_of.h"
 
 namespace kvkeep::registry_test {
 namespace {
@@ -194,6 +195,14 @@ TEST(Registry, RefusesWithTheFieldTheValueAndWhatIsAllowed) {
   EXPECT_THROW(static_cast<void>(make_policy("tova,budget")), InvalidArgument);
   EXPECT_THROW(static_cast<void>(make_policy("tova,budget=5,budget=6")), InvalidArgument);
   EXPECT_THROW(static_cast<void>(load_policy("/no/such/policy.json")), InvalidArgument);
+}
+
+TEST(Registry, SaysWhereThereAreNoOptionsAndWhereJsonGoes) {
+  EXPECT_EQ(testing::message_of<InvalidArgument>([] { (void)make_policy("full,budget=3"); }),
+            "policy: full has no option \"budget\"; allowed none");
+  EXPECT_EQ(testing::message_of<InvalidArgument>([] { (void)make_policy(R"( {"policy": "tova", "budget": 24})"); }),
+            "policy: this is JSON; given  {\"policy\": \"tova\", \"budget\": 24}; allowed name,key=value,... "
+            "(JSON: make_policy_from_json(), or a file for the command)");
 }
 
 // In an earlier version these came out as errors of the JSON library, which are not kvkeep's.

@@ -107,6 +107,7 @@ KVKEEP_INLINE Keeper::Keeper(ModelSpec spec, std::unique_ptr<KVPolicy> policy, P
 
 KVKEEP_INLINE void Keeper::bind(std::vector<LayerKv> layers) {
   KVKEEP_REQUIRE_AS(StateError, !pending_, "bind: the last event is pending; allowed after finish()");
+  check_readable(*policy_, spec(), provided_.machine(), layers);
   sequences_->bind(std::move(layers), !policy_->trigger().never || policy_->narrows());
 }
 

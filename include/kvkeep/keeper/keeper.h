@@ -56,8 +56,9 @@ class Keeper {
 
   /// The cache: [num_layers] where the keys and values of each layer are. Once, before the first plan() or step(), and
   /// again whenever a tensor moves, grows or is replaced; kvkeep keeps its tensors alive as long as they own their
-  /// memory, and reads them only in calls. Throws InvalidArgument if they do not fit the model (common_form()), or if
-  /// rows share memory (check_layout()); StateError while an event is pending. Makes plans out of date.
+  /// memory, and reads them only in calls. Throws InvalidArgument if they do not fit the model (common_form()), if the
+  /// policy cannot read their numbers (check_readable()), or if rows share memory (check_layout()); StateError while an
+  /// event is pending. Makes plans out of date.
   void bind(std::vector<LayerKv> layers);
   /// [num_layers] what is bound; empty: nothing yet.
   [[nodiscard]] std::span<const LayerKv> layers() const { return sequences_->layers(); }

@@ -239,8 +239,12 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
   for (const Sharing share : {scorer_->sharing(), retention_.share})
     if (share != Sharing::per_layer_per_head) decision.scores = event->share(decision.scores, share);
   event->allot(*allocator_, decision.scores, std::move(seen), decision);
+  KVKEEP_REQUIRE(
+      decision.keep.has_value(), "decide: allocator ", allocator_->name(), " of ", name_,
+      " chose no slots; allowed one whose allot() fills Decision::keep, with every slot of a row that is not "
+      "due");
 #if KVKEEP_FOLDING
-  if (retention_.rest != nullptr && decision.keep) fold_rest(machine, evidence.table, retention_.rest->cut(), decision);
+  if (retention_.rest != nullptr) fold_rest(machine, evidence.table, retention_.rest->cut(), decision);
 #endif
   return decision;
 }

@@ -170,6 +170,20 @@ class ReadableEvidence {
   std::optional<Evidence> copied_;
 };
 
+/// One side of a layer that a policy reads.
+inline void require_readable(const char* side, const Tensor& rows, const Tensor& scales, std::int32_t layer,
+                             const KVPolicy& policy) {
+  if (!rows.defined()) return;  // bind() says so
+  const auto what = [&] {
+    return text("bind: ", side, " of layer ", layer, ", which policy ", policy.name(), " reads, are ", rows.dtype());
+  };
+  KVKEEP_REQUIRE(cpu::is_readable(rows.dtype()), what(), "; allowed ", cpu::kReadable);
+  KVKEEP_REQUIRE(rows.dtype() != Dtype::i8 || scales.defined(), what(),
+                 " without scales; allowed with an f32 scale of each slot, or of each head");
+  KVKEEP_REQUIRE(!scales.defined() || is_scorable(rows.dtype()) || scales.dtype() == Dtype::f32, what(),
+                 " with scales that are ", scales.dtype(), "; allowed f32");
+}
+
 class HostEvent final : public Event {
  public:
   HostEvent(const Evidence& evidence, const Limits& limits, const Needs& needs)
@@ -434,13 +448,22 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
   return found;
 }
 
+KVKEEP_INLINE void check_readable(const KVPolicy& policy, const ModelSpec& spec, const Machine& machine,
+                                  std::span<const LayerKv> layers) {
+  if (!machine.is_host() || spec.whole_heads() > spec.kv_heads) return;
+  const Needs needs = policy.needs();
+  const bool folds = policy.memory() != nullptr, keys = needs.keys || folds || policy.narrows();
+  for (const std::int32_t l : spec.full_layers()) {
+    const auto layer = static_cast<std::size_t>(l);
+    if (layer >= layers.size() || std::holds_alternative<std::monostate>(layers[layer])) return;  // bind() says so
+    const LayerSides sides = sides_of(layers[layer]);
+    if (keys) host_detail::require_readable("keys", sides.keys, sides.key_scales, l, policy);
+    if (needs.values || folds) host_detail::require_readable("values", sides.values, sides.value_scales, l, policy);
+  }
+}
+
 KVKEEP_INLINE void check(const KVPolicy& policy, const ModelSpec& spec, const Provided& provided) {
-  const std::vector<std::string> found = problems(policy, spec, provided);
-  if (found.empty()) return;
-  std::string all = text("policy ", policy.name(), " cannot run here:");
-  if (found.size() == 1) refuse(all, " ", found.front());
-  for (const std::string& one : found) all += "\n  " + one;
-  refuse(all);
+  require_no_problems(text("policy ", policy.name(), " cannot run here"), problems(policy, spec, provided));
 }
 
 }  // namespace kvkeep

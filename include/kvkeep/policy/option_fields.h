@@ -6,7 +6,9 @@
 #include <cmath>
 #include <filesystem>
 #include <initializer_list>
+#include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -83,6 +85,24 @@ class OptionFields final : public Fields {
   std::vector<OptionInfo> listed_;
 };
 
+/// The full name of an option of a policy that was written without its sub-object: "heads" of "scorer.heads". Throws
+/// InvalidArgument if several end so. evicts: the policy is a scorer's, alone or under an allocator.
+[[nodiscard]] inline std::string full_name_of(std::string_view policy, bool evicts, std::span<const OptionInfo> options,
+                                              const std::string& key) {
+  if (key.find('.') != std::string::npos) return key;
+  std::vector<std::string> matches;
+  for (const OptionInfo& o : options) {
+    if (o.name == key) return key;
+    if (o.name.ends_with("." + key)) matches.push_back(o.name);
+  }
+  // Every evicting policy has the options of folded spans: a name that the policy itself uses means its own.
+  if (matches.size() > 1)
+    std::erase_if(matches, [&](const std::string& match) { return evicts && match.starts_with("memory."); });
+  KVKEEP_REQUIRE(matches.size() < 2, "policy: option \"", shortened(key), "\" of ", policy, " could be ",
+                 matches.empty() ? "" : matches.front() + " or " + matches.back(), "; write one of them");
+  return matches.empty() ? key : matches.front();
+}
+
 namespace option_fields_detail {
 
 inline std::string shown(double value) { return OptionValue(value).json(); }
@@ -142,6 +162,7 @@ inline bool OptionFields::integer(const char* name, std::int64_t& value, std::in
       most >= INT32_MAX ? text("an integer, ", least, " or more") : text("an integer from ", least, " to ", most);
   const OptionValue* given = take(name, aliases, {{}, fallback != nullptr ? fallback : text(value), allowed, what},
                                   fallback == nullptr ? OptionValue(value) : OptionValue());
+  if (listing() && fallback == nullptr && (value < least || value > most)) bad_value(name, value, allowed);
   if (given == nullptr) return false;
   const auto* const whole = given->get<std::int64_t>();
   if (whole == nullptr || *whole < least || *whole > most) bad_value(name, *given, allowed);
@@ -168,16 +189,18 @@ inline OptionFields::Given OptionFields::number(const char* name, double& value,
   const OptionValue* given =
       take(name, aliases, {{}, fallback != nullptr ? fallback : option_fields_detail::shown(value), allowed, what},
            fallback == nullptr ? OptionValue(value) : OptionValue());
+  const auto inside = [range](double x) {
+    return std::isfinite(x) && (range.low_open ? x > range.low : x >= range.low) &&
+           (range.high_open ? x < range.high : x <= range.high);
+  };
+  if (listing() && fallback == nullptr && word == nullptr && !inside(value)) bad_value(name, value, allowed);
   if (given == nullptr) return Given::nothing;
   if (word != nullptr && given->is(word)) {
     put(name, word);
     return Given::word;
   }
   double wanted = 0;
-  if (!given->number(wanted)) bad_value(name, *given, allowed);
-  const bool inside = (range.low_open ? wanted > range.low : wanted >= range.low) &&
-                      (range.high_open ? wanted < range.high : wanted <= range.high);
-  if (!inside || !std::isfinite(wanted)) bad_value(name, *given, allowed);
+  if (!given->number(wanted) || !inside(wanted)) bad_value(name, *given, allowed);
   value = wanted;
   put(name, value);
   return Given::number;
@@ -275,7 +298,7 @@ inline void OptionFields::require_known(const OptionValue& object, const std::st
   const auto check = [&](const std::string& name) {
     if (std::ranges::find(taken_, name) != taken_.end()) return;
     refuse("policy: ", policy, " has no option \"", shortened(name), "\"", did_you_mean(name, taken_), "; allowed ",
-           joined(offered_));
+           offered_.empty() ? "none" : joined(offered_));
   };
   for (const auto& [key, value] : object.members()) {
     check(key);

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "kvkeep/core/cache_view.h"
 #include "kvkeep/core/decision.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/observe/trigger.h"
@@ -95,6 +96,11 @@ using MakePart = std::unique_ptr<Part> (*)(const PartContext&);
 
 /// Throws InvalidArgument with all of problems().
 void check(const KVPolicy& policy, const ModelSpec& spec, const Provided& provided);
+
+/// Throws InvalidArgument if the policy reads keys or values of a full layer that no event on the host could read: of a
+/// dtype without code, i8 without scales, scales that are not f32. What a device cannot read, its events say.
+void check_readable(const KVPolicy& policy, const ModelSpec& spec, const Machine& machine,
+                    std::span<const LayerKv> layers);
 
 /// Decides which slots stay, and what happens to the rest. State that belongs to slots (positions, credit) travels with
 /// the rows, in the Keeper's columns. So a policy stays const while it decides, and one policy serves any number of
