@@ -98,7 +98,8 @@ using MakePart = std::unique_ptr<Part> (*)(const PartContext&);
 void check(const KVPolicy& policy, const ModelSpec& spec, const Provided& provided);
 
 /// Throws InvalidArgument if the policy reads keys or values of a full layer that no event on the host could read: of a
-/// dtype without code, i8 without scales, scales that are not f32. What a device cannot read, its events say.
+/// dtype without code, i8 without scales, scales that are not f32. What a device cannot read, or one of several ranks,
+/// its events say: to all ranks.
 void check_readable(const KVPolicy& policy, const ModelSpec& spec, const Machine& machine,
                     std::span<const LayerKv> layers);
 
