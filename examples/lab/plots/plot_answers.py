@@ -30,7 +30,7 @@ DEFAULT = (
 # What --brief draws: name, policy, caches, question, colour, the mark and the side of it that the name stands at.
 BRIEF = [
     ("nothing dropped", "full", ("bf16", "q8_0", "q4_0"), "before", "#000000", -1, "above"),
-    ("AMS over 4 bits,\nquestion in sight", "ams-expected,preset=question", ("q4_0",), "before", "#0072B2", 0, "left"),
+    ("AMS over 4 bits,\nquestion known", "ams-expected,preset=question", ("q4_0",), "before", "#0072B2", 0, "left"),
     (
         "folded over 4 bits,\nquestion comes later",
         "ams-tova,preset=question,rest=fold",
@@ -93,7 +93,7 @@ def draw_brief(plt, cells, models, mean):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#eeeeee", lw=0.6)
         axis.set_title(MODELS.get(model, model), fontsize=10)
-        axis.set_xlabel("bytes held near, % of the full cache in 16 bits")
+        axis.set_xlabel("bytes that a step reads, % of the full cache in 16 bits")
     axes[0][0].set_ylabel("right answers, %")
     figure.tight_layout()
     return figure
