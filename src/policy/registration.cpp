@@ -46,7 +46,8 @@ void require_defaults(std::string_view operation, std::string_view name, const D
   try {
     static_cast<void>(describe(lister));
   } catch (const InvalidArgument& error) {
-    refuse(operation, ": the default of an option of ", name, " is not allowed: ", error.what());
+    refuse(operation, ": the default of an option of ", name, " is not allowed: ", error.what(),
+           "; one that must be given has a `fallback` instead");
   }
 }
 

@@ -62,7 +62,7 @@ struct List {
 };
 
 /// "name,key=value,..." or a JSON object; a dict is one.
-struct PolicyText {
+struct PolicyArgument {
   nb::object given = nb::none();
   std::optional<std::string> held;
 
@@ -126,8 +126,8 @@ struct type_caster<python::List<T>> {
 };
 
 template <>
-struct type_caster<python::PolicyText> {
-  NB_TYPE_CASTER(python::PolicyText, const_name("str | dict"))
+struct type_caster<python::PolicyArgument> {
+  NB_TYPE_CASTER(python::PolicyArgument, const_name("str | dict"))
 
   bool from_python(handle src, std::uint32_t, cleanup_list*) noexcept {
     value = {.given = borrow(src), .held = {}};
@@ -434,7 +434,7 @@ void bind_keeper(nb::module_& m) {
       "them. One thread at a time.")
       .def(
           "__init__",
-          [](Keeper* self, const ModelSpec& spec, const PolicyText& policy, bool queries, bool layer_by_layer,
+          [](Keeper* self, const ModelSpec& spec, const PolicyArgument& policy, bool queries, bool layer_by_layer,
              bool surprisal, bool given_scores, bool reads_folded,
              const std::vector<std::optional<Array>>& output_projections, ThreadPool* threads) {
             Provided provided{.queries = queries,
@@ -690,7 +690,7 @@ NB_MODULE(_kvkeep, m) {
       "kvkeep/io/kept_page.h; a stop is (name, present, bytes, rows).");
   m.def(
       "_policy_text",
-      [](const python::PolicyText& policy) {
+      [](const python::PolicyArgument& policy) {
         static_cast<void>(policy.made());
         return *policy.held;
       },

@@ -261,9 +261,11 @@ class Crooked final : public Allocator {
 };
 
 TEST_F(Registration, RefusesDefaultsThatAreNotAllowed) {
-  EXPECT_EQ(message_of<InvalidArgument>([] { register_allocator<Crooked<CrookedOptions>>(); }),
-            "register_allocator: the default of an option of outside-crooked is not allowed: policy: allocator.window "
-            "is out of range or of the wrong type; given -7; allowed an integer from 1 to 64");
+  EXPECT_EQ(
+      message_of<InvalidArgument>([] { register_allocator<Crooked<CrookedOptions>>(); }),
+      "register_allocator: the default of an option of outside-crooked is not allowed: policy: allocator.window "
+      "is out of range or of the wrong type; given -7; allowed an integer from 1 to 64; one that must be given has a "
+      "`fallback` instead");
   EXPECT_NE(message_of<InvalidArgument>([] {
               register_allocator<Crooked<CrookedShare>>();
             }).find("allocator.share is out of range or of the wrong type; given 1.0; allowed a number in (0.0, 1.0)"),

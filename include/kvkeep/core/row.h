@@ -38,7 +38,7 @@ inline constexpr float kNoToken = -std::numeric_limits<float>::infinity();
 namespace row_detail {
 /// Its address stands for a type, in programs without RTTI too.
 template <class T>
-[[gnu::visibility("default")]] inline constexpr char type = 0;
+[[gnu::visibility("default")]] inline constexpr char kType = 0;
 }  // namespace row_detail
 
 /// The Hkv rows of one (layer, sequence). They share queries and are adjacent in the table.
@@ -66,13 +66,13 @@ struct RowGroup {
   /// For Part::describe(): `data` is valid as long as the event.
   template <class T>
   void attach(const T& data) {
-    attached.emplace_back(&row_detail::type<T>, &data);
+    attached.emplace_back(&row_detail::kType<T>, &data);
   }
   /// For KVPolicy::decide(); null if no part gave one.
   template <class T>
   [[nodiscard]] const T* find() const {
     for (const auto& [type, data] : attached)
-      if (type == &row_detail::type<T>) return static_cast<const T*>(data);
+      if (type == &row_detail::kType<T>) return static_cast<const T*>(data);
     return nullptr;
   }
 };

@@ -66,7 +66,7 @@ void register_oracle() {
                    .needs = "a task that says which positions it will need",
                    .describe = [](Fields& f) -> MakePolicy {
                      std::int32_t budget = 0, interval = 128, sink = 4;
-                     f.integer("budget", budget, 1, INT32_MAX, "slots of a row after an event");
+                     f.integer("budget", budget, 1, INT32_MAX, "slots of a row after an event", {}, "required");
                      f.integer("interval", interval, 0, INT32_MAX, "tokens between events");
                      f.integer("sink", sink, 0, INT32_MAX, "first slots that stay");
                      if (!f.listing() && budget < sink + 1)
