@@ -111,9 +111,9 @@ Examples:
   kvkeep perplexity --model SmolLM2.gguf --text prose.txt --budgets 256 --policy tova --policy snapkv
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \
       --max-new-tokens 200
-  kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 \
-      --out event.safetensors
   kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
+  kvkeep record --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --event 130 \
+      --out event.safetensors
   kvkeep replay event.safetensors --policy ams-tova,budget=96,interval=32 --out kept.safetensors
 )";
   }
