@@ -75,7 +75,7 @@ TEST_F(Plugins, BringOptionsOfEveryKind) {
   const auto json = nlohmann::json::parse(policy->to_json());
   EXPECT_EQ(json["scorer"], (nlohmann::json{{"of", "largest"}, {"skip", 2}, {"floor", 0.5}, {"negative", true}}));
   const std::pair<const char*, const char*> faults[] = {
-      {"floor=1000000", "scorer.floor"}, {"skip=-1", "scorer.skip"},          {"of=mean", "largest, max, sum"},
+      {"floor=1000000", "scorer.floor"}, {"skip=-1", "scorer.skip"},          {"of=mean", "largest, sum"},
       {"negative=1", "scorer.negative"}, {"of=sum,negative=false", "of=sum"}, {"skpi=1", "did you mean"}};
   for (const auto& [options, names] : faults) {
     const std::string said =
