@@ -489,6 +489,10 @@ KVKEEP_INLINE Report Keeper::finish(CacheView view) {
                     "finish: no event is pending; allowed once after each apply() whose report says so");
   auto& [plan, pages] = *pending_;
   const keeper_detail::Stage stage(provided_, "kvkeep.finish");
+  const std::int32_t rows = spec().num_layers() * spec().kv_heads;
+  KVKEEP_REQUIRE_AS(StateError, view.lengths.rows_per_sequence == rows, "finish: the view has ",
+                    view.lengths.data.size(), " lengths, ", view.lengths.rows_per_sequence,
+                    " per sequence; allowed the view of apply()");
   check_planned("finish", plan, pages, view);
   std::vector<std::int32_t> counts(plan.table.rows.size());
   provided_.machine().read_counts(counts);

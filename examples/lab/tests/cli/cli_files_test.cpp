@@ -81,7 +81,7 @@ TEST_F(Command, RefusesWhatCannotBeTheNameOfAFile) {
     words.insert(words.end(), {option, value});
     return words;
   };
-  expect_refused(with("--policy", "{\"policy\":\"tova\"," + longest + "}"), "there is no policy");
+  expect_refused(with("--policy", "{\"policy\":\"tova\"," + longest + "}"), "this is JSON");
   expect_refused(with("--retention", place(longest)), "too long");
   fs::create_symlink("loop", folder_ / "loop");
   expect_refused(with("--policy", place("loop")), "there is no policy");
