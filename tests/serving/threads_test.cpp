@@ -110,9 +110,15 @@ TEST(ThreadPool, RunsPartsOnItsThreadsAndThrowsWhatTheyThrow) {
   parallel_for(0, 100, 1, [&](std::int64_t begin, std::int64_t end) {
     EXPECT_EQ(detail::threads, nullptr) << "a loop within a part runs on its thread";
     for (std::int64_t i = begin; i < end; ++i) ++seen[static_cast<std::size_t>(i)];
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    const std::scoped_lock lock(mutex);
-    ids.insert(std::this_thread::get_id());
+    {
+      const std::scoped_lock lock(mutex);
+      ids.insert(std::this_thread::get_id());
+    }
+    // A part takes until every thread has one, so that none takes two: on a busy machine threads wake late.
+    for (int waited = 0; ++waited < 10'000; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+      const std::scoped_lock lock(mutex);
+      if (ids.size() == 3) break;
+    }
   });
   EXPECT_EQ(seen, std::vector<int>(100, 1));
   EXPECT_EQ(ids.size(), 3U);
