@@ -15,12 +15,14 @@
 #include "kvkeep/core/error.h"
 #include "kvkeep/keeper/keeper.h"
 #include "kvkeep/policy/registry.h"
+#include "message_of.h"
 #include "oracle/random_case.h"
 
 namespace kvkeep::paged_sequences_test {
 namespace {
 
 using testing::Array;
+using testing::message_of;
 using testing::whole_numbers;
 using Ints = std::vector<std::int32_t>;
 
@@ -38,6 +40,24 @@ TEST(PagePool, HandsOutPagesInOrderAndTheNewestFreeOneFirst) {
   pool.give_back(1);
   pool.give_back(3);
   for (const std::int32_t page : {3, 1, -1}) EXPECT_EQ(pool.take(), page);
+}
+
+TEST(PagedSequences, AdoptsPagesThatACacheHoldsEachOnce) {
+  PagePool pool(8, 4);
+  PagedSequences sequences(pool);
+  for (int p = 0; p < 6; ++p) static_cast<void>(pool.take());
+  sequences.adopt(1, Ints{5, 0, 3}, 11);
+  EXPECT_EQ(pages_of(sequences, 1), (Ints{5, 0, 3}));
+  EXPECT_EQ(pool.references(0), 2);
+  const auto refused = [&](SequenceId id, const Ints& pages, std::int32_t slots) {
+    return message_of<Error>([&] { sequences.adopt(id, pages, slots); });
+  };
+  EXPECT_EQ(refused(2, {5, 0, 5}, 12), "adopt: page 5 twice for sequence 2; allowed once");
+  EXPECT_EQ(refused(2, {5, 6}, 8), "adopt: nobody holds page 6; allowed pages that a cache or a sequence holds");
+  EXPECT_EQ(refused(1, {4}, 4), "adopt: sequence 1 is already held; allowed after release()");
+  EXPECT_NE(refused(2, {5, 0}, 9).find("begins with 9 slots in 2 pages of 4"), std::string::npos);
+  EXPECT_FALSE(sequences.knows(2));
+  EXPECT_EQ(pool.references(5), 2) << "what throws changes nothing";
 }
 
 TEST(PagePool, CountsHoldersAndRefusesAPageThatNobodyHolds) {

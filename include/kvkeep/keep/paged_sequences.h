@@ -261,12 +261,13 @@ inline PageGrant PagedSequences::admit(SequenceId sequence, std::int32_t slots, 
 inline void PagedSequences::adopt(SequenceId sequence, std::span<const std::int32_t> pages, std::int32_t slots) {
   KVKEEP_REQUIRE(slots >= 0 && pages_for(slots) == pages.size(), "adopt: sequence ", sequence, " begins with ", slots,
                  " slots in ", pages.size(), " pages of ", pool_.page_size(), "; allowed as many pages as slots need");
-  for (std::size_t p = 0; p < pages.size(); ++p) {
-    KVKEEP_REQUIRE_AS(StateError, pool_.references(pages[p]) > 0, "adopt: nobody holds page ", pages[p],
+  for (const std::int32_t page : pages)
+    KVKEEP_REQUIRE_AS(StateError, pool_.references(page) > 0, "adopt: nobody holds page ", page,
                       "; allowed pages that a cache or a sequence holds");
-    KVKEEP_REQUIRE(std::ranges::find(pages.first(p), pages[p]) == pages.begin() + static_cast<std::ptrdiff_t>(p),
-                   "adopt: page ", pages[p], " twice for sequence ", sequence, "; allowed once");
-  }
+  std::vector<std::int32_t> sorted(pages.begin(), pages.end());
+  std::ranges::sort(sorted);
+  const auto twice = std::ranges::adjacent_find(sorted);
+  KVKEEP_REQUIRE(twice == sorted.end(), "adopt: page ", *twice, " twice for sequence ", sequence, "; allowed once");
   share("adopt", sequence, {{pages.begin(), pages.end()}, slots, slots});
 }
 
