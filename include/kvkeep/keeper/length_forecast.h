@@ -30,7 +30,7 @@ struct PageNeed {
 /// bound (`exact`). A value: it refers to the keeper's policy and model, which must outlive it, and to nothing that
 /// changes, so the scheduler's thread counts while another runs the keeper.
 ///
-///     kvkeep::LengthForecast ahead = keeper.forecast(id);   // once, when the sequence has joined
+///     kvkeep::LengthForecast ahead = keeper.forecast(id);   // when the sequence has joined, and after every report
 ///     ahead.step(prompt_tokens);                      // for every step that is scheduled
 ///     ahead.length();                                 // slots of its longest row after that step and its event
 ///
