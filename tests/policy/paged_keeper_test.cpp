@@ -211,7 +211,7 @@ TEST(PagedEvents, AreRefusedOverAnotherViewThanThatOfTheirPlan) {
     other = view;
   };
   other.pages = nullptr;
-  refused(text("the event of sequence 2 takes ", plan.pages[0].taken, " pages, and the view has no PageAllocator"));
+  refused("the view has no PageAllocator, and the event was planned with one");
   const std::int64_t pages = view.block_table.size(1);
   for (const std::int64_t wide : {std::int64_t{1}, pages, pages + 3}) {
     other.block_table = Array::zeros({1, wide}, Dtype::i32);
@@ -230,6 +230,35 @@ TEST(PagedEvents, AreRefusedOverAnotherViewThanThatOfTheirPlan) {
   }
   EXPECT_TRUE(before.same_as(Sight(engine, ids))) << "what throws changes nothing";
   EXPECT_EQ(engine.keeper.apply(plan, view).wait().cuts.size(), 1U);
+}
+
+TEST(PagedEvents, NeverWriteAPageThatIsHeldTwiceByTheTimeOfApply) {
+  oracle::Random random(4);
+  PagedEngine engine("knorm,budget=24,interval=8,recent=2", false, Dtype::f32, 8, PageLayout::head_slot,
+                     Form::pages_first, 16 * 8);
+  engine.join(1);
+  static_cast<void>(engine.step(numbers_of(random, {{1, 30}})));
+  engine.feed(numbers_of(random, {{1, 2}}));
+  const std::vector<SequenceId> ids{1};
+  CacheView view = engine.view(ids), uncounted = view;
+  uncounted.pages = nullptr;
+  const Plan counted = engine.keeper.plan(view), blind = engine.keeper.plan(uncounted);
+  ASSERT_FALSE(counted.pages[0].written.empty());
+  const std::int32_t page = counted.pages[0].written[0];
+  const auto refused = [&](const Plan& plan) {
+    const Sight before(engine, ids);
+    EXPECT_EQ(testing::message_of<StateError>([&] { engine.keeper.apply(plan, view); }),
+              text("apply: page ", page,
+                   " of sequence 1, which the event writes, is held by 2; allowed a plan made "
+                   "with this PageAllocator, and since the page has that many"));
+    EXPECT_TRUE(before.same_as(Sight(engine, ids))) << "what throws changes nothing";
+  };
+  engine.pool.retain(page);  // a prefix cache takes it between plan() and apply(), or where plan() could not know
+  refused(counted);
+  refused(blind);
+  const Plan since = engine.keeper.plan(view);
+  EXPECT_EQ(since.pages[0].taken, 1);
+  EXPECT_EQ(engine.keeper.apply(since, view).wait().cuts.size(), 1U);
 }
 
 TEST(PagedEvents, RefuseAPageThatIsNotFreeBeforeAnythingIsWritten) {

@@ -9,7 +9,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <functional>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <thread>
 
 #include "engines.h"
@@ -282,25 +284,103 @@ TEST_F(Registration, RefusesDefaultsThatAreNotAllowed) {
   EXPECT_EQ(std::ranges::count(policies(), std::string("outside-crooked"), &PolicyInfo::name), 0);
 }
 
-/// Chooses nothing.
-class Idle final : public Allocator {
+/// Scores and chooses as it is told.
+class Told final : public Scorer {
  public:
-  [[nodiscard]] std::string_view name() const override { return "outside-idle"; }
+  explicit Told(std::function<Scores(Scores)> change) : change_(std::move(change)) {}
+  [[nodiscard]] std::string_view name() const override { return "outside-told"; }
   [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
-  void allot(const Evidence&, const Limits&, const Scores&, WindowAttention, Decision&) const override {}
+  [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                             const WindowAttention& seen) const override {
+    return change_(Knorm().score(evidence, limits, seen));
+  }
+
+ private:
+  std::function<Scores(Scores)> change_;
+};
+class Chosen final : public Allocator {
+ public:
+  using Change = std::function<void(const RowTable&, std::optional<KeepSet>&)>;
+  explicit Chosen(Change change, bool spares_one = false) : change_(std::move(change)), spares_one_(spares_one) {}
+  [[nodiscard]] std::string_view name() const override { return "outside-chosen"; }
+  void spread(const Evidence&, std::span<const std::int32_t>, std::vector<RowLimit>& rows) const override {
+    if (spares_one_) rows[0].due = false;
+  }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
+             Decision& decision) const override {
+    Flat().allot(evidence, limits, scores, std::move(seen), decision);
+    change_(evidence.table, decision.keep);
+  }
+
+ private:
+  Change change_;
+  bool spares_one_;
 };
 
-TEST_F(Registration, RefusesAnEventWhoseAllocatorChoosesNothing) {
-  Retention retention{.trigger = {.budget = {.slots = 24}, .interval = 8}};
-  engines::DenseEngine engine(
-      std::make_unique<Evict>("outside", std::make_unique<Knorm>(), std::make_unique<Idle>(), retention), false,
-      Dtype::f32);
+/// What an event of a sequence of 61 tokens, with a budget of 24, says of these.
+template <class Error>
+std::string refused(std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator) {
+  Retention retention{.trigger = {.budget = {.slots = 24}, .interval = 8}, .recent = 3};
+  engines::DenseEngine engine(std::make_unique<Evict>("outside", std::move(scorer), std::move(allocator), retention),
+                              false, Dtype::f32);
   oracle::Random random(5);
   engine.join(1);
   static_cast<void>(engine.step(engines::numbers_of(random, {{1, 60}})));
   const std::string said =
-      message_of<InvalidArgument>([&] { static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}}))); });
-  EXPECT_TRUE(said.starts_with("decide: allocator outside-idle of outside chose no slots; allowed one ")) << said;
+      message_of<Error>([&] { static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}}))); });
+  EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 61) << said;
+  return said;
+}
+
+TEST_F(Registration, RefusesAnEventWhoseAllocatorKeepsWhatItMayNot) {
+  const auto first = [](KeepSet& keep) { return keep.slots.data<std::int32_t>(); };
+  const auto one_less = [first](KeepSet& keep) {  // the newest of the first row
+    std::copy(first(keep) + keep.indptr[1], first(keep) + keep.indptr.back(), first(keep) + keep.indptr[1] - 1);
+    for (std::size_t r = 1; r < keep.indptr.size(); ++r) --keep.indptr[r];
+  };
+  const std::pair<Chosen::Change, std::string> wrong[] = {
+      {[](auto&, auto& keep) { keep.reset(); },
+       "decide: allocator outside-chosen of outside chose no slots; allowed one whose allot() fills Decision::keep"},
+      {[](auto&, auto& keep) { keep = KeepSet{}; }, " gave 0 offsets of kept slots; allowed "},
+      {[](auto&, auto& keep) { keep->indptr.pop_back(); }, " offsets of kept slots; allowed "},
+      {[](auto&, auto& keep) { keep->slots = {}; },
+       "step: kept slots of allocator outside-chosen of outside are an absent tensor; allowed a contiguous i32 ["},
+      {[](auto&, auto& keep) { keep->slots = empty(keep->slots.sizes(), Dtype::i64); }, " are i64 ["},
+      {[](auto&, auto& keep) { keep->slots = keep->slots.narrow(0, 0, 20); }, " are i32 [20] on cpu; allowed "},
+      {[&](auto&, auto& keep) { first(*keep)[5] = first(*keep)[4]; }, " that do not ascend; allowed ascending ones"},
+      {[&](auto&, auto& keep) { first(*keep)[0] = -1; }, " that do not ascend; allowed ascending ones from 0 to 60"},
+      {[&](auto&, auto& keep) { first(*keep)[23] = 61; },
+       " keeps slots of layer 0, head 0 that are beyond it; allowed ascending ones from 0 to 60"},
+      {[](auto& table, auto& keep) { keep = keep_everything(table), ++keep->indptr[1]; },
+       " keeps 62 slots of layer 0, head 0; allowed 1 to all 61"},
+      {[](auto&, auto& keep) { keep->indptr[1] = 0; }, " keeps 0 slots of layer 0, head 0; allowed 1 to all 61"},
+      {[&](auto&, auto& keep) { first(*keep)[3] = 4, std::iota(first(*keep) + 4, first(*keep) + 21, 5); },
+       " drops slots of layer 0, head 0 that stay whatever they score; allowed all that RowLimit::guarded holds, here "
+       "the oldest 4 and the newest 3"},
+      {[&](auto&, auto& keep) { one_less(*keep); }, " drops slots of layer 0, head 0 that stay whatever they score"},
+  };
+  for (const auto& [change, says] : wrong) {
+    const std::string said = refused<InvalidArgument>(std::make_unique<Knorm>(), std::make_unique<Chosen>(change));
+    EXPECT_NE(said.find(says), std::string::npos) << said << "\nis not\n" << says;
+  }
+  const std::string said = refused<InvalidArgument>(
+      std::make_unique<Knorm>(), std::make_unique<Chosen>([&](auto&, auto& keep) { one_less(*keep); }, true));
+  EXPECT_NE(said.find("layer 0, head 0, which is not due; allowed all 61 slots"), std::string::npos) << said;
+}
+
+TEST_F(Registration, RefusesAnEventWhoseScorerGivesNoScores) {
+  using Change = std::function<Scores(Scores)>;
+  const std::pair<Change, std::string> wrong[] = {
+      {[](auto) { return Scores{}; }, "step: scores of outside-told are an absent tensor; allowed a contiguous f32 ["},
+      {[](auto given) { return Scores{empty(given.data.sizes(), Dtype::bf16)}; }, " are bf16 ["},
+      {[](auto given) { return Scores{given.data.narrow(0, 1, given.data.size(0) - 1)}; }, "] on cpu; allowed "},
+      {[](auto given) { return Scores{given.data.reshaped({1, given.data.size(0)})}; }, " are f32 [1, "},
+  };
+  for (const auto& [change, says] : wrong) {
+    const std::string said = refused<InvalidArgument>(std::make_unique<Told>(change), std::make_unique<Flat>());
+    EXPECT_NE(said.find(says), std::string::npos) << said << "\nis not\n" << says;
+  }
 }
 
 TEST_F(Registration, SaysWhatAScorerLacksForAnAllocator) {

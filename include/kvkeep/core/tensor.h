@@ -247,6 +247,16 @@ class Tensor {
   Owner owner_;
 };
 
+/// `what` are that many contiguous numbers, or more. Throws InvalidArgument.
+inline void require_flat(std::string_view what, const Tensor& given, Dtype dtype, std::int64_t count, Device device) {
+  const auto allowed = [&] { return text("; allowed a contiguous ", dtype, " [", count, "] on ", device.str()); };
+  KVKEEP_REQUIRE(given.defined(), what, " are an absent tensor", allowed());
+  KVKEEP_REQUIRE(given.dtype() == dtype && given.dim() == 1 && given.size(0) >= count && given.is_contiguous() &&
+                     given.device() == device,
+                 what, " are ", given.dtype(), " ", given.sizes(), given.is_contiguous() ? "" : ", strided,", " on ",
+                 given.device().str(), allowed());
+}
+
 /// Copies between two tensors of one shape and dtype, at least one of which is not on the CPU.
 using DeviceCopy = void (*)(const Tensor& from, const Tensor& to);
 

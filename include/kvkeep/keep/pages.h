@@ -45,6 +45,9 @@ struct PageMove {
                                                std::span<const SequenceId> sequences, const PageAllocator* pages,
                                                SharedPages shared);
 
+/// Throws StateError if a page to be written has another holder by now. Cost: O(pages written).
+void check_unshared(std::span<const PageMove> moves, std::span<const SequenceId> sequences, const PageAllocator* pages);
+
 /// The same moves where rows keep fewer slots than the plan had room for: pages behind the last slot are given back.
 void shorten(std::span<PageMove> moves, const RowTable& table, const KeepSet& keep);
 
@@ -173,6 +176,18 @@ inline std::vector<PageMove> plan_pages(const RowTable& table, const KeepSet& ke
   }
   pages_detail::count_slots(moves, table, keep);
   return moves;
+}
+
+inline void check_unshared(std::span<const PageMove> moves, std::span<const SequenceId> sequences,
+                           const PageAllocator* pages) {
+  if (pages == nullptr) return;
+  for (const PageMove& move : moves)
+    for (const std::int32_t page : move.written) {
+      const std::int32_t holders = page == PageMove::kTake ? 1 : pages->references(page);
+      KVKEEP_REQUIRE_AS(StateError, holders <= 1, "apply: page ", page, " of sequence ",
+                        sequences[static_cast<std::size_t>(move.sequence)], ", which the event writes, is held by ",
+                        holders, "; allowed a plan made with this PageAllocator, and since the page has that many");
+    }
 }
 
 inline void shorten(std::span<PageMove> moves, const RowTable& table, const KeepSet& keep) {

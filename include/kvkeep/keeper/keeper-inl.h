@@ -232,7 +232,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
 
   if (!plan.decision.keep) return plan;  // nothing to carry out
   const KeepSet& keep = *plan.decision.keep;
-  require_pinned(policy_->name(), plan.table, keep);
+  check_keep(policy_->name(), plan.table, keep);
   for (const std::int32_t i : due) {
     const SequenceId id = view.sequences[static_cast<std::size_t>(i)];
     plan.cuts.push_back({.sequence = id, .logical_length = sequences_->at(id).logical});
@@ -242,6 +242,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     part->check_decision({plan.table, plan.decision, view.sequences});
   if (plan.table.page_size > 0)
     plan.pages = plan_pages(plan.table, keep, view.sequences, view.pages, view.shared_pages);
+  plan.counted = !plan.pages.empty() && view.pages != nullptr;
   plan.seconds = stage.seconds();
   return plan;
 }
@@ -278,6 +279,8 @@ KVKEEP_INLINE void Keeper::check_planned(const char* operation, const Plan& plan
   }
   if (!plan.decision.keep) return;
   check_view(spec(), plan.table, view);
+  KVKEEP_REQUIRE_AS(StateError, !plan.counted || view.pages != nullptr, operation,
+                    ": the view has no PageAllocator, and the event was planned with one", wanted());
   for (const Row& row : plan.table.rows) {
     const auto i = static_cast<std::size_t>(row.sequence);
     const std::int32_t held = view.lengths.at(i, row.layer * spec().kv_heads + row.head);
@@ -292,8 +295,6 @@ KVKEEP_INLINE void Keeper::check_planned(const char* operation, const Plan& plan
       as_it_was = BlockTable(view).page(move.sequence, static_cast<std::int64_t>(p)) == move.before[p];
     KVKEEP_REQUIRE_AS(StateError, as_it_was, operation, ": the block table of sequence ", id,
                       " has other pages than when the event was planned", wanted());
-    KVKEEP_REQUIRE_AS(StateError, move.taken == 0 || view.pages != nullptr, operation, ": the event of sequence ", id,
-                      " takes ", move.taken, " pages, and the view has no PageAllocator", wanted());
   }
 }
 
@@ -317,6 +318,7 @@ KVKEEP_INLINE EventHandle Keeper::apply(const Plan& plan, CacheView view) {
                     "apply: the plan is out of date: tokens were observed or rows were cut since; make a new one");
   sequences_->resolve("apply", view.sequences);
   check_planned("apply", plan, plan.pages, view);
+  check_unshared(plan.pages, view.sequences, view.pages);
   std::optional<keeper_detail::Stage> stage;
   if (plan.decision.keep) stage.emplace(provided_, "kvkeep.apply");
   Report report{.cuts = plan.cuts,

@@ -44,6 +44,7 @@ struct Plan {
   RowTable table;         ///< the rows of those sequences
   Decision decision;
   std::vector<PageMove> pages;     ///< paged caches: one per sequence that is due
+  bool counted = false;            ///< a PageAllocator said how many hold them
   std::vector<Unscored> unscored;  ///< sequences that are due and will not be cut
   std::int64_t bytes_before = 0;   ///< K and V bytes of live slots in full layers, for all sequences of the view
   std::int64_t bytes_after = 0;

@@ -25,7 +25,67 @@ inline std::int32_t pinned_from(std::int32_t first, const Row& row, const RowGro
                                    positions_from(std::max(first, group.next_position), group.pinned));
 }
 
+inline void check_pinned(std::string_view who, const Row& row, const RowGroup& group,
+                         std::span<const std::int32_t> kept) {
+  for (const PositionSpan& span : group.pinned) {
+    const SlotRange slots = slots_at(row, span);
+    if (slots.from == slots.to) continue;
+    const auto first = std::ranges::lower_bound(kept, slots.from) - kept.begin();
+    const std::int64_t last = first + slots.to - slots.from - 1;
+    KVKEEP_REQUIRE_AS(Unsupported, last < std::ssize(kept) && kept[static_cast<std::size_t>(last)] == slots.to - 1,
+                      "step: ", who, " drops pinned slots of layer ", row.layer, ", head ", row.head,
+                      "; allowed policies and allocators that keep every slot which RowLimit::guarded holds");
+  }
+}
+
+/// An allocator keeps all slots of a row that is not due, and of any other those that stay whatever they score.
+inline void check_allotted(std::string_view who, const RowTable& table, const Limits& limits, const KeepSet& keep) {
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const Row& row = table.rows[r];
+    const RowLimit& limit = limits.rows[r];
+    const std::int64_t count = keep.count(r), sinks = limit.guarded.sinks, recents = limit.guarded.recents;
+    const auto of_row = [&] {
+      return text("step: ", who, " drops ", "slots of layer ", row.layer, ", head ", row.head);
+    };
+    KVKEEP_REQUIRE(limit.due || count == row.length, of_row(), ", which is not due; allowed all ", row.length,
+                   " slots (RowLimit::due)");
+    if (!limit.due || !table.device.is_cpu()) continue;
+    const std::span<const std::int32_t> kept = keep.row(r);
+    const bool whole = count >= sinks + recents &&
+                       (sinks == 0 || kept[static_cast<std::size_t>(sinks) - 1] == sinks - 1) &&
+                       (recents == 0 || kept[static_cast<std::size_t>(count - recents)] == row.length - recents);
+    KVKEEP_REQUIRE(whole, of_row(),
+                   " that stay whatever they score; allowed all that RowLimit::guarded holds, here the "
+                   "oldest ",
+                   sinks, " and the newest ", recents);
+  }
+}
+
 }  // namespace evict_detail
+
+KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep) {
+  const std::size_t rows = table.rows.size(), heads = table.groups.empty() ? 1 : rows / table.groups.size();
+  KVKEEP_REQUIRE(keep.indptr.size() == rows + 1 && keep.indptr.front() == 0, "step: ", who, " gave ",
+                 keep.indptr.size(), " offsets of kept slots; allowed ", rows + 1,
+                 ", from 0 (empty_keep_set() makes them)");
+  require_flat(text("step: kept slots of ", who), keep.slots, Dtype::i32, keep.indptr.back(), table.device);
+  for (std::size_t r = 0; r < rows; ++r) {
+    const Row& row = table.rows[r];
+    const std::int64_t count = keep.count(r);
+    KVKEEP_REQUIRE(count <= row.length && count >= std::min(row.length, 1), "step: ", who, " keeps ", count,
+                   " slots of layer ", row.layer, ", head ", row.head, "; allowed 1 to all ", row.length);
+    if (!table.device.is_cpu()) continue;
+    const std::span<const std::int32_t> kept = keep.row(r);
+    std::int32_t before = -1;
+    bool ascend = true;
+    for (const std::int32_t slot : kept) ascend = ascend && slot > std::exchange(before, slot);
+    KVKEEP_REQUIRE(ascend && before < row.length, "step: ", who, " keeps slots of layer ", row.layer, ", head ",
+                   row.head, " that ", ascend ? "are beyond it" : "do not ascend",
+                   "; allowed ascending ones from 0 to ", row.length - 1);
+    const RowGroup& group = table.groups[r / heads];
+    if (group.prompt_slots < 0) evict_detail::check_pinned(who, row, group, kept);
+  }
+}
 
 KVKEEP_INLINE Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator,
                            Retention retention, std::string json)
@@ -243,6 +303,9 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
       decision.keep.has_value(), "decide: allocator ", allocator_->name(), " of ", name_,
       " chose no slots; allowed one whose allot() fills Decision::keep, with every slot of a row that is not "
       "due");
+  const std::string who = text("allocator ", allocator_->name(), " of ", name_);
+  check_keep(who, evidence.table, *decision.keep);
+  evict_detail::check_allotted(who, evidence.table, limits, *decision.keep);
 #if KVKEEP_FOLDING
   if (retention_.rest != nullptr) fold_rest(machine, evidence.table, retention_.rest->cut(), decision);
 #endif

@@ -195,6 +195,7 @@ class HostEvent final : public Event {
 
   [[nodiscard]] Scores score(const Scorer& scorer, const WindowAttention& seen) override {
     Scores scores = scorer.score(evidence(), limits_, seen);
+    require_flat(text("step: scores of ", scorer.name()), scores.data, Dtype::f32, given_.table.slots, Device{});
     if (scorer.accumulates()) return scores;  // of all rows: they are the next event's tally
     for (std::size_t r = 0; r < limits_.rows.size(); ++r)
       if (const Row& row = given_.table.rows[r]; !limits_.rows[r].due)
