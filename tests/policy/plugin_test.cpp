@@ -69,6 +69,22 @@ TEST_F(Plugins, BringAScorerThatPoliciesAreMadeOfListedAndSaved) {
       << "without the number that differs, newer slots stay";
 }
 
+TEST_F(Plugins, BringAnAllocator) {
+  load_plugin(library("vmax")), load_plugin(library("halves"));
+  const std::vector<float> numbers{5, 1, 4, 2, 3, 9, 0.5, 7, 0.2F, 9, 1};
+  const auto kept = [&](const char* newest) {
+    return kept_under(text("halves-vmax,budget=7,prefill=cut,sink=1,recent=2,allocator.newest=", newest).c_str(),
+                      numbers);
+  };
+  EXPECT_EQ(kept("0"), (std::vector<std::int32_t>{0, 2, 4, 5, 7, 9, 10})) << "top-k";
+  EXPECT_EQ(kept("1"), (std::vector<std::int32_t>{0, 5, 6, 7, 8, 9, 10}));
+  EXPECT_EQ(kept("0.5"), (std::vector<std::int32_t>{0, 2, 5, 7, 8, 9, 10})) << "7 and 8 by age, 5 and 2 by score";
+  EXPECT_EQ(
+      message_of([] { static_cast<void>(make_policy("halves-vmax,budget=7,variant=official")); }),
+      "policy: variant is official with allocator halves; allowed strict (docs/method/allocators.md describes how "
+      "that differs from the published form)");
+}
+
 TEST_F(Plugins, BringOptionsOfEveryKind) {
   load_plugin(library("vmax"));
   const auto policy = make_policy("ams-vmax,budget=64,floor=0.5,of=max,scorer.skip_first=2");

@@ -173,7 +173,8 @@ TEST(Docs, TheExamplesOfAScorerAnAllocatorAPolicyAndAPartAreThoseThatTheTestsCom
 
 TEST(Docs, ThePageOfPluginsShowsTheExampleThatIsBuilt) {
   const std::string page = read(root() / "docs/start/extending.md");
-  EXPECT_NE(page.find("```cpp\n" + shown(root() / "examples/plugin/vmax.cpp") + "```"), std::string::npos);
+  for (const char* file : {"examples/plugin/vmax.cpp", "examples/plugin/halves.cpp"})
+    EXPECT_NE(page.find("```cpp\n" + shown(root() / file) + "```"), std::string::npos) << file;
   const std::string cmake = read(root() / "examples/plugin/CMakeLists.txt");
   EXPECT_NE(page.find("```cmake\n" + cmake.substr(cmake.find("cmake_minimum_required")) + "```"), std::string::npos);
 }
