@@ -143,7 +143,10 @@ const KnownPolicy& KnownPolicies::named(std::string_view name) const {
 
 void KnownPolicies::refuse_misfit(std::string_view name) const {
   const std::lock_guard lock(mutex_);
-  for (const AllocatorEntry& allocator : allocators_)
+  for (const AllocatorEntry& allocator : allocators_) {
+    KVKEEP_REQUIRE(name != allocator.traits.name, "policy: ", name,
+                   " is an allocator, and no policy by itself; allowed ", name,
+                   "-<scorer>: ", joined(policies_under(name)));
     for (const ScorerEntry& scorer : scorers_) {
       const AllocatorTraits& a = allocator.traits;
       const ScorerTraits& s = scorer.traits;
@@ -155,6 +158,7 @@ void KnownPolicies::refuse_misfit(std::string_view name) const {
                            : "heads can compare (ScorerTraits::comparable or probability)",
              ", and scorer ", s.name, " does not say that of its own; allowed ", joined(policies_under(a.name)));
     }
+  }
 }
 
 std::vector<std::string> KnownPolicies::policies_under(std::string_view allocator) const {
