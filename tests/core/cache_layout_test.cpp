@@ -219,8 +219,8 @@ Tensor numbers(const Shape& sizes) { return zeros(sizes, Dtype::f32); }
 TEST(CacheLayout, NamesTheLayoutsOfEnginesInWhichAHeadsNumbersLieApart) {  // B40
   const Tensor classic_keys = numbers({9, 2, 2, 16, 4}), classic_values = numbers({9, 2, 6, 16});
   EXPECT_EQ(unbound(PagedKv{classic_keys, classic_values}),
-            "cache: keys of layer 0 have 5 dimensions, which looks like vLLM's classic layout [pages, heads, D/x, "
-            "page_size, x], where a head's numbers lie apart; allowed 4 [pages, page_size, 2, 8]");
+            "cache: keys of layer 0 have shape [9, 2, 2, 16, 4], which looks like vLLM's classic layout [pages, heads, "
+            "D/x, page_size, x], where a head's numbers lie apart; allowed [pages, page_size, 2, 8]");
   EXPECT_EQ(unbound(PagedKv{numbers({9, 2, 16, 8}), classic_values, PageLayout::head_slot}),
             "cache: values of layer 0 have shape [9, 2, 6, 16], which looks like vLLM's classic layout of values "
             "[pages, heads, D, page_size], where a head's numbers lie apart; allowed [pages, 2, page_size, 6] as the "

@@ -363,9 +363,8 @@ TEST(Give, RefusesWithASentenceAndWritesNothing) {
     return GivenScores{.layer = 0, .sequences = both, .indptr = indptr, .scores = std::move(scores)};
   };
   EXPECT_EQ(refusal(with({})), "give: layer 0 has no scores; policy given needs one for every token and KV head");
-  EXPECT_EQ(refusal(with(zeros({5, 3}, Dtype::f32))),
-            "give: scores of layer 0 have 2 dimensions [5, 3]; allowed [5, 2]");
-  EXPECT_EQ(refusal(with(zeros({10}, Dtype::f32))), "give: scores of layer 0 have 1 dimensions; allowed [5, 2]");
+  EXPECT_EQ(refusal(with(zeros({5, 3}, Dtype::f32))), "give: scores of layer 0 have shape [5, 3]; allowed [5, 2]");
+  EXPECT_EQ(refusal(with(zeros({10}, Dtype::f32))), "give: scores of layer 0 have shape [10]; allowed [5, 2]");
   EXPECT_EQ(refusal(with(zeros({5, 2}, Dtype::i32))), "give: scores of layer 0 are i32; allowed f32, f16, bf16");
   EXPECT_EQ(refusal({.layer = 3, .sequences = both, .indptr = indptr, .scores = zeros({5, 2}, Dtype::f32)}),
             "give: layer 3 is out of range; allowed 0 to 2");

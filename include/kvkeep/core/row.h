@@ -151,9 +151,9 @@ inline const char* apart(const Tensor& t, const LayerSides& layer, std::int32_t 
 
 inline void check_side(const char* side, const Tensor& t, const LayerSides& layer, std::int32_t l,
                        const ModelSpec& spec, std::int32_t dim) {
-  KVKEEP_REQUIRE(t.defined() && t.dim() == 4, "cache: ", side, " of layer ", l, " have ", t.defined() ? t.dim() : 0,
-                 " dimensions", t.defined() ? apart(t, layer, spec.kv_heads, dim) : "", "; allowed 4 ",
-                 shape_of(layer, spec.kv_heads, dim));
+  KVKEEP_REQUIRE(t.defined() && t.dim() == 4, "cache: ", side, " of layer ", l,
+                 t.defined() ? text(" have shape ", t.sizes(), apart(t, layer, spec.kv_heads, dim)) : " are absent",
+                 "; allowed ", shape_of(layer, spec.kv_heads, dim));
   const std::int64_t numbers = numbers_of(t.dtype());
   KVKEEP_REQUIRE(dim % numbers == 0, "cache: ", side, " of layer ", l, " are ", t.dtype(), ", blocks of ", numbers,
                  " numbers, in heads of ", dim, "; allowed heads of whole blocks");

@@ -17,9 +17,8 @@ inline void check_queries(const char* operation, const Observation& o, const Mod
                  policy.needs().queries > 0 ? text("the last ", policy.needs().queries, " of every full layer")
                                             : "those of prompts");
   KVKEEP_REQUIRE(q.dim() == 3 && q.size(0) == tokens && q.size(1) == spec.query_heads && q.size(2) == spec.key_dim,
-                 operation, ": queries of layer ", o.layer, " have ", q.dim(), " dimensions",
-                 q.dim() == 3 ? text(" [", q.size(0), ", ", q.size(1), ", ", q.size(2), "]") : "", "; allowed [",
-                 tokens, ", ", spec.query_heads, ", ", spec.key_dim, "]");
+                 operation, ": queries of layer ", o.layer, " have shape ", q.sizes(), "; allowed [", tokens, ", ",
+                 spec.query_heads, ", ", spec.key_dim, "]");
   KVKEEP_REQUIRE(q.has_memory(), operation, ": queries of layer ", o.layer,
                  " have no address (null); allowed an address");
   KVKEEP_REQUIRE(is_scorable(q.dtype()), operation, ": queries of layer ", o.layer, " are ", q.dtype(),
@@ -38,9 +37,8 @@ inline void check_normalisers(const char* operation, const Observation& o, const
                  " have no address (null); allowed an address");
   KVKEEP_REQUIRE(x.dtype() == Dtype::f32 && x.dim() == 2 && x.size(0) == o.indptr.back() &&
                      x.size(1) == spec.query_heads && x.device() == there,
-                 operation, ": log-sum-exps of layer ", o.layer, " are ", x.dtype(), " in ", x.dim(), " dimensions",
-                 x.dim() == 2 ? text(" [", x.size(0), ", ", x.size(1), "]") : "", " on ", x.device().str(),
-                 "; allowed f32 [", o.indptr.back(), ", ", spec.query_heads, "] on ", there.str());
+                 operation, ": log-sum-exps of layer ", o.layer, " are ", x.dtype(), " ", x.sizes(), " on ",
+                 x.device().str(), "; allowed f32 [", o.indptr.back(), ", ", spec.query_heads, "] on ", there.str());
 }
 
 /// Throws InvalidArgument for queries before RoPE if the model spec leaves open the RoPE of a layer (-1: of none).

@@ -82,9 +82,8 @@ inline void Given::check(const GivenScores& g) const {
   KVKEEP_REQUIRE(scores.defined(), "give: layer ", g.layer, " has no scores; policy ", policy().name(),
                  " needs one for every token and KV head");
   KVKEEP_REQUIRE(scores.dim() == 2 && scores.size(0) == tokens && scores.size(1) == spec().kv_heads,
-                 "give: scores of layer ", g.layer, " have ", scores.dim(), " dimensions",
-                 scores.dim() == 2 ? text(" [", scores.size(0), ", ", scores.size(1), "]") : "", "; allowed [", tokens,
-                 ", ", spec().kv_heads, "]");
+                 "give: scores of layer ", g.layer, " have shape ", scores.sizes(), "; allowed [", tokens, ", ",
+                 spec().kv_heads, "]");
   KVKEEP_REQUIRE(scores.has_memory(), "give: scores of layer ", g.layer, " have no address (null); allowed an address");
   KVKEEP_REQUIRE(is_scorable(scores.dtype()), "give: scores of layer ", g.layer, " are ", scores.dtype(),
                  "; allowed f32, f16, bf16");
