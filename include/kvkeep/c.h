@@ -406,6 +406,13 @@ KVKEEP_C_API kvkeep_status kvkeep_queries_read(const kvkeep_keeper* keeper, int6
 /// many, 0 if it may hold fewer; NULL: not asked.
 KVKEEP_C_API kvkeep_status kvkeep_length_after(const kvkeep_keeper* keeper, int64_t sequence, const int32_t* tokens,
                                                size_t steps, int32_t* length, int32_t* event, int32_t* exact);
+/// The most pages of `page_size` slots that the last of these steps takes: *append for its tokens, and for copies of
+/// shared pages that they are written to, *event for copies that its event writes (kvkeep::LengthForecast::need()).
+/// steps: 1 or more. shared_pages: how many of the sequence's pages others will hold too by then. last_shared: 0 if its
+/// last page is none of them, as under a cache of whole pages.
+KVKEEP_C_API kvkeep_status kvkeep_pages_needed(const kvkeep_keeper* keeper, int64_t sequence, const int32_t* tokens,
+                                               size_t steps, int32_t page_size, int32_t shared_pages,
+                                               int32_t last_shared, int32_t* append, int32_t* event);
 
 /// The rows of the index-th sequence of a cache in host memory, for kvkeep_restore_rows() (kvkeep::copy_rows()): *bytes
 /// is the keeper's, valid until the next call with it.
@@ -417,7 +424,8 @@ KVKEEP_C_API kvkeep_status kvkeep_restore_rows(kvkeep_keeper* keeper, const kvke
 /// Counters since the keeper was made (kvkeep::Totals).
 typedef struct kvkeep_totals {
   size_t size;  ///< sizeof(kvkeep_totals); fields beyond it are not written
-  int64_t steps, events, sequences_cut, slots_dropped, bytes_moved, pages_freed, slots_folded, slots_kept, slots_chosen;
+  int64_t steps, events, sequences_cut, slots_dropped, bytes_moved, pages_freed, slots_folded, slots_kept, slots_chosen,
+      unscored;
 } kvkeep_totals;
 KVKEEP_C_API kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals);
 /// The same, and the times of events, as Prometheus reads them (kvkeep::prometheus_metrics()). labels: of every sample,

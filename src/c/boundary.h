@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Where C begins: what is thrown becomes a status, and what a C program holds of a GPU.
+// Where C begins: what is thrown becomes a status, structs of other versions, and what a C program holds of a GPU.
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 
 #include "kvkeep/c.h"
+#include "kvkeep/core/error.h"
 #include "kvkeep/policy/machine.h"
 
 struct kvkeep_accelerator {
@@ -31,6 +34,35 @@ template <class T>
 T& required(T* pointer, const char* what) {
   KVKEEP_REQUIRE(pointer != nullptr, what, " is NULL; allowed an address");
   return *pointer;
+}
+
+/// The size of a caller's struct.
+template <class T>
+std::size_t size_of(const T& of_caller, const char* what) {
+  constexpr std::size_t kLeast = sizeof(std::size_t) + sizeof(std::int64_t), kMost = 4096;
+  KVKEEP_REQUIRE(of_caller.size >= kLeast && of_caller.size <= kMost, what, ": size is ", of_caller.size,
+                 "; allowed sizeof of the struct");
+  return of_caller.size;
+}
+
+/// A struct of a caller that was compiled with this, an older or a newer header. Newer fields must be 0.
+template <class T>
+T given(const T* from, const char* what) {
+  const std::size_t size = size_of(required(from, what), what);
+  T known{};
+  std::memcpy(&known, from, std::min(size, sizeof(T)));
+  const auto* bytes = reinterpret_cast<const unsigned char*>(from);
+  for (std::size_t i = sizeof(T); i < size; ++i)
+    KVKEEP_REQUIRE_AS(Unsupported, bytes[i] == 0, what, ": a field that version ", KVKEEP_C_VERSION,
+                      " of the interface does not know is not 0; allowed with a newer libkvkeep");
+  return known;
+}
+
+/// Writes what the caller's struct has room for.
+template <class T>
+void give_back(T known, T* to) {
+  known.size = to->size;
+  std::memcpy(to, &known, std::min(to->size, sizeof(T)));
 }
 
 }  // namespace kvkeep

@@ -69,35 +69,6 @@ kvkeep_status failed(kvkeep_status status, const char* what) noexcept {
   return status;
 }
 
-/// The size of a caller's struct.
-template <class T>
-std::size_t size_of(const T& of_caller, const char* what) {
-  constexpr std::size_t kLeast = sizeof(std::size_t) + sizeof(std::int64_t), kMost = 4096;
-  KVKEEP_REQUIRE(of_caller.size >= kLeast && of_caller.size <= kMost, what, ": size is ", of_caller.size,
-                 "; allowed sizeof of the struct");
-  return of_caller.size;
-}
-
-/// A struct of a caller that was compiled with this, an older or a newer header. Newer fields must be 0.
-template <class T>
-T given(const T* from, const char* what) {
-  const std::size_t size = size_of(required(from, what), what);
-  T known{};
-  std::memcpy(&known, from, std::min(size, sizeof(T)));
-  const auto* bytes = reinterpret_cast<const unsigned char*>(from);
-  for (std::size_t i = sizeof(T); i < size; ++i)
-    KVKEEP_REQUIRE_AS(Unsupported, bytes[i] == 0, what, ": a field that version ", KVKEEP_C_VERSION,
-                      " of the interface does not know is not 0; allowed with a newer libkvkeep");
-  return known;
-}
-
-/// Writes what the caller's struct has room for.
-template <class T>
-void give_back(T known, T* to) {
-  known.size = to->size;
-  std::memcpy(to, &known, std::min(to->size, sizeof(T)));
-}
-
 template <class T>
 void check_report(const T* report) {
   if (report != nullptr) static_cast<void>(size_of(*report, "report"));
@@ -727,13 +698,24 @@ kvkeep_status kvkeep_length_after(const kvkeep_keeper* keeper, int64_t sequence,
   return guarded([&] {
     std::int32_t& to = required(length, "length");
     LengthForecast ahead = required(keeper, "keeper").keeper.forecast(sequence);
-    for (const std::int32_t of_step : array(tokens, static_cast<std::int64_t>(steps), "tokens")) {
-      KVKEEP_REQUIRE(of_step >= 0, "length_after: a step of ", of_step, " tokens; allowed 0 or more");
-      static_cast<void>(ahead.step(of_step));
-    }
+    ahead.step(array(tokens, static_cast<std::int64_t>(steps), "tokens"));
     to = ahead.length();
     if (event != nullptr) *event = ahead.event() ? 1 : 0;
     if (exact != nullptr) *exact = ahead.exact() ? 1 : 0;
+  });
+}
+
+kvkeep_status kvkeep_pages_needed(const kvkeep_keeper* keeper, int64_t sequence, const int32_t* tokens, size_t steps,
+                                  int32_t page_size, int32_t shared_pages, int32_t last_shared, int32_t* append,
+                                  int32_t* event) {
+  return guarded([&] {
+    std::int32_t &to_append = required(append, "append"), &to_event = required(event, "event");
+    LengthForecast ahead = required(keeper, "keeper").keeper.forecast(sequence);
+    const auto of_steps = array(tokens, static_cast<std::int64_t>(steps), "tokens");
+    KVKEEP_REQUIRE(!of_steps.empty(), "pages_needed: no step; allowed 1 or more");
+    ahead.step(of_steps.first(of_steps.size() - 1));
+    const PageNeed need = ahead.need(of_steps.back(), page_size, shared_pages, last_shared != 0);
+    to_append = need.append, to_event = need.event;
   });
 }
 
@@ -781,7 +763,8 @@ kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* tot
                .pages_freed = t.pages_freed,
                .slots_folded = t.slots_folded,
                .slots_kept = t.slots_kept,
-               .slots_chosen = t.slots_chosen},
+               .slots_chosen = t.slots_chosen,
+               .unscored = t.unscored},
               totals);
   });
 }

@@ -75,8 +75,14 @@ struct PolicyArgument {
 
 using Ids = std::vector<SequenceId>;
 using Ints = std::vector<std::int32_t>;
+using Steps = std::variant<std::int32_t, Ints>;  // tokens of the next step, or of each of the next ones
 using IdList = List<SequenceId>;
 using IntList = List<std::int32_t>;
+
+Ints steps_of(const Steps& tokens) {
+  const auto* const one = std::get_if<std::int32_t>(&tokens);
+  return one != nullptr ? Ints{*one} : std::get<Ints>(tokens);
+}
 
 }  // namespace
 }  // namespace kvkeep::python
@@ -601,18 +607,31 @@ void bind_keeper(nb::module_& m) {
           "sequence"_a, "layer"_a, "head"_a, "Logical positions of the slots of one row: int32, a copy.")
       .def(
           "length_after",
-          [](const Keeper& self, SequenceId sequence, const std::variant<std::int32_t, Ints>& tokens) {
+          [](const Keeper& self, SequenceId sequence, const Steps& tokens) {
             LengthForecast ahead = self.forecast(sequence);
-            const auto* const one = std::get_if<std::int32_t>(&tokens);
-            for (const std::int32_t of_step : one != nullptr ? Ints{*one} : std::get<Ints>(tokens)) {
-              KVKEEP_REQUIRE(of_step >= 0, "length_after: a step of ", of_step, " tokens; allowed 0 or more");
-              static_cast<void>(ahead.step(of_step));
-            }
+            ahead.step(steps_of(tokens));
             return std::tuple(ahead.length(), ahead.event(), ahead.exact());
           },
           "sequence"_a, "tokens"_a = 1,
           "tokens: of the next step, or a list of those of the next steps. (slots of its longest row after the last of "
           "them, whether that one cuts it, whether both are exact or the most).")
+      .def(
+          "pages_needed",
+          [](const Keeper& self, SequenceId sequence, const Steps& tokens, std::int32_t page_size,
+             std::int32_t shared_pages, bool last_shared) {
+            LengthForecast ahead = self.forecast(sequence);
+            const Ints of_steps = steps_of(tokens);
+            KVKEEP_REQUIRE(!of_steps.empty(), "pages_needed: no step; allowed 1 or more");
+            ahead.step(std::span(of_steps).first(of_steps.size() - 1));
+            const PageNeed need = ahead.need(of_steps.back(), page_size, shared_pages, last_shared);
+            return std::tuple(need.append, need.event);
+          },
+          "sequence"_a, "tokens"_a, "page_size"_a, "shared_pages"_a, "last_shared"_a = true,
+          "The most pages that a step of so many tokens, or the last of a list of steps, takes: (for its tokens and "
+          "for "
+          "copies of shared pages that they are written to, for copies that its event writes). shared_pages: how many "
+          "of the sequence's pages others will hold too by then. last_shared: False if its last page is none of them, "
+          "as under a cache of whole pages.")
       .def(
           "metrics",
           [](const Keeper& self, const std::string& labels) {

@@ -81,9 +81,18 @@ TEST(CInterface, SaysLengthsAheadAndWhichPagesWereRewritten) {
   std::int64_t written = 0, events = 0;
   for (int i = 0; i < 40; ++i) {
     const std::int32_t tokens = i == 0 ? 30 : random.between(1, 3);
-    std::int32_t length = 0, event = 0, exact = 0;
+    std::int32_t length = 0, event = 0, exact = 0, append = 0, of_event = 0;
+    const auto needed = [&](std::int32_t shared, std::int32_t last) {
+      return kvkeep_pages_needed(c.keeper.get(), 1, &tokens, 1, 8, shared, last, &append, &of_event);
+    };
+    const std::int32_t held = c.lengths.at(1)[0], more = (held + tokens + 7) / 8 - (held + 7) / 8;
     ASSERT_EQ(kvkeep_length_after(c.keeper.get(), 1, &tokens, 1, &length, &event, &exact), KVKEEP_OK)
         << kvkeep_last_error();
+    ASSERT_EQ(needed(2, 0), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(append, more);
+    EXPECT_EQ(of_event, event == 1 ? 2 : 0);
+    ASSERT_EQ(needed(2, 1), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(append, more + (held % 8 != 0 ? 1 : 0));
     c.feed(numbers_of(random, {{1, tokens}}));
     ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
     EXPECT_EQ(exact, 1);
@@ -125,10 +134,31 @@ TEST(CInterface, SaysLengthsAfterTheStepsInFlight) {
   EXPECT_EQ(length, c.lengths.at(1)[0]);
   const std::int32_t back[] = {1, -1};
   EXPECT_EQ(kvkeep_length_after(keeper, 1, back, 2, &length, nullptr, nullptr), KVKEEP_INVALID_ARGUMENT);
-  EXPECT_STREQ(kvkeep_last_error(), "length_after: a step of -1 tokens; allowed 0 or more");
+  EXPECT_TRUE(std::string(kvkeep_last_error()).starts_with("forecast: a step of -1 tokens; allowed 0 to 2147483"));
   EXPECT_EQ(kvkeep_length_after(keeper, 1, nullptr, 1, &length, nullptr, nullptr), KVKEEP_INVALID_ARGUMENT);
   EXPECT_EQ(kvkeep_length_after(keeper, 1, tokens, 1, nullptr, nullptr, nullptr), KVKEEP_INVALID_ARGUMENT);
   EXPECT_EQ(kvkeep_length_after(keeper, 9, tokens, 1, &length, nullptr, nullptr), KVKEEP_STATE_ERROR);
+}
+
+TEST(CInterface, SaysPagesOfTheStepsInFlight) {
+  CEngine c(kPolicy, 8);
+  c.join(1);
+  const std::int32_t tokens[] = {30, 2, 9};
+  std::int32_t append = -1, event = -1;
+  const auto needed = [&](std::size_t steps, std::int32_t page_size, std::int32_t* to) {
+    return kvkeep_pages_needed(c.keeper.get(), 1, tokens, steps, page_size, 0, 0, to, &event);
+  };
+  ASSERT_EQ(needed(1, 8, &append), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(append, 4);
+  ASSERT_EQ(needed(2, 8, &append), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(append, 0) << "32 slots in 4 pages";
+  ASSERT_EQ(needed(3, 8, &append), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(append, 2);
+  EXPECT_EQ(needed(0, 8, &append), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_STREQ(kvkeep_last_error(), "pages_needed: no step; allowed 1 or more");
+  EXPECT_EQ(needed(1, 0, &append), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_EQ(needed(1, 8, nullptr), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_EQ(append, 2);
 }
 
 TEST(CInterface, APlanSaysWhichPagesItWillTake) {
@@ -161,12 +191,14 @@ TEST(CInterface, APlanSaysWhichPagesItWillTake) {
 TEST(CInterface, RefusesLabelsThatPrometheusCannotRead) {
   CEngine c(kPolicy);
   const char* page = nullptr;
-  for (const char* labels : {"", R"(a="")", R"(_a1="x y",B="\\ \" \n")", R"(a="{,}", b="2")"})
+  for (const char* labels : {"", R"(a="")", R"(_a1="x y",B="\\ \" \n")", R"(a="{,}", b="2")", "a=\"\xc3\xa9\""})
     EXPECT_EQ(kvkeep_metrics(c.keeper.get(), labels, &page), KVKEEP_OK) << labels << ": " << kvkeep_last_error();
   EXPECT_EQ(kvkeep_metrics(c.keeper.get(), nullptr, &page), KVKEEP_OK);
   for (const char* labels :
-       {"bad label", "a", "a=", "a=1", R"(a="1)", R"(a="1",)", R"(a="1"b="2")", R"(1a="1")", R"(a-b="1")", R"(="1")",
-        R"({a="1"})", R"(a="\t")", "a=\"\n\"", R"(a="\)", R"(le="1")", " "}) {
+       {"bad label",     "a",         "a=",         "a=1",     R"(a="1)",        R"(a="1",)",
+        R"(a="1"b="2")", R"(1a="1")", R"(a-b="1")", R"(="1")", R"({a="1"})",     R"(a="\t")",
+        "a=\"\n\"",      R"(a="\)",   R"(le="1")",  " ",       R"(a="1",a="2")", R"(a="1",b="2",a="1")",
+        "a=\"\xff\"",    "a=\"\xc3\""}) {
     EXPECT_EQ(kvkeep_metrics(c.keeper.get(), labels, &page), KVKEEP_INVALID_ARGUMENT) << labels;
     EXPECT_TRUE(std::string(kvkeep_last_error()).starts_with("metrics: labels are no list that Prometheus reads"));
   }

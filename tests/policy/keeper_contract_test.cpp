@@ -497,15 +497,21 @@ TEST(KeeperContract, RestoresHowQueriesAreTaken) {
 }
 
 TEST(KeeperContract, RefusesUnequalRowsUnderOneLength) {
-  Line line("threshold-knorm,threshold=-1,budget=10,interval=2,sink=1,recent=1,prefill=cut", model(1, 2));
-  Array keys = Array(std::get<DenseKv>(line.layers[0]).keys);
-  keys.fill_(0.1F);
-  keys.select(1, 1).fill_(10.0F);  // none of the second head's passes
+  Line line("threshold-knorm,threshold=-1,budget=10,interval=2,sink=1,recent=1", model(1, 2));
   line.join(1);
-  line.observe(12);
-  EXPECT_NE(message_of<InvalidArgument>([&] { line.step(); }).find("the view has one length per sequence"),
+  line.observe(2);
+  EXPECT_EQ(message_of<InvalidArgument>([&] { line.step(); }),
+            "step: under threshold-knorm the rows of a sequence may keep different numbers of slots, but the view has "
+            "one length per sequence; allowed one length per row (Lengths::rows_per_sequence)")
+      << "at the first step, which has no event";
+  Line one_head("pyramidkv-knorm,budget=10,interval=2,sink=1,recent=1,prefill=cut", model(2, 1));
+  one_head.join(1);
+  one_head.observe(2);
+  one_head.step();  // rows of a layer cannot differ
+  one_head.observe(30);
+  EXPECT_NE(message_of<InvalidArgument>([&] { one_head.step(); }).find("but the view has one length per sequence"),
             std::string::npos);
-  EXPECT_EQ(line.lengths, (Ints{12}));
+  EXPECT_EQ(one_head.lengths, (Ints{32}));
 }
 
 TEST(KeeperContract, CountsScalesInBytes) {

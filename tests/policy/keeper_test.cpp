@@ -710,7 +710,7 @@ TEST(Keeper, RefusesBadInputBeforeAnythingChanges) {
       engine, bind([](Layers& l) { std::get<DenseKv>(l[1]).keys = Array::zeros({1, 3, 64, 8}); }), "layer 1");
   expect_refused<InvalidArgument>(engine, bind([](Layers& l) { l[2] = std::monostate{}; }), "layer 2 has no rows");
   expect_refused<InvalidArgument>(engine, bind([](Layers& l) { l[0] = PagedKv{}; }),
-                                  "allowed 4 [pages, page_size, 2, 8]");
+                                  "keys of layer 0 are absent; allowed [pages, page_size, 2, 8]");
   const auto pages = [](std::int64_t size) {
     return PagedKv{Array::zeros({9, size, 2, 8}), Array::zeros({9, size, 2, 6})};
   };
@@ -776,6 +776,7 @@ TEST(Keeper, LeavesASequenceAsItIsWhereAQueryIsNotFiniteAndNamesIt) {
   EXPECT_EQ(report.unscored[0].layer, 0);
   EXPECT_EQ(report.unscored[0].position, 31);
   EXPECT_EQ(length, 32);
+  EXPECT_EQ(engine.keeper.totals().unscored, 1);
 }
 
 TEST(Keeper, AMissedLayerIsNamed) {

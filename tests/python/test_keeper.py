@@ -241,9 +241,14 @@ def test_lengths_are_known_ahead():
     engine = Engine("tova,budget=24,interval=8", np.asarray)
     assert engine.keeper.length_after(7, 20) == (20, False, True)
     assert engine.keeper.length_after(7, []) == (0, False, True)
-    with pytest.raises(kvkeep.InvalidArgument, match="length_after: a step of -1 tokens"):
+    with pytest.raises(kvkeep.InvalidArgument, match="forecast: a step of -1 tokens"):
         engine.keeper.length_after(7, [1, -1])
     steps = [50, 1, 3, 4, 2, 1, 1]
+    assert engine.keeper.pages_needed(7, 20, 8, 0) == (3, 0)
+    assert engine.keeper.pages_needed(7, [20, 2], 8, 3) == (1, 0)
+    assert engine.keeper.pages_needed(7, [20, 2], 8, 3, last_shared=False) == (0, 0)
+    with pytest.raises(kvkeep.InvalidArgument, match="pages_needed: no step; allowed 1 or more"):
+        engine.keeper.pages_needed(7, [], 8, 0)
     ahead = [engine.keeper.length_after(7, steps[: n + 1]) for n in range(len(steps))]
     for tokens, of_this in zip(steps, ahead):
         length, event, exact = engine.keeper.length_after(7, tokens)

@@ -163,6 +163,11 @@ TEST(Metrics, AreWhatPrometheusReads) {
   has(text(R"(kvkeep_events_total{worker="0"} )", totals.events));
   has(R"(kvkeep_events_total{worker="1"} 0)");
   has(text(R"(kvkeep_slots_dropped_total{worker="0"} )", totals.slots_dropped));
+  has(text(R"(kvkeep_slots_kept_total{worker="0"} )", totals.slots_kept));
+  has(text(R"(kvkeep_slots_chosen_total{worker="0"} )", totals.slots_chosen));
+  EXPECT_GT(totals.slots_kept, totals.slots_chosen);
+  EXPECT_GT(totals.slots_chosen, 0);
+  has(R"(kvkeep_unscored_total{worker="0"} 0)");
   has("# TYPE kvkeep_event_duration_seconds histogram");
   has(text(R"(kvkeep_event_duration_seconds_bucket{worker="0",le="+Inf"} )", totals.events));
   has(text(R"(kvkeep_event_duration_seconds_count{worker="0"} )", totals.events));

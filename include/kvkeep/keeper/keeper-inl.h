@@ -201,6 +201,10 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
                     "step: the last event, of other sequences, is pending; allowed after finish()");
   const BoundCache& cache = sequences_->cache("step");
   checked_.check(*sequences_, cache, view);
+  KVKEEP_REQUIRE(!trigger.ragged || trigger.never || spec().whole_heads() == 1 || view.lengths.per_row(),
+                 "step: under ", policy_->name(),
+                 " the rows of a sequence may keep different numbers of slots, but the view has one length per "
+                 "sequence; allowed one length per row (Lengths::rows_per_sequence)");
   for (std::size_t i = 0; i < view.sequences.size(); ++i) {
     const SequenceState& s = *named[i];
     const std::int64_t slots = check_lengths(view, i, s);
@@ -376,6 +380,7 @@ KVKEEP_INLINE void Keeper::move(const Plan& plan, const CacheView& view, Report&
 /// What every step settles, with an event or without.
 KVKEEP_INLINE void Keeper::settle_step(const CacheView& view, const Report& report) noexcept {
   ++sequences_->totals.steps;
+  sequences_->totals.unscored += std::ssize(report.unscored);
   for (const SequenceId id : view.sequences) {
     SequenceState& s = sequences_->at(id);
     if (s.prompt < 0 && s.logical > 0) {

@@ -53,11 +53,17 @@ class LengthForecast {
   /// A step gives the sequence `tokens` more, and cuts it if that is due. Returns length(). Throws InvalidArgument for
   /// a negative number or too many; as KVPolicy::most_kept() does, if pins do not fit a budget.
   std::int32_t step(std::int32_t tokens);
+  /// Steps one after the other, with so many tokens each.
+  void step(std::span<const std::int32_t> tokens) {
+    for (const std::int32_t of_step : tokens) step(of_step);
+  }
 
   /// The most pages of `page_size` slots that step(tokens) would take. `shared_pages`: of those that the sequence
-  /// holds, how many others will hold too by then: all of them, while a prefix cache takes in its prompt. A bound even
-  /// if an event before it is put off because it lacks pages. Throws as step(). Cost: O(rows).
-  [[nodiscard]] PageNeed need(std::int32_t tokens, std::int32_t page_size, std::int32_t shared_pages) const;
+  /// holds, how many others will hold too by then: all of them, while a prefix cache takes in its prompt.
+  /// `last_shared`: its last page may be one of them; a cache of whole pages holds none that is still to be filled. A
+  /// bound even if an event before it is put off because it lacks pages. Throws as step(). Cost: O(rows).
+  [[nodiscard]] PageNeed need(std::int32_t tokens, std::int32_t page_size, std::int32_t shared_pages,
+                              bool last_shared = true) const;
 
   /// Slots of its longest row.
   [[nodiscard]] std::int32_t length() const { return now_.lengths.empty() ? 0 : std::ranges::max(now_.lengths); }
@@ -117,7 +123,8 @@ inline std::int32_t LengthForecast::step(std::int32_t tokens) {
   return length();
 }
 
-inline PageNeed LengthForecast::need(std::int32_t tokens, std::int32_t page_size, std::int32_t shared_pages) const {
+inline PageNeed LengthForecast::need(std::int32_t tokens, std::int32_t page_size, std::int32_t shared_pages,
+                                     bool last_shared) const {
   KVKEEP_REQUIRE(page_size > 0 && shared_pages >= 0, "forecast: pages of ", page_size, " slots, ", shared_pages,
                  " of them shared; allowed 1 or more, and 0 or more");
   const auto pages_for = [page_size](std::int64_t slots) {
@@ -127,9 +134,14 @@ inline PageNeed LengthForecast::need(std::int32_t tokens, std::int32_t page_size
   after.step(tokens);
   if (lengths().empty()) return {};
   const auto [shortest, longest] = std::ranges::minmax(lengths());
-  const bool certain = certain_ && exact_;
+  const bool certain = certain_ && exact_, even = shortest == longest && exact_;
+  // Tokens are written to the last page where it has room, and to no other that is held already if rows are even.
+  const std::int32_t into_shared = !even ? shared_pages
+                                   : certain && (!last_shared || longest % page_size == 0 || tokens == 0)
+                                       ? 0
+                                       : std::min(shared_pages, 1);
   return {.append = (certain ? pages_for(std::int64_t{longest} + tokens) - pages_for(longest) : pages_for(tokens)) +
-                    (shortest == longest && exact_ ? std::min(shared_pages, 1) : shared_pages),
+                    into_shared,
           .event = after.event_ || !after.exact_ ? std::min(shared_pages, pages_for(after.length())) : 0};
 }
 

@@ -2,12 +2,14 @@
 #pragma once
 /// Totals of keepers as Prometheus reads them: what a server adds to its own page of metrics.
 
+#include <algorithm>
 #include <charconv>
 #include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "kvkeep/core/error.h"
 #include "kvkeep/parts/report.h"
@@ -21,16 +23,22 @@ struct KeeperMetrics {
 };
 
 /// The page in the text format 0.0.4 (Content-Type: text/plain; version=0.0.4). Counters grow as long as their keeper
-/// lives: kvkeep_steps_total, kvkeep_events_total, kvkeep_sequences_cut_total, kvkeep_slots_kept_total,
-/// kvkeep_slots_dropped_total, kvkeep_slots_folded_total, kvkeep_moved_bytes_total, kvkeep_pages_freed_total, and the
-/// histogram kvkeep_event_duration_seconds (Totals::event_seconds). Throws InvalidArgument for labels that Prometheus
-/// could not read. Cost: microseconds.
+/// lives: kvkeep_steps_total, kvkeep_events_total, kvkeep_sequences_cut_total, kvkeep_unscored_total,
+/// kvkeep_slots_kept_total, kvkeep_slots_chosen_total, kvkeep_slots_dropped_total, kvkeep_slots_folded_total,
+/// kvkeep_moved_bytes_total, kvkeep_pages_freed_total, and the histogram kvkeep_event_duration_seconds
+/// (Totals::event_seconds). Throws InvalidArgument for labels that Prometheus could not read. Cost: microseconds.
 [[nodiscard]] std::string prometheus_metrics(std::span<const KeeperMetrics> keepers);
 
 namespace metrics_detail {
 
-/// name="value",... with \\, \" and \n in values; `le` is the histogram's own.
+/// name="value",... in UTF-8, each name once, with \\, \" and \n in values; `le` is the histogram's own.
 inline bool is_label_list(std::string_view s) {
+  for (std::string_view rest = s; !rest.empty();) {
+    const detail::Utf8Step step = detail::first_step(rest);
+    if (step.state != detail::Utf8State::good) return false;
+    rest.remove_prefix(step.bytes);
+  }
+  std::vector<std::string_view> names = {"le"};
   while (true) {
     while (s.starts_with(' ')) s.remove_prefix(1);
     const auto is_of_name = [&s](std::size_t i) {
@@ -39,7 +47,8 @@ inline bool is_label_list(std::string_view s) {
     };
     std::size_t name = 0;
     while (name < s.size() && is_of_name(name)) ++name;
-    if (name == 0 || s.substr(0, name) == "le" || s.substr(name, 2) != "=\"") return false;
+    if (name == 0 || std::ranges::count(names, s.substr(0, name)) > 0 || s.substr(name, 2) != "=\"") return false;
+    names.push_back(s.substr(0, name));
     s.remove_prefix(name + 2);
     while (!s.starts_with('"')) {
       const bool escape = s.starts_with('\\');
@@ -111,12 +120,15 @@ inline std::string prometheus_metrics(std::span<const KeeperMetrics> keepers) {
   for (const KeeperMetrics& keeper : keepers)
     KVKEEP_REQUIRE(keeper.labels.empty() || metrics_detail::is_label_list(keeper.labels),
                    "metrics: labels are no list that Prometheus reads; given ", shortened(keeper.labels),
-                   "; allowed name=\"value\",..., without a name `le`");
+                   "; allowed name=\"value\",... in UTF-8, each name once and none `le`");
   metrics_detail::Page page(keepers);
   page.counter("kvkeep_steps_total", "Calls of step() or apply().", &Totals::steps);
   page.counter("kvkeep_events_total", "Steps in which something was cut.", &Totals::events);
   page.counter("kvkeep_sequences_cut_total", "Sequences cut at events.", &Totals::sequences_cut);
+  page.counter("kvkeep_unscored_total", "Sequences due but not cut, for a query that was not finite.",
+               &Totals::unscored);
   page.counter("kvkeep_slots_kept_total", "Slots that stayed at events, over all rows.", &Totals::slots_kept);
+  page.counter("kvkeep_slots_chosen_total", "Of the slots kept, those that the scorer chose.", &Totals::slots_chosen);
   page.counter("kvkeep_slots_dropped_total", "Slots dropped at events, over all rows.", &Totals::slots_dropped);
   page.counter("kvkeep_slots_folded_total", "Of the slots dropped, those that were folded.", &Totals::slots_folded);
   page.counter("kvkeep_moved_bytes_total", "Bytes of keys and values moved at events.", &Totals::bytes_moved);

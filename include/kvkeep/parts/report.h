@@ -94,6 +94,7 @@ struct Totals {
   std::int64_t steps = 0;
   std::int64_t events = 0;  ///< steps in which something was cut
   std::int64_t sequences_cut = 0;
+  std::int64_t unscored = 0;      ///< sequences that were due and were not cut (Report::unscored), at each step anew
   std::int64_t slots_kept = 0;    ///< at events, as in Report
   std::int64_t slots_chosen = 0;  ///< of these; 0 after events: the scorer had no say
   std::int64_t slots_dropped = 0;
