@@ -205,7 +205,10 @@ typedef struct kvkeep_layer_cache {
 /// again whenever memory moves or grows; it must stay valid until the keeper is freed or another cache is bound.
 KVKEEP_C_API kvkeep_status kvkeep_bind(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers);
 
-/// tokens: already cached; prompt: tokens of the prompt, -1 if the first step tells.
+/// The prompt of a sequence goes on until kvkeep_end_prompt().
+#define KVKEEP_OPEN_PROMPT ((1 << 30) - 1)
+
+/// tokens: already cached; prompt: tokens of the prompt, -1 if the first step tells, or KVKEEP_OPEN_PROMPT.
 KVKEEP_C_API kvkeep_status kvkeep_join(kvkeep_keeper* keeper, int64_t sequence, int32_t tokens, int32_t prompt);
 KVKEEP_C_API kvkeep_status kvkeep_leave(kvkeep_keeper* keeper, int64_t sequence);
 KVKEEP_C_API kvkeep_status kvkeep_reset(kvkeep_keeper* keeper, int64_t sequence);

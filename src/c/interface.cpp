@@ -199,6 +199,7 @@ Provided provided_of(const kvkeep_provided* provided, std::int32_t layers) {
 }
 
 /// -1: not given.
+static_assert(KVKEEP_OPEN_PROMPT == kOpenPrompt);
 std::optional<std::int32_t> prompt_of(std::int32_t prompt) {
   return prompt == -1 ? std::nullopt : std::optional(prompt);
 }

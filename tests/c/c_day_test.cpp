@@ -194,11 +194,28 @@ TEST(CInterface, RefusesLabelsThatPrometheusCannotRead) {
   for (const char* labels : {"", R"(a="")", R"(_a1="x y",B="\\ \" \n")", R"(a="{,}", b="2")", "a=\"\xc3\xa9\""})
     EXPECT_EQ(kvkeep_metrics(c.keeper.get(), labels, &page), KVKEEP_OK) << labels << ": " << kvkeep_last_error();
   EXPECT_EQ(kvkeep_metrics(c.keeper.get(), nullptr, &page), KVKEEP_OK);
-  for (const char* labels :
-       {"bad label",     "a",         "a=",         "a=1",     R"(a="1)",        R"(a="1",)",
-        R"(a="1"b="2")", R"(1a="1")", R"(a-b="1")", R"(="1")", R"({a="1"})",     R"(a="\t")",
-        "a=\"\n\"",      R"(a="\)",   R"(le="1")",  " ",       R"(a="1",a="2")", R"(a="1",b="2",a="1")",
-        "a=\"\xff\"",    "a=\"\xc3\""}) {
+  for (const char* labels : {"bad label",
+                             "a",
+                             "a=",
+                             "a=1",
+                             R"(a="1)",
+                             R"(a="1",)",
+                             R"(a="1"b="2")",
+                             R"(1a="1")",
+                             R"(a-b="1")",
+                             R"(="1")",
+                             R"({a="1"})",
+                             R"(a="\t")",
+                             "a=\"\n\"",
+                             R"(a="\)",
+                             R"(le="1")",
+                             " ",
+                             R"(a="1",a="2")",
+                             R"(a="1",b="2",a="1")",
+                             "a=\"\xff\"",
+                             "a=\"\xc3\"",
+                             R"(__name__="x")",
+                             R"(a="1",)"}) {
     EXPECT_EQ(kvkeep_metrics(c.keeper.get(), labels, &page), KVKEEP_INVALID_ARGUMENT) << labels;
     EXPECT_TRUE(std::string(kvkeep_last_error()).starts_with("metrics: labels are no list that Prometheus reads"));
   }

@@ -130,6 +130,21 @@ TEST(ForkOfASequence, RefusesWhatItCannotCopyAndChangesNothing) {
   EXPECT_FALSE(keeper.knows(22));
 }
 
+TEST(StateInMemory, OfAWholePromptGoesOnAsIfItHadBeenRun) {
+  for (const char* policy :
+       {"tova,budget=40,interval=8,recent=4", "tova,budget=40,interval=8,recent=4,trigger=counter"}) {
+    SCOPED_TRACE(policy);
+    DenseEngine engine(policy, false, Dtype::f32);
+    oracle::Random random(8);
+    engine.keeper.join(1, 0, 48), engine.lengths[1] = Ints(kRows, 0);
+    engine.feed(numbers_of(random, {{1, 48}}));
+    engine.keeper.restore(2, engine.keeper.save(1), 48);  // saved before the step, as a prefix cache does
+    share_rows(engine, 2, 1);
+    static_cast<void>(engine.cut({1}));
+    ASSERT_NO_FATAL_FAILURE(expect_go_on_alike(engine, random, {1, 2}, 30));
+  }
+}
+
 TEST(StateInMemory, HoldsTheBytesOfTheFile) {
   DenseEngine engine("tova,budget=32,interval=8,recent=8", false, Dtype::f32);
   oracle::Random random(4);

@@ -510,6 +510,8 @@ TEST(Trigger, CountsTheIntervalsThatAStepJumpsOver) {
   const Trigger counter{.budget = {.slots = 4}, .interval = 4, .kind = Trigger::Kind::counter};
   EXPECT_TRUE(counter.due({.slots = 15, .seen = 15, .prompt = 10, .step = 2})) << "from 3 decoded tokens to 5";
   EXPECT_FALSE(counter.due({.slots = 15, .seen = 15, .prompt = 10, .step = 1}));
+  EXPECT_FALSE(counter.due({.slots = 11, .seen = 11, .prompt = 10, .step = 11})) << "ten of them were the prompt";
+  EXPECT_TRUE(counter.due({.slots = 14, .seen = 14, .prompt = 10, .step = 14}));
 }
 
 TEST(Trigger, LetsAnythingBeyondTheWindowLeaveAtTheEndOfAPromptAndWholeIntervalsAfterIt) {

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -301,10 +302,11 @@ class Told final : public Scorer {
 class Chosen final : public Allocator {
  public:
   using Change = std::function<void(const RowTable&, std::optional<KeepSet>&)>;
-  explicit Chosen(Change change, bool spares_one = false) : change_(std::move(change)), spares_one_(spares_one) {}
+  using Spread = std::function<void(std::vector<RowLimit>&)>;
+  explicit Chosen(Change change, Spread spread = {}) : change_(std::move(change)), spread_(std::move(spread)) {}
   [[nodiscard]] std::string_view name() const override { return "outside-chosen"; }
   void spread(const Evidence&, std::span<const std::int32_t>, std::vector<RowLimit>& rows) const override {
-    if (spares_one_) rows[0].due = false;
+    if (spread_) spread_(rows);
   }
   [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
@@ -315,7 +317,7 @@ class Chosen final : public Allocator {
 
  private:
   Change change_;
-  bool spares_one_;
+  Spread spread_;
 };
 
 /// What an event of a sequence of 61 tokens, with a budget of 24, says of these.
@@ -354,6 +356,8 @@ TEST_F(Registration, RefusesAnEventWhoseAllocatorKeepsWhatItMayNot) {
        " keeps slots of layer 0, head 0 that are beyond it; allowed ascending ones from 0 to 60"},
       {[](auto& table, auto& keep) { keep = keep_everything(table), ++keep->indptr[1]; },
        " keeps 62 slots of layer 0, head 0; allowed 1 to all 61"},
+      {[](auto& table, auto& keep) { keep = keep_everything(table); },
+       " keeps 61 slots of layer 0, head 0; allowed up to 24 (RowLimit::budget)"},
       {[](auto&, auto& keep) { keep->indptr[1] = 0; }, " keeps 0 slots of layer 0, head 0; allowed 1 to all 61"},
       {[&](auto&, auto& keep) { first(*keep)[3] = 4, std::iota(first(*keep) + 4, first(*keep) + 21, 5); },
        " drops slots of layer 0, head 0 that stay whatever they score; allowed all that RowLimit::guarded holds, here "
@@ -365,8 +369,105 @@ TEST_F(Registration, RefusesAnEventWhoseAllocatorKeepsWhatItMayNot) {
     EXPECT_NE(said.find(says), std::string::npos) << said << "\nis not\n" << says;
   }
   const std::string said = refused<InvalidArgument>(
-      std::make_unique<Knorm>(), std::make_unique<Chosen>([&](auto&, auto& keep) { one_less(*keep); }, true));
+      std::make_unique<Knorm>(),
+      std::make_unique<Chosen>([&](auto&, auto& keep) { one_less(*keep); }, [](auto& rows) { rows[0].due = false; }));
   EXPECT_NE(said.find("layer 0, head 0, which is not due; allowed all 61 slots"), std::string::npos) << said;
+}
+
+TEST_F(Registration, RefusesAnEventWhoseAllocatorSpreadsBudgetsWrongly) {
+  const std::pair<Chosen::Spread, std::string> wrong[] = {
+      {[](auto& rows) { rows.pop_back(); }, " spread budgets over "},
+      {[](auto& rows) { rows[1].budget = 3; },
+       "step: allocator outside-chosen of outside gives layer 0, head 1 a budget of 3; allowed 4 or more, which its "},
+      {[](auto& rows) { rows[0].budget = -1; }, " a budget of -1; allowed 4 or more"},
+  };
+  for (const auto& [spread, says] : wrong) {
+    const std::string said =
+        refused<InvalidArgument>(std::make_unique<Knorm>(), std::make_unique<Chosen>([](auto&, auto&) {}, spread));
+    EXPECT_NE(said.find(says), std::string::npos) << said << "\nis not\n" << says;
+  }
+}
+
+/// Decides as it is told.
+class ToldPolicy final : public KVPolicy {
+ public:
+  explicit ToldPolicy(Trigger trigger, std::function<Decision(const Evidence&)> decide = {})
+      : trigger_(trigger), decide_(std::move(decide)) {}
+  [[nodiscard]] std::string_view name() const override { return "told"; }
+  [[nodiscard]] Needs needs() const override { return {}; }
+  [[nodiscard]] Trigger trigger() const override { return trigger_; }
+  [[nodiscard]] std::string to_json() const override { return "{}"; }
+  [[nodiscard]] Decision decide(Machine&, const Evidence& evidence) const override { return decide_(evidence); }
+
+ private:
+  Trigger trigger_;
+  std::function<Decision(const Evidence&)> decide_;
+};
+
+TEST_F(Registration, RefusesADecisionWhoseColumnsWouldNotMove) {
+  const auto said = [](std::function<void(const Evidence&, Decision&)> change) {
+    engines::DenseEngine engine(std::make_unique<ToldPolicy>(Trigger{.budget = {.slots = 24}, .interval = 8},
+                                                             [change](const Evidence& evidence) {
+                                                               Decision decision{.reason = Reason::over_budget};
+                                                               decision.keep = keep_everything(evidence.table);
+                                                               change(evidence, decision);
+                                                               return decision;
+                                                             }),
+                                false, Dtype::f32);
+    oracle::Random random(5);
+    engine.join(1);
+    static_cast<void>(engine.step(engines::numbers_of(random, {{1, 60}})));
+    return message_of<InvalidArgument>([&] { static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}}))); });
+  };
+  const auto few = [](const Evidence&) { return empty({3}, Dtype::f32); };
+  EXPECT_TRUE(
+      said([&](auto& e, auto& d) { d.credit = few(e); }).starts_with("step: credit of told are f32 [3] on cpu"));
+  EXPECT_TRUE(said([&](auto& e, auto& d) { d.tally = empty({e.table.slots}, Dtype::f64); }).starts_with("step: tally"));
+  EXPECT_TRUE(said([&](auto&, auto& d) { d.credit = Tensor(); }).starts_with("step: credit of told are an absent"));
+  EXPECT_EQ(said([&](auto&, auto& d) { d.keep.reset(); }),
+            "step: told says that rows are over their budget, and not what stays of them; allowed with Decision::keep");
+  EXPECT_EQ(message_of<InvalidArgument>(
+                [] { engines::DenseEngine(std::make_unique<ToldPolicy>(Trigger{}), false, Dtype::f32); }),
+            "Keeper: the trigger of told has an interval of 0 tokens; allowed 1 or more");
+}
+
+/// A body that reads values, of a scorer that does not say so.
+struct Silent {
+  void describe(Fields&) {}
+  template <class Row, class Team>
+  KVKEEP_HD void score(const Row& row, float* g, Team team) const {
+    for (std::int32_t t = team.thread(); t < row.length(); t += team.size()) {
+      float sum = 0;
+      for (std::int32_t d = 0; d < row.value_dim(); ++d) sum += static_cast<float>(row.value(t)[d]);
+      g[t] = sum;
+    }
+  }
+};
+class SilentScorer final : public RowScorer<SilentScorer, Silent> {
+ public:
+  static constexpr ScorerTraits traits{.name = "outside-silent", .what = "sums", .source = "none"};
+  using RowScorer::RowScorer;
+};
+
+TEST_F(Registration, AScorerThatForgetsWhatItReadsReadsNumbersAsTheyAreOrNone) {
+  const auto scored = [](Dtype dtype) {
+    const ModelSpec spec{.query_heads = 1, .kv_heads = 1, .key_dim = 4, .value_dim = 4, .layers = {LayerSpec{}}};
+    const Tensor keys = zeros({1, 1, 6, 4}, Dtype::f32), values = zeros({1, 1, 6, 4}, dtype);
+    if (dtype == Dtype::bf16)
+      for (int t = 0; t < 6; ++t) values.data<BFloat16>()[4 * t] = BFloat16(1.0F);
+    const DenseKv rows{keys, values, {}, dtype == Dtype::i8 ? zeros({1, 1, 6}, Dtype::f32) : Tensor()};
+    const LayerKv layer = rows;
+    std::int32_t length = 6;
+    const SequenceId id = 1;
+    const CacheView view{.sequences = {&id, 1}, .lengths = {{&length, 1}}};
+    const std::int32_t of[] = {0}, due[] = {0};
+    const RowTable form = common_form(spec, {&layer, 1}, of);
+    const RowTable table = make_rows(spec, {&layer, 1}, form, view, of, due);
+    const Scores scores = SilentScorer().score({.spec = spec, .table = table}, even_limits(table, 3), {});
+    return scores.data.data<float>()[5];
+  };
+  EXPECT_EQ(scored(Dtype::bf16), 1.0F);
+  EXPECT_TRUE(std::isnan(scored(Dtype::i8)));
 }
 
 TEST_F(Registration, RefusesAnEventWhoseScorerGivesNoScores) {

@@ -10,6 +10,7 @@
 #include "engines.h"
 #include "kvkeep/keeper/metrics.h"
 #include "kvkeep/keeper/thread_pool.h"
+#include "message_of.h"
 
 namespace kvkeep::threads_test {
 namespace {
@@ -172,6 +173,10 @@ TEST(Metrics, AreWhatPrometheusReads) {
   has(text(R"(kvkeep_event_duration_seconds_bucket{worker="0",le="+Inf"} )", totals.events));
   has(text(R"(kvkeep_event_duration_seconds_count{worker="0"} )", totals.events));
   EXPECT_NE(page.find(R"(kvkeep_event_duration_seconds_bucket{worker="0",le="0.0005"} )"), std::string::npos) << page;
+  const KeeperMetrics alike[] = {{totals, R"(a="1",b="2")"}, {totals, ""}, {totals, R"(b="2",a="1")"}};
+  EXPECT_EQ(testing::message_of<InvalidArgument>([&] { static_cast<void>(prometheus_metrics(alike)); }),
+            R"(metrics: keepers 0 and 2 have the same labels; given "b="2",a="1""; allowed labels of its own for each )"
+            R"(keeper, such as worker="0")");
   const KeeperMetrics plain[] = {{totals, ""}};
   EXPECT_NE(prometheus_metrics(plain).find(text("\nkvkeep_steps_total ", totals.steps, "\n")), std::string::npos);
   EXPECT_NE(prometheus_metrics(plain).find("_bucket{le=\"0.00005\"} "), std::string::npos);

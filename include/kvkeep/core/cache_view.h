@@ -264,6 +264,10 @@ inline std::vector<Side> sides(const ModelSpec& spec, std::span<const LayerKv> c
     if (kind == LayerKind::shared || std::holds_alternative<std::monostate>(layer)) continue;
     const LayerSides kv = sides_of(layer);
     const Tensor* const tensors[] = {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales};
+    KVKEEP_REQUIRE(
+        kind != LayerKind::full || spec.key_dim != spec.value_dim || !lies_within(kv.values, kv.keys),
+        "cache: values of layer ", l,
+        " are its keys; allowed memory of their own, or, with a value_dim below key_dim, a part of the keys");
     for (int s = 0; s < 4; ++s) {
       const Tensor& t = *tensors[s];
       if (!t.defined() || t.dim() < 3 || (s % 2 == 1 && lies_within(t, *tensors[s - 1]))) continue;

@@ -250,7 +250,8 @@ class Tensor {
 /// `what` are that many contiguous numbers, or more. Throws InvalidArgument.
 inline void require_flat(std::string_view what, const Tensor& given, Dtype dtype, std::int64_t count, Device device) {
   const auto allowed = [&] { return text("; allowed a contiguous ", dtype, " [", count, "] on ", device.str()); };
-  KVKEEP_REQUIRE(given.defined(), what, " are an absent tensor", allowed());
+  KVKEEP_REQUIRE(given.defined() && given.has_memory(), what,
+                 given.defined() ? " have no address (null)" : " are an absent tensor", allowed());
   KVKEEP_REQUIRE(given.dtype() == dtype && given.dim() == 1 && given.size(0) >= count && given.is_contiguous() &&
                      given.device() == device,
                  what, " are ", given.dtype(), " ", given.sizes(), given.is_contiguous() ? "" : ", strided,", " on ",

@@ -86,6 +86,9 @@ inline std::unique_ptr<Sequences> make_sequences(const ModelSpec& of_engine, con
   spec.check();
   KVKEEP_REQUIRE(policy != nullptr, "Keeper: policy must not be null; allowed one from make_policy()");
   kvkeep::check(*policy, spec, provided);
+  const Trigger trigger = policy->trigger();
+  KVKEEP_REQUIRE(trigger.never || trigger.interval >= 1, "Keeper: the trigger of ", policy->name(),
+                 " has an interval of ", trigger.interval, " tokens; allowed 1 or more");
   auto sequences = std::make_unique<Sequences>(std::move(spec), policy->needs().queries, provided.machine());
   KVKEEP_REQUIRE(
       !sequences->full_layers().empty(),
@@ -234,9 +237,15 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   provided_.machine().workspace(*policy_, evidence, true);
   plan.decision = policy_->decide(provided_.machine(), evidence);
 
+  KVKEEP_REQUIRE(plan.decision.keep || plan.decision.reason != Reason::over_budget, "step: ", policy_->name(),
+                 " says that rows are over their budget, and not what stays of them; allowed with Decision::keep");
   if (!plan.decision.keep) return plan;  // nothing to carry out
   const KeepSet& keep = *plan.decision.keep;
   check_keep(policy_->name(), plan.table, keep, provided_.machine().is_host());
+  for (const auto& [what, column] : {std::pair{"credit", &plan.decision.credit}, {"tally", &plan.decision.tally}})
+    if (*column)
+      require_flat(text("step: ", what, " of ", policy_->name()), **column, Dtype::f32, plan.table.slots,
+                   plan.table.device);
   for (const std::int32_t i : due) {
     const SequenceId id = view.sequences[static_cast<std::size_t>(i)];
     plan.cuts.push_back({.sequence = id, .logical_length = sequences_->at(id).logical});

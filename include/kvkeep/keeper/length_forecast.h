@@ -58,10 +58,10 @@ class LengthForecast {
     for (const std::int32_t of_step : tokens) step(of_step);
   }
 
-  /// The most pages of `page_size` slots that step(tokens) would take. `shared_pages`: of those that the sequence
-  /// holds, how many others will hold too by then: all of them, while a prefix cache takes in its prompt.
-  /// `last_shared`: its last page may be one of them; a cache of whole pages holds none that is still to be filled. A
-  /// bound even if an event before it is put off because it lacks pages. Throws as step(). Cost: O(rows).
+  /// The most pages of `page_size` slots that step(tokens) would take. `shared_pages`: of those that the sequence then
+  /// holds, how many others will hold too; INT32_MAX: all, as while a prefix cache takes in its prompt. `last_shared`:
+  /// its last page may be one of them; a cache of whole pages holds none that is still to be filled. A bound even if an
+  /// event before it is put off because it lacks pages. Throws as step(). Cost: O(rows).
   [[nodiscard]] PageNeed need(std::int32_t tokens, std::int32_t page_size, std::int32_t shared_pages,
                               bool last_shared = true) const;
 
@@ -125,8 +125,8 @@ inline std::int32_t LengthForecast::step(std::int32_t tokens) {
 
 inline PageNeed LengthForecast::need(std::int32_t tokens, std::int32_t page_size, std::int32_t shared_pages,
                                      bool last_shared) const {
-  KVKEEP_REQUIRE(page_size > 0 && shared_pages >= 0, "forecast: pages of ", page_size, " slots, ", shared_pages,
-                 " of them shared; allowed 1 or more, and 0 or more");
+  KVKEEP_REQUIRE(is_page_size(page_size) && shared_pages >= 0, "forecast: pages of ", page_size, " slots, ",
+                 shared_pages, " of them shared; allowed 1 to ", kLargestPage, " slots, and 0 pages or more");
   const auto pages_for = [page_size](std::int64_t slots) {
     return static_cast<std::int32_t>((slots + page_size - 1) / page_size);
   };
@@ -134,6 +134,7 @@ inline PageNeed LengthForecast::need(std::int32_t tokens, std::int32_t page_size
   after.step(tokens);
   if (lengths().empty()) return {};
   const auto [shortest, longest] = std::ranges::minmax(lengths());
+  shared_pages = std::min(shared_pages, pages_for(std::int64_t{longest} + tokens));
   const bool certain = certain_ && exact_, even = shortest == longest && exact_;
   // Tokens are written to the last page where it has room, and to no other that is held already if rows are even.
   const std::int32_t into_shared = !even ? shared_pages

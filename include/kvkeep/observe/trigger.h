@@ -54,9 +54,10 @@ struct Trigger {
       return o.unsettled >= std::int64_t{recent} + (decoded == 0 || decoded < o.step ? 1 : interval);
     const std::int64_t kept = budget.resolve({o.seen}, {o.prompt}, o.slot_bytes) * o.rows;
     const bool some_go = thins || o.slots > kept;
-    if (decoded == 0 || decoded < o.step) return prefill != Prefill::keep && some_go;
+    if (decoded == 0 || (decoded < o.step && prefill != Prefill::keep)) return prefill != Prefill::keep && some_go;
     if (prefill == Prefill::only) return false;
-    const bool round = decoded / interval > (decoded - o.step) / interval;
+    const std::int64_t before = std::max<std::int64_t>(decoded - o.step, 0);  // of the prompt's tokens none counts
+    const bool round = decoded / interval > before / interval;
     if (kind == Kind::counter) return some_go && round;
     return (thins && round) || o.slots >= kept + std::int64_t{interval} * o.rows;
   }

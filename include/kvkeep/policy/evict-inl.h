@@ -38,9 +38,24 @@ inline void check_pinned(std::string_view who, const Row& row, const RowGroup& g
   }
 }
 
-/// An allocator keeps all slots of a row that is not due, and of any other those that stay whatever they score.
+/// An allocator spreads its policy's budgets over the same rows, each with room for what it must keep.
+inline void check_spread(std::string_view who, const RowTable& table, std::span<const std::int32_t> budgets,
+                         std::span<const std::int32_t> least, std::span<const RowLimit> rows) {
+  KVKEEP_REQUIRE(rows.size() == table.rows.size(), "step: ", who, " spread budgets over ", rows.size(),
+                 " rows; allowed the ", table.rows.size(), " that it was given");
+  const std::size_t heads = table.groups.empty() ? 1 : rows.size() / table.groups.size();
+  for (std::size_t r = 0; r < rows.size(); ++r) {
+    const std::int32_t fewest = std::max(1, std::min(least[r / heads], budgets[r / heads]));
+    KVKEEP_REQUIRE(!rows[r].due || rows[r].budget >= fewest, "step: ", who, " gives layer ", table.rows[r].layer,
+                   ", head ", table.rows[r].head, " a budget of ", rows[r].budget, "; allowed ", fewest,
+                   " or more, which its sinks and the slots that always stay take (`least`)");
+  }
+}
+
+/// An allocator keeps all slots of a row that is not due, and of any other those that stay whatever they score, and no
+/// more than its budget if rows stay `even`.
 inline void check_allotted(std::string_view who, const RowTable& table, const Limits& limits, const KeepSet& keep,
-                           bool written) {
+                           bool written, bool even) {
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     const Row& row = table.rows[r];
     const RowLimit& limit = limits.rows[r];
@@ -50,6 +65,8 @@ inline void check_allotted(std::string_view who, const RowTable& table, const Li
     };
     KVKEEP_REQUIRE(limit.due || count == row.length, of_row(), ", which is not due; allowed all ", row.length,
                    " slots (RowLimit::due)");
+    KVKEEP_REQUIRE(!limit.due || !even || count <= limit.budget, "step: ", who, " keeps ", count, " slots of layer ",
+                   row.layer, ", head ", row.head, "; allowed up to ", limit.budget, " (RowLimit::budget)");
     if (!limit.due || !written) continue;
     const std::span<const std::int32_t> kept = keep.row(r);
     const bool whole = count >= sinks + recents &&
@@ -181,7 +198,8 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
   Limits limits{retention_.variant, padding(), std::vector<RowLimit>(table.rows.size())};
   std::size_t spans = 0;
-  std::vector<std::int32_t> least, recents;
+  std::vector<std::int32_t> budgets, least, recents;
+  budgets.reserve(table.groups.size());
   least.reserve(table.groups.size());
   recents.reserve(table.groups.size());
   const std::int64_t rows_of_a_sequence = std::ssize(evidence.spec.full_layers()) * evidence.spec.whole_heads();
@@ -189,6 +207,7 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
     const Row& first = table.rows[static_cast<std::size_t>(group.first_row)];
     const std::int64_t slot_bytes = first.slot_bytes() * rows_of_a_sequence;
     const std::int32_t budget = retention_.trigger.budget.resolve(group.seen, group.prompt, slot_bytes);
+    budgets.push_back(budget);
     for (std::size_t h = 0; h < heads; ++h) {
       const std::size_t r = static_cast<std::size_t>(group.first_row) + h;
       limits.rows[r] = {budget, table.rows[r].length > budget, {}};
@@ -205,6 +224,7 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
     if (group.prompt_slots < 0) spans += heads * group.pinned.size();
   }
   allocator_->spread(evidence, least, limits.rows);
+  evict_detail::check_spread(allocator_of(), table, budgets, least, limits.rows);
   SlotRange* ranges = nullptr;
   if (spans > 0) {
     const std::shared_ptr<SlotRange[]> all(new SlotRange[spans]);
@@ -304,9 +324,9 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
       decision.keep.has_value(), "decide: allocator ", allocator_->name(), " of ", name_,
       " chose no slots; allowed one whose allot() fills Decision::keep, with every slot of a row that is not "
       "due");
-  const std::string who = text("allocator ", allocator_->name(), " of ", name_);
+  const std::string who = allocator_of();
   check_keep(who, evidence.table, *decision.keep, machine.is_host());
-  evict_detail::check_allotted(who, evidence.table, limits, *decision.keep, machine.is_host());
+  evict_detail::check_allotted(who, evidence.table, limits, *decision.keep, machine.is_host(), !allocator_->ragged());
 #if KVKEEP_FOLDING
   if (retention_.rest != nullptr) fold_rest(machine, evidence.table, retention_.rest->cut(), decision);
 #endif

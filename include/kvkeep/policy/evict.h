@@ -94,6 +94,7 @@ class Evict final : public KVPolicy {
   [[nodiscard]] const Allocator& allocator() const { return *allocator_; }
 
  private:
+  [[nodiscard]] std::string allocator_of() const { return text("allocator ", allocator_->name(), " of ", name_); }
   [[nodiscard]] Padding padding() const {
     return retention_.variant == Variant::official ? scorer_->padding() : Padding{};
   }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -159,9 +160,18 @@ void each_scored_row(const Scorer& scorer, const Evidence& evidence, const Limit
   const std::string operation(scorer.name());
   const Needs needs = scorer.needs();
   const RowTable& table = evidence.table;
+  // What needs() does not name was not widened: numbers that a body could not read are no numbers.
+  const bool no_keys = !needs.keys && !is_scorable(table.key_dtype),
+             no_values = !needs.values && !is_scorable(table.value_dtype);
+  const std::vector<float> none(static_cast<std::size_t>(std::max(evidence.spec.key_dim, evidence.spec.value_dim)),
+                                std::numeric_limits<float>::quiet_NaN());
+  const SlotAddress nowhere{.base = reinterpret_cast<std::byte*>(const_cast<float*>(none.data()))};
   const auto run = [&](auto key, auto value) {
-    each_row(table, [&](std::size_t r, const Row& row) {
+    each_row(table, [&](std::size_t r, const Row& stored) {
       if (!all && !limits.rows[r].due) return;
+      Row row = stored;
+      if (no_keys) row.keys = nowhere;
+      if (no_values) row.values = nowhere;
       const RowGroup& group = table.groups[r / static_cast<std::size_t>(evidence.spec.kv_heads)];
       score(r,
             ScoredRow<decltype(key), decltype(value)>(row, &limits.rows[r],
@@ -175,13 +185,12 @@ void each_scored_row(const Scorer& scorer, const Evidence& evidence, const Limit
   };
   const auto with_value = [&](auto key) {
     if constexpr (Traits::kReadsValues)
-      with_dtype(operation.c_str(), needs.values ? table.value_dtype : Dtype::f32,
-                 [&](auto value) { run(key, value); });
+      with_dtype(operation.c_str(), no_values ? Dtype::f32 : table.value_dtype, [&](auto value) { run(key, value); });
     else
       run(key, Unread{});
   };
   if constexpr (Traits::kReadsKeys)
-    with_dtype(operation.c_str(), needs.keys ? table.key_dtype : Dtype::f32, with_value);
+    with_dtype(operation.c_str(), no_keys ? Dtype::f32 : table.key_dtype, with_value);
   else
     with_value(Unread{});
 }
