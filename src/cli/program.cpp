@@ -72,8 +72,8 @@ void append_options(const CLI::App& app, std::vector<std::string>& names) {
 // In our words where CLI11 has "--plugin: 1 required FILE missing".
 std::string said_of(const CLI::ParseError& error) {
   const std::string said = error.what();
-  const std::size_t name = said.find(": 1 required "), missing = said.rfind(" missing");
-  if (name == std::string::npos || missing == std::string::npos) return said;
+  const std::size_t name = said.find(": 1 required ");
+  if (name == std::string::npos) return said;
   return text(said.substr(0, name), " has no value; allowed one after it");
 }
 

@@ -124,6 +124,7 @@ TEST_F(CommandAlone, EndsQuietlyWhenNobodyReadsAnyMore) {
 TEST_F(CommandAlone, SaysInPlainWordsThatAnOptionLacksItsValue) {
   expect_refused({"policies", "--plugin"}, "--plugin has no value; allowed one after it");
   expect_refused({"plan", "--shape"}, "--shape has no value; allowed one after it");
+  expect_refused({"plan", "-o"}, "--output has no value; allowed one after it");
 }
 
 TEST_F(CommandAlone, PlansMemoryByArithmetic) {

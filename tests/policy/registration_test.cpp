@@ -19,6 +19,7 @@
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/score/knorm.h"
 #include "message_of.h"
+#include "ramp.h"
 #include "vnorm.h"
 
 namespace kvkeep::registration_test {
@@ -386,6 +387,17 @@ TEST_F(Registration, RefusesAnEventWhoseAllocatorSpreadsBudgetsWrongly) {
         refused<InvalidArgument>(std::make_unique<Knorm>(), std::make_unique<Chosen>([](auto&, auto&) {}, spread));
     EXPECT_NE(said.find(says), std::string::npos) << said << "\nis not\n" << says;
   }
+}
+
+TEST_F(Registration, AnAllocatorOfOnesOwnSpreadsBudgetsOverLayers) {
+  register_allocator<testing::Ramp>();
+  engines::DenseEngine engine("ramp-knorm,budget=24,interval=8,sink=2,recent=3", true, Dtype::f32);
+  oracle::Random random(5);
+  engine.join(1);
+  static_cast<void>(engine.step(engines::numbers_of(random, {{1, 60}})));
+  static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}})));
+  EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 16);
+  EXPECT_EQ(engine.keeper.physical_length(1, engines::kLayers - 1, 0), 32);
 }
 
 /// Decides as it is told.

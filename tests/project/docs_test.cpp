@@ -176,6 +176,9 @@ TEST(Docs, ThePageOfPluginsShowsTheExampleThatIsBuilt) {
   const std::string page = read(root() / "docs/start/extending.md");
   for (const char* file : {"examples/plugin/vmax.cpp", "examples/plugin/halves.cpp"})
     EXPECT_NE(page.find("```cpp\n" + shown(root() / file) + "```"), std::string::npos) << file;
+  std::string ramp = read(root() / "tests/policy/ramp.h");
+  ramp = ramp.substr(ramp.find("class Ramp final"), ramp.find("\n}  // namespace") - ramp.find("class Ramp final"));
+  EXPECT_NE(page.find("```cpp\n" + ramp + "```"), std::string::npos) << "the page should hold:\n" << ramp;
   const std::string cmake = read(root() / "examples/plugin/CMakeLists.txt");
   EXPECT_NE(page.find("```cmake\n" + cmake.substr(cmake.find("cmake_minimum_required")) + "```"), std::string::npos);
 }

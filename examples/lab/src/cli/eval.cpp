@@ -34,7 +34,8 @@ Examples:
   kvkeep eval --model examples/model --policy tova --policy ams-tova --budgets 128 --samples 100 --against tova
   kvkeep eval --model examples/model --policy tova,ratio=0.5 --policy ams-tova,bytes=200000 --diagnostics
   kvkeep eval --model examples/model --task ask,chain --policy full --policy tova,budget=32,interval=32,rest=fold
-  kvkeep eval --model examples/model --task needle --length 1024 --retrieval 4 --batch 1 --policy fastkv,layer=1
+  kvkeep eval --model examples/model --task needle --length 1024 --retrieval 4 --batch 1 --budgets 96 \
+      --policy fastkv,layer=1
   kvkeep eval --model SmolLM2.gguf --task ruler/niah-single-1,ruler/vt --length 1024 --budgets 512,256 --policy tova
   kvkeep eval --model SmolLM2.gguf --task text/needle --haystack prose.txt --budgets 256 --question after --batch 4
   kvkeep eval --model SmolLM2.gguf --samples-in mine.jsonl --policy full --policy tova --budgets 512,256

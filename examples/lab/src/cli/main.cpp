@@ -104,7 +104,7 @@ class Laboratory final : public Program {
     return R"(
 Examples:
   kvkeep policies                                           the policies to choose from
-  kvkeep generate --model SmolLM2.gguf --chat --prompt-file examples/lighthouse.txt \
+  kvkeep generate --model SmolLM2.gguf --chat --stop --prompt-file examples/lighthouse.txt \
       --policy ams-tova,preset=question,budget=192,prefill=cut
   kvkeep chat --model SmolLM2.gguf --policy ams-tova,budget=512,interval=64
   kvkeep eval --model examples/model --task ask --budgets 64 --policy full --policy tova --policy tova,rest=fold
