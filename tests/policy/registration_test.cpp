@@ -420,7 +420,8 @@ TEST_F(Registration, RefusesADecisionWhoseColumnsWouldNotMove) {
   const auto said = [](std::function<void(const Evidence&, Decision&)> change) {
     engines::DenseEngine engine(std::make_unique<ToldPolicy>(Trigger{.budget = {.slots = 24}, .interval = 8},
                                                              [change](const Evidence& evidence) {
-                                                               Decision decision{.reason = Reason::over_budget};
+                                                               Decision decision;
+                                                               decision.reason = Reason::over_budget;
                                                                decision.keep = keep_everything(evidence.table);
                                                                change(evidence, decision);
                                                                return decision;

@@ -241,7 +241,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
                  " says that rows are over their budget, and not what stays of them; allowed with Decision::keep");
   if (!plan.decision.keep) return plan;  // nothing to carry out
   const KeepSet& keep = *plan.decision.keep;
-  check_keep(policy_->name(), plan.table, keep, provided_.machine().is_host());
+  check_keep(policy_->name(), plan.table, keep);
   for (const auto& [what, column] : {std::pair{"credit", &plan.decision.credit}, {"tally", &plan.decision.tally}})
     if (*column)
       require_flat(text("step: ", what, " of ", policy_->name()), **column, Dtype::f32, plan.table.slots,

@@ -55,7 +55,7 @@ inline void check_spread(std::string_view who, const RowTable& table, std::span<
 /// An allocator keeps all slots of a row that is not due, and of any other those that stay whatever they score, and no
 /// more than its budget if rows stay `even`.
 inline void check_allotted(std::string_view who, const RowTable& table, const Limits& limits, const KeepSet& keep,
-                           bool written, bool even) {
+                           bool even) {
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     const Row& row = table.rows[r];
     const RowLimit& limit = limits.rows[r];
@@ -67,7 +67,7 @@ inline void check_allotted(std::string_view who, const RowTable& table, const Li
                    " slots (RowLimit::due)");
     KVKEEP_REQUIRE(!limit.due || !even || count <= limit.budget, "step: ", who, " keeps ", count, " slots of layer ",
                    row.layer, ", head ", row.head, "; allowed up to ", limit.budget, " (RowLimit::budget)");
-    if (!limit.due || !written) continue;
+    if (!limit.due || !keep.in_place.empty()) continue;
     const std::span<const std::int32_t> kept = keep.row(r);
     const bool whole = count >= sinks + recents &&
                        (sinks == 0 || kept[static_cast<std::size_t>(sinks) - 1] == sinks - 1) &&
@@ -81,12 +81,13 @@ inline void check_allotted(std::string_view who, const RowTable& table, const Li
 
 }  // namespace evict_detail
 
-KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep, bool written) {
+KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep) {
+  const bool written = keep.in_place.empty();
   const std::size_t rows = table.rows.size(), heads = table.groups.empty() ? 1 : rows / table.groups.size();
   KVKEEP_REQUIRE(keep.indptr.size() == rows + 1 && keep.indptr.front() == 0, "step: ", who, " gave ",
                  keep.indptr.size(), " offsets of kept slots; allowed ", rows + 1,
                  ", from 0 (empty_keep_set() makes them)");
-  require_flat(text("step: kept slots of ", who), keep.slots, Dtype::i32, keep.indptr.back(), table.device);
+  require_flat(text("step: kept slots of ", who), keep.slots, Dtype::i32, keep.indptr.back(), table.device, written);
   for (std::size_t r = 0; r < rows; ++r) {
     const Row& row = table.rows[r];
     const std::int64_t count = keep.count(r);
@@ -325,8 +326,8 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
       " chose no slots; allowed one whose allot() fills Decision::keep, with every slot of a row that is not "
       "due");
   const std::string who = allocator_of();
-  check_keep(who, evidence.table, *decision.keep, machine.is_host());
-  evict_detail::check_allotted(who, evidence.table, limits, *decision.keep, machine.is_host(), !allocator_->ragged());
+  check_keep(who, evidence.table, *decision.keep);
+  evict_detail::check_allotted(who, evidence.table, limits, *decision.keep, !allocator_->ragged());
 #if KVKEEP_FOLDING
   if (retention_.rest != nullptr) fold_rest(machine, evidence.table, retention_.rest->cut(), decision);
 #endif

@@ -116,9 +116,9 @@ class Evict final : public KVPolicy {
 };
 
 /// What an event keeps: of every row some slots, ascending and below its length, and all pinned ones. `who` chose them.
-/// `written`: the slots are there to be read; else only their counts are looked at. Throws InvalidArgument, and
+/// Of slots that a device chooses (KeepSet::in_place) only the counts are looked at. Throws InvalidArgument, and
 /// Unsupported if a pinned slot goes. Cost: O(kept slots).
-void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep, bool written);
+void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep);
 
 }  // namespace kvkeep
 
