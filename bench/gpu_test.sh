@@ -141,7 +141,8 @@ printf "[ RUN      ] Select.%s\n[       OK ] Select.%s (1 ms)\n" $test $test'
   local status=0
   PATH="$work/gdb:$PATH" stage test "$work/out" > "$work/crashed" 2>&1 || status=$?
   [[ $status -eq 1 ]] && says 'tests: 2 passed, 0 failed' "$work/crashed" &&
-    says 'tests.left .* passed' "$work/crashed" && says 'STOPPED in Select.Two' "$work/crashed" && says '#0 .*gtest_filter=Select.Two' "$work/crashed"
+    says 'tests.left .* passed' "$work/crashed" && says 'STOPPED in Select.Two' "$work/crashed" &&
+    says '#0 .*gtest_filter=Select.Two' "$work/crashed"
 }
 mkdir -p "$work/gdb"
 expect "a test that crashes is named with its stack, and those after it run" a_test_that_crashes_takes_no_others_along
