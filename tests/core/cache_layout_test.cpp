@@ -202,6 +202,15 @@ TEST(CacheLayout, NamesWhatSharesMemory) {
             std::string::npos);
 }
 
+TEST(CacheLayout, RefusesValuesThatAreTheirKeys) {
+  const Tensor rows = zeros({1, 2, 16, 8}, Dtype::f32);
+  EXPECT_EQ(refusal(model(1, 2, 8, 8), {DenseKv{rows, rows}}),
+            "cache: values of layer 0 are its keys; allowed memory of their own, or, with a value_dim below key_dim, a "
+            "part of the keys");
+  EXPECT_EQ(refusal(model(1, 2, 8, 6), {DenseKv{rows, rows.narrow(3, 0, 6)}}), "") << "latent rows";
+  EXPECT_EQ(refusal(model(1, 2, 8, 8), {DenseKv{rows, zeros({1, 2, 16, 8}, Dtype::f32)}}), "");
+}
+
 /// Why a cache of one layer cannot be bound; "" if it can.
 std::string unbound(const LayerKv& layer) {
   const std::vector<LayerKv> layers{layer};

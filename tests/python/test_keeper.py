@@ -311,7 +311,8 @@ def test_pages_go_back_to_an_allocator_in_python():
 def test_narrowing_says_which_tokens_continue():
     keeper = kvkeep.Keeper(spec(), "fastkv,layer=0,budget=24,window=8", layer_by_layer=True)
     keeper.join(1)
-    layers = [(np.random.default_rng(l).standard_normal((1, HEADS, 60, DIM)).astype("f4"),) * 2 for l in range(LAYERS)]
+    rows = np.random.default_rng(3).standard_normal((LAYERS, 2, 1, HEADS, 60, DIM)).astype("f4")
+    layers = [tuple(sides) for sides in rows]
     queries = np.random.default_rng(9).standard_normal((60, QUERY_HEADS, DIM)).astype("f4")
     lengths = np.full((1, LAYERS * HEADS), 60, "i4")
     keeper.observe(0, [1], [0, 60], queries)
