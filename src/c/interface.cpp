@@ -198,8 +198,9 @@ Provided provided_of(const kvkeep_provided* provided, std::int32_t layers) {
   return all;
 }
 
-/// -1: not given.
 static_assert(KVKEEP_OPEN_PROMPT == kOpenPrompt);
+
+/// -1: not given.
 std::optional<std::int32_t> prompt_of(std::int32_t prompt) {
   return prompt == -1 ? std::nullopt : std::optional(prompt);
 }
@@ -711,11 +712,11 @@ kvkeep_status kvkeep_pages_needed(const kvkeep_keeper* keeper, int64_t sequence,
                                   int32_t* event) {
   return guarded([&] {
     std::int32_t &to_append = required(append, "append"), &to_event = required(event, "event");
-    LengthForecast ahead = required(keeper, "keeper").keeper.forecast(sequence);
-    const auto of_steps = array(tokens, static_cast<std::int64_t>(steps), "tokens");
-    KVKEEP_REQUIRE(!of_steps.empty(), "pages_needed: no step; allowed 1 or more");
-    ahead.step(of_steps.first(of_steps.size() - 1));
-    const PageNeed need = ahead.need(of_steps.back(), page_size, shared_pages, last_shared != 0);
+    const PageNeed need =
+        required(keeper, "keeper")
+            .keeper.forecast(sequence)
+            .need(std::span<const std::int32_t>(array(tokens, static_cast<std::int64_t>(steps), "tokens")), page_size,
+                  shared_pages, last_shared != 0);
     to_append = need.append, to_event = need.event;
   });
 }

@@ -619,18 +619,16 @@ void bind_keeper(nb::module_& m) {
           "pages_needed",
           [](const Keeper& self, SequenceId sequence, const Steps& tokens, std::int32_t page_size,
              std::int32_t shared_pages, bool last_shared) {
-            LengthForecast ahead = self.forecast(sequence);
             const Ints of_steps = steps_of(tokens);
-            KVKEEP_REQUIRE(!of_steps.empty(), "pages_needed: no step; allowed 1 or more");
-            ahead.step(std::span(of_steps).first(of_steps.size() - 1));
-            const PageNeed need = ahead.need(of_steps.back(), page_size, shared_pages, last_shared);
+            const PageNeed need = self.forecast(sequence).need(std::span<const std::int32_t>(of_steps), page_size,
+                                                               shared_pages, last_shared);
             return std::tuple(need.append, need.event);
           },
           "sequence"_a, "tokens"_a, "page_size"_a, "shared_pages"_a, "last_shared"_a = true,
           "The most pages that a step of so many tokens, or the last of a list of steps, takes: (for its tokens and "
-          "for "
-          "copies of shared pages that they are written to, for copies that its event writes). shared_pages: how many "
-          "of the sequence's pages others will hold too by then. last_shared: False if its last page is none of them, "
+          "for copies of shared pages that they are written to, for copies that its event writes). shared_pages: how "
+          "many of the sequence's pages others will hold too by then. last_shared: False if its last page is none of "
+          "them, "
           "as under a cache of whole pages.")
       .def(
           "metrics",

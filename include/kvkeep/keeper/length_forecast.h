@@ -64,6 +64,14 @@ class LengthForecast {
   /// event before it is put off because it lacks pages. Throws as step(). Cost: O(rows).
   [[nodiscard]] PageNeed need(std::int32_t tokens, std::int32_t page_size, std::int32_t shared_pages,
                               bool last_shared = true) const;
+  /// The same of the last of some steps, one or more.
+  [[nodiscard]] PageNeed need(std::span<const std::int32_t> tokens, std::int32_t page_size, std::int32_t shared_pages,
+                              bool last_shared) const {
+    KVKEEP_REQUIRE(!tokens.empty(), "pages_needed: no step; allowed 1 or more");
+    LengthForecast ahead = *this;
+    ahead.step(tokens.first(tokens.size() - 1));
+    return ahead.need(tokens.back(), page_size, shared_pages, last_shared);
+  }
 
   /// Slots of its longest row.
   [[nodiscard]] std::int32_t length() const { return now_.lengths.empty() ? 0 : std::ranges::max(now_.lengths); }
@@ -136,11 +144,12 @@ inline PageNeed LengthForecast::need(std::int32_t tokens, std::int32_t page_size
   const auto [shortest, longest] = std::ranges::minmax(lengths());
   shared_pages = std::min(shared_pages, pages_for(std::int64_t{longest} + tokens));
   const bool certain = certain_ && exact_, even = shortest == longest && exact_;
-  // Tokens are written to the last page where it has room, and to no other that is held already if rows are even.
-  const std::int32_t into_shared = !even ? shared_pages
-                                   : certain && (!last_shared || longest % page_size == 0 || tokens == 0)
-                                       ? 0
-                                       : std::min(shared_pages, 1);
+  // If rows are even, tokens are written to the last page where it has room, and to no other that is held already.
+  std::int32_t into_shared = shared_pages;
+  if (even) {
+    const bool none = certain && (!last_shared || longest % page_size == 0 || tokens == 0);
+    into_shared = none ? 0 : std::min(shared_pages, 1);
+  }
   return {.append = (certain ? pages_for(std::int64_t{longest} + tokens) - pages_for(longest) : pages_for(tokens)) +
                     into_shared,
           .event = after.event_ || !after.exact_ ? std::min(shared_pages, pages_for(after.length())) : 0};
