@@ -84,12 +84,16 @@ inline int cells_of(const Options& o, const llama_model* model) {
 }
 
 /// A model, its context, and the policy over its cache. Two names are no policies: `alone` is llama.cpp without an
-/// evictor, and `shift` is that with context shift.
+/// evictor, and `shift` is that with context shift. `no-flash:` before a name turns flash attention off for it.
 class Engine {
  public:
-  Engine(llama_model* model, const Options& o, const std::string& policy, int cells)
-      : vocab_(llama_model_get_vocab(model)), shifts_(policy == "shift") {
+  Engine(llama_model* model, const Options& o, std::string policy, int cells) : vocab_(llama_model_get_vocab(model)) {
     llama_context_params params = llama_context_default_params();
+    if (constexpr std::string_view kNoFlash = "no-flash:"; policy.starts_with(kNoFlash)) {
+      policy.erase(0, kNoFlash.size());
+      params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    }
+    shifts_ = policy == "shift";
     params.n_ctx = static_cast<std::uint32_t>(cells);
     params.n_batch = params.n_ubatch = static_cast<std::uint32_t>(o.batch);
     params.n_seq_max = 1;

@@ -125,7 +125,9 @@ int main(int argc, char** argv) {
   rate->add_option("--prompt-tokens", o.prompt_tokens, "random tokens before the decoded ones")
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();
-  rate->add_option("--policy", o.policies, "one per row; alone: without an evictor; default: full, tova,budget=1024");
+  rate->add_option("--policy", o.policies,
+                   "one per row; alone: without an evictor; no-flash:POLICY: without "
+                   "flash attention; default: full, tova,budget=1024");
   rate->add_option("--rounds", o.rounds, "times that each policy runs, in turns; rows are medians")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
