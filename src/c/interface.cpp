@@ -435,7 +435,7 @@ kvkeep_status status_of_exception() noexcept {
   } catch (const std::exception& error) {
     return failed(KVKEEP_INTERNAL, error.what());
   } catch (...) {
-    last_words = "an exception of an unknown type, perhaps from a page allocator";
+    last_words = "an exception of an unknown type, perhaps of a page allocator or a plug-in";
     return KVKEEP_INTERNAL;
   }
 }

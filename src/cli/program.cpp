@@ -196,7 +196,11 @@ int run(const Program& program, int argc, char** argv) {
     note("there is not enough memory for this");
     return kFailed;
   } catch (const std::exception& error) {
-    note(program.reason(error));
+    const std::string reason = program.reason(error);
+    note(reason.empty() ? "an exception that says nothing, perhaps of a plug-in" : reason);
+    return kFailed;
+  } catch (...) {
+    note("an exception that is no std::exception, perhaps of a plug-in");
     return kFailed;
   }
 }

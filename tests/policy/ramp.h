@@ -25,7 +25,8 @@ class Ramp final : public kvkeep::Allocator {
       const kvkeep::Row& row = evidence.table.rows[r];
       const auto depth = std::lower_bound(layers.begin(), layers.end(), row.layer) - layers.begin();
       const double share = layers.size() < 2 ? 1 : (2.0 + 2.0 * double(depth) / double(layers.size() - 1)) / 3;
-      rows[r].budget = std::max(least[r / heads], std::int32_t(share * rows[r].budget));
+      const std::int32_t stay = std::max(1, std::min(least[r / heads], rows[r].budget));  // whatever they score
+      rows[r].budget = stay + std::int32_t(share * (rows[r].budget - stay));
       rows[r].due = row.length > rows[r].budget;
     }
   }

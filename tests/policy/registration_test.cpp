@@ -330,8 +330,9 @@ std::string refused(std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> a
   oracle::Random random(5);
   engine.join(1);
   static_cast<void>(engine.step(engines::numbers_of(random, {{1, 60}})));
-  const std::string said =
-      message_of<Error>([&] { static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}}))); });
+  const std::string said = message_of<Error>([&] {
+    static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}})));
+  });
   EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 61) << said;
   return said;
 }
@@ -370,8 +371,12 @@ TEST_F(Registration, RefusesAnEventWhoseAllocatorKeepsWhatItMayNot) {
     EXPECT_NE(said.find(says), std::string::npos) << said << "\nis not\n" << says;
   }
   const std::string said = refused<InvalidArgument>(
-      std::make_unique<Knorm>(),
-      std::make_unique<Chosen>([&](auto&, auto& keep) { one_less(*keep); }, [](auto& rows) { rows[0].due = false; }));
+      std::make_unique<Knorm>(), std::make_unique<Chosen>([&](auto&, auto& keep) { one_less(*keep); },
+                                                          [](auto& rows) {
+                                                            for (auto& row : rows)
+                                                              row.budget = 10;  // room for the row that keeps all
+                                                            rows[0].due = false;
+                                                          }));
   EXPECT_NE(said.find("layer 0, head 0, which is not due; allowed all 61 slots"), std::string::npos) << said;
 }
 
@@ -381,6 +386,10 @@ TEST_F(Registration, RefusesAnEventWhoseAllocatorSpreadsBudgetsWrongly) {
       {[](auto& rows) { rows[1].budget = 3; },
        "step: allocator outside-chosen of outside gives layer 0, head 1 a budget of 3; allowed 4 or more, which its "},
       {[](auto& rows) { rows[0].budget = -1; }, " a budget of -1; allowed 4 or more"},
+      {[](auto& rows) { rows[2].budget += 1; },
+       " gives the rows of a sequence 97 slots in all; allowed 96, which the "},
+      {[](auto& rows) { rows[1].due = false; },
+       " slots in all; allowed 96, which the policy's budget gives them (a row "},
   };
   for (const auto& [spread, says] : wrong) {
     const std::string said =
@@ -397,7 +406,7 @@ TEST_F(Registration, AnAllocatorOfOnesOwnSpreadsBudgetsOverLayers) {
   static_cast<void>(engine.step(engines::numbers_of(random, {{1, 60}})));
   static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}})));
   EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 16);
-  EXPECT_EQ(engine.keeper.physical_length(1, engines::kLayers - 1, 0), 32);
+  EXPECT_EQ(engine.keeper.physical_length(1, engines::kLayers - 1, 0), 31);
 }
 
 /// Decides as it is told.
@@ -437,11 +446,15 @@ TEST_F(Registration, RefusesADecisionWhoseColumnsWouldNotMove) {
       said([&](auto& e, auto& d) { d.credit = few(e); }).starts_with("step: credit of told are f32 [3] on cpu"));
   EXPECT_TRUE(said([&](auto& e, auto& d) { d.tally = empty({e.table.slots}, Dtype::f64); }).starts_with("step: tally"));
   EXPECT_TRUE(said([&](auto&, auto& d) { d.credit = Tensor(); }).starts_with("step: credit of told are an absent"));
+  EXPECT_TRUE(said([&](auto&, auto& d) { d.guarded = {1}; }).starts_with("step: Decision::guarded of told has 1 rows"));
   EXPECT_EQ(said([&](auto&, auto& d) { d.keep.reset(); }),
             "step: told says that rows are over their budget, and not what stays of them; allowed with Decision::keep");
   EXPECT_EQ(message_of<InvalidArgument>(
                 [] { engines::DenseEngine(std::make_unique<ToldPolicy>(Trigger{}), false, Dtype::f32); }),
             "Keeper: the trigger of told has an interval of 0 tokens; allowed 1 or more");
+  EXPECT_EQ(message_of<InvalidArgument>(
+                [] { engines::DenseEngine(std::make_unique<ToldPolicy>(Trigger{.interval = 8}), false, Dtype::f32); }),
+            "Keeper: the trigger of told has a budget of 0 slots; allowed 1 or more");
 }
 
 /// A body that reads values, of a scorer that does not say so.
@@ -489,7 +502,10 @@ TEST_F(Registration, RefusesAnEventWhoseScorerGivesNoScores) {
       {[](auto) { return Scores{}; }, "step: scores of outside-told are an absent tensor; allowed a contiguous f32 ["},
       {[](auto given) { return Scores{empty(given.data.sizes(), Dtype::bf16)}; }, " are bf16 ["},
       {[](auto given) { return Scores{given.data.narrow(0, 1, given.data.size(0) - 1)}; }, "] on cpu; allowed "},
-      {[](auto given) { return Scores{given.data.reshaped({1, given.data.size(0)})}; }, " are f32 [1, "},
+      {[](auto given) {
+         return Scores{given.data.reshaped({1, given.data.size(0)})};
+       },
+       " are f32 [1, "},
   };
   for (const auto& [change, says] : wrong) {
     const std::string said = refused<InvalidArgument>(std::make_unique<Told>(change), std::make_unique<Flat>());

@@ -176,9 +176,11 @@ TEST(Docs, ThePageOfPluginsShowsTheExampleThatIsBuilt) {
   const std::string page = read(root() / "docs/start/extending.md");
   for (const char* file : {"examples/plugin/vmax.cpp", "examples/plugin/halves.cpp"})
     EXPECT_NE(page.find("```cpp\n" + shown(root() / file) + "```"), std::string::npos) << file;
-  std::string ramp = read(root() / "tests/policy/ramp.h");
-  ramp = ramp.substr(ramp.find("class Ramp final"), ramp.find("\n}  // namespace") - ramp.find("class Ramp final"));
-  EXPECT_NE(page.find("```cpp\n" + ramp + "```"), std::string::npos) << "the page should hold:\n" << ramp;
+  for (const auto& [file, begins] : {std::pair{"ramp.h", "class Ramp final"}, {"fade.h", "struct FadeOptions"}}) {
+    std::string code = read(root() / "tests/policy" / file);
+    code = code.substr(code.find(begins), code.find("\n}  // namespace") - code.find(begins));
+    EXPECT_NE(page.find("```cpp\n" + code + "```"), std::string::npos) << "the page should hold:\n" << code;
+  }
   const std::string cmake = read(root() / "examples/plugin/CMakeLists.txt");
   EXPECT_NE(page.find("```cmake\n" + cmake.substr(cmake.find("cmake_minimum_required")) + "```"), std::string::npos);
 }

@@ -55,7 +55,12 @@ inline void add_parts(Sequences& sequences, const KVPolicy& policy, const Provid
 #endif
   if (sequences.spec().whole_heads() > sequences.spec().kv_heads)
     sequences.add(std::make_unique<parts::Ranks>(context));
-  for (const MakePart make : policy.parts()) sequences.add(make(context));
+  for (const MakePart make : policy.parts()) {
+    std::unique_ptr<Part> part = make == nullptr ? nullptr : make(context);
+    KVKEEP_REQUIRE(part != nullptr, "Keeper: parts() of ", policy.name(),
+                   " gives a maker that makes none; allowed one that returns a Part");
+    sequences.add(std::move(part));
+  }
 }
 
 /// A stage of an event: its loops run on the keeper's threads, its trace hook is told, its time taken.
@@ -89,6 +94,10 @@ inline std::unique_ptr<Sequences> make_sequences(const ModelSpec& of_engine, con
   const Trigger trigger = policy->trigger();
   KVKEEP_REQUIRE(trigger.never || trigger.interval >= 1, "Keeper: the trigger of ", policy->name(),
                  " has an interval of ", trigger.interval, " tokens; allowed 1 or more");
+  KVKEEP_REQUIRE(trigger.never || trigger.kind == Trigger::Kind::window || trigger.budget.unit != Budget::Unit::slots ||
+                     trigger.budget.slots >= 1,
+                 "Keeper: the trigger of ", policy->name(), " has a budget of ", trigger.budget.slots,
+                 " slots; allowed 1 or more");
   auto sequences = std::make_unique<Sequences>(std::move(spec), policy->needs().queries, provided.machine());
   KVKEEP_REQUIRE(
       !sequences->full_layers().empty(),
@@ -246,6 +255,9 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     if (*column)
       require_flat(text("step: ", what, " of ", policy_->name()), **column, Dtype::f32, plan.table.slots,
                    plan.table.device);
+  KVKEEP_REQUIRE(plan.decision.guarded.empty() || plan.decision.guarded.size() == plan.table.rows.size(),
+                 "step: Decision::guarded of ", policy_->name(), " has ", plan.decision.guarded.size(),
+                 " rows; allowed none, or the ", plan.table.rows.size(), " of the event");
   for (const std::int32_t i : due) {
     const SequenceId id = view.sequences[static_cast<std::size_t>(i)];
     plan.cuts.push_back({.sequence = id, .logical_length = sequences_->at(id).logical});

@@ -33,8 +33,8 @@ struct KeeperMetrics {
 
 namespace metrics_detail {
 
-/// The labels of name="value",... in UTF-8, each name once, with \\, \" and \n in values, sorted; absent: it is no such
-/// list, or takes a name of Prometheus' own.
+/// The labels of name="value",... in UTF-8, each name once, with \\, \" and \n in values, sorted, without those of an
+/// empty value, which Prometheus takes for no label; absent: it is no such list, or takes a name of Prometheus' own.
 inline std::optional<std::vector<std::string_view>> labels_of(std::string_view s) {
   for (std::string_view rest = s; !rest.empty();) {
     const detail::Utf8Step step = detail::first_step(rest);
@@ -63,7 +63,7 @@ inline std::optional<std::vector<std::string_view>> labels_of(std::string_view s
       s.remove_prefix(escape ? 2 : 1);
     }
     s.remove_prefix(1);
-    labels.push_back(label.substr(0, label.size() - s.size()));
+    if (name + 3 < label.size() - s.size()) labels.push_back(label.substr(0, label.size() - s.size()));
     if (s.empty()) break;
     if (s[0] != ',' || s.size() == 1) return {};
     s.remove_prefix(1);

@@ -38,9 +38,11 @@ inline void check_pinned(std::string_view who, const Row& row, const RowGroup& g
   }
 }
 
-/// An allocator spreads its policy's budgets over the same rows, each with room for what it must keep.
-inline void check_spread(std::string_view who, const RowTable& table, std::span<const std::int32_t> budgets,
+/// An allocator spreads its policy's budgets over the same rows, each with room for what it must keep, and gives no
+/// sequence more slots in all than they are.
+inline void check_spread(std::string_view who, const Evidence& evidence, std::span<const std::int32_t> budgets,
                          std::span<const std::int32_t> least, std::span<const RowLimit> rows) {
+  const RowTable& table = evidence.table;
   KVKEEP_REQUIRE(rows.size() == table.rows.size(), "step: ", who, " spread budgets over ", rows.size(),
                  " rows; allowed the ", table.rows.size(), " that it was given");
   const std::size_t heads = table.groups.empty() ? 1 : rows.size() / table.groups.size();
@@ -50,6 +52,23 @@ inline void check_spread(std::string_view who, const RowTable& table, std::span<
                    ", head ", table.rows[r].head, " a budget of ", rows[r].budget, "; allowed ", fewest,
                    " or more, which its sinks and the slots that always stay take (`least`)");
   }
+  if (std::ranges::count(evidence.spec.layers, LayerKind::remote, &LayerSpec::kind) > 0) return;  // a part of them
+  struct Sum {
+    std::int64_t given = 0, allowed = 0;
+  };
+  std::vector<Sum> sums;  // by sequence
+  for (std::size_t g = 0; g < table.groups.size(); ++g) {
+    const auto sequence = static_cast<std::size_t>(table.groups[g].sequence);
+    if (sequence >= sums.size()) sums.resize(sequence + 1);
+    for (std::size_t r = g * heads; r < (g + 1) * heads; ++r) {
+      sums[sequence].given += rows[r].due ? rows[r].budget : table.rows[r].length;
+      sums[sequence].allowed += budgets[g];
+    }
+  }
+  for (const Sum& sum : sums)
+    KVKEEP_REQUIRE(sum.given <= sum.allowed, "step: ", who, " gives the rows of a sequence ", sum.given,
+                   " slots in all; allowed ", sum.allowed,
+                   ", which the policy's budget gives them (a row that is not due counts its own)");
 }
 
 /// An allocator keeps all slots of a row that is not due, and of any other those that stay whatever they score, and no
@@ -225,7 +244,7 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
     if (group.prompt_slots < 0) spans += heads * group.pinned.size();
   }
   allocator_->spread(evidence, least, limits.rows);
-  evict_detail::check_spread(allocator_of(), table, budgets, least, limits.rows);
+  evict_detail::check_spread(allocator_of(), evidence, budgets, least, limits.rows);
   SlotRange* ranges = nullptr;
   if (spans > 0) {
     const std::shared_ptr<SlotRange[]> all(new SlotRange[spans]);
