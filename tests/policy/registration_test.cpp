@@ -330,9 +330,8 @@ std::string refused(std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> a
   oracle::Random random(5);
   engine.join(1);
   static_cast<void>(engine.step(engines::numbers_of(random, {{1, 60}})));
-  const std::string said = message_of<Error>([&] {
-    static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}})));
-  });
+  const std::string said =
+      message_of<Error>([&] { static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}}))); });
   EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 61) << said;
   return said;
 }
@@ -502,10 +501,7 @@ TEST_F(Registration, RefusesAnEventWhoseScorerGivesNoScores) {
       {[](auto) { return Scores{}; }, "step: scores of outside-told are an absent tensor; allowed a contiguous f32 ["},
       {[](auto given) { return Scores{empty(given.data.sizes(), Dtype::bf16)}; }, " are bf16 ["},
       {[](auto given) { return Scores{given.data.narrow(0, 1, given.data.size(0) - 1)}; }, "] on cpu; allowed "},
-      {[](auto given) {
-         return Scores{given.data.reshaped({1, given.data.size(0)})};
-       },
-       " are f32 [1, "},
+      {[](auto given) { return Scores{given.data.reshaped({1, given.data.size(0)})}; }, " are f32 [1, "},
   };
   for (const auto& [change, says] : wrong) {
     const std::string said = refused<InvalidArgument>(std::make_unique<Told>(change), std::make_unique<Flat>());
