@@ -259,7 +259,10 @@ void Keeper::restore(SequenceId sequence, const StateFile& state, std::optional<
       if (what.find(state.where()) != std::string::npos) throw;
       refuse("restore: ", state.where(), " does not hold a sequence: ", what);
     }
-    if (prompt) sequences_->set_prompt("restore", sequence, s, *prompt);
+    if (prompt) {
+      sequences_->set_prompt("restore", sequence, s, *prompt);
+      part<parts::Pins>().unpin(sequence, 0, kMostPositions);  // of another request
+    }
   } catch (...) {
     sequences_->forget(sequence);
     throw;

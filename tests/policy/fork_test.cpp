@@ -145,6 +145,22 @@ TEST(StateInMemory, OfAWholePromptGoesOnAsIfItHadBeenRun) {
   }
 }
 
+TEST(StateInMemory, OfAPrefixHitBeginsWithoutThePinsOfTheRequestThatWasSaved) {
+  DenseEngine engine("tova,budget=64,interval=8,recent=8", false, Dtype::f32);
+  oracle::Random random(3);
+  engine.keeper.join(1, 0, kOpenPrompt), engine.lengths[1] = Ints(kRows, 0);
+  engine.step(numbers_of(random, {{1, 50}}));
+  Keeper& keeper = engine.keeper;
+  auto& pins = keeper.part<parts::Pins>();
+  pins.pin(1, 10, 20), pins.pin(1, 70, 95);  // the latter are tokens to come, which are another request's own
+  keeper.restore(2, keeper.save(1), 104);
+  keeper.fork(3, 1, {}, 104);
+  keeper.restore(4, keeper.save(1));
+  keeper.fork(5, 1);
+  for (const SequenceId hit : {2, 3}) EXPECT_EQ(pins.pinned(hit).size(), 0U) << hit;
+  for (const SequenceId same : {4, 5}) EXPECT_EQ(pins.pinned(same).size(), 2U) << same;
+}
+
 TEST(StateInMemory, HoldsTheBytesOfTheFile) {
   DenseEngine engine("tova,budget=32,interval=8,recent=8", false, Dtype::f32);
   oracle::Random random(4);

@@ -463,6 +463,7 @@ KVKEEP_INLINE void Keeper::fork(SequenceId child, SequenceId parent, std::option
   observer_.require_shown("fork", parent, s);
   observer_.require_recorded("fork", parent, s);
   sequences_->fork(child, parent, tokens, prompt);
+  if (prompt) part<parts::Pins>().unpin(child, 0, kMostPositions);  // of another request
 }
 
 /// What a captured stream copies is there only after a replay.

@@ -75,7 +75,8 @@ class Keeper {
   /// A sequence begins as the first `tokens` of another, absent: all of them (parallel samples, beams, a prefix that is
   /// still being served). It continues as if it had run them itself: with the columns, the query window, the pins and
   /// all that parts keep of them. The engine gives it the rows: the same pages, held once more, or copies. `prompt`:
-  /// tokens of its prompt, or kOpenPrompt, if that goes on; absent: as far as the parent's goes. Call it between steps.
+  /// tokens of its prompt, or kOpenPrompt, if that goes on; it is then another request, which begins without pins.
+  /// Absent: the prompt goes as far as the parent's. Call it between steps.
   /// Throws, and changes nothing: StateError for a child that is known and an unknown parent, in the middle of a step
   /// as save(), for tokens that truncate() could not go back to, and for a longer prompt after an event;
   /// InvalidArgument for a prompt below `tokens`; Unsupported for folded spans on a device. Cost: a copy of columns and
