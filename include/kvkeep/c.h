@@ -281,8 +281,8 @@ KVKEEP_C_API kvkeep_status kvkeep_view(kvkeep_keeper* keeper, const kvkeep_obser
 /* ---- Once a step ------------------------------------------------------------------------------------------------ */
 
 /// Who holds which page (kvkeep::PageAllocator). Called on the thread of the call alone: references() in kvkeep_step(),
-/// kvkeep_plan() and kvkeep_apply(), take() in kvkeep_step() and kvkeep_apply(), give_back() there and, of an event that
-/// was pending, in kvkeep_finish().
+/// kvkeep_plan() and kvkeep_apply(), take() in kvkeep_step() and kvkeep_apply(), give_back() there and, of an event
+/// that was pending, in kvkeep_finish().
 typedef struct kvkeep_page_allocator {
   void* context;                                       ///< passed to each
   int32_t (*references)(void* context, int32_t page);  ///< holders of a page
