@@ -35,7 +35,8 @@ class RunFiles {
     for (const auto& file : files) reads(text(file.option, " of ", name), file.path);
   }
 
-  /// stdout and stderr as outputs, where they lead to regular files; they may share one. Throws: as above.
+  /// stdout and stderr as outputs, where they lead to regular files; they may share one. One that is empty so far, as
+  /// the shell makes it, is new in a folder that is read. Throws: as above.
   void writes_streams();
 
  private:
@@ -50,6 +51,7 @@ class RunFiles {
     std::string name;
     std::filesystem::path path;  ///< empty: a stream
     Identity identity;
+    bool fresh = false;  ///< a stream to a file that is empty so far
   };
 
   [[nodiscard]] static std::pair<bool, Identity> inode(const std::filesystem::path& path);
@@ -86,7 +88,7 @@ inline RunFiles::Identity RunFiles::identity(const std::filesystem::path& path) 
 inline bool RunFiles::is_read(const File& input, const File& output) {
   if (input.identity == output.identity) return true;
   std::error_code none;
-  if (!std::filesystem::is_directory(input.path, none) || !output.identity.name.empty()) return false;
+  if (!std::filesystem::is_directory(input.path, none) || !output.identity.name.empty() || output.fresh) return false;
   const std::filesystem::path file = std::filesystem::weakly_canonical(output.path, none);
   for (std::filesystem::path above = file; !output.path.empty() && above.has_relative_path();) {
     above = above.parent_path();
@@ -126,7 +128,7 @@ inline void RunFiles::writes_streams() {
   for (const auto& [name, descriptor] : {std::pair("stdout", STDOUT_FILENO), std::pair("stderr", STDERR_FILENO)}) {
     struct stat found{};
     if (::fstat(descriptor, &found) == 0 && S_ISREG(found.st_mode))
-      add_output({name, {}, {found.st_dev, found.st_ino}});
+      add_output({name, {}, {found.st_dev, found.st_ino}, found.st_size == 0});
   }
 }
 
