@@ -100,6 +100,9 @@ class Progress {
   // Removes the bar, so that other lines can be written.
   void clear();
 
+  // The bar at this share of the work, after this many seconds; with the time left once enough is done to tell.
+  [[nodiscard]] static std::string line(double share, double elapsed, const std::string& label);
+
  private:
   using Clock = std::chrono::steady_clock;
   void draw();

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-/// The files of one run of a program: nothing is written over what the run reads or writes besides.
+/// The files of one run of a program: nothing is written over what the run reads or writes besides. And its streams.
 
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
 #include <csignal>
+#include <cstddef>
+#include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -130,6 +133,26 @@ inline void RunFiles::writes_streams() {
     if (::fstat(descriptor, &found) == 0 && S_ISREG(found.st_mode))
       add_output({name, {}, {found.st_dev, found.st_ino}, found.st_size == 0});
   }
+}
+
+// What a stream of this process leads to.
+
+/// A terminal that moves its cursor when it is told to. One of TERM=dumb, or of no TERM, does not.
+[[nodiscard]] inline bool moves_cursor(int stream) {
+  const char* const kind = std::getenv("TERM");
+  return kind != nullptr && *kind != '\0' && std::string_view(kind) != "dumb" && ::isatty(stream) == 1;
+}
+
+/// The same, and whoever sits there has not asked for plain text (NO_COLOR, https://no-color.org).
+[[nodiscard]] inline bool shows_colour(int stream) {
+  const char* const plain = std::getenv("NO_COLOR");
+  return (plain == nullptr || *plain == '\0') && moves_cursor(stream);
+}
+
+/// Characters in a line of a terminal; 0: it is none, or does not say.
+[[nodiscard]] inline std::size_t terminal_width(int stream) {
+  winsize size{};
+  return ::isatty(stream) == 1 && ::ioctl(stream, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
 }
 
 // What a program leaves behind when a signal ends it: no unfinished file.
