@@ -119,18 +119,11 @@ std::string page(const PolicyInfo& policy) {
 }
 
 void run(const PoliciesOptions& o) {
-  const std::vector<PolicyInfo> known = policies();
-  std::vector<PolicyInfo> shown;
-  for (const PolicyInfo& policy : known)
-    if (o.name.empty() || policy.name == o.name) shown.push_back(policy);
-  if (shown.empty()) {
-    const std::string nearest = did_you_mean(o.name.substr(0, o.name.find(',')), known, &PolicyInfo::name);
-    refuse("policies: there is no policy \"", shortened(o.name), "\"", nearest,
-           nearest.empty() ? "; allowed " + joined(known, &PolicyInfo::name) : "; kvkeep policies lists all");
-  }
+  const std::vector<PolicyInfo> shown = o.name.empty() ? policies() : std::vector{policy_called(o.name)};
+  const bool briefly = o.name.empty() && !o.all;
   if (o.output.format != Format::md)
-    return print((o.name.empty() && !o.all ? overview(known) : options_of(shown)).text(o.output.format));
-  if (o.name.empty() && !o.all) return print(survey(known));
+    return print((briefly ? overview(shown) : options_of(shown)).text(o.output.format));
+  if (briefly) return print(survey(shown));
   std::string out;
   for (const PolicyInfo& policy : shown) out += (out.empty() ? "" : "\n") + page(policy);
   print(out);
