@@ -140,7 +140,7 @@ void run(const PoliciesOptions& o) {
 Run add_policies(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("policies", "every policy with its options, defaults, ranges and source");
   auto o = std::make_shared<PoliciesOptions>();
-  sub->add_option("name", o->name, "one policy")->option_text("NAME");
+  as_policy_name(sub->add_option("name", o->name, "one policy"))->option_text("NAME");
   sub->add_flag("--all", o->all, "the options of every policy");
   o->output.add(*sub);
   sub->footer(kPoliciesExamples);
