@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "help.h"
 #include "kvkeep/cli/options.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/run_files.h"
@@ -54,21 +55,6 @@ void occupy_closed_streams() {
           ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY));  // gets the lowest free number
 }
 
-std::vector<std::string> subcommands_of(const CLI::App& app) {
-  std::vector<std::string> names;
-  for (const CLI::App* command : app.get_subcommands([](const CLI::App* c) { return !c->get_group().empty(); }))
-    names.push_back(command->get_name());
-  return names;
-}
-
-// Of the options of `app` and its groups.
-void append_options(const CLI::App& app, std::vector<std::string>& names) {
-  for (const CLI::Option* option : app.get_options())
-    if (!option->get_positional()) names.push_back(option->get_name());
-  for (const CLI::App* group : app.get_subcommands([](const CLI::App* c) { return c->get_name().empty(); }))
-    append_options(*group, names);
-}
-
 // In our words where CLI11 has "--plugin: 1 required FILE missing".
 std::string said_of(const CLI::ParseError& error) {
   const std::string said = error.what();
@@ -87,14 +73,11 @@ int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   const std::vector<std::string> rest = app.remaining(true);
   const auto unknown = std::ranges::find_if(rest, [](const std::string& word) { return word.starts_with("-"); });
   if (where == &app && !rest.empty() && unknown != rest.begin()) {
-    const std::vector<std::string> names = subcommands_of(app);
-    note(text("there is no sub-command '", shortened(rest.front()), "'", did_you_mean(rest.front(), names),
-              "; allowed ", joined(names)));
+    note(no_subcommand(app, rest.front()));
   } else if (unknown != rest.end()) {
     const std::string option = unknown->substr(0, unknown->find('='));
-    std::vector<std::string> names;
-    append_options(*where, names);
-    note(text("there is no option '", shortened(option), "'", did_you_mean(option, names), "; see ", full, " --help"));
+    note(text("there is no option '", shortened(option), "'", did_you_mean(option, option_names_of(*where)), "; see ",
+              full, " --help"));
   } else {
     note(text(said_of(error), "; see ", full, " --help"));
   }
@@ -107,13 +90,19 @@ int run_once(const Program& program, int argc, char** argv) {
   app.require_subcommand(1);
   app.footer(text(program.examples(), kConventions));
   app.get_formatter()->column_width(42);
-  const std::vector<Run> runs = program.add_commands(app);
+  std::vector<Run> runs = program.add_commands(app);
   const Run load_plugins = add_plugins(app);
+  runs.push_back(add_help(app));
   require_decimal_integers(app);
   require_marked_files(app);
   if (argc <= 1) {
     std::fputs(app.help().c_str(), stderr);
     return kRefused;
+  }
+  if (argv[1] == std::string_view("__complete")) {
+    load_plugins();
+    print(completions(app, {argv + 2, argv + argc}));
+    return 0;
   }
   try {
     app.parse(argc, argv);

@@ -136,7 +136,7 @@ const KnownPolicy& KnownPolicies::named(std::string_view name) const {
                       "policy: ", name, one.why, ", which this build leaves out; allowed in a build with ", one.option,
                       "=ON");
   refuse_misfit(name);
-  const std::string nearest = did_you_mean(name, all(), kNameOfPolicy);
+  const std::string nearest = did_you_mean(name.substr(0, name.find(',')), all(), kNameOfPolicy);
   refuse("policy: there is no policy \"", shortened(name), "\"", nearest,
          nearest.empty() ? "; allowed " + names() : "; kvkeep policies lists all");
 }

@@ -91,6 +91,8 @@ std::vector<PolicyInfo> policies() {
   return all;
 }
 
+PolicyInfo policy_called(std::string_view name) { return info_of(known_policies().named(name)); }
+
 std::vector<PolicyFile> files_of(const OptionValue& object, const std::filesystem::path& folder) {
   std::vector<PolicyFile> files;
   const auto text_at = [&](const std::string& option) {

@@ -9,7 +9,9 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
+#include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/version.h"
@@ -61,7 +63,105 @@ TEST_F(CommandAlone, ListsEveryPolicyWithDefaultsRangesAndSource) {
   ASSERT_NE(budget, options.end());
   for (const char* key : {"default", "allowed", "what", "source"})
     EXPECT_FALSE((*budget)[key].get<std::string>().empty()) << key;
-  expect_refused({"policies", "lru"}, "lru");
+  expect_refused({"policies", "lru"}, "policy: there is no policy \"lru\"");
+  expect_refused({"policies", "ams-tva,budget=9"}, "(did you mean \"ams-tova\"?); kvkeep policies lists all");
+  expect_refused({"policies", "ams-streaming"}, "scorer streaming goes under no allocator");
+}
+
+std::size_t widest_row(const std::string& all) {
+  std::istringstream lines(all);
+  std::size_t widest = 0;
+  for (std::string line; std::getline(lines, line);)
+    if (line.starts_with("|")) widest = std::max(widest, line.size() - 1);  // a terminal ends lines with \r
+  return widest;
+}
+
+TEST_F(CommandAlone, FitsItsTablesIntoTheTerminal) {
+  for (const std::uint16_t columns : {80, 100, 120, 200}) {
+    SCOPED_TRACE(columns);
+    const std::string all = shown({"policies"}, {.stream = STDOUT_FILENO, .columns = columns});
+    EXPECT_LE(widest_row(all), columns) << all;
+    EXPECT_GT(widest_row(all), columns / 2) << all;
+    EXPECT_NE(all.find("\n| tova "), std::string::npos) << all;
+    EXPECT_NE(all.find("threshold-"), std::string::npos) << all;
+    EXPECT_LE(widest_row(shown({"policies", "ams-tova"}, {.stream = STDOUT_FILENO, .columns = columns})), columns);
+  }
+  EXPECT_NE(run({"policies"}).out.find(" | source "), std::string::npos) << "a pipe gets all of it";
+}
+
+TEST_F(CommandAlone, WrapsCellsOfWordsOnly) {
+  cli::Table table({{"name", "name", false}, {"count", "count"}, {"what", "what", false}});
+  table.add({"a-name-that-is-one-word", 123456, "some words and some more"});
+  table.add({"b", 7, "word-without-end"});
+  EXPECT_EQ(table.markdown(0),
+            "| name                    |  count | what                     |\n"
+            "|-------------------------|-------:|--------------------------|\n"
+            "| a-name-that-is-one-word | 123456 | some words and some more |\n"
+            "| b                       |      7 | word-without-end         |\n");
+  EXPECT_EQ(table.markdown(51),
+            "| name                    |  count | what         |\n"
+            "|-------------------------|-------:|--------------|\n"
+            "| a-name-that-is-one-word | 123456 | some words   |\n"
+            "|                         |        | and some     |\n"
+            "|                         |        | more         |\n"
+            "| b                       |      7 | word-without |\n"
+            "|                         |        | -end         |\n");
+  EXPECT_EQ(table.markdown(10), table.markdown(0)) << "it cannot be that narrow";
+}
+
+TEST_F(CommandAlone, TellsTheTimeLeftOnceItKnows) {
+  for (const double share : {0.0, 1e-6, 0.019})
+    EXPECT_EQ(cli::Progress::line(share, 60, "x").find("left"), std::string::npos) << share;
+  EXPECT_EQ(cli::Progress::line(0.02, 60, "x"), "[" + std::string(30, '.') + "]   2 %  49:00 left  x");
+  EXPECT_EQ(cli::Progress::line(1, 60, "x"), "[" + std::string(30, '#') + "] 100 %  0:00 left  x");
+}
+
+TEST_F(CommandAlone, HelpsByItsNameAsByItsOption) {
+  EXPECT_EQ(run({"help"}).out, run({"--help"}).out);
+  for (const char* command : {"plan", "policies", "replay", "help"})
+    EXPECT_EQ(run({"help", command}).out, run({command, "--help"}).out) << command;
+  expect_refused({"help", "pln"}, "there is no sub-command 'pln' (did you mean \"plan\"?); allowed ");
+}
+
+TEST_F(CommandAlone, WritesItsManual) {
+  const std::string page = run({"help", "--man"}).out;
+  EXPECT_TRUE(page.starts_with(".TH KVKEEP 1 ")) << page.substr(0, 80);
+  for (const char* part :
+       {"\n.SH kvkeep plan\n", "\n.SH kvkeep policies\n", "\\fB\\-o,\\-\\-output\\fR md|csv|json [md]",
+        "\nExamples:\n  kvkeep plan \\-\\-shape", "\\-\\-model\\fR FILE|DIR"})
+    EXPECT_NE(page.find(part), std::string::npos) << part;
+  std::istringstream lines(page);
+  for (std::string line; std::getline(lines, line);)
+    if (line.starts_with("."))
+      EXPECT_TRUE(line.starts_with(".TH ") || line.starts_with(".SH ") || line == ".TP" || line == ".PP" ||
+                  line == ".nf" || line == ".fi")
+          << line;
+}
+
+TEST_F(CommandAlone, OffersShellsWhatMayStandForAWord) {
+  const auto offered = [&](Words words) {
+    words.insert(words.begin(), "__complete");
+    const Outcome outcome = run(words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.out;
+  };
+  EXPECT_EQ(offered({"pol"}), "policies\n");
+  EXPECT_NE(offered({""}).find("plan\n"), std::string::npos);
+  EXPECT_EQ(offered({"help", "pla"}), "plan\n");
+  EXPECT_EQ(offered({"plan", "--sh"}), "--shape\n");
+  EXPECT_EQ(offered({"plan", "-o", ""}), "md\ncsv\njson\n");
+  EXPECT_EQ(offered({"plan", "--output", "c"}), "csv\n");
+  EXPECT_EQ(offered({"plan", "--output=c"}), "--output=csv\n");
+  EXPECT_EQ(offered({"plan", "--output", "=", "c"}), "csv\n") << "as bash takes it apart";
+  EXPECT_EQ(offered({"plan", "--dtype", ""}), "f32\nf16\nbf16\n8bit\n");
+  EXPECT_EQ(offered({"plan", "--shape", "qwen7"}), "qwen7b\nqwen72b\n");
+  EXPECT_EQ(offered({"plan", "--policy", "ams-to"}), "ams-tova\n");
+  EXPECT_EQ(offered({"policies", "ams-to"}), "ams-tova\n");
+  EXPECT_EQ(offered({"plan", "--policy", "tova,budget=9,inter"}), "tova,budget=9,interval=\n");
+  EXPECT_EQ(offered({"plan", "--policy", "asl,budget=9+ams-to"}), "asl,budget=9+ams-tova\n");
+  for (const Words& files : {Words{"replay", ""}, Words{"plan", "--model", ""}, Words{"plan", "--length", ""},
+                             Words{"plan", "--shape", "qwen7b", ""}, Words{"plan", "--quiet", ""}})
+    EXPECT_EQ(offered(files), "") << files.back();
 }
 
 #ifdef KVKEEP_TEST_SHARED

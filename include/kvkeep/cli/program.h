@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/run_files.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/keeper/thread_pool.h"
 #include "kvkeep/policy/policy.h"
@@ -100,6 +101,9 @@ class Progress {
   // Removes the bar, so that other lines can be written.
   void clear();
 
+  // The bar at this share of the work, after this many seconds; with the time left once enough is done to tell.
+  [[nodiscard]] static std::string line(double share, double elapsed, const std::string& label);
+
  private:
   using Clock = std::chrono::steady_clock;
   void draw();
@@ -154,12 +158,15 @@ class Table {
   // Throws std::logic_error unless the row has a cell per column.
   void add(std::vector<Cell> row);
   [[nodiscard]] bool empty() const { return rows_.empty(); }
-  [[nodiscard]] std::string markdown() const;
+  // In lines of at most `most` characters if it is enough to break words in all columns but the first; 0: of any
+  // length.
+  [[nodiscard]] std::string markdown(std::size_t most = io::terminal_width(STDOUT_FILENO)) const;
   [[nodiscard]] std::string csv() const;
   [[nodiscard]] nlohmann::ordered_json json() const;  // an array of objects
   [[nodiscard]] std::string text(Format format) const;
 
  private:
+  [[nodiscard]] std::vector<std::size_t> widths(std::size_t most) const;
   std::vector<Column> columns_;
   std::vector<std::vector<Cell>> rows_;
 };

@@ -34,6 +34,10 @@ struct PolicyInfo {
 /// Every policy that this build knows, with all its options.
 [[nodiscard]] std::vector<PolicyInfo> policies();
 
+/// The one of this name. Throws InvalidArgument with the nearest name, or else all, if there is none; Unsupported if
+/// this build leaves it out.
+[[nodiscard]] PolicyInfo policy_called(std::string_view name);
+
 /// Makes a policy from "name,key=value,...": "ams-tova,budget=1024,window=64,preset=paper". Keys of sub-objects need no
 /// prefix if only one option has the name. A policy that narrows prompts may be followed by the policy that decides
 /// after them: "asl,budget=2048+ams-tova,budget=1024". Strict: an unknown key, a wrong type, a value out of range, or

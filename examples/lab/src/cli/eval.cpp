@@ -141,7 +141,7 @@ Difference difference_of(const Contest& contest, const Measured& own, const std:
 }
 
 std::vector<std::string> default_policies() {
-  return {"full", "streaming", "tova", "ams-tova", "ams-tova,variant=official", std::string(kOracle)};
+  return {"full", "streaming", "tova", "tova,rest=fold", "ams-tova", "ams-tova,variant=official", std::string(kOracle)};
 }
 
 // A repeated task would count its look-ups twice and make intervals too narrow.
@@ -432,13 +432,18 @@ Run add_eval(CLI::App& app) {
   o->model.add(*sub);
   o->model.device.add(*sub);
   using Lists = std::vector<std::string>;
-  o->task = sub->add_option_function<Lists>(
-                   "--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); },
-                   "tasks of the small model: chain, ask, needle, updates, copies; over text: ruler/niah-single-1 and "
-                   "others, "
-                   "text/needle")
+  std::vector<std::string> tasks = small_tasks();
+  append(tasks, tasks_over_text());
+  o->task = as_names(sub->add_option_function<Lists>(
+                         "--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); },
+                         text("tasks of the small model: ", joined(small_tasks()),
+                              "; over text: ruler/niah-single-1 and others, text/needle")),
+                     tasks)
                 ->option_text("NAME,... [ask]");
-  o->contests.add(*sub, "full, streaming, tova, ams-tova strict and official, oracle (small model only)");
+  o->contests.add(
+      *sub,
+      "full, streaming, tova, tova,rest=fold, ams-tova strict and official, oracle; over text snapkv instead "
+      "of the last two");
   o->samples_option = sub->add_option("--samples", o->samples, "samples of each task; of --samples-in: the first N")
                           ->check(CLI::Range(1, 1 << 24))
                           ->option_text("N [20]");

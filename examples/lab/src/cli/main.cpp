@@ -22,6 +22,7 @@
 #include "kvlab/published_calibration.h"
 #include "kvlab/router_training.h"
 #include "kvlab/span_trace.h"
+#include "model_options.h"
 #include "oracle.h"
 
 namespace kvkeep::cli {
@@ -101,7 +102,8 @@ class Laboratory final : public Program {
   }
 
   [[nodiscard]] std::string examples() const override {
-    return R"(
+    return text(kModelsAtHand, R"(
+
 Examples:
   kvkeep policies                                           the policies to choose from
   kvkeep generate --model SmolLM2.gguf --chat --stop --prompt-file examples/lighthouse.txt \
@@ -112,10 +114,10 @@ Examples:
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \
       --max-new-tokens 200
   kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
-  kvkeep record --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --event 130 \
+  kvkeep record --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --event 129 \
       --out event.safetensors
   kvkeep replay event.safetensors --policy ams-tova,budget=96,interval=32 --out kept.safetensors
-)";
+)");
   }
 
   void prepare(const CLI::App& command, char** argv) const override { restart_with_short_spins(command, argv); }

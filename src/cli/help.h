@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What the command says of itself: help, a manual page, and what shells complete.
+
+#include <CLI/App.hpp>
+#include <string>
+#include <vector>
+
+#include "kvkeep/cli/program.h"
+
+namespace kvkeep::cli {
+
+// The sub-commands that help shows.
+std::vector<std::string> subcommands_of(const CLI::App& app);
+
+// The options of `app` and its groups, as --name.
+std::vector<std::string> option_names_of(const CLI::App& app);
+
+// "there is no sub-command 'pln' (did you mean "plan"?); allowed ..."
+std::string no_subcommand(const CLI::App& app, const std::string& given);
+
+// Adds `help`, which knows the sub-commands that were added before.
+Run add_help(CLI::App& app);
+
+// What may stand for the last of these words, which follow `kvkeep`: one on each line. Nothing where it is a file or a
+// number. src/cli/completion.* ask for it.
+std::string completions(const CLI::App& app, const std::vector<std::string>& words);
+
+}  // namespace kvkeep::cli
