@@ -64,10 +64,9 @@ kvkeep::CacheView Worker::view_of(const std::vector<SequenceId>& ids) {
   flat_lengths_.clear();
   for (const SequenceId id : ids)
     flat_lengths_.insert(flat_lengths_.end(), living_.at(id).lengths.begin(), living_.at(id).lengths.end());
-  block_table_ = sequences_.table(ids);
   return {.sequences = ids,
           .lengths = {flat_lengths_, kRows},
-          .block_table = block_table_,
+          .block_table = sequences_.table(ids, block_table_),
           .pages = &pool_};  // (2) who counts holders: sequences and the prefix cache
 }
 

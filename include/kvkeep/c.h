@@ -19,7 +19,8 @@
 ///
 /// Compatibility: functions, values and fields at the end of structs are added, never changed or removed. A struct that
 /// begins with `size` is sizeof of it where the caller was compiled: fields that it lacks count as 0, which is always
-/// what an absent field means. KVKEEP_C_VERSION counts additions.
+/// what an absent field means: `kvkeep_cache cache = {.size = sizeof cache};` sets all others to 0.
+/// KVKEEP_C_VERSION counts additions.
 ///
 /// Threads: one at a time per keeper, as in C++; any number of keepers.
 #ifndef KVKEEP_C_H
@@ -28,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVKEEP_C_VERSION 3
+#define KVKEEP_C_VERSION 4
 
 #if defined(__GNUC__)
 #define KVKEEP_C_API __attribute__((visibility("default")))
@@ -227,6 +228,10 @@ KVKEEP_C_API kvkeep_status kvkeep_save_bytes(kvkeep_keeper* keeper, int64_t sequ
 /// prompt: tokens of its prompt, -1: as it was saved.
 KVKEEP_C_API kvkeep_status kvkeep_restore_bytes(kvkeep_keeper* keeper, int64_t sequence, const void* bytes,
                                                 size_t count, int32_t prompt);
+/// The same of the first `tokens` that were saved alone, as kvkeep_fork(): a prefix hit that is shorter than what was
+/// saved. -1: all.
+KVKEEP_C_API kvkeep_status kvkeep_restore_prefix(kvkeep_keeper* keeper, int64_t sequence, const void* bytes,
+                                                 size_t count, int64_t tokens, int32_t prompt);
 
 /* ---- In every layer --------------------------------------------------------------------------------------------- */
 
@@ -431,12 +436,24 @@ typedef struct kvkeep_totals {
   size_t size;  ///< sizeof(kvkeep_totals); fields beyond it are not written
   int64_t steps, events, sequences_cut, slots_dropped, bytes_moved, pages_freed, slots_folded, slots_kept, slots_chosen,
       unscored;
+  double event_seconds;       ///< host time of all events
+  int64_t event_buckets[15];  ///< events that took up to each of kvkeep::TimeHistogram::kBounds
 } kvkeep_totals;
 KVKEEP_C_API kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals);
 /// The same, and the times of events, as Prometheus reads them (kvkeep::prometheus_metrics()). labels: of every sample,
 /// as in `worker="0"`, KVKEEP_INVALID_ARGUMENT for others; NULL: none. *text is the keeper's, valid until the next call
 /// with it.
 KVKEEP_C_API kvkeep_status kvkeep_metrics(kvkeep_keeper* keeper, const char* labels, const char** text);
+
+/// One keeper of the process (kvkeep::KeeperMetrics).
+typedef struct kvkeep_keeper_metrics {
+  const kvkeep_totals* totals;  ///< from kvkeep_read_totals(), on the keeper's thread
+  const char* labels;           ///< of its samples, as in worker="0"; NULL: none
+} kvkeep_keeper_metrics;
+/// One page of `count` keepers, each with labels of its own; needs none of them, so any thread may call it. *text is
+/// valid until the thread's next call of this function.
+KVKEEP_C_API kvkeep_status kvkeep_prometheus_metrics(const kvkeep_keeper_metrics* keepers, size_t count,
+                                                     const char** text);
 
 #ifdef __cplusplus
 }

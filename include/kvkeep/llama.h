@@ -54,6 +54,9 @@ struct Spent {
   std::int64_t decodes = 0;  ///< batches
   std::int64_t read = 0;     ///< micro-batches whose queries were read
   std::int64_t cut = 0;      ///< events
+  std::int64_t drafted =
+      0;  ///< times that a batch left a sequence whose prompt has ended between draft() and settle(),
+          ///< where no event cuts it: it grows with every batch if settle() is never called
 };
 
 /// Which positions tokens have after an event.
@@ -214,9 +217,9 @@ class Evictor {
     held_.emplace(to, std::move(copied));
   }
 
-  /// The tokens of a sequence that follow are drafts, one or several a batch: no event cuts it until settle(). For
-  /// contexts that draft token by token; batches that verify drafts need no call. Throws StateError for a sequence that
-  /// has no tokens.
+  /// The tokens of a sequence that follow are drafts, one or several a batch: no event cuts it until settle(), which
+  /// Spent::drafted shows. For contexts that draft token by token; batches that verify drafts need no call. Throws
+  /// StateError for a sequence that has no tokens.
   void draft(llama_seq_id sequence) {
     sync();
     require_followed(sequence);

@@ -204,6 +204,9 @@ static_assert(KVKEEP_OPEN_PROMPT == kOpenPrompt);
 std::optional<std::int32_t> prompt_of(std::int32_t prompt) {
   return prompt == -1 ? std::nullopt : std::optional(prompt);
 }
+std::optional<std::int64_t> tokens_of(std::int64_t tokens) {
+  return tokens == -1 ? std::nullopt : std::optional(tokens);
+}
 
 std::span<const std::byte> bytes_of(const void* bytes, std::size_t count) {
   return array(static_cast<const std::byte*>(bytes), static_cast<std::int64_t>(count), "bytes");
@@ -381,7 +384,8 @@ void check_unread(const char* operation, const Keeper& keeper, const Observation
                  " is out of range; allowed 0 to ", keeper.spec().num_layers() - 1);
   KVKEEP_REQUIRE(o.indptr.front() == 0 && std::ranges::is_sorted(o.indptr), operation,
                  ": indptr does not ascend from 0; allowed one entry more than sequences, the first one 0");
-  for (const SequenceId id : o.sequences) static_cast<void>(keeper.logical_length(id));
+  for (const SequenceId id : o.sequences)
+    if (!keeper.knows(id)) refuse_unknown(operation, id);
 }
 
 void check_shapes(const char* operation, const Observation& o, const ModelSpec& spec, const Attended& attended) {
@@ -505,10 +509,7 @@ kvkeep_status kvkeep_truncate(kvkeep_keeper* keeper, int64_t sequence, int64_t l
   return guarded([&] { required(keeper, "keeper").keeper.truncate(sequence, logical_length); });
 }
 kvkeep_status kvkeep_fork(kvkeep_keeper* keeper, int64_t child, int64_t parent, int64_t tokens, int32_t prompt) {
-  return guarded([&] {
-    required(keeper, "keeper")
-        .keeper.fork(child, parent, tokens == -1 ? std::nullopt : std::optional(tokens), prompt_of(prompt));
-  });
+  return guarded([&] { required(keeper, "keeper").keeper.fork(child, parent, tokens_of(tokens), prompt_of(prompt)); });
 }
 kvkeep_status kvkeep_save_bytes(kvkeep_keeper* keeper, int64_t sequence, const void** bytes, size_t* count) {
   return with_files("save", keeper,
@@ -518,6 +519,12 @@ kvkeep_status kvkeep_restore_bytes(kvkeep_keeper* keeper, int64_t sequence, cons
                                    int32_t prompt) {
   return with_files("restore", keeper,
                     [&](auto& k) { k.restore(sequence, bytes_of(bytes, count), prompt_of(prompt)); });
+}
+kvkeep_status kvkeep_restore_prefix(kvkeep_keeper* keeper, int64_t sequence, const void* bytes, size_t count,
+                                    int64_t tokens, int32_t prompt) {
+  return with_files("restore", keeper, [&](auto& k) {
+    k.restore(sequence, bytes_of(bytes, count), prompt_of(prompt), tokens_of(tokens));
+  });
 }
 kvkeep_status kvkeep_save(const kvkeep_keeper* keeper, int64_t sequence, const char* file) {
   return with_files("save", keeper, [&](auto& k) { k.save(sequence, &required(file, "file")); });
@@ -756,18 +763,21 @@ kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* tot
   return guarded([&] {
     static_cast<void>(size_of(required(totals, "totals"), "totals"));
     const Totals& t = required(keeper, "keeper").keeper.totals();
-    give_back({.size = 0,
-               .steps = t.steps,
-               .events = t.events,
-               .sequences_cut = t.sequences_cut,
-               .slots_dropped = t.slots_dropped,
-               .bytes_moved = t.bytes_moved,
-               .pages_freed = t.pages_freed,
-               .slots_folded = t.slots_folded,
-               .slots_kept = t.slots_kept,
-               .slots_chosen = t.slots_chosen,
-               .unscored = t.unscored},
-              totals);
+    kvkeep_totals known{.size = 0,
+                        .steps = t.steps,
+                        .events = t.events,
+                        .sequences_cut = t.sequences_cut,
+                        .slots_dropped = t.slots_dropped,
+                        .bytes_moved = t.bytes_moved,
+                        .pages_freed = t.pages_freed,
+                        .slots_folded = t.slots_folded,
+                        .slots_kept = t.slots_kept,
+                        .slots_chosen = t.slots_chosen,
+                        .unscored = t.unscored,
+                        .event_seconds = t.event_seconds.sum,
+                        .event_buckets = {}};
+    std::ranges::copy(t.event_seconds.up_to, known.event_buckets);
+    give_back(known, totals);
   });
 }
 

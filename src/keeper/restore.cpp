@@ -221,14 +221,16 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
   write_state(file, state_of(sequence));
 }
 
-void Keeper::restore(SequenceId sequence, std::span<const std::byte> state, std::optional<std::int32_t> prompt) {
+void Keeper::restore(SequenceId sequence, std::span<const std::byte> state, std::optional<std::int32_t> prompt,
+                     std::optional<std::int64_t> tokens) {
   require_restorable(sequence);
-  restore(sequence, StateFile::from_bytes(state), prompt);
+  restore(sequence, StateFile::from_bytes(state), prompt, tokens);
 }
 
-void Keeper::restore(SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt) {
+void Keeper::restore(SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt,
+                     std::optional<std::int64_t> tokens) {
   require_restorable(sequence);
-  restore(sequence, StateFile::open(file), prompt);
+  restore(sequence, StateFile::open(file), prompt, tokens);
 }
 
 /// Before anything is read.
@@ -238,7 +240,8 @@ void Keeper::require_restorable(SequenceId sequence) const {
   require_no_capture("restore");
 }
 
-void Keeper::restore(SequenceId sequence, const StateFile& state, std::optional<std::int32_t> prompt) {
+void Keeper::restore(SequenceId sequence, const StateFile& state, std::optional<std::int32_t> prompt,
+                     std::optional<std::int64_t> tokens) {
   state.expect_same("policy", policy_->to_json(), kPlaces);
   state.expect_same("model", model_json(spec()));
   std::optional<QueryBasis> basis;
@@ -259,6 +262,7 @@ void Keeper::restore(SequenceId sequence, const StateFile& state, std::optional<
       if (what.find(state.where()) != std::string::npos) throw;
       refuse("restore: ", state.where(), " does not hold a sequence: ", what);
     }
+    if (tokens) sequences_->truncate(sequence, *tokens, "restore");
     if (prompt) {
       sequences_->set_prompt("restore", sequence, s, *prompt);
       part<parts::Pins>().unpin(sequence, 0, kMostPositions);  // of another request

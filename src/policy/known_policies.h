@@ -44,6 +44,7 @@ class KnownPolicies {
   /// Adds what `name` makes, or throws if `name` or a name that it makes is taken.
   void add(std::string_view operation, std::string_view name, std::vector<KnownPolicy> more);
 
+  bool complete_ = false;  ///< the library's own are all there
   mutable std::mutex mutex_;
   std::vector<ScorerEntry> scorers_;
   std::vector<AllocatorEntry> allocators_;

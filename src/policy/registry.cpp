@@ -32,6 +32,8 @@ MakePolicy described(const KnownPolicy& known, const OptionValue& options, Optio
   try {
     MakePolicy make = known.entry.describe(reader);
     reader.finish(known.entry.name);
+    KVKEEP_REQUIRE(make != nullptr, "policy: describe of ", known.entry.name,
+                   " returned an empty function; allowed one that makes the policy");
     return make;
   } catch (const InvalidArgument&) {
     OptionFields lister = OptionFields::lister();
@@ -82,7 +84,9 @@ std::unique_ptr<KVPolicy> policy_of(const OptionValue& object, const std::filesy
     decoding = decoding_of(name, object, folder, reader.uneven_heads);
     if (decoding->name() != "full") resolved["decode"] = OptionValue::Json{decoding->to_json()};
   }
-  return make(resolved.json(), std::move(decoding));
+  std::unique_ptr<KVPolicy> made = make(resolved.json(), std::move(decoding));
+  KVKEEP_REQUIRE(made != nullptr, "policy: what describe of ", name, " returned made null; allowed a policy");
+  return made;
 }
 
 std::vector<PolicyInfo> policies() {

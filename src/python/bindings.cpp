@@ -412,7 +412,8 @@ void bind_results(nb::module_& m) {
       .def_ro("slots_dropped", &Totals::slots_dropped)
       .def_ro("bytes_moved", &Totals::bytes_moved)
       .def_ro("pages_freed", &Totals::pages_freed)
-      .def_ro("slots_folded", &Totals::slots_folded);
+      .def_ro("slots_folded", &Totals::slots_folded)
+      .def_ro("unscored", &Totals::unscored, "sequences that were due and were not cut, at each step anew");
 }
 
 void bind_pages(nb::module_& m) {
@@ -497,17 +498,18 @@ void bind_keeper(nb::module_& m) {
           "sequence"_a, "file"_a = nb::none(), "The keeper's state of a sequence: bytes, or in a file.")
       .def(
           "restore",
-          [](Keeper& self, SequenceId sequence, const nb::bytes& state, std::optional<std::int32_t> prompt) {
-            self.restore(sequence, {static_cast<const std::byte*>(state.data()), state.size()}, prompt);
+          [](Keeper& self, SequenceId sequence, const nb::bytes& state, std::optional<std::int32_t> prompt,
+             std::optional<std::int64_t> tokens) {
+            self.restore(sequence, {static_cast<const std::byte*>(state.data()), state.size()}, prompt, tokens);
           },
-          "sequence"_a, "state"_a, "prompt"_a = nb::none(),
-          "From what save() gave: bytes, or the path of a file. prompt: tokens of its prompt, None: as it was saved.")
+          "sequence"_a, "state"_a, "prompt"_a = nb::none(), "tokens"_a = nb::none(),
+          "From what save() gave: bytes, or the path of a file. prompt: tokens of its prompt, None: as it was saved. "
+          "tokens: of those saved, the first ones that it begins with, as in fork(); None: all.")
       .def(
           "restore",
-          [](Keeper& self, SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt) {
-            self.restore(sequence, file, prompt);
-          },
-          "sequence"_a, "file"_a, "prompt"_a = nb::none())
+          [](Keeper& self, SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt,
+             std::optional<std::int64_t> tokens) { self.restore(sequence, file, prompt, tokens); },
+          "sequence"_a, "file"_a, "prompt"_a = nb::none(), "tokens"_a = nb::none())
       .def(
           "observe",
           [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& queries,
@@ -737,6 +739,17 @@ NB_MODULE(_kvkeep, m) {
         return all;
       },
       "Every policy that this process knows, with its options.");
+  m.def(
+      "prometheus_metrics",
+      [](std::vector<std::pair<Totals, std::string>> keepers) {
+        std::vector<KeeperMetrics> all;
+        for (auto& [totals, labels] : keepers) all.push_back({totals, std::move(labels)});
+        return prometheus_metrics(all);
+      },
+      "keepers"_a,
+      "One page of several keepers as Prometheus reads it: [(keeper.totals, 'worker=\"0\"'), ...], each with labels of "
+      "its "
+      "own. Take the totals on the keeper's thread.");
   m.def("load_plugin", &load_plugin, "file"_a,
         "Loads a shared library whose scorers, allocators and policies are then known by name (KVKEEP_PLUGIN() of "
         "kvkeep/policy/plugin.h). Raises InvalidArgument for one that was compiled for another version of kvkeep, that "

@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cstring>
+#include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -49,6 +51,16 @@ TEST(CInterface, ForksAndKeepsStateInMemory) {
     EXPECT_EQ(kvkeep_restore_bytes(other.keeper.get(), 6, state.data(), state.size() - 1, -1), KVKEEP_INVALID_ARGUMENT);
     EXPECT_EQ(kvkeep_restore_bytes(other.keeper.get(), 6, state.data(), state.size(), 99), KVKEEP_STATE_ERROR);
     for (std::int32_t r = 0; r < kRows; ++r) EXPECT_EQ(other.positions(5, r), c.positions(1, r));
+    std::int64_t length = 0;
+    ASSERT_EQ(kvkeep_logical_length(keeper, 1, &length), KVKEEP_OK);
+    ASSERT_EQ(kvkeep_restore_prefix(other.keeper.get(), 7, state.data(), state.size(), length - 1, -1), KVKEEP_OK)
+        << kvkeep_last_error();
+    for (std::int32_t r = 0; r < kRows; ++r) EXPECT_EQ(other.positions(7, r).size() + 1, c.positions(1, r).size());
+    ASSERT_EQ(kvkeep_restore_prefix(other.keeper.get(), 8, state.data(), state.size(), -1, -1), KVKEEP_OK);
+    EXPECT_EQ(other.positions(8, 0), c.positions(1, 0));
+    EXPECT_EQ(kvkeep_restore_prefix(other.keeper.get(), 6, state.data(), state.size(), length + 1, -1),
+              KVKEEP_INVALID_ARGUMENT);
+    EXPECT_EQ(kvkeep_restore_prefix(other.keeper.get(), 6, state.data(), state.size(), 1, -1), KVKEEP_STATE_ERROR);
 
     std::vector<std::byte> rows;
     const auto copy = [&](const kvkeep_cache& cache) {
@@ -219,6 +231,56 @@ TEST(CInterface, RefusesLabelsThatPrometheusCannotRead) {
     EXPECT_EQ(kvkeep_metrics(c.keeper.get(), labels, &page), KVKEEP_INVALID_ARGUMENT) << labels;
     EXPECT_TRUE(std::string(kvkeep_last_error()).starts_with("metrics: labels are no list that Prometheus reads"));
   }
+}
+
+TEST(CInterface, WritesOnePageOfSeveralKeepers) {
+  CEngine c(kPolicy), idle(kPolicy);
+  oracle::Random random(5);
+  kvkeep_report report{};
+  c.join(1);
+  for (int i = 0; i < 30; ++i) {
+    c.feed(numbers_of(random, {{1, i == 0 ? 30 : 1}}));
+    ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  }
+  kvkeep_totals totals[2] = {{}, {}};
+  totals[0].size = totals[1].size = sizeof totals[0];
+  ASSERT_EQ(kvkeep_read_totals(c.keeper.get(), &totals[0]), KVKEEP_OK);
+  ASSERT_EQ(kvkeep_read_totals(idle.keeper.get(), &totals[1]), KVKEEP_OK);
+  ASSERT_GT(totals[0].events, 2);
+  EXPECT_GT(totals[0].event_seconds, 0);
+  kvkeep_keeper_metrics keepers[] = {{&totals[0], R"(worker="0")"}, {&totals[1], R"(worker="1")"}};
+  const char* text = nullptr;
+  ASSERT_EQ(kvkeep_prometheus_metrics(keepers, 2, &text), KVKEEP_OK) << kvkeep_last_error();
+  const std::string page = text;
+
+  const char* alone = nullptr;
+  ASSERT_EQ(kvkeep_metrics(c.keeper.get(), R"(worker="0")", &alone), KVKEEP_OK);
+  const auto lines = [](const std::string& of) {
+    std::multiset<std::string> all;
+    std::istringstream in(of);
+    for (std::string line; std::getline(in, line);) all.insert(line);
+    return all;
+  };
+  std::multiset<std::string> both = lines(page);
+  for (const std::string& line : lines(alone)) {
+    ASSERT_EQ(both.count(line), 1U) << line << " is not there once in\n" << page;
+    both.erase(line);
+  }
+  for (const std::string& line : both) EXPECT_NE(line.find(R"({worker="1")"), std::string::npos) << line;
+  EXPECT_EQ(std::ranges::count_if(lines(alone), [](const std::string& l) { return l[0] != '#'; }), std::ssize(both));
+
+  keepers[1].labels = keepers[0].labels;
+  EXPECT_EQ(kvkeep_prometheus_metrics(keepers, 2, &text), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_TRUE(std::string(kvkeep_last_error()).starts_with("metrics: keepers 0 and 1 have the same labels"));
+  keepers[1] = {nullptr, nullptr};
+  EXPECT_EQ(kvkeep_prometheus_metrics(keepers, 2, &text), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_STREQ(kvkeep_last_error(), "metrics: totals is NULL; allowed an address");
+  EXPECT_EQ(kvkeep_prometheus_metrics(nullptr, 1, &text), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_STREQ(kvkeep_last_error(), "metrics: keepers is NULL; allowed an address of 1 entries");
+  totals[1].size = offsetof(kvkeep_totals, event_seconds);  // of a program that was compiled before times were there
+  keepers[1] = {&totals[1], nullptr};
+  ASSERT_EQ(kvkeep_prometheus_metrics(keepers, 2, &text), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_NE(std::string(text).find("\nkvkeep_event_duration_seconds_sum 0\n"), std::string::npos) << text;
 }
 
 TEST(CInterface, RunsOnTheThreadsThatItIsLentAndIsWatched) {

@@ -103,6 +103,43 @@ TEST(PagedSequences, GrowPageByPageAndSayHowManyAreMissing) {
   EXPECT_TRUE(sequences.pages(7).empty());
 }
 
+TEST(PagedSequences, WriteATableThatIsHeld) {
+  PagePool pool(16, 4);
+  PagedSequences sequences(pool);
+  for (const SequenceId id : {1, 2}) ASSERT_TRUE(sequences.admit(id, id == 1 ? 9 : 4).given());
+  const std::vector<SequenceId> both{1, 2}, one{2};
+  const auto rows_of = [](const Tensor& table) {
+    std::vector<Ints> rows;
+    for (std::int64_t i = 0; i < table.size(0); ++i) {
+      const Tensor row = table.select(0, i);
+      rows.emplace_back(row.data<std::int32_t>(), row.data<std::int32_t>() + row.numel());
+    }
+    return rows;
+  };
+  Tensor held;
+  EXPECT_EQ(rows_of(sequences.table(both)), (std::vector<Ints>{{0, 1, 2}, {3, -1, -1}}));
+  EXPECT_EQ(rows_of(sequences.table(both, held)), (std::vector<Ints>{{0, 1, 2, -1}, {3, -1, -1, -1}}));
+  EXPECT_EQ(held.sizes(), Shape({3, 4})) << "with room for half as many more";
+  const std::byte* const memory = held.bytes();
+  EXPECT_EQ(rows_of(sequences.table(one, held)), (std::vector<Ints>{{3, -1, -1, -1}})) << "nothing older is left";
+  EXPECT_EQ(held.bytes(), memory);
+  ASSERT_TRUE(sequences.append(1, 8).given());
+  EXPECT_EQ(rows_of(sequences.table(both, held)).front(), (Ints{0, 1, 2, 4, 5, -1, -1}));
+  EXPECT_EQ(held.sizes(), Shape({3, 7})) << "rows were enough";
+  Ints own(20, 9);
+  held = Tensor(own.data(), Dtype::i32, {2, 10});
+  EXPECT_EQ(sequences.table(both, held).bytes(), reinterpret_cast<std::byte*>(own.data())) << "memory of the caller's";
+  EXPECT_EQ(own, (Ints{0, 1, 2, 4, 5, -1, -1, -1, -1, -1, 3, -1, -1, -1, -1, -1, -1, -1, -1, -1}));
+  Tensor wide = zeros({2, 10}, Dtype::i64), apart = held.narrow(1, 0, 8);
+  EXPECT_EQ(
+      message_of<InvalidArgument>([&] { static_cast<void>(sequences.table(both, wide)); }),
+      "table: the table that is held is i64 [2, 10] on cpu; allowed none, or contiguous i32 [rows, columns] in host "
+      "memory");
+  EXPECT_THROW(static_cast<void>(sequences.table(both, apart)), InvalidArgument);
+  EXPECT_EQ(message_of<StateError>([&] { static_cast<void>(sequences.table(std::vector<SequenceId>{7}, held)); }),
+            "table: paged sequence 7 is not held; allowed after admit(), adopt() or fork(), and before release()");
+}
+
 TEST(PagedSequences, WhoWritesASharedPageGetsItsOwnCopy) {
   PagePool pool(8, 4);
   PagedSequences sequences(pool);

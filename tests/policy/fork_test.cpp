@@ -89,7 +89,7 @@ TEST(ForkOfASequence, RefusesWhatItCannotCopyAndChangesNothing) {
   for (int i = 0; i < 3; ++i) engine.step(numbers_of(random, {{1, 1}}));
   EXPECT_EQ(message_of<StateError>([&] { keeper.fork(1, 1); }), "fork: sequence 1 is already here; allowed a free id");
   EXPECT_EQ(message_of<StateError>([&] { keeper.fork(2, 7); }),
-            "kvkeep: sequence 7 is not known; allowed after join() and before leave()");
+            "fork: sequence 7 is not known; allowed after join(7), and before leave(7)");
   EXPECT_EQ(message_of<StateError>([&] { keeper.fork(2, 1, 30); }),
             "fork: sequence 1 was cut at length 41 and what was dropped then is gone; given 30; allowed 41 or more");
   EXPECT_EQ(message_of<InvalidArgument>([&] { keeper.fork(2, 1, 45); }),
@@ -143,6 +143,34 @@ TEST(StateInMemory, OfAWholePromptGoesOnAsIfItHadBeenRun) {
     static_cast<void>(engine.cut({1}));
     ASSERT_NO_FATAL_FAILURE(expect_go_on_alike(engine, random, {1, 2}, 30));
   }
+}
+
+TEST(StateInMemory, OfWhichAPrefixIsTakenIsAsItWasThereOrRefused) {
+  DenseEngine engine("tova,budget=32,interval=8,recent=8", false, Dtype::f32);
+  oracle::Random random(3);
+  engine.keeper.join(1, 0, kOpenPrompt), engine.lengths[1] = Ints(kRows, 0);
+  engine.step(numbers_of(random, {{1, 50}}));
+  Keeper& keeper = engine.keeper;
+  const std::vector<std::byte> state = keeper.save(1);
+  EXPECT_EQ(message_of<InvalidArgument>([&] { keeper.restore(2, state, {}, 51); }),
+            "restore: sequence 2 is 50 tokens long; given 51; allowed 0 to that");
+  EXPECT_EQ(message_of<StateError>([&] { keeper.restore(2, state, {}, 17); }),
+            "restore: 33 tokens of sequence 2 are more than the query ring can take back; allowed at most 32");
+  EXPECT_EQ(message_of<InvalidArgument>([&] { keeper.restore(2, state, 40, 41); }),
+            "restore: sequence 2 has a prompt of 40 tokens and 41 of them cached; allowed at least the number cached");
+  EXPECT_FALSE(keeper.knows(2));
+  keeper.restore(2, state, 60, 18);
+  EXPECT_EQ(keeper.logical_length(2), 18);
+  EXPECT_EQ(keeper.physical_length(2, 1, 1), 18);
+  EXPECT_EQ(keeper.prompt_length(2), 60);
+
+  engine.join(3);
+  engine.step(numbers_of(random, {{3, 40}}));
+  for (int i = 0; i < 4; ++i) engine.step(numbers_of(random, {{3, 1}}));
+  EXPECT_EQ(message_of<StateError>([&] { keeper.restore(4, keeper.save(3), {}, 40); }),
+            "restore: sequence 4 was cut at length 41 and what was dropped then is gone; given 40; allowed 41 or more");
+  keeper.restore(4, keeper.save(3), {}, 42);
+  EXPECT_EQ(keeper.physical_length(4, 0, 0), 33);
 }
 
 TEST(StateInMemory, OfAPrefixHitBeginsWithoutThePinsOfTheRequestThatWasSaved) {

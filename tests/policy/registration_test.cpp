@@ -267,8 +267,8 @@ class Crooked final : public Allocator {
 TEST_F(Registration, RefusesDefaultsThatAreNotAllowed) {
   EXPECT_EQ(
       message_of<InvalidArgument>([] { register_allocator<Crooked<CrookedOptions>>(); }),
-      "register_allocator: the default of an option of outside-crooked is not allowed: policy: allocator.window "
-      "is out of range or of the wrong type; given -7; allowed an integer from 1 to 64; one that must be given has a "
+      "register_allocator: an option of outside-crooked is not allowed: policy: the default of allocator.window is out "
+      "of range or of the wrong type; given -7; allowed an integer from 1 to 64; one that must be given has a "
       "`fallback` instead");
   EXPECT_NE(message_of<InvalidArgument>([] {
               register_allocator<Crooked<CrookedShare>>();
@@ -281,9 +281,119 @@ TEST_F(Registration, RefusesDefaultsThatAreNotAllowed) {
     f.integer("budget", budget, 5, 4096, "slots");
     return {};
   };
-  EXPECT_NE(message_of<InvalidArgument>([&] { register_policy(policy); }).find("register_policy: the default of"),
+  EXPECT_NE(message_of<InvalidArgument>([&] { register_policy(policy); }).find("policy: the default of budget"),
             std::string::npos);
   EXPECT_EQ(std::ranges::count(policies(), std::string("outside-crooked"), &PolicyInfo::name), 0);
+}
+
+/// What registering a scorer says whose options `describe` describes.
+std::string scorer_refused(const std::function<void(Fields&)>& describe) {
+  const ScorerTraits traits{.name = "outside-named", .what = "w", .source = "s"};
+  return message_of<InvalidArgument>([&] {
+    register_scorer({.traits = traits, .make = [describe](Fields& f) {
+                       describe(f);
+                       return std::make_unique<Knorm>();
+                     }});
+  });
+}
+
+TEST_F(Registration, RefusesNamesOfOptionsThatCannotBeGiven) {
+  const std::size_t before = policies().size();
+  const auto one = [](const char* name, Fields::Aliases aliases = {}) {
+    return [name, aliases = std::vector<const char*>(aliases)](Fields& f) {
+      std::int32_t value = 1;
+      if (aliases.empty())
+        f.integer(name, value, 0, 9, "w");
+      else
+        f.integer(name, value, 0, 9, "w", {aliases.front()});
+    };
+  };
+  for (const char* name : {"", "a b", "a=b", "a,b", "a+b", "a.b", "\xc3\xa9"})
+    EXPECT_EQ(scorer_refused(one(name)),
+              text("register_scorer: an option of outside-named is not allowed: policy: this is no name for an option; "
+                   "given \"",
+                   name, "\"; allowed letters, digits, underscores and hyphens, at least one"));
+  EXPECT_NE(scorer_refused(one("good", {"not good"})).find("given \"not good\""), std::string::npos);
+  for (const char* name : {"budget", "ratio", "bytes", "interval", "share", "recent", "sink", "variant", "rest",
+                           "memory", "kv_budget", "policy"})
+    EXPECT_EQ(scorer_refused(one(name)),
+              text("register_scorer: option \"", name,
+                   "\" of outside-named is an option of every policy; allowed another name"));
+  EXPECT_NE(scorer_refused(one("good", {"n_sink"})).find("option \"n_sink\" of outside-named"), std::string::npos);
+  EXPECT_EQ(scorer_refused([&](Fields& f) { one("twice")(f), one("twice")(f); }),
+            "register_scorer: an option of outside-named is not allowed: policy: twice is described twice; allowed "
+            "options that share no name");
+  EXPECT_NE(scorer_refused([&](Fields& f) { one("once", {"other"})(f), one("other")(f); }).find("other is described"),
+            std::string::npos);
+
+  AllocatorEntry allocator = allocator_entry<Reversed>({.name = "outside-named", .what = "w", .source = "s"});
+  allocator.make = [&](Fields& f, const AllocatorContext&) {
+    f.enter("allocator"), one("interval")(f), f.leave();
+    return std::make_unique<Reversed>(ReversedOptions{});
+  };
+  EXPECT_EQ(
+      message_of<InvalidArgument>([&] { register_allocator(allocator); }),
+      "register_allocator: option \"interval\" of outside-named is an option of every policy; allowed another name");
+  PolicyEntry policy = renamed();
+  policy.name = "outside-named";
+  policy.describe = [&](Fields& f) -> MakePolicy {
+    one("policy")(f);
+    return renamed().describe(f);
+  };
+  EXPECT_NE(
+      message_of<InvalidArgument>([&] { register_policy(policy); }).find("an option of outside-named is called policy"),
+      std::string::npos);
+  EXPECT_EQ(policies().size(), before) << "a refused option adds nothing";
+}
+
+TEST_F(Registration, RefusesWhatMakesNull) {
+  const auto scorer = [](bool always) -> ScorerEntry {
+    return {.traits = {.name = "outside-null", .what = "w", .source = "s"},
+            .make = [always](Fields& f) -> std::unique_ptr<Scorer> {
+              bool none = always;
+              f.flag("none", none, "w");
+              return none ? nullptr : std::make_unique<Knorm>();
+            }};
+  };
+  EXPECT_EQ(message_of<InvalidArgument>([&] { register_scorer(scorer(true)); }),
+            "register_scorer: the default options of outside-null make null; allowed a scorer, an allocator, or a "
+            "function that makes a policy");
+  register_scorer(scorer(false));
+  const auto said = [](const char* text) {
+    return message_of<InvalidArgument>([text] { static_cast<void>(make_policy(text)); });
+  };
+  EXPECT_EQ(said("outside-null,budget=24,none=true"),
+            "policy: make of scorer outside-null returned null; allowed a scorer");
+  EXPECT_NE(make_policy("ams-outside-null,budget=24"), nullptr);
+
+  AllocatorEntry allocator = allocator_entry<Reversed>({.name = "outside-null-too", .what = "w", .source = "s"});
+  allocator.make = [](Fields& f, const AllocatorContext&) -> std::unique_ptr<Allocator> {
+    if (f.has("sink")) return nullptr;
+    return std::make_unique<Reversed>(ReversedOptions{});
+  };
+  register_allocator(allocator);
+  EXPECT_EQ(said("outside-null-too-tova,budget=24,sink=1"),
+            "policy: make of allocator outside-null-too returned null; allowed an allocator");
+
+  PolicyEntry policy = renamed();
+  policy.name = "outside-null-policy";
+  policy.describe = [](Fields& f) -> MakePolicy {
+    std::int32_t budget = 64;
+    f.integer("budget", budget, 5, 4096, "slots");
+    bool empty = false, none = false;
+    f.flag("empty", empty, "w");
+    f.flag("none", none, "w");
+    if (empty) return {};
+    return [none](std::string json, std::unique_ptr<KVPolicy>) -> std::unique_ptr<KVPolicy> {
+      if (none) return nullptr;
+      return std::make_unique<Renamed>(make_policy("streaming,budget=64"), std::move(json));
+    };
+  };
+  register_policy(policy);
+  EXPECT_EQ(said("outside-null-policy,empty=true"),
+            "policy: describe of outside-null-policy returned an empty function; allowed one that makes the policy");
+  EXPECT_EQ(said("outside-null-policy,none=true"),
+            "policy: what describe of outside-null-policy returned made null; allowed a policy");
 }
 
 /// Scores and chooses as it is told.
@@ -397,6 +507,59 @@ TEST_F(Registration, RefusesAnEventWhoseAllocatorSpreadsBudgetsWrongly) {
   }
 }
 
+/// Ramp, without its check.
+class Unchecked final : public Allocator {
+ public:
+  [[nodiscard]] std::string_view name() const override { return "outside-unchecked"; }
+  [[nodiscard]] bool ragged() const override { return true; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
+             Decision& decision) const override {
+    Flat().allot(evidence, limits, scores, std::move(seen), decision);
+  }
+};
+
+TEST_F(Registration, RowsOfDifferentLengthsShareNoSelection) {
+  const auto made = [](Sharing share) {
+    Retention retention{.trigger = {.budget = {.slots = 24}, .interval = 8}};
+    retention.share = share;
+    return std::make_unique<Evict>("outside", std::make_unique<Knorm>(), std::make_unique<Unchecked>(), retention);
+  };
+  for (const Sharing share : {Sharing::per_head, Sharing::all, Sharing::all_mean})
+    EXPECT_EQ(
+        message_of<InvalidArgument>([&] { static_cast<void>(made(share)); }),
+        "policy: share of outside joins rows, and allocator outside-unchecked lets them keep different numbers of "
+        "slots (ragged()); allowed share=per_layer_per_head");
+  EXPECT_NE(made(Sharing::per_layer_per_head), nullptr);
+}
+
+TEST_F(Registration, RefusesAKeeperWhoseScorerReadsMoreQueriesThanARingHolds) {
+  class Reader final : public Scorer {
+   public:
+    explicit Reader(std::int32_t queries) : queries_(queries) {}
+    [[nodiscard]] std::string_view name() const override { return "outside-reader"; }
+    [[nodiscard]] Needs needs() const override { return {.queries = queries_}; }
+    [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
+    [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                               const WindowAttention& seen) const override {
+      return Knorm().score(evidence, limits, seen);
+    }
+
+   private:
+    std::int32_t queries_;
+  };
+  const auto keeper = [](std::int32_t queries) {
+    Retention retention{.trigger = {.budget = {.slots = 24}, .interval = 8}};
+    return Keeper(engines::model(), std::make_unique<Evict>("outside", std::make_unique<Reader>(queries),
+                                                            std::make_unique<Flat>(), retention));
+  };
+  for (const std::int32_t queries : {-1, INT32_MIN, (1 << 20) + 1, INT32_MAX})
+    EXPECT_EQ(message_of<InvalidArgument>([&] { static_cast<void>(keeper(queries)); }),
+              text("policy outside cannot run here: queries: outside reads the newest ", queries,
+                   " of every full layer (Needs::queries); allowed 0 to 1048576"));
+  EXPECT_EQ(keeper(1 << 20).queries_read(), 1 << 20);
+}
+
 TEST_F(Registration, AnAllocatorOfOnesOwnSpreadsBudgetsOverLayers) {
   register_allocator<testing::Ramp>();
   engines::DenseEngine engine("ramp-knorm,budget=24,interval=8,sink=2,recent=3", true, Dtype::f32);
@@ -446,6 +609,11 @@ TEST_F(Registration, RefusesADecisionWhoseColumnsWouldNotMove) {
   EXPECT_TRUE(said([&](auto& e, auto& d) { d.tally = empty({e.table.slots}, Dtype::f64); }).starts_with("step: tally"));
   EXPECT_TRUE(said([&](auto&, auto& d) { d.credit = Tensor(); }).starts_with("step: credit of told are an absent"));
   EXPECT_TRUE(said([&](auto&, auto& d) { d.guarded = {1}; }).starts_with("step: Decision::guarded of told has 1 rows"));
+  const auto first = [](Decision& d) { return d.keep->slots.data<std::int32_t>(); };
+  EXPECT_EQ(said([&](auto&, auto& d) { first(d)[1] = 0; }),
+            "step: told keeps slots of layer 0, head 0 that do not ascend; allowed ascending ones from 0 to 60");
+  EXPECT_EQ(said([&](auto&, auto& d) { first(d)[60] = 61; }),
+            "step: told keeps slots of layer 0, head 0 that are beyond it; allowed ascending ones from 0 to 60");
   EXPECT_EQ(said([&](auto&, auto& d) { d.keep.reset(); }),
             "step: told says that rows are over their budget, and not what stays of them; allowed with Decision::keep");
   EXPECT_EQ(message_of<InvalidArgument>(

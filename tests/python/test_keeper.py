@@ -123,7 +123,7 @@ def test_errors_have_their_kinds_and_say_what_is_allowed(tmp_path):
     with pytest.raises(ValueError, match="rope_style"):
         kvkeep.ModelSpec(4, 2, 8, 2, rope_style="round")
     keeper = kvkeep.Keeper(spec(), "tova,budget=16")
-    with pytest.raises(kvkeep.StateError, match="sequence 5 is not known"):
+    with pytest.raises(kvkeep.StateError, match=r"sequence 5 is not known; allowed after join\(5\)"):
         keeper.leave(5)
     keeper.join(5)
     with pytest.raises(kvkeep.InvalidArgument, match="basis: given 'after'"):
@@ -234,7 +234,10 @@ def test_state_in_memory_and_forks_go_on_as_their_parent():
     window = prefix.save(1)
     prefix.fork(2, 1, 12, 40)
     prefix.restore(3, window, 60)
-    assert [prefix.logical_length(s) for s in (1, 2, 3)] == [16, 12, 16]
+    prefix.restore(4, window, 60, tokens=9)
+    assert [prefix.logical_length(s) for s in (1, 2, 3, 4)] == [16, 12, 16, 9]
+    with pytest.raises(kvkeep.InvalidArgument, match="restore: sequence 5 is 16 tokens long; given 17"):
+        prefix.restore(5, window, tokens=17)
 
 
 def test_lengths_are_known_ahead():
@@ -279,6 +282,12 @@ def test_threads_are_the_keepers_own_and_totals_are_counted_for_prometheus():
     page = one.keeper.metrics('worker="0"')
     assert '\nkvkeep_events_total{worker="0"} 1\n' in page
     assert 'kvkeep_event_duration_seconds_bucket{worker="0",le="+Inf"} 1\n' in page
+    both = kvkeep.prometheus_metrics([(one.keeper.totals, 'worker="0"'), (other.keeper.totals, 'worker="1"')])
+    assert set(page.splitlines()) < set(both.splitlines())
+    assert both.count("# TYPE kvkeep_events_total counter\n") == 1
+    assert '\nkvkeep_events_total{worker="1"} 1\n' in both
+    with pytest.raises(kvkeep.InvalidArgument, match="metrics: keepers 0 and 1 have the same labels"):
+        kvkeep.prometheus_metrics([(one.keeper.totals, ""), (other.keeper.totals, "")])
     with pytest.raises(kvkeep.InvalidArgument, match="thread pool: 0 threads"):
         kvkeep.ThreadPool(0)
 

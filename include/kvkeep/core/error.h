@@ -3,6 +3,10 @@
 /// Errors and their sentences. Every message reads "operation: what is wrong; given X; allowed Y" and is thrown before
 /// anything is written.
 
+#if !defined(__cpp_exceptions) && !defined(__CUDA_ARCH__)
+#error "kvkeep: errors are C++ exceptions, which -fno-exceptions turns off; allowed sources that are compiled with them"
+#endif
+
 #include <algorithm>
 #include <array>
 #include <charconv>

@@ -124,7 +124,7 @@ KVKEEP_INLINE void Keeper::bind(std::vector<LayerKv> layers) {
 }
 
 KVKEEP_INLINE void Keeper::end_prompt(SequenceId sequence) {
-  SequenceState& s = sequences_->at(sequence);
+  SequenceState& s = sequences_->at(sequence, "end_prompt");
   sequences_->require_whole("end_prompt", sequence, s);
   KVKEEP_REQUIRE_AS(StateError, s.logical > 0 && (s.prompt < 0 || s.logical < s.prompt), "end_prompt: sequence ",
                     sequence, " has ", s.logical, " tokens, ", s.prompt < 0 ? s.logical : s.prompt,
@@ -250,7 +250,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
                  " says that rows are over their budget, and not what stays of them; allowed with Decision::keep");
   if (!plan.decision.keep) return plan;  // nothing to carry out
   const KeepSet& keep = *plan.decision.keep;
-  check_keep(policy_->name(), plan.table, keep);
+  if (!policy_->checks_kept()) check_keep(policy_->name(), plan.table, keep);
   for (const auto& [what, column] : {std::pair{"credit", &plan.decision.credit}, {"tally", &plan.decision.tally}})
     if (*column)
       require_flat(text("step: ", what, " of ", policy_->name()), **column, Dtype::f32, plan.table.slots,
@@ -498,14 +498,9 @@ KVKEEP_INLINE LengthForecast Keeper::forecast(SequenceId sequence) const {
 /// What the trigger of a sequence reads, whose rows here hold `slots`: of all ranks, if they hold a part of the heads
 /// each.
 KVKEEP_INLINE Occasion Keeper::occasion_of(SequenceId id, const SequenceState& s, std::int64_t slots) const {
-  const std::int32_t here = spec().kv_heads, heads = spec().whole_heads();
   for (const std::unique_ptr<Part>& part : sequences_->parts()) slots += part->slots_elsewhere(s, id);
-  Occasion occasion{.slots = slots,
-                    .rows = std::ssize(sequences_->full_layers()) * heads,
-                    .seen = s.logical,
-                    .prompt = s.prompt < 0 ? s.logical : s.prompt,
-                    .step = s.logical - s.asked,
-                    .slot_bytes = sequences_->slot_bytes() / here * heads};
+  Occasion occasion = Occasion::of(s.logical, s.asked, s.prompt, slots, std::ssize(sequences_->full_layers()),
+                                   spec().whole_heads(), sequences_->slot_bytes() / spec().kv_heads);
   if (policy_->trigger().kind == Trigger::Kind::window) {
     const auto row = s.columns.positions(0);  // such policies run on the host
     occasion.unsettled = row.end() - std::ranges::lower_bound(row, s.settled);

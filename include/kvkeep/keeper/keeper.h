@@ -94,14 +94,17 @@ class Keeper {
   [[nodiscard]] std::vector<std::byte> save(SequenceId sequence) const;
   void save(SequenceId sequence, const std::filesystem::path& file) const;
   /// Restores a sequence to its state when it was saved, under any free id, any number of times, in any process. The
-  /// engine must restore its rows before the next step. The sequence continues to the same bits. `prompt`: as in
-  /// fork(), for a prefix whose state was saved beside its pages. Throws: StateError for a known sequence;
-  /// InvalidArgument that names the file if it is damaged, or was saved under another policy or model, with each field
-  /// that differs; as fork() for the prompt; as a part does that cannot take it. The keeper is unchanged if it throws.
+  /// engine must restore its rows before the next step. The sequence continues to the same bits. `prompt` and `tokens`:
+  /// as in fork(), for a prefix whose state was saved beside its pages, or the first tokens of one. Throws: StateError
+  /// for a known sequence; InvalidArgument that names the file if it is damaged, or was saved under another policy or
+  /// model, with each field that differs; as fork() for the prompt and for tokens; as a part does that cannot take it.
+  /// The keeper is unchanged if it throws.
   /// Cost: one copy of the state, and one of its columns and queries to the device. A state that was saved on the CPU
   /// can continue on a device, and vice versa; from there on it has that machine's bits.
-  void restore(SequenceId sequence, std::span<const std::byte> state, std::optional<std::int32_t> prompt = {});
-  void restore(SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt = {});
+  void restore(SequenceId sequence, std::span<const std::byte> state, std::optional<std::int32_t> prompt = {},
+               std::optional<std::int64_t> tokens = {});
+  void restore(SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt = {},
+               std::optional<std::int64_t> tokens = {});
 #endif
   /// The prompt of a sequence ends with the tokens observed so far, for engines that cannot tell join() how long it
   /// will be: they join with kOpenPrompt. Throws StateError for an unknown sequence, one without
@@ -186,10 +189,12 @@ class Keeper {
   [[nodiscard]] LengthForecast forecast(SequenceId sequence) const;
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
-  [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return sequences_->at(sequence).logical; }
+  [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const {
+    return sequences_->at(sequence, "logical_length").logical;
+  }
   /// Tokens of its prompt; absent until known.
   [[nodiscard]] std::optional<std::int64_t> prompt_length(SequenceId sequence) const {
-    const std::int64_t prompt = sequences_->at(sequence).prompt;
+    const std::int64_t prompt = sequences_->at(sequence, "prompt_length").prompt;
     return prompt < 0 ? std::nullopt : std::optional(prompt);
   }
   /// Slots held by one row.
@@ -243,7 +248,8 @@ class Keeper {
 #if KVKEEP_FILES
   [[nodiscard]] SavedState state_of(SequenceId sequence) const;
   void require_restorable(SequenceId sequence) const;
-  void restore(SequenceId sequence, const StateFile& state, std::optional<std::int32_t> prompt);
+  void restore(SequenceId sequence, const StateFile& state, std::optional<std::int32_t> prompt,
+               std::optional<std::int64_t> tokens);
 #endif
   [[nodiscard]] Occasion occasion_of(SequenceId id, const SequenceState& sequence, std::int64_t slots) const;
   [[nodiscard]] std::int64_t check_lengths(const CacheView& view, std::size_t i, const SequenceState& s) const;

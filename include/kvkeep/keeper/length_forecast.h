@@ -104,19 +104,15 @@ inline std::int32_t LengthForecast::step(std::int32_t tokens) {
   event_ = false;
   const Trigger trigger = policy_->trigger();
   const std::int32_t here = spec_->kv_heads, heads = spec_->whole_heads();
-  std::int64_t slots = 0, slot_bytes = 0;
+  std::int64_t slots = 0, head_bytes = 0;
   for (std::size_t l = 0; l < full_layers_.size(); ++l) {
     for (std::int32_t h = 0; h < here; ++h)
       slots += now_.lengths[l * static_cast<std::size_t>(here) + static_cast<std::size_t>(h)];
     slots += std::int64_t{heads - here} * now_.lengths[l * static_cast<std::size_t>(here)];  // other ranks' are alike
-    slot_bytes += now_.slot_bytes.empty() ? 0 : now_.slot_bytes[l] * heads;
+    head_bytes += now_.slot_bytes.empty() ? 0 : now_.slot_bytes[l];
   }
-  const Occasion occasion{.slots = slots,
-                          .rows = std::ssize(full_layers_) * heads,
-                          .seen = now_.seen,
-                          .prompt = now_.prompt < 0 ? now_.seen : now_.prompt,
-                          .step = now_.seen - now_.asked,
-                          .slot_bytes = slot_bytes};
+  const Occasion occasion =
+      Occasion::of(now_.seen, now_.asked, now_.prompt, slots, std::ssize(full_layers_), heads, head_bytes);
   // How many tokens a local window leaves undecided is not counted here: its rows have an upper bound.
   if (trigger.kind == Trigger::Kind::window && !trigger.never) exact_ = false;
   if (trigger.kind == Trigger::Kind::window ? occasion.seen >= occasion.prompt : trigger.due(occasion)) {

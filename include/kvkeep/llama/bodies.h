@@ -219,6 +219,7 @@ inline void Evictor::end(std::int32_t status) {
           announced_.erase(member.sequence);
         }
       }
+      if (held.prompted && held.drafts) ++spent_.drafted;
       if (held.prompted && !held.waits) due.push_back(member.sequence);
     }
     if (!members_.empty()) learn_state_size(members_.front().sequence);

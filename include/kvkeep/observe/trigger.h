@@ -19,6 +19,18 @@ struct Occasion {
   std::int64_t step = 0;        ///< tokens since the policy was last asked
   std::int64_t slot_bytes = 0;  ///< K and V bytes of one slot in every row
   std::int64_t unsettled = 0;   ///< newest tokens without a final decision (Fold::settled)
+
+  /// Of a sequence that has `seen` tokens, about `asked` of which the policy was asked. prompt: -1 until known; then
+  /// all of them are its prompt. heads, head_bytes: of each of the `layers`.
+  [[nodiscard]] static Occasion of(std::int64_t seen, std::int64_t asked, std::int64_t prompt, std::int64_t slots,
+                                   std::int64_t layers, std::int64_t heads, std::int64_t head_bytes) {
+    return {.slots = slots,
+            .rows = layers * heads,
+            .seen = seen,
+            .prompt = prompt < 0 ? seen : prompt,
+            .step = seen - asked,
+            .slot_bytes = head_bytes * heads};
+  }
 };
 
 /// A sequence is due when its rows hold, on average, at least budget + interval slots. They are then cut to the budget,

@@ -173,6 +173,12 @@ struct BoundCache {
   std::vector<std::int64_t> slot_bytes = {};  ///< [full layers] K and V bytes of one slot of one head, scales included
 };
 
+/// Throws StateError: no sequence has this id.
+[[noreturn]] inline void refuse_unknown(const char* operation, SequenceId id) {
+  refuse<StateError>(operation, ": sequence ", id, " is not known; allowed after join(", id, "), and before leave(", id,
+                     ")");
+}
+
 /// All sequences of one keeper, and its cache, which the keeper and its parts share.
 class Sequences {
  public:
@@ -210,7 +216,7 @@ class Sequences {
   /// As Keeper::join() and leave().
   void join(SequenceId id, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {});
   void leave(SequenceId id);
-  void truncate(SequenceId id, std::int64_t logical_length);
+  void truncate(SequenceId id, std::int64_t logical_length, const char* operation = "truncate");
   void fork(SequenceId child, SequenceId parent, std::optional<std::int64_t> tokens,
             std::optional<std::int32_t> prompt);
   /// The prompt of a sequence that came from another or from a file is longer than what that had of it.
@@ -219,9 +225,11 @@ class Sequences {
   void forget(SequenceId id) noexcept;
 
   [[nodiscard]] bool contains(SequenceId id) const { return all_.contains(id); }
-  /// Throws StateError for an unknown sequence.
-  [[nodiscard]] const SequenceState& at(SequenceId id) const;
-  [[nodiscard]] SequenceState& at(SequenceId id) { return const_cast<SequenceState&>(std::as_const(*this).at(id)); }
+  /// Throws StateError for an unknown sequence, in the name of the call.
+  [[nodiscard]] const SequenceState& at(SequenceId id, const char* operation = "kvkeep") const;
+  [[nodiscard]] SequenceState& at(SequenceId id, const char* operation = "kvkeep") {
+    return const_cast<SequenceState&>(std::as_const(*this).at(id, operation));
+  }
   /// The same; throws StateError also while an event of it is pending, so that its rows are not as counted.
   [[nodiscard]] const SequenceState& ready(const char* operation, SequenceId id) const;
   [[nodiscard]] SequenceState& ready(const char* operation, SequenceId id) {
@@ -287,15 +295,14 @@ inline std::int32_t Sequences::row_of(std::int32_t layer, std::int32_t head) con
   return index_of(layer) * spec_.kv_heads + head;
 }
 
-inline const SequenceState& Sequences::at(SequenceId id) const {
+inline const SequenceState& Sequences::at(SequenceId id, const char* operation) const {
   const auto found = all_.find(id);
-  KVKEEP_REQUIRE_AS(StateError, found != all_.end(), "kvkeep: sequence ", id,
-                    " is not known; allowed after join() and before leave()");
+  if (found == all_.end()) refuse_unknown(operation, id);
   return found->second;
 }
 
 inline const SequenceState& Sequences::ready(const char* operation, SequenceId id) const {
-  const SequenceState& s = at(id);
+  const SequenceState& s = at(id, operation);
   KVKEEP_REQUIRE_AS(StateError, !s.pending, operation, ": the event that cuts sequence ", id,
                     " is pending; allowed after finish()");
   return s;
@@ -396,10 +403,10 @@ inline void Sequences::check_taking_back(const char* operation, SequenceId id, c
                     QueryRing::kRollback);
 }
 
-inline void Sequences::truncate(SequenceId id, std::int64_t logical_length) {
-  SequenceState& s = ready("truncate", id);
-  require_whole("truncate", id, s);
-  check_taking_back("truncate", id, s, logical_length);
+inline void Sequences::truncate(SequenceId id, std::int64_t logical_length, const char* operation) {
+  SequenceState& s = ready(operation, id);
+  require_whole(operation, id, s);
+  check_taking_back(operation, id, s, logical_length);
   const std::int64_t taken = s.logical - logical_length;
   if (taken == 0) return;
   const auto newest = s.columns.newest();

@@ -360,7 +360,7 @@ KVKEEP_INLINE void Prompts::restart_prompt(const LayerPlan& plan, const CacheVie
 }
 
 KVKEEP_INLINE const PromptReport* Prompts::report_of(SequenceId sequence) const {
-  static_cast<void>(sequences().at(sequence));
+  static_cast<void>(sequences().at(sequence, "report_of"));
   const Prompt* const prompt = prompts_.find(sequence);
   return prompt == nullptr || prompt->begins ? nullptr : &prompt->report;
 }

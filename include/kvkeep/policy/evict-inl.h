@@ -114,12 +114,8 @@ KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const
                    " slots of layer ", row.layer, ", head ", row.head, "; allowed 1 to all ", row.length);
     if (!written) continue;
     const std::span<const std::int32_t> kept = keep.row(r);
-    std::int32_t before = -1;
-    bool ascend = true;
-    for (const std::int32_t slot : kept) ascend = ascend && slot > std::exchange(before, slot);
-    KVKEEP_REQUIRE(ascend && before < row.length, "step: ", who, " keeps slots of layer ", row.layer, ", head ",
-                   row.head, " that ", ascend ? "are beyond it" : "do not ascend",
-                   "; allowed ascending ones from 0 to ", row.length - 1);
+    require_ascending(kept, row.length,
+                      [&] { return text("step: ", who, " keeps slots of layer ", row.layer, ", head ", row.head); });
     const RowGroup& group = table.groups[r / heads];
     if (group.prompt_slots < 0) evict_detail::check_pinned(who, row, group, kept);
   }
@@ -133,6 +129,9 @@ KVKEEP_INLINE Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std
       retention_(retention),
       json_(std::move(json)) {
   const std::int64_t least = std::int64_t{retention_.sink} + std::max(scorer_->keeps_newest(), 1);
+  KVKEEP_REQUIRE(retention_.share == Sharing::per_layer_per_head || !allocator_->ragged(), "policy: share of ", name_,
+                 " joins rows, and allocator ", allocator_->name(),
+                 " lets them keep different numbers of slots (ragged()); allowed share=per_layer_per_head");
   KVKEEP_REQUIRE(least <= INT32_MAX, "policy: sink of ", name_, " and the other slots it always keeps add up to ",
                  least, " slots; allowed at most ", INT32_MAX);
   Budget& budget = retention_.trigger.budget;
@@ -165,13 +164,17 @@ KVKEEP_INLINE Demand Evict::demand(const Needs& needs) const {
 
 KVKEEP_INLINE Needs needs_of(const Retention& retention, const Scorer& scorer, const Allocator& allocator) {
   Needs needs = scorer.needs();
+  const auto read = [&needs](std::int32_t queries) {
+    const std::int32_t fewer = std::min(needs.queries, queries);
+    needs.queries = fewer < 0 ? fewer : std::max(needs.queries, queries);  // problems() refuses a negative number
+  };
   // The published window leaves out one query that has been seen.
   if (allocator.window() > 0) {
-    needs.queries = std::max(needs.queries, allocator.window() + (retention.variant == Variant::official ? 1 : 0));
+    read(allocator.window() + (retention.variant == Variant::official ? 1 : 0));
     needs.keys = true;
   }
   const Needs own = allocator.needs();
-  needs.queries = std::max(needs.queries, own.queries);
+  read(own.queries);
   needs.keys = needs.keys || own.keys;
   needs.values = needs.values || own.values;
   needs.output_projection = needs.output_projection || own.output_projection;

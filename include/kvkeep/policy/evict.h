@@ -50,8 +50,9 @@ struct Retention {
 class Evict final : public KVPolicy {
  public:
   /// `name` and `json` describe the policy to people and files; the registry makes them. Keeper::save() needs `json`.
-  /// Throws InvalidArgument if the slots of a budget leave no room for an open span within the reach of
-  /// retention.rest, for heads of any size; problems() has the same for the model's.
+  /// Throws InvalidArgument if rows of an allocator that is ragged() share a selection, and if the slots of a budget
+  /// leave no room for an open span within the reach of retention.rest, for heads of any size; problems() has the same
+  /// for the model's.
   Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention,
         std::string json = {});
 
@@ -69,6 +70,7 @@ class Evict final : public KVPolicy {
   /// has it), or into runs of at most max_span dropped slots if there are no segments.
   [[nodiscard]] Decision decide(Machine& machine, const Evidence& evidence) const override;
   using KVPolicy::decide;
+  [[nodiscard]] bool checks_kept() const override { return true; }
   [[nodiscard]] const MemoryOptions* memory() const override;
   /// Pinned slots count within the budget, like sinks. Recents shrink to the room that both leave, but not below what
   /// the scorer never drops.

@@ -10,6 +10,7 @@
 #include <optional>
 #include <utility>
 
+#include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/limits.h"
 #include "kvkeep/core/tensor.h"
@@ -411,6 +412,9 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
     found.push_back(text("rope: ", policy.name(),
                          " turns queries or keys, and the model spec does not state the RoPE of layer ", open,
                          "; allowed rope.inv_freq, or RopeStyle::none for a layer that has none"));
+  if (needs.queries < 0 || needs.queries > kMostQueries)
+    found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries,
+                         " of every full layer (Needs::queries); allowed 0 to ", kMostQueries));
   if (needs.queries > 0 && !provided.queries)
     found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries,
                          " of every full layer, but the engine supplies none"));

@@ -134,6 +134,8 @@ class KVPolicy {
   [[nodiscard]] virtual Decision decide(Machine& machine, const Evidence& evidence) const = 0;
   /// The same on the host.
   [[nodiscard]] Decision decide(const Evidence& evidence) const { return decide(host(), evidence); }
+  /// Decisions have been through check_keep() (policy/evict.h), so that a keeper need not look at them again.
+  [[nodiscard]] virtual bool checks_kept() const { return false; }
 
   /// The most slots that each row keeps where decide() would run, before anything is scored: `exact` if it keeps no
   /// fewer. Reads shapes, lengths and pins of `shapes`, and neither cache nor positions (RowGroup::prompt_slots is not
