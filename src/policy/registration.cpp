@@ -36,8 +36,9 @@ KnownPolicy composed(const ScorerEntry& scorer, const AllocatorEntry& allocator)
 void require_name(std::string_view operation, std::string_view name) {
   const bool plain =
       std::ranges::all_of(name, [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-'; });
-  KVKEEP_REQUIRE(!name.empty() && plain, operation, ": this is no name for a policy; given \"", shortened(name),
-                 "\"; allowed lower-case letters, digits and hyphens, at least one");
+  const bool whole = !name.empty() && !name.starts_with('-') && !name.ends_with('-');  // hyphens join names
+  KVKEEP_REQUIRE(whole && plain, operation, ": this is no name for a policy; given \"", shortened(name),
+                 "\"; allowed lower-case letters, digits, and hyphens within");
 }
 
 /// The names of the options that `describe` describes. Throws if one has a name or a default that is not allowed, and

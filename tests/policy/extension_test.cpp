@@ -149,5 +149,36 @@ TEST(Extension, AMakerOfNoPartIsRefused) {
         "Keeper: parts() of partless gives a maker that makes none; allowed one that returns a Part");
 }
 
+/// A policy that says what its rows may keep.
+class Foretelling final : public KVPolicy {
+ public:
+  explicit Foretelling(Ints slots) : slots_(std::move(slots)) {}
+  [[nodiscard]] std::string_view name() const override { return "foretelling"; }
+  [[nodiscard]] Needs needs() const override { return {}; }
+  [[nodiscard]] Trigger trigger() const override { return {.budget = {.slots = 24}, .interval = 8}; }
+  [[nodiscard]] std::string to_json() const override { return "{}"; }
+  [[nodiscard]] Decision decide(Machine&, const Evidence&) const override { return {}; }
+  [[nodiscard]] MostKept most_kept(const Evidence&) const override { return {.slots = slots_}; }
+
+ private:
+  Ints slots_;
+};
+
+TEST(Extension, AForecastRefusesRowsThatCannotBe) {
+  const auto said = [](Ints slots) {
+    engines::DenseEngine engine(std::make_unique<Foretelling>(std::move(slots)), false, Dtype::f32);
+    oracle::Random random(5);
+    engine.join(1);
+    static_cast<void>(engine.step(engines::numbers_of(random, {{1, 20}})));
+    LengthForecast forecast = engine.keeper.forecast(1);
+    return message_of<InvalidArgument>([&] { static_cast<void>(forecast.step(20)); });
+  };
+  EXPECT_EQ(said({24, 24}), "forecast: KVPolicy::most_kept() of foretelling gives 2 rows; allowed 4");
+  EXPECT_EQ(said({24, 24, -4, 24}),
+            "forecast: KVPolicy::most_kept() of foretelling gives row 2 -4 slots; allowed 1 to its 40");
+  EXPECT_EQ(said({24, 24, 24, 41}),
+            "forecast: KVPolicy::most_kept() of foretelling gives row 3 41 slots; allowed 1 to its 40");
+}
+
 }  // namespace
 }  // namespace kvkeep::extension_test

@@ -213,9 +213,9 @@ TEST_F(Registration, RefusesNamesThatAreNoneOrTaken) {
     return message_of<InvalidArgument>(
         [&] { register_scorer(scorer_entry<Vnorm>({.name = name, .what = "w", .source = "s"})); });
   };
-  for (const char* name : {"", "Vnorm", "my norm", "norm,2", "a+b", "norm_2"})
+  for (const char* name : {"", "Vnorm", "my norm", "norm,2", "a+b", "norm_2", "-", "-x", "x-"})
     EXPECT_EQ(scorer(name), text("register_scorer: this is no name for a policy; given \"", name,
-                                 "\"; allowed lower-case letters, digits and hyphens, at least one"));
+                                 "\"; allowed lower-case letters, digits, and hyphens within"));
   for (const char* name : {"vnorm", "tova", "ams", "ams-tova", "full", "sekv", "asl", "adakv", "random-attention"})
     EXPECT_EQ(scorer(name), text("register_scorer: there is a policy or an allocator ", name, " already; given \"",
                                  name, "\"; allowed a name that is not taken"));

@@ -117,6 +117,12 @@ inline std::int32_t LengthForecast::step(std::int32_t tokens) {
   if (trigger.kind == Trigger::Kind::window && !trigger.never) exact_ = false;
   if (trigger.kind == Trigger::Kind::window ? occasion.seen >= occasion.prompt : trigger.due(occasion)) {
     KVPolicy::MostKept most = most_kept();
+    KVKEEP_REQUIRE(most.slots.size() == now_.lengths.size(), "forecast: KVPolicy::most_kept() of ", policy_->name(),
+                   " gives ", most.slots.size(), " rows; allowed ", now_.lengths.size());
+    for (std::size_t r = 0; r < most.slots.size(); ++r)
+      KVKEEP_REQUIRE(most.slots[r] >= 1 && most.slots[r] <= now_.lengths[r], "forecast: KVPolicy::most_kept() of ",
+                     policy_->name(), " gives row ", r, " ", most.slots[r], " slots; allowed 1 to its ",
+                     now_.lengths[r]);
     exact_ = exact_ && most.exact;
     now_.lengths = std::move(most.slots);
     event_ = !trigger.never;
