@@ -29,7 +29,7 @@ static_assert(offsetof(kvkeep_cache, pages) == 64 && sizeof(kvkeep_cache) == 72)
 static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 48 && sizeof(kvkeep_unscored) == 16);
 static_assert(offsetof(kvkeep_report, pending) == 112 && offsetof(kvkeep_report, slots_chosen) == 128);
 static_assert(sizeof(kvkeep_report) == 136 && offsetof(kvkeep_totals, event_seconds) == 88);
-static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 192);
+static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 216);
 
 constexpr const char* kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
 

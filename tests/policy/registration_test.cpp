@@ -619,8 +619,10 @@ TEST_F(Registration, RefusesADecisionWhoseColumnsWouldNotMove) {
   EXPECT_EQ(message_of<InvalidArgument>(
                 [] { engines::DenseEngine(std::make_unique<ToldPolicy>(Trigger{}), false, Dtype::f32); }),
             "Keeper: the trigger of told has an interval of 0 tokens; allowed 1 or more");
-  EXPECT_EQ(message_of<InvalidArgument>(
-                [] { engines::DenseEngine(std::make_unique<ToldPolicy>(Trigger{.interval = 8}), false, Dtype::f32); }),
+  EXPECT_EQ(message_of<InvalidArgument>([] {
+              engines::DenseEngine(std::make_unique<ToldPolicy>(Trigger{.budget = {.slots = 0}, .interval = 8}), false,
+                                   Dtype::f32);
+            }),
             "Keeper: the trigger of told has a budget of 0 slots; allowed 1 or more");
 }
 

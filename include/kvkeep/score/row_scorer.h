@@ -84,9 +84,7 @@ class ScoredRow {
   [[nodiscard]] KVKEEP_HD std::int32_t position(std::int32_t t) const { return row_.positions[t]; }
   [[nodiscard]] KVKEEP_HD std::int32_t next_position() const { return around_.next_position; }
   /// NaN of slots that have none, and where needs() does not name them.
-  [[nodiscard]] KVKEEP_HD float given(std::int32_t t) const {
-    return t < row_.given_length ? row_.given[t] : kNoScore;
-  }
+  [[nodiscard]] KVKEEP_HD float given(std::int32_t t) const { return t < row_.given_length ? row_.given[t] : kNoScore; }
   /// What an accumulating scorer gave the slot at the last event; 0 of slots that came since, and of other scorers.
   [[nodiscard]] KVKEEP_HD float tally(std::int32_t t) const { return t < row_.tally_length ? row_.tally[t] : 0.0F; }
   /// An accumulating scorer also sees rows that are not due.
