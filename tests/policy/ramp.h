@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "kvkeep/allot/allocator.h"
+#include "kvkeep/policy/registry.h"
 
 namespace kvkeep::testing {
 
@@ -35,5 +36,12 @@ class Ramp final : public kvkeep::Allocator {
     kvkeep::Flat().allot(evidence, limits, scores, std::move(seen), decision);
   }
 };
+
+}  // namespace kvkeep::testing
+
+namespace kvkeep::testing {
+
+/// Once in a program.
+inline void register_ramp() { [[maybe_unused]] static const bool registered = (register_allocator<Ramp>(), true); }
 
 }  // namespace kvkeep::testing

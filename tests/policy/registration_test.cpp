@@ -561,7 +561,7 @@ TEST_F(Registration, RefusesAKeeperWhoseScorerReadsMoreQueriesThanARingHolds) {
 }
 
 TEST_F(Registration, AnAllocatorOfOnesOwnSpreadsBudgetsOverLayers) {
-  register_allocator<testing::Ramp>();
+  testing::register_ramp();
   engines::DenseEngine engine("ramp-knorm,budget=24,interval=8,sink=2,recent=3", true, Dtype::f32);
   oracle::Random random(5);
   engine.join(1);
