@@ -405,7 +405,7 @@ KVKEEP_C_API kvkeep_status kvkeep_physical_length(const kvkeep_keeper* keeper, i
 /// Logical positions of the slots of one row, ascending.
 KVKEEP_C_API kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t sequence, int32_t layer, int32_t head,
                                             const int32_t** positions, int64_t* count);
-/// Tokens before an event may cut the sequence; KVKEEP_NO_EVENT: none will.
+/// Tokens before an event may cut the sequence, for calls between steps; KVKEEP_NO_EVENT: none will.
 KVKEEP_C_API kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
 /// Newest queries that an event reads; 0: none.
 KVKEEP_C_API kvkeep_status kvkeep_queries_read(const kvkeep_keeper* keeper, int64_t* queries);
@@ -437,7 +437,8 @@ typedef struct kvkeep_totals {
   int64_t steps, events, sequences_cut, slots_dropped, bytes_moved, pages_freed, slots_folded, slots_kept, slots_chosen,
       unscored;
   double event_seconds;       ///< host time of all events
-  int64_t event_buckets[15];  ///< events that took up to each of kvkeep::TimeHistogram::kBounds
+  int64_t event_buckets[15];  ///< events that took up to 50, 100, 250, 500 us, 1, 2.5, 5, 10, 25, 50, 100, 500 ms,
+                              ///< 1, 2.5, 5 s
 } kvkeep_totals;
 KVKEEP_C_API kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals);
 /// The same, and the times of events, as Prometheus reads them (kvkeep::prometheus_metrics()). labels: of every sample,

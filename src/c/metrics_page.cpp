@@ -2,6 +2,7 @@
 // A page of metrics of several keepers, from copies of their totals.
 
 #include <algorithm>
+#include <cstddef>
 #include <iterator>
 #include <span>
 #include <string>
@@ -18,6 +19,9 @@ static_assert(std::size(kvkeep_totals{}.event_buckets) == TimeHistogram::kBounds
 
 Totals totals_of(const kvkeep_totals* totals) {
   const kvkeep_totals t = given(totals, "metrics: totals");
+  constexpr std::size_t kWithTimes = offsetof(kvkeep_totals, event_buckets) + sizeof t.event_buckets;
+  KVKEEP_REQUIRE(t.size >= kWithTimes, "metrics: totals have a size of ", t.size,
+                 ", without the times of events; allowed ", kWithTimes, " or more");
   Totals all{.steps = t.steps,
              .events = t.events,
              .sequences_cut = t.sequences_cut,

@@ -176,10 +176,10 @@ class Keeper {
   void truncate(SequenceId sequence, std::int64_t logical_length) { sequences_->truncate(sequence, logical_length); }
 
   /// The fewest tokens with which an event may cut the sequence, however they are split into steps; 0: the next step
-  /// may do so; Trigger::kNoEvent: none will (Trigger::tokens_until() says when it is exact). An engine to which
-  /// queries cost something gives those of the newest queries_read() tokens before an event, and observes the others as
-  /// `unread`: in a step of n tokens, it gives queries if n > tokens_to_event() - queries_read(). An event whose window
-  /// holds unread tokens is a StateError.
+  /// may do so; Trigger::kNoEvent: none will (Trigger::tokens_until() says when it is exact). In the middle of a step
+  /// it is 0. An engine to which queries cost something gives those of the newest queries_read() tokens before an
+  /// event, and observes the others as `unread`: in a step of n tokens, it gives queries if n > tokens_to_event() -
+  /// queries_read(). An event whose window holds unread tokens is a StateError.
   [[nodiscard]] std::int64_t tokens_to_event(SequenceId sequence) const;
   /// Newest queries of every full layer that an event reads; 0: none.
   [[nodiscard]] std::int64_t queries_read() const { return needs_.queries; }
