@@ -13,11 +13,6 @@
 namespace kvkeep::cli {
 namespace {
 
-const CLI::App* subcommand(const CLI::App& app, const std::string& name) {
-  const auto found = app.get_subcommands([&](const CLI::App* c) { return c->get_name() == name; });
-  return found.empty() || name.empty() ? nullptr : found.front();
-}
-
 // Those of groups, too.
 std::vector<const CLI::Option*> each_option_of(const CLI::App& app) {
   std::vector<const CLI::Option*> all = app.get_options();
@@ -91,6 +86,11 @@ void run(const CLI::App& app, const HelpOptions& o) {
 }
 
 }  // namespace
+
+const CLI::App* subcommand(const CLI::App& app, const std::string& name) {
+  const auto found = app.get_subcommands([&](const CLI::App* c) { return c->get_name() == name; });
+  return found.empty() || name.empty() ? nullptr : found.front();
+}
 
 std::vector<std::string> subcommands_of(const CLI::App& app) {
   std::vector<std::string> names;

@@ -10,6 +10,9 @@
 
 namespace kvkeep::cli {
 
+// The sub-command of this name; null if there is none.
+const CLI::App* subcommand(const CLI::App& app, const std::string& name);
+
 // The sub-commands that help shows.
 std::vector<std::string> subcommands_of(const CLI::App& app);
 

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <span>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -63,6 +64,39 @@ std::string said_of(const CLI::ParseError& error) {
   return text(said.substr(0, name), " has no value; allowed one after it");
 }
 
+std::string no_option(const CLI::App& command, const std::string& given, const std::string& full) {
+  const std::string option = given.substr(0, given.find('='));
+  return text("there is no option '", shortened(option), "'", did_you_mean(option, option_names_of(command)), "; see ",
+              full, " --help");
+}
+
+// CLI11 never ends on an empty word that no option takes: it is the name of option groups, which have none.
+void refuse_empty_words(const CLI::App& app, std::span<char* const> words) {
+  const CLI::App* command = &app;
+  std::string full = app.get_name(), unknown;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const std::string word = words[i];
+    if (word.empty()) {
+      if (!unknown.empty()) refuse(no_option(*command, unknown, full));
+      refuse("word ", i + 1, " after ", app.get_name(), " is empty", i > 0 ? text(" (behind '", words[i - 1], "')") : "",
+             "; allowed an empty word as the value of an option only; see ", full, " --help");
+    }
+    if (word == "--" || !word.starts_with('-')) {
+      const CLI::App* const below = command == &app ? subcommand(app, word) : nullptr;
+      if (below == nullptr) continue;
+      if (below->get_prefix_command()) return;  // says itself that it cannot run
+      command = below;
+      full += " " + word;
+      continue;
+    }
+    const bool is_long = word.starts_with("--");
+    const std::string name = is_long ? word.substr(0, word.find('=')) : word.substr(0, 2);
+    const CLI::Option* const option = command->get_option_no_throw(name);
+    if (option == nullptr && unknown.empty()) unknown = word;
+    if (option != nullptr && word == name) i += static_cast<std::size_t>(std::max(0, option->get_items_expected_min()));
+  }
+}
+
 // What is unknown is named before what may be missing because of it.
 int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   const CLI::App* where = &app;
@@ -75,9 +109,7 @@ int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   if (where == &app && !rest.empty() && unknown != rest.begin()) {
     note(no_subcommand(app, rest.front()));
   } else if (unknown != rest.end()) {
-    const std::string option = unknown->substr(0, unknown->find('='));
-    note(text("there is no option '", shortened(option), "'", did_you_mean(option, option_names_of(*where)), "; see ",
-              full, " --help"));
+    note(no_option(*where, *unknown, full));
   } else {
     note(text(said_of(error), "; see ", full, " --help"));
   }
@@ -104,6 +136,7 @@ int run_once(const Program& program, int argc, char** argv) {
     print(completions(app, {argv + 2, argv + argc}));
     return 0;
   }
+  refuse_empty_words(app, {argv + 1, argv + argc});
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& help) {

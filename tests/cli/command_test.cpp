@@ -227,6 +227,20 @@ TEST_F(CommandAlone, SaysInPlainWordsThatAnOptionLacksItsValue) {
   expect_refused({"plan", "-o"}, "--output has no value; allowed one after it");
 }
 
+TEST_F(CommandAlone, RefusesEmptyWordsThatNoOptionTakes) {
+  expect_refused({"plan", "", "--shape", "llama8b", "--policy", "tova,budget=64"},
+                 "word 2 after kvkeep is empty (behind 'plan'); allowed an empty word as the value of an option only");
+  expect_refused({"plan", "", "-o", "json"}, "word 2 after kvkeep is empty");
+  expect_refused({"plan", "-o", "json", ""}, "word 4 after kvkeep is empty (behind 'json')");
+  expect_refused({"plan", "--", ""}, "word 3 after kvkeep is empty (behind '--')");
+  expect_refused({""}, "word 1 after kvkeep is empty;");
+  expect_refused({"policies", ""}, "word 2 after kvkeep is empty");
+  expect_refused({"plan", "--shpe", "", "--policy", "tova,budget=16"}, "there is no option '--shpe'");
+  expect_refused({"plan", "--shape", "", "--policy", "tova,budget=16"}, "--shape: ");
+  expect_refused({"plan", "--shape=", "--policy", "tova,budget=16"}, "--shape");
+  expect_refused({"plan", "--shape", "llama8b", "--policy", ""}, "policy: the option is empty");
+}
+
 TEST_F(CommandAlone, PlansMemoryByArithmetic) {
   const auto plan = [&](Words more) {
     Words words{"plan", "--shape", "28:28:4:128", "-o", "json", "--quiet"};
