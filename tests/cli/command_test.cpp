@@ -153,7 +153,7 @@ TEST_F(CommandAlone, OffersShellsWhatMayStandForAWord) {
   EXPECT_EQ(offered({"plan", "--output", "c"}), "csv\n");
   EXPECT_EQ(offered({"plan", "--output=c"}), "--output=csv\n");
   EXPECT_EQ(offered({"plan", "--output", "=", "c"}), "csv\n") << "as bash takes it apart";
-  EXPECT_EQ(offered({"plan", "--dtype", ""}), "f32\nf16\nbf16\n8bit\n");
+  EXPECT_EQ(offered({"plan", "--dtype", ""}), "f32\nf16\nbf16\n8bit\nq8_0\nq4_0\n");
   EXPECT_EQ(offered({"plan", "--shape", "qwen7"}), "qwen7b\nqwen72b\n");
   EXPECT_EQ(offered({"plan", "--policy", "ams-to"}), "ams-tova\n");
   EXPECT_EQ(offered({"policies", "ams-to"}), "ams-tova\n");
@@ -287,6 +287,18 @@ TEST_F(CommandAlone, PlansMemoryByArithmetic) {
   EXPECT_EQ(cut["events"], 1);
   EXPECT_EQ(cut["first_event"], 200);
   EXPECT_EQ(cut["layers"][0]["peak"]["slots_most"], 64 + 300);
+  // Blocks of 32 numbers with an f16 scale: 34 and 18 bytes.
+  for (const auto& [dtype, block] : {std::pair("q8_0", 34), {"q4_0", 18}}) {
+    const json blocks = plan({"--policy", "ams-tova,budget=1024,interval=512", "--dtype", dtype});
+    EXPECT_EQ(blocks["token_bytes"], 28 * 4 * 2 * (128 / 32) * block);
+    EXPECT_EQ(blocks["sequence"]["kept_bytes"], 28 * 4 * 1024 * 2 * (128 / 32) * block);
+    EXPECT_EQ(blocks["own"]["queries"], ams["own"]["queries"]) << "queries are not quantised";
+    const json bytes = plan({"--policy", text("tova,interval=16,bytes=", 28 * 4 * 2 * (128 / 32) * block * 100),
+                             "--length", "500", "--page-size", "1", "--dtype", dtype});
+    EXPECT_EQ(bytes["layers"][0]["kept"]["slots_most"], 100);
+    const json folded = plan({"--policy", "tova,budget=64,rest=fold", "--length", "500", "--dtype", dtype});
+    EXPECT_EQ(folded["token_bytes"], 28 * 4 * 2 * (128 / 32) * block);
+  }
   const json full = plan({"--policy", "full", "--batch", "7", "--length", "33"});
   EXPECT_EQ(full["sequence"]["peak_bytes"], 48 * 57344);
   EXPECT_EQ(full["sequences_that_fit"], 7);
@@ -413,6 +425,8 @@ TEST_F(CommandAlone, RefusesPlansOfWhatIsNoShape) {
   expect_refused(with({"--shape", "2:8:4:63"}), "head size");
   expect_refused(with({"--shape", "qwen7b", "--length", "10", "--prompt", "11"}), "--prompt");
   expect_refused(with({"--shape", "qwen7b", "--dtype", "f64"}), "f64");
+  expect_refused(with({"--shape", "2:8:4:80", "--dtype", "q4_0"}),
+                 "--dtype: q4_0 stores blocks of 32 numbers; the head size is 80; allowed a multiple of 32, or another");
   expect_refused(with({"--shape", "qwen7b", "--page-size", "0"}), "page-size");
   expect_refused(with({"--model", place("nowhere")}), "nowhere");
   expect_refused({"plan", "--shape", "qwen7b", "--policy", "lru"}, "lru");
