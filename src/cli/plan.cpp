@@ -178,7 +178,8 @@ void run(const PlanOptions& o) {
   const auto planned = [&]<class Sequence>(const Sequence& sequence, std::int64_t peak_bytes) {
     Planned<Sequence> out{spec, *policy, sequence, {}, decoding.trigger().ragged, 0};
     if (bounded || !policy->trigger().never)  // else an engine without kvkeep
-      out.own = own_bytes(spec, decoding, sequence.peak_slots, o.length, plan.dtype == Dtype::f32 ? 4 : 2);  // not quantised
+      out.own =
+          own_bytes(spec, decoding, sequence.peak_slots, o.length, plan.dtype == Dtype::f32 ? 4 : 2);  // not quantised
     const std::int64_t each = peak_bytes + out.own.sum();
     out.fits = each > 0 ? sequence.full_bytes * o.batch / each : 0;
     return out;
@@ -223,7 +224,7 @@ void each_own(const OwnBytes& own, const std::function<void(const char* what, st
 Run add_plan(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("plan", "memory under a policy, by layer and batch, from shapes alone");
   auto o = std::make_shared<PlanOptions>();
-  CLI::Option_group* model = sub->add_option_group("model (one of)");
+  CLI::Option_group* model = sub->add_option_group("model");
   as_input(
       model->add_option("--model", o->model, "a config.json or its folder (weights are not needed), or a GGUF file"),
       io::Source::file_or_folder)
@@ -239,7 +240,9 @@ Run add_plan(CLI::App& app) {
       ->check(CLI::Range(0, 1 << 24))
       ->option_text("N [0]");
   sub->add_option("--batch", o->batch, "sequences")->check(CLI::Range(1, 1 << 20))->option_text("N [1]");
-  sub->add_option("--dtype", o->dtype, "data type of K and V; 8bit has scales elsewhere, q8_0 and q4_0 are blocks of 32 numbers with their scale")
+  sub->add_option(
+         "--dtype", o->dtype,
+         "data type of K and V; 8bit has scales elsewhere, q8_0 and q4_0 are blocks of 32 numbers with their scale")
       ->check(one_of({"f32", "f16", "bf16", "8bit", "q8_0", "q4_0"}))
       ->option_text("f32|f16|bf16|8bit|q8_0|q4_0 [bf16]");
   sub->add_option("--page-size", o->page_size, "slots per page; 1 for a dense cache")

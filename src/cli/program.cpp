@@ -34,11 +34,6 @@ constexpr const char* kHowToGetThem =
     "this kvkeep was built without the laboratory, which needs LibTorch; build kvkeep from its sources with LibTorch "
     "(examples/lab/README.md)";
 
-constexpr const char* kConventions = R"(
-Results go to stdout (-o md|csv|json), everything else to stderr.
-Exit status: 0 done; 2 the input was refused; 1 any other failure; 130 Ctrl-C; 141 nobody reads stdout any more.
-)";
-
 void stop_with(int signal, std::string_view line) {
   if (io::leaves_core(signal)) return;
   static_cast<void>(!::write(STDERR_FILENO, line.data(), line.size()));
@@ -66,7 +61,9 @@ std::string said_of(const CLI::ParseError& error) {
 
 std::string no_option(const CLI::App& command, const std::string& given, const std::string& full) {
   const std::string option = given.substr(0, given.find('='));
-  return text("there is no option '", shortened(option), "'", did_you_mean(option, option_names_of(command)), "; see ",
+  const bool version = command.get_parent() == nullptr && (option == "-v" || option == "-V");
+  return text("there is no option '", shortened(option), "'",
+              version ? " (did you mean \"--version\"?)" : did_you_mean(option, option_names_of(command)), "; see ",
               full, " --help");
 }
 
@@ -78,7 +75,8 @@ void refuse_empty_words(const CLI::App& app, std::span<char* const> words) {
     const std::string word = words[i];
     if (word.empty()) {
       if (!unknown.empty()) refuse(no_option(*command, unknown, full));
-      refuse("word ", i + 1, " after ", app.get_name(), " is empty", i > 0 ? text(" (behind '", words[i - 1], "')") : "",
+      refuse("word ", i + 1, " after ", app.get_name(), " is empty",
+             i > 0 ? text(" (behind '", words[i - 1], "')") : "",
              "; allowed an empty word as the value of an option only; see ", full, " --help");
     }
     if (word == "--" || !word.starts_with('-')) {
@@ -93,8 +91,22 @@ void refuse_empty_words(const CLI::App& app, std::span<char* const> words) {
     const std::string name = is_long ? word.substr(0, word.find('=')) : word.substr(0, 2);
     const CLI::Option* const option = command->get_option_no_throw(name);
     if (option == nullptr && unknown.empty()) unknown = word;
+    if (option != nullptr && is_long && word == name + "=" && option->get_items_expected_min() > 0)
+      refuse(name, " has no value behind its =; allowed one");  // CLI11 would take the next word
     if (option != nullptr && word == name) i += static_cast<std::size_t>(std::max(0, option->get_items_expected_min()));
   }
+}
+
+// "--policy and one of --model, --shape", of what the command needs and was not given.
+std::string missing_of(const CLI::App& command) {
+  std::string all;
+  const auto add = [&](const std::string& one) { all += (all.empty() ? "" : " and ") + one; };
+  for (const CLI::Option* option : command.get_options())
+    if (option->get_required() && option->count() == 0) add(option->get_name());
+  for (const CLI::App* group : command.get_subcommands([](const CLI::App* c) { return c->get_name().empty(); }))
+    if (group->get_require_option_min() == 1 && group->count_all() == 0)
+      add("one of " + joined(choices_of(*group), [](const CLI::Option* o) { return o->get_name(); }));
+  return all;
 }
 
 // What is unknown is named before what may be missing because of it.
@@ -111,7 +123,10 @@ int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   } else if (unknown != rest.end()) {
     note(no_option(*where, *unknown, full));
   } else {
-    note(text(said_of(error), "; see ", full, " --help"));
+    const std::string missing = error.get_name() == "RequiredError" ? missing_of(*where) : "";
+    const bool several = missing.find(" and ") != std::string::npos;
+    note(text(missing.empty() ? said_of(error) : missing + (several ? " are required" : " is required"), "; see ", full,
+              " --help"));
   }
   return kRefused;
 }
@@ -120,8 +135,8 @@ int run_once(const Program& program, int argc, char** argv) {
   CLI::App app("Decides which entries of a language model's key-value cache stay, and moves them.", "kvkeep");
   app.set_version_flag("--version", std::string("kvkeep ") + kVersion, "print the version");
   app.require_subcommand(1);
-  app.footer(text(program.examples(), kConventions));
-  app.get_formatter()->column_width(42);
+  app.footer(text(program.examples(), "\n", kStreams, "\nExit status: ", kExitStatus, "\n"));
+  app.formatter(help_formatter());
   std::vector<Run> runs = program.add_commands(app);
   const Run load_plugins = add_plugins(app);
   runs.push_back(add_help(app));
