@@ -51,6 +51,26 @@ void require_content(const std::string& option, const std::string& file, io::Sou
                  ": '", file, "' is empty; allowed a file that is not");
 }
 
+// What an item of a policy may become: the name of an option, or behind its = the words that the option takes.
+std::vector<std::string> items_begun(const PolicyInfo& policy, const std::string& item) {
+  std::vector<std::string> all;
+  const std::size_t equals = item.find('=');
+  for (const OptionInfo& option : policy.options) {
+    if (equals == std::string::npos) {
+      all.push_back(option.name + "=");
+      continue;
+    }
+    const std::string name = item.substr(0, equals);
+    if (name != option.name && !option.name.ends_with("." + name)) continue;
+    const std::vector<std::string> parts = split(option.allowed, ',');  // "keep, cut, only", or "an integer, 1 or more"
+    const bool lists = std::ranges::all_of(parts, [](const std::string& p) { return p.find(' ', 1) == p.npos; });
+    for (const std::string& part : parts)
+      if (lists && parts.size() > 1 && part.find('<') == std::string::npos)
+        all.push_back(name + "=" + part.substr(part.starts_with(' ') ? 1 : 0));
+  }
+  return all;
+}
+
 }  // namespace
 
 CLI::Option* as_input(CLI::Option* option, io::Source source) {
@@ -75,8 +95,7 @@ std::vector<std::string> values_of(const CLI::Option& option, const std::string&
   } else if (kind == kPolicy) {
     const std::string policy = begun.substr(begun.rfind('+') + 1);
     for (const PolicyInfo& known : policies())
-      if (policy.starts_with(known.name + ","))
-        for (const OptionInfo& one : known.options) values.push_back(one.name + "=");
+      if (policy.starts_with(known.name + ",")) append(values, items_begun(known, begun.substr(items)));
   } else if (kind == kShape) {
     values = names_of_shapes();
   } else if (kind.starts_with(kOneOf)) {

@@ -50,8 +50,8 @@ class Rows {
                             .head = head,
                             .length = lengths_[r],
                             .first = table.slots,
-                            .keys = {.width = std::int64_t{spec_.key_dim} * plan_.element_bytes},
-                            .values = {.width = std::int64_t{spec_.value_dim} * plan_.element_bytes},
+                            .keys = {.width = plan_.row_bytes(spec_.key_dim)},
+                            .values = {.width = plan_.row_bytes(spec_.value_dim)},
                             .positions = positions_.data()});
       table.slots += lengths_[r];
     }
@@ -86,8 +86,7 @@ class Rows {
  private:
   [[nodiscard]] LayerSlots held(std::int32_t least, std::int32_t most) const {
     const std::int64_t pages = (std::int64_t{most} + plan_.page_size - 1) / plan_.page_size;
-    return {least, most,
-            pages * plan_.page_size * spec_.kv_heads * (spec_.key_dim + spec_.value_dim) * plan_.element_bytes};
+    return {least, most, pages * plan_.page_size * spec_.kv_heads * plan_.slot_bytes(spec_)};
   }
 
   const ModelSpec& spec_;
@@ -126,8 +125,7 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
                     " does not say what its rows may keep; allowed a policy that evicts, or full");
   Forecast result;
   result.layers.resize(spec.layers.size());
-  result.slot_bytes = static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads *
-                      (spec.key_dim + spec.value_dim) * plan.element_bytes;
+  result.slot_bytes = static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads * plan.slot_bytes(spec);
   Rows whole(spec, plan), rows(spec, plan);
   whole.grow(plan.length);
   result.full_bytes = look(whole, plan.length, &LayerForecast::full, result.layers);

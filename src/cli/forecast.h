@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/dtype.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/policy/policy.h"
 
@@ -15,9 +16,16 @@ namespace kvkeep::cli {
 // One sequence as it grows, and how it is stored.
 struct SequencePlan {
   std::int32_t prompt = 0, length = 1;  // tokens; `length` counts the prompt
-  std::int32_t element_bytes = 2;       // of K and V
+  Dtype dtype = Dtype::bf16;            // of K and V
   std::int32_t page_size = 16;          // slots; 1: no pages
   std::vector<std::int32_t> held = {};  // [layers] slots of every row once the prompt has ended; empty: all of it
+
+  // Of `dim` numbers; whole blocks, if they are stored in blocks.
+  [[nodiscard]] std::int64_t row_bytes(std::int32_t dim) const { return dim / numbers_of(dtype) * element_size(dtype); }
+  // K and V of one slot of one row.
+  [[nodiscard]] std::int64_t slot_bytes(const ModelSpec& spec) const {
+    return row_bytes(spec.key_dim) + row_bytes(spec.value_dim);
+  }
 };
 
 // Slots of the rows of one layer, and K and V bytes of all of them with pages rounded up. A layer's heads share its

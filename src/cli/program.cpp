@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <span>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -32,11 +33,6 @@ constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
 constexpr const char* kHowToGetThem =
     "this kvkeep was built without the laboratory, which needs LibTorch; build kvkeep from its sources with LibTorch "
     "(examples/lab/README.md)";
-
-constexpr const char* kConventions = R"(
-Results go to stdout (-o md|csv|json), everything else to stderr.
-Exit status: 0 done; 2 the input was refused; 1 any other failure; 130 Ctrl-C; 141 nobody reads stdout any more.
-)";
 
 void stop_with(int signal, std::string_view line) {
   if (io::leaves_core(signal)) return;
@@ -63,6 +59,56 @@ std::string said_of(const CLI::ParseError& error) {
   return text(said.substr(0, name), " has no value; allowed one after it");
 }
 
+std::string no_option(const CLI::App& command, const std::string& given, const std::string& full) {
+  const std::string option = given.substr(0, given.find('='));
+  const bool version = command.get_parent() == nullptr && (option == "-v" || option == "-V");
+  return text("there is no option '", shortened(option), "'",
+              version ? " (did you mean \"--version\"?)" : did_you_mean(option, option_names_of(command)), "; see ",
+              full, " --help");
+}
+
+// CLI11 never ends on an empty word that no option takes: it is the name of option groups, which have none.
+void refuse_empty_words(const CLI::App& app, std::span<char* const> words) {
+  const CLI::App* command = &app;
+  std::string full = app.get_name(), unknown;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const std::string word = words[i];
+    if (word.empty()) {
+      if (!unknown.empty()) refuse(no_option(*command, unknown, full));
+      refuse("word ", i + 1, " after ", app.get_name(), " is empty",
+             i > 0 ? text(" (behind '", words[i - 1], "')") : "",
+             "; allowed an empty word as the value of an option only; see ", full, " --help");
+    }
+    if (word == "--" || !word.starts_with('-')) {
+      const CLI::App* const below = command == &app ? subcommand(app, word) : nullptr;
+      if (below == nullptr) continue;
+      if (below->get_prefix_command()) return;  // says itself that it cannot run
+      command = below;
+      full += " " + word;
+      continue;
+    }
+    const bool is_long = word.starts_with("--");
+    const std::string name = is_long ? word.substr(0, word.find('=')) : word.substr(0, 2);
+    const CLI::Option* const option = command->get_option_no_throw(name);
+    if (option == nullptr && unknown.empty()) unknown = word;
+    if (option != nullptr && is_long && word == name + "=" && option->get_items_expected_min() > 0)
+      refuse(name, " has no value behind its =; allowed one");  // CLI11 would take the next word
+    if (option != nullptr && word == name) i += static_cast<std::size_t>(std::max(0, option->get_items_expected_min()));
+  }
+}
+
+// "--policy and one of --model, --shape", of what the command needs and was not given.
+std::string missing_of(const CLI::App& command) {
+  std::string all;
+  const auto add = [&](const std::string& one) { all += (all.empty() ? "" : " and ") + one; };
+  for (const CLI::Option* option : command.get_options())
+    if (option->get_required() && option->count() == 0) add(option->get_name());
+  for (const CLI::App* group : command.get_subcommands([](const CLI::App* c) { return c->get_name().empty(); }))
+    if (group->get_require_option_min() == 1 && group->count_all() == 0)
+      add("one of " + joined(choices_of(*group), [](const CLI::Option* o) { return o->get_name(); }));
+  return all;
+}
+
 // What is unknown is named before what may be missing because of it.
 int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   const CLI::App* where = &app;
@@ -75,11 +121,12 @@ int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   if (where == &app && !rest.empty() && unknown != rest.begin()) {
     note(no_subcommand(app, rest.front()));
   } else if (unknown != rest.end()) {
-    const std::string option = unknown->substr(0, unknown->find('='));
-    note(text("there is no option '", shortened(option), "'", did_you_mean(option, option_names_of(*where)), "; see ",
-              full, " --help"));
+    note(no_option(*where, *unknown, full));
   } else {
-    note(text(said_of(error), "; see ", full, " --help"));
+    const std::string missing = error.get_name() == "RequiredError" ? missing_of(*where) : "";
+    const bool several = missing.find(" and ") != std::string::npos;
+    note(text(missing.empty() ? said_of(error) : missing + (several ? " are required" : " is required"), "; see ", full,
+              " --help"));
   }
   return kRefused;
 }
@@ -88,8 +135,8 @@ int run_once(const Program& program, int argc, char** argv) {
   CLI::App app("Decides which entries of a language model's key-value cache stay, and moves them.", "kvkeep");
   app.set_version_flag("--version", std::string("kvkeep ") + kVersion, "print the version");
   app.require_subcommand(1);
-  app.footer(text(program.examples(), kConventions));
-  app.get_formatter()->column_width(42);
+  app.footer(text(program.examples(), "\n", kStreams, "\nExit status: ", kExitStatus, "\n"));
+  app.formatter(help_formatter());
   std::vector<Run> runs = program.add_commands(app);
   const Run load_plugins = add_plugins(app);
   runs.push_back(add_help(app));
@@ -104,6 +151,7 @@ int run_once(const Program& program, int argc, char** argv) {
     print(completions(app, {argv + 2, argv + argc}));
     return 0;
   }
+  refuse_empty_words(app, {argv + 1, argv + argc});
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& help) {

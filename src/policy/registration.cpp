@@ -160,9 +160,9 @@ const KnownPolicy& KnownPolicies::named(std::string_view name) const {
                       "policy: ", name, one.why, ", which this build leaves out; allowed in a build with ", one.option,
                       "=ON");
   refuse_misfit(name);
-  const std::string nearest = did_you_mean(name.substr(0, name.find(',')), all(), kNameOfPolicy);
-  refuse("policy: there is no policy \"", shortened(name), "\"", nearest,
-         nearest.empty() ? "; allowed " + names() : "; kvkeep policies lists all");
+  const std::string nearest = did_you_mean(name.substr(0, name.find_first_of(",:=")), all(), kNameOfPolicy);
+  refuse("policy: there is no policy \"", shortened(name), "\"", nearest, "; kvkeep policies lists all",
+         nearest.empty() ? ", and --plugin FILE adds a plug-in's" : "");
 }
 
 void KnownPolicies::refuse_misfit(std::string_view name) const {

@@ -96,9 +96,9 @@ void restart_with_short_spins(const CLI::App& command, char** argv) {
 class Laboratory final : public Program {
  public:
   [[nodiscard]] std::vector<Run> add_commands(CLI::App& app) const override {
-    return {add_generate(app),   add_chat(app),     add_tokens(app),        add_eval(app),
-            add_perplexity(app), add_fidelity(app), add_replay(app, *this), add_record(app),
-            add_calibrate(app),  add_plan(app),     add_policies(app),      add_doctor(app, *this)};
+    return {add_policies(app),   add_plan(app),     add_replay(app, *this), add_doctor(app, *this),
+            add_generate(app),   add_chat(app),     add_tokens(app),        add_eval(app),
+            add_perplexity(app), add_fidelity(app), add_record(app),        add_calibrate(app)};
   }
 
   [[nodiscard]] std::string examples() const override {

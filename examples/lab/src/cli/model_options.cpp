@@ -191,7 +191,7 @@ std::vector<std::int32_t> TextReading::ids(const lm::TextModel& model, const std
 }
 
 void PromptOptions::add(CLI::App& app) {
-  CLI::Option_group* source = app.add_option_group("prompt (one of)");
+  CLI::Option_group* source = app.add_option_group("prompt");
   source->add_option("--prompt", prompt, "text")->check(not_empty())->option_text("TEXT");
   as_input(source->add_option("--prompt-file", prompt_file, "text in a file, taken verbatim"))->option_text("FILE");
   source->add_option("--ids", ids, "token ids")->option_text("1,2,3");
