@@ -134,7 +134,8 @@ class KVPolicy {
   [[nodiscard]] virtual Decision decide(Machine& machine, const Evidence& evidence) const = 0;
   /// The same on the host.
   [[nodiscard]] Decision decide(const Evidence& evidence) const { return decide(host(), evidence); }
-  /// Decisions have been through check_keep() (policy/evict.h), so that a keeper need not look at them again.
+  /// Decisions have been through check_keep() and check_decision() (policy/evict.h), so that a keeper need not look at
+  /// them again.
   [[nodiscard]] virtual bool checks_kept() const { return false; }
 
   /// The most slots that each row keeps where decide() would run, before anything is scored: `exact` if it keeps no
@@ -193,6 +194,14 @@ inline KVPolicy::MostKept KVPolicy::most_kept(const Evidence& shapes) const {
   for (const Row& row : shapes.table.rows) most.slots.push_back(row.length);
   return most;
 }
+
+/// The pass of a prompt of `tokens` tokens under a policy that narrows. Throws InvalidArgument if it makes none.
+[[nodiscard]] std::unique_ptr<PromptPass> begun_prompt(const char* operation, const KVPolicy& policy, Machine& machine,
+                                                       const ModelSpec& spec, std::int32_t tokens);
+
+/// Newest queries that its pass wants in a layer. Throws InvalidArgument for fewer than 0, or more than `present`.
+[[nodiscard]] std::int32_t wanted_queries(const char* operation, const KVPolicy& policy, const PromptPass& pass,
+                                          std::int32_t layer, std::int32_t present);
 
 /// Keeps everything: the baseline of every comparison, bit for bit the engine without kvkeep.
 class Full final : public KVPolicy {
