@@ -127,10 +127,6 @@ void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep
 void check_decision(std::string_view who, const RowTable& table, const Decision& decision,
                     std::string_view operation = "step");
 
-/// What a policy that narrows decided for the prompts of one layer: its rows, and tokens that are there, ascending.
-/// Throws InvalidArgument. Cost: O(kept slots and tokens).
-void check_layer(std::string_view who, const RowTable& table, const LayerDecision& layer);
-
 }  // namespace kvkeep
 
 #ifdef KVKEEP_HEADER_ONLY

@@ -55,6 +55,10 @@ struct LayerDecision {
   Decision rows;                ///< slots that stay, of all rows together, and the scores that ranked them
 };
 
+/// Such a decision fits the rows of its layer, and tokens that continue are there, ascending. `who` decided. Throws
+/// InvalidArgument. Cost: O(kept slots and tokens).
+void check_layer(std::string_view who, const RowTable& table, const LayerDecision& layer);
+
 /// Told when a stage of an event begins and ends, on the thread that calls the keeper: for NVTX ranges, spans of
 /// OpenTelemetry, or a log. Stages nest; names are "kvkeep.plan", "kvkeep.apply" and "kvkeep.finish", and live as long
 /// as the program. Must not throw, nor call the keeper. On a device they are the host's time.
