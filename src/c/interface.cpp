@@ -432,12 +432,12 @@ kvkeep_status status_of_exception() noexcept {
   try {
     throw;
   } catch (const Error& error) {
-    return failed(static_cast<kvkeep_status>(error.code()), error.what());
+    return failed(static_cast<kvkeep_status>(error.code()), said_by(error));
   } catch (const std::bad_alloc&) {
     last_words = "out of memory";
     return KVKEEP_OUT_OF_MEMORY;
   } catch (const std::exception& error) {
-    return failed(KVKEEP_INTERNAL, error.what());
+    return failed(KVKEEP_INTERNAL, said_by(error));
   } catch (...) {
     last_words = "an exception of an unknown type, perhaps of a page allocator or a plug-in";
     return KVKEEP_INTERNAL;

@@ -57,7 +57,7 @@ void add(const std::filesystem::path& file, const Plugin& plugin) {
   try {
     plugin.add();
   } catch (const std::exception& e) {
-    refuse("load_plugin: ", file.string(), " did not register: ", e.what());
+    refuse("load_plugin: ", file.string(), " did not register: ", said_by(e));
   } catch (...) {
     refuse("load_plugin: ", file.string(), " did not register: it threw what is no std::exception");
   }

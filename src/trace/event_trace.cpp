@@ -392,8 +392,8 @@ void add_layer(RecordedEvent& e, const RowTable& table, const Decision& decision
   }
   if (decision.allotment) {
     const Allotment& a = *decision.allotment;
-    add("mass", flat(a.mass.data));
-    add("mass_used", flat(a.mass_used.data));
+    if (a.mass.data.defined()) add("mass", flat(a.mass.data));
+    if (a.mass_used.data.defined()) add("mass_used", flat(a.mass_used.data));
     std::size_t segments = 0;
     for (std::size_t r = first; r < last; ++r) segments = std::max(segments, a.ends[r].size());
     add("segment_ends", stack<std::int32_t>(e, first, static_cast<std::int64_t>(segments), -1,
@@ -450,6 +450,7 @@ Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const Decision decision = policy.decide({e.spec, table, e.basis, Moment::step_end, true, e.output_projections});
   const KeepSet keep = decision.keep ? *decision.keep : keep_everything(table);
   check_keep(policy.name(), table, keep);
+  check_decision(policy.name(), table, decision);
   compact(table, keep);
 
   Result result;

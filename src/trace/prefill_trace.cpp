@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "kvkeep/layers/layer_selector.h"
+#include "kvkeep/policy/evict.h"
 #include "kvkeep/version.h"
 
 #include "kvkeep/io/untrusted_json.h"
@@ -157,11 +158,13 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
   std::int64_t dropped = 0;
   std::vector<std::int32_t> present(static_cast<std::size_t>(prompt.tokens));
   std::iota(present.begin(), present.end(), 0);
-  const std::unique_ptr<PromptPass> pass = policy.begin_prompt(host(), prompt.spec, prompt.tokens);
+  const std::unique_ptr<PromptPass> pass =
+      policy.narrows() ? begun_prompt("replay", policy, host(), prompt.spec, prompt.tokens) : nullptr;
   for (std::int32_t l = 0; l < layers && !restart; ++l) {
     const std::int32_t there = recorded(prompt, present);
-    const std::int32_t wanted = pass == nullptr ? std::min(policy.needs().queries, prompt.tokens)
-                                                : pass->wants(l, static_cast<std::int32_t>(present.size()));
+    const std::int32_t wanted =
+        pass == nullptr ? std::min(policy.needs().queries, prompt.tokens)
+                        : wanted_queries("replay", policy, *pass, l, static_cast<std::int32_t>(present.size()));
     KVKEEP_REQUIRE(wanted <= there, file.where(), ": layer ", l, " holds the newest ", there,
                    " queries of the tokens that reach it; ", policy.name(), " reads ", wanted,
                    "; allowed at most those recorded");
@@ -172,7 +175,12 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
                               .table = layer.table,
                               .basis = QueryBasis::post_rope,
                               .moment = pass == nullptr ? Moment::prefill_end : Moment::prefill_layer};
-      decision = pass == nullptr ? policy.decide(evidence) : policy.decide(*pass, evidence);
+      decision = pass == nullptr ? policy.decide(evidence) : policy.decide(*pass, evidence);  // which looks at it
+      if (pass == nullptr) {
+        if (decision.keep) check_keep(policy.name(), layer.table, *decision.keep);
+        check_decision(policy.name(), layer.table, decision);
+        decision.narrow.reset();
+      }
     }
     if (decision.relative_variance) variance.data<double>()[l] = *decision.relative_variance;
     if (decision.reason == Reason::select_layer) selection_layer = l;

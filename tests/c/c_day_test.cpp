@@ -326,5 +326,23 @@ TEST(CInterface, RunsOnTheThreadsThatItIsLentAndIsWatched) {
   EXPECT_STREQ(kvkeep_last_error(), "provided: threads: run is NULL; allowed an address");
 }
 
+TEST(CInterface, SaysSomethingOfAnExceptionThatSaysNothing) {
+  const kvkeep_trace_hook trace{nullptr, [](void*, const char*) { throw std::runtime_error(""); },
+                                [](void*, const char*) {}};
+  kvkeep_provided provided{};
+  provided.size = sizeof provided;
+  provided.queries = 1;
+  provided.trace = &trace;
+  CEngine c(kPolicy, 0, &provided);
+  oracle::Random random(5);
+  kvkeep_report report{};
+  c.join(1);
+  c.feed(numbers_of(random, {{1, 40}}));
+  ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  c.feed(numbers_of(random, {{1, 1}}));
+  EXPECT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_INTERNAL);
+  EXPECT_STREQ(kvkeep_last_error(), "an exception that says nothing, perhaps of a plug-in");
+}
+
 }  // namespace
 }  // namespace kvkeep::c_day_test

@@ -20,6 +20,7 @@
 #include "kvkeep/score/knorm.h"
 #include "message_of.h"
 #include "ramp.h"
+#include "told.h"
 #include "vnorm.h"
 
 namespace kvkeep::registration_test {
@@ -571,32 +572,16 @@ TEST_F(Registration, AnAllocatorOfOnesOwnSpreadsBudgetsOverLayers) {
   EXPECT_EQ(engine.keeper.physical_length(1, engines::kLayers - 1, 0), 31);
 }
 
-/// Decides as it is told.
-class ToldPolicy final : public KVPolicy {
- public:
-  explicit ToldPolicy(Trigger trigger, std::function<Decision(const Evidence&)> decide = {})
-      : trigger_(trigger), decide_(std::move(decide)) {}
-  [[nodiscard]] std::string_view name() const override { return "told"; }
-  [[nodiscard]] Needs needs() const override { return {}; }
-  [[nodiscard]] Trigger trigger() const override { return trigger_; }
-  [[nodiscard]] std::string to_json() const override { return "{}"; }
-  [[nodiscard]] Decision decide(Machine&, const Evidence& evidence) const override { return decide_(evidence); }
-
- private:
-  Trigger trigger_;
-  std::function<Decision(const Evidence&)> decide_;
-};
-
 TEST_F(Registration, RefusesADecisionWhoseColumnsWouldNotMove) {
   const auto said = [](std::function<void(const Evidence&, Decision&)> change) {
-    engines::DenseEngine engine(std::make_unique<ToldPolicy>(Trigger{.budget = {.slots = 24}, .interval = 8},
-                                                             [change](const Evidence& evidence) {
-                                                               Decision decision;
-                                                               decision.reason = Reason::over_budget;
-                                                               decision.keep = keep_everything(evidence.table);
-                                                               change(evidence, decision);
-                                                               return decision;
-                                                             }),
+    engines::DenseEngine engine(std::make_unique<testing::ToldPolicy>(Trigger{.budget = {.slots = 24}, .interval = 8},
+                                                                      [change](const Evidence& evidence) {
+                                                                        Decision decision;
+                                                                        decision.reason = Reason::over_budget;
+                                                                        decision.keep = keep_everything(evidence.table);
+                                                                        change(evidence, decision);
+                                                                        return decision;
+                                                                      }),
                                 false, Dtype::f32);
     oracle::Random random(5);
     engine.join(1);
@@ -617,11 +602,12 @@ TEST_F(Registration, RefusesADecisionWhoseColumnsWouldNotMove) {
   EXPECT_EQ(said([&](auto&, auto& d) { d.keep.reset(); }),
             "step: told says that rows are over their budget, and not what stays of them; allowed with Decision::keep");
   EXPECT_EQ(message_of<InvalidArgument>(
-                [] { engines::DenseEngine(std::make_unique<ToldPolicy>(Trigger{}), false, Dtype::f32); }),
+                [] { engines::DenseEngine(std::make_unique<testing::ToldPolicy>(Trigger{}), false, Dtype::f32); }),
             "Keeper: the trigger of told has an interval of 0 tokens; allowed 1 or more");
   EXPECT_EQ(message_of<InvalidArgument>([] {
-              engines::DenseEngine(std::make_unique<ToldPolicy>(Trigger{.budget = {.slots = 0}, .interval = 8}), false,
-                                   Dtype::f32);
+              engines::DenseEngine(
+                  std::make_unique<testing::ToldPolicy>(Trigger{.budget = {.slots = 0}, .interval = 8}), false,
+                  Dtype::f32);
             }),
             "Keeper: the trigger of told has a budget of 0 slots; allowed 1 or more");
 }

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "replayed_trace.h"
+#include "told.h"
 
 namespace kvkeep::event_trace_test {
 namespace {
@@ -150,6 +151,31 @@ TEST(EventTrace, KeepsWhatIsPinned) {
     pinned.tensors["pinned"] = numbers;
     pinned.expect_refused(kPolicy, words);
   }
+}
+
+// A result has what a keeper would refuse at the event: an earlier version wrote what lay behind it, or crashed.
+TEST(EventTrace, RefusesWhatAPolicyOfOnesOwnDecidesForOtherRows) {
+  const auto told = [](auto change) {
+    return testing::ToldPolicy({.budget = {.slots = 8}, .interval = 8}, [change](const Evidence& evidence) {
+      Decision decision;
+      decision.keep = keep_everything(evidence.table);
+      change(evidence.table, decision);
+      return decision;
+    });
+  };
+  const auto few = [] { return Tensor(Array::zeros({3}, Dtype::f32)); };
+  EXPECT_EQ(event().replay(told([](auto&, auto&) {})).metadata.at("slots_kept"), "24");
+  event().expect_refused(told([&](auto&, Decision& d) { d.credit = few(); }), "credit of told are f32 [3]");
+  event().expect_refused(told([&](auto&, Decision& d) { d.scores.data = few(); }), "scores of told are f32 [3]");
+  event().expect_refused(told([&](auto&, Decision& d) { d.guarded = {25}; }), "says that 25 slots of layer 0, head 0");
+  event().expect_refused(told([&](auto&, Decision& d) { d.allotment.emplace(); }), "told says how it divides 0 rows");
+  const trace::Result divided = event().replay(told([](auto& table, Decision& d) {
+    d.allotment.emplace();
+    d.allotment->ends.assign(table.rows.size(), {24});
+    d.allotment->quotas.assign(table.rows.size(), {8});
+  }));
+  EXPECT_EQ(std::ranges::count(divided.tensors, std::string("mass"), &std::pair<std::string, Tensor>::first), 0)
+      << "it gave none";
 }
 
 }  // namespace

@@ -205,6 +205,12 @@ class Error : public std::runtime_error {
   ErrorCode code_;
 };
 
+/// What an exception says of itself, if it says anything.
+[[nodiscard]] inline const char* said_by(const std::exception& error) noexcept {
+  const char* const said = error.what();
+  return said != nullptr && *said != '\0' ? said : "an exception that says nothing, perhaps of a plug-in";
+}
+
 /// The caller passed something that is not allowed: an option, a shape, a dtype, a file.
 class InvalidArgument : public Error {
  public:

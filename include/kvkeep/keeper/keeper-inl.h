@@ -98,6 +98,15 @@ inline std::unique_ptr<Sequences> make_sequences(const ModelSpec& of_engine, con
                      trigger.budget.slots >= 1,
                  "Keeper: the trigger of ", policy->name(), " has a budget of ", trigger.budget.slots,
                  " slots; allowed 1 or more");
+  const Budget& budget = trigger.budget;
+  const bool reads_budget = !trigger.never && trigger.kind != Trigger::Kind::window;
+  KVKEEP_REQUIRE(!reads_budget || budget.unit != Budget::Unit::ratio || (budget.dropped >= 0 && budget.dropped < 1),
+                 "Keeper: the trigger of ", policy->name(), " has a budget that drops a share of ", budget.dropped,
+                 "; allowed 0 up to, not including, 1");
+  KVKEEP_REQUIRE(!reads_budget || budget.unit != Budget::Unit::bytes || budget.bytes >= 1, "Keeper: the trigger of ",
+                 policy->name(), " has a budget of ", budget.bytes, " bytes; allowed 1 or more");
+  KVKEEP_REQUIRE(!reads_budget || budget.growth >= 0, "Keeper: the trigger of ", policy->name(),
+                 " has a budget that grows by ", budget.growth, " slots; allowed 0 or more");
   auto sequences = std::make_unique<Sequences>(std::move(spec), policy->needs().queries, provided.machine());
   KVKEEP_REQUIRE(
       !sequences->full_layers().empty(),
@@ -250,14 +259,10 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
                  " says that rows are over their budget, and not what stays of them; allowed with Decision::keep");
   if (!plan.decision.keep) return plan;  // nothing to carry out
   const KeepSet& keep = *plan.decision.keep;
-  if (!policy_->checks_kept()) check_keep(policy_->name(), plan.table, keep);
-  for (const auto& [what, column] : {std::pair{"credit", &plan.decision.credit}, {"tally", &plan.decision.tally}})
-    if (*column)
-      require_flat(text("step: ", what, " of ", policy_->name()), **column, Dtype::f32, plan.table.slots,
-                   plan.table.device);
-  KVKEEP_REQUIRE(plan.decision.guarded.empty() || plan.decision.guarded.size() == plan.table.rows.size(),
-                 "step: Decision::guarded of ", policy_->name(), " has ", plan.decision.guarded.size(),
-                 " rows; allowed none, or the ", plan.table.rows.size(), " of the event");
+  if (!policy_->checks_kept()) {
+    check_keep(policy_->name(), plan.table, keep);
+    check_decision(policy_->name(), plan.table, plan.decision);
+  }
   for (const std::int32_t i : due) {
     const SequenceId id = view.sequences[static_cast<std::size_t>(i)];
     plan.cuts.push_back({.sequence = id, .logical_length = sequences_->at(id).logical});

@@ -98,24 +98,123 @@ inline void check_allotted(std::string_view who, const RowTable& table, const Li
   }
 }
 
+/// Unless an allocator is ragged(), rows of one sequence that were alike stay so, and all that are cut keep as many.
+inline void check_even(std::string_view who, const RowTable& table, const Limits& limits, const KeepSet& keep) {
+  if (table.groups.empty()) return;
+  const auto of_layer = std::ranges::count(table.groups, table.groups.front().layer, &RowGroup::layer);
+  const std::size_t heads = table.rows.size() / table.groups.size(), sequences = static_cast<std::size_t>(of_layer);
+  std::vector<std::size_t> first(sequences, table.rows.size());  // row of each sequence that is due
+  const auto sequence_of = [&](std::size_t r) { return r / heads % sequences; };
+  for (std::size_t r = 0; r < table.rows.size(); ++r)
+    if (limits.rows[r].due) first[sequence_of(r)] = std::min(first[sequence_of(r)], r);
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const std::size_t f = first[sequence_of(r)];
+    if (f == table.rows.size()) continue;
+    const Row &row = table.rows[r], &of = table.rows[f];
+    KVKEEP_REQUIRE(keep.count(r) == keep.count(f) || (!limits.rows[r].due && row.length != of.length), "step: ", who,
+                   " leaves rows unequal: ", keep.count(f), " slots of layer ", of.layer, ", head ", of.head, ", and ",
+                   keep.count(r), " of layer ", row.layer, ", head ", row.head,
+                   " of one sequence; allowed with ragged()");
+  }
+}
+
+/// How a decision divides one row, if it does.
+inline void check_segments(std::string_view who, const Row& row, std::span<const std::int32_t> ends, std::size_t quotas,
+                           std::string_view operation) {
+  std::int32_t before = 0;
+  bool ascend = true;
+  for (const std::int32_t end : ends) ascend = ascend && end > std::exchange(before, end);
+  KVKEEP_REQUIRE(ends.empty() || (ascend && before == row.length), operation, ": ", who, " divides layer ", row.layer,
+                 ", head ", row.head, " into segments whose ends ", ascend ? "stop at " : "do not ascend",
+                 ascend ? text(before) : "", "; allowed none, or ascending ones up to its length, ", row.length);
+  KVKEEP_REQUIRE(quotas == ends.size(), operation, ": ", who, " gives layer ", row.layer, ", head ", row.head, " ",
+                 quotas, " quotas; allowed one for each of its ", ends.size(), " segments");
+}
+
+/// Tokens of one prompt that continue.
+inline void check_tokens(std::string_view who, const RowTable& table, const RowGroup& group, const TokenSet& set) {
+  const std::int32_t present = table.rows[static_cast<std::size_t>(group.first_row)].length;
+  const std::int64_t count = set.tokens.defined() ? set.tokens.numel() : 1;
+  KVKEEP_REQUIRE(count >= 1 && count <= present, "narrow: ", who, " lets ", count, " tokens of layer ", group.layer,
+                 " continue; allowed 1 to all ", present);
+  require_flat(text("narrow: tokens of ", who), set.tokens, Dtype::i32, count, Device{});
+  KVKEEP_REQUIRE((set.indptr == std::vector<std::int64_t>{0, count}), "narrow: offsets of the tokens of ", who,
+                 " are not those of one prompt; allowed 0 and their number, ", count, " (tokens_of() makes them)");
+  require_ascending({set.tokens.data<std::int32_t>(), static_cast<std::size_t>(count)}, present,
+                    [&] { return text("narrow: ", who, " lets tokens of layer ", group.layer, " continue"); });
+}
+
 }  // namespace evict_detail
 
-KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep) {
+KVKEEP_INLINE void check_decision(std::string_view who, const RowTable& table, const Decision& decision,
+                                  std::string_view operation) {
+  const std::size_t rows = table.rows.size();
+  const auto of_slots = [&](std::string_view what, const Tensor& given) {
+    require_flat(text(operation, ": ", what, " of ", who), given, Dtype::f32, table.slots, table.device);
+  };
+  if (decision.credit) of_slots("credit", *decision.credit);
+  if (decision.tally) of_slots("tally", *decision.tally);
+  if (decision.scores.data.defined()) of_slots("scores", decision.scores.data);
+  KVKEEP_REQUIRE(decision.guarded.empty() || decision.guarded.size() == rows, operation, ": Decision::guarded of ", who,
+                 " has ", decision.guarded.size(), " rows; allowed none, or the ", rows, " of the event");
+  const bool counted = decision.keep && decision.keep->in_place.empty();
+  for (std::size_t r = 0; r < decision.guarded.size(); ++r) {
+    const Row& row = table.rows[r];
+    const std::int64_t most = counted ? decision.keep->count(r) : row.length;
+    KVKEEP_REQUIRE(decision.guarded[r] >= 0 && decision.guarded[r] <= most, operation, ": Decision::guarded of ", who,
+                   " says that ", decision.guarded[r], " slots of layer ", row.layer, ", head ", row.head,
+                   " stay whatever they score; allowed 0 to the ", most, " that stay");
+  }
+  if (!decision.allotment) return;
+  const Allotment& allotment = *decision.allotment;
+  if (allotment.mass.data.defined()) of_slots("mass", allotment.mass.data);
+  if (allotment.mass_used.data.defined()) of_slots("used mass", allotment.mass_used.data);
+  KVKEEP_REQUIRE(allotment.ends.size() == rows && allotment.quotas.size() == rows, operation, ": ", who,
+                 " says how it divides ", allotment.ends.size(), " rows, with the quotas of ", allotment.quotas.size(),
+                 "; allowed both of the event's ", rows, " rows, or no Decision::allotment");
+  for (std::size_t r = 0; r < rows; ++r)
+    evict_detail::check_segments(who, table.rows[r], allotment.ends[r], allotment.quotas[r].size(), operation);
+}
+
+KVKEEP_INLINE void check_layer(std::string_view who, const RowTable& table, const LayerDecision& layer) {
+  KVKEEP_REQUIRE(layer.prompts.size() == table.groups.size(), "narrow: ", who, " decides for ", layer.prompts.size(),
+                 " prompts; allowed the ", table.groups.size(), " of the layer");
+  const std::optional<KeepSet>& keep = layer.rows.keep;
+  if (keep) check_keep(who, table, *keep, "narrow");
+  check_decision(who, table, layer.rows, "narrow");
+  const std::size_t heads = table.groups.empty() ? 1 : table.rows.size() / table.groups.size();
+  for (std::size_t g = 0; g < layer.prompts.size(); ++g) {
+    const LayerDecision::Prompt& prompt = layer.prompts[g];
+    const RowGroup& group = table.groups[g];
+    KVKEEP_REQUIRE(keep || !prompt.cut, "narrow: ", who, " cuts rows of layer ", group.layer,
+                   ", and does not say what stays of them; allowed with Decision::keep");
+    for (std::size_t r = g * heads; keep && !prompt.cut && r < (g + 1) * heads; ++r)
+      KVKEEP_REQUIRE(keep->count(r) == table.rows[r].length, "narrow: ", who, " keeps ", keep->count(r),
+                     " slots of layer ", group.layer, ", head ", table.rows[r].head,
+                     ", of a prompt that it does not cut; allowed all ", table.rows[r].length, ", or with `cut`");
+    if (prompt.narrow) evict_detail::check_tokens(who, table, group, *prompt.narrow);
+  }
+}
+
+KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep,
+                              std::string_view operation) {
   const bool written = keep.in_place.empty();
   const std::size_t rows = table.rows.size(), heads = table.groups.empty() ? 1 : rows / table.groups.size();
-  KVKEEP_REQUIRE(keep.indptr.size() == rows + 1 && keep.indptr.front() == 0, "step: ", who, " gave ",
+  KVKEEP_REQUIRE(keep.indptr.size() == rows + 1 && keep.indptr.front() == 0, operation, ": ", who, " gave ",
                  keep.indptr.size(), " offsets of kept slots; allowed ", rows + 1,
                  ", from 0 (empty_keep_set() makes them)");
-  require_flat(text("step: kept slots of ", who), keep.slots, Dtype::i32, keep.indptr.back(), table.device, written);
+  require_flat(text(operation, ": kept slots of ", who), keep.slots, Dtype::i32, keep.indptr.back(), table.device,
+               written);
   for (std::size_t r = 0; r < rows; ++r) {
     const Row& row = table.rows[r];
     const std::int64_t count = keep.count(r);
-    KVKEEP_REQUIRE(count <= row.length && count >= std::min(row.length, 1), "step: ", who, " keeps ", count,
+    KVKEEP_REQUIRE(count <= row.length && count >= std::min(row.length, 1), operation, ": ", who, " keeps ", count,
                    " slots of layer ", row.layer, ", head ", row.head, "; allowed 1 to all ", row.length);
     if (!written) continue;
     const std::span<const std::int32_t> kept = keep.row(r);
-    require_ascending(kept, row.length,
-                      [&] { return text("step: ", who, " keeps slots of layer ", row.layer, ", head ", row.head); });
+    require_ascending(kept, row.length, [&] {
+      return text(operation, ": ", who, " keeps slots of layer ", row.layer, ", head ", row.head);
+    });
     const RowGroup& group = table.groups[r / heads];
     if (group.prompt_slots < 0) evict_detail::check_pinned(who, row, group, kept);
   }
@@ -350,6 +449,8 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
   const std::string who = allocator_of();
   check_keep(who, evidence.table, *decision.keep);
   evict_detail::check_allotted(who, evidence.table, limits, *decision.keep, !allocator_->ragged());
+  if (!allocator_->ragged()) evict_detail::check_even(who, evidence.table, limits, *decision.keep);
+  check_decision(who, evidence.table, decision);
 #if KVKEEP_FOLDING
   if (retention_.rest != nullptr) fold_rest(machine, evidence.table, retention_.rest->cut(), decision);
 #endif

@@ -120,7 +120,12 @@ class Evict final : public KVPolicy {
 /// What an event keeps: of every row some slots, ascending and below its length, and all pinned ones. `who` chose them.
 /// Of slots that a device chooses (KeepSet::in_place) only the counts are looked at. Throws InvalidArgument, and
 /// Unsupported if a pinned slot goes. Cost: O(kept slots).
-void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep);
+void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep, std::string_view operation = "step");
+
+/// The rest of a decision fits the event's rows: credit, tally and scores of every slot, Decision::guarded, and the
+/// allotment, as far as there are any. `who` decided. Throws InvalidArgument. Cost: O(rows and segments).
+void check_decision(std::string_view who, const RowTable& table, const Decision& decision,
+                    std::string_view operation = "step");
 
 }  // namespace kvkeep
 

@@ -16,6 +16,7 @@
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/layers/prompt_scores.h"
+#include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/score/window_attention.h"
@@ -369,6 +370,7 @@ KVKEEP_INLINE LayerDecision KVPolicy::decide_layer(Machine&, const Evidence&, st
 KVKEEP_INLINE Decision KVPolicy::decide(PromptPass& pass, const Evidence& evidence) const {
   PromptPass* const passes[] = {&pass};
   LayerDecision layer = decide_layer(host(), evidence, passes);
+  check_layer(name(), evidence.table, layer);
   LayerDecision::Prompt& prompt = layer.prompts.front();
   Decision decision = std::move(layer.rows);
   if (!prompt.cut) decision = {};
@@ -376,6 +378,23 @@ KVKEEP_INLINE Decision KVPolicy::decide(PromptPass& pass, const Evidence& eviden
   decision.narrow = std::move(prompt.narrow);
   decision.relative_variance = prompt.relative_variance;
   return decision;
+}
+
+KVKEEP_INLINE std::unique_ptr<PromptPass> begun_prompt(const char* operation, const KVPolicy& policy, Machine& machine,
+                                                       const ModelSpec& spec, std::int32_t tokens) {
+  std::unique_ptr<PromptPass> pass = policy.begin_prompt(machine, spec, tokens);
+  KVKEEP_REQUIRE(pass != nullptr, operation, ": begin_prompt() of ", policy.name(),
+                 " gives none; allowed a PromptPass, of a policy that narrows");
+  return pass;
+}
+
+KVKEEP_INLINE std::int32_t wanted_queries(const char* operation, const KVPolicy& policy, const PromptPass& pass,
+                                          std::int32_t layer, std::int32_t present) {
+  const std::int32_t wanted = pass.wants(layer, present);
+  KVKEEP_REQUIRE(wanted >= 0 && wanted <= present, operation, ": ", policy.name(), " wants the newest ", wanted,
+                 " queries of layer ", layer, " (PromptPass::wants()); allowed 0 to the ", present,
+                 " tokens that reached it");
+  return wanted;
 }
 
 KVKEEP_INLINE std::vector<std::string> KVPolicy::problems_on(const Machine& machine, const ModelSpec& spec) const {

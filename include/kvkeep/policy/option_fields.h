@@ -109,6 +109,19 @@ namespace option_fields_detail {
 
 inline std::string shown(double value) { return OptionValue(value).json(); }
 
+/// The numbers of a range, either end of which may be infinite.
+inline std::string numbers_in(Range range) {
+  const bool from = std::isfinite(range.low), to = std::isfinite(range.high);
+  if (from && to)
+    return text("a number in ", range.low_open ? "(" : "[", shown(range.low), ", ", shown(range.high),
+                range.high_open ? ")" : "]");
+  if (from)
+    return text("a number, ", range.low_open ? "above " : "", shown(range.low), range.low_open ? "" : " or more");
+  if (to)
+    return text("a number, ", range.high_open ? "below " : "", shown(range.high), range.high_open ? "" : " or less");
+  return "a number";
+}
+
 inline bool is_of_name(char c) {
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
 }
@@ -190,8 +203,7 @@ inline void OptionFields::real_or(const char* name, double& value, Range range, 
 
 inline OptionFields::Given OptionFields::number(const char* name, double& value, Range range, const char* what,
                                                 Aliases aliases, const char* fallback, const char* word) {
-  std::string allowed = text("a number in ", range.low_open ? "(" : "[", option_fields_detail::shown(range.low), ", ",
-                             option_fields_detail::shown(range.high), range.high_open ? ")" : "]");
+  std::string allowed = option_fields_detail::numbers_in(range);
   if (word != nullptr) allowed += text(" or ", word);
   const OptionValue* given =
       take(name, aliases, {{}, fallback != nullptr ? fallback : option_fields_detail::shown(value), allowed, what},
