@@ -335,9 +335,9 @@ TEST_F(CommandAlone, PlansMemoryByArithmetic) {
     EXPECT_EQ(blocks["token_bytes"], 28 * 4 * 2 * (128 / 32) * block);
     EXPECT_EQ(blocks["sequence"]["kept_bytes"], 28 * 4 * 1024 * 2 * (128 / 32) * block);
     EXPECT_EQ(blocks["own"]["queries"], ams["own"]["queries"]) << "queries are not quantised";
-    const json bytes = plan({"--policy", text("tova,interval=16,bytes=", 28 * 4 * 2 * (128 / 32) * block * 100),
-                             "--length", "500", "--page-size", "1", "--dtype", dtype});
-    EXPECT_EQ(bytes["layers"][0]["kept"]["slots_most"], 100);
+    const json limited = plan({"--policy", text("tova,interval=16,bytes=", 28 * 4 * 2 * (128 / 32) * block * 100),
+                               "--length", "500", "--page-size", "1", "--dtype", dtype});
+    EXPECT_EQ(limited["layers"][0]["kept"]["slots_most"], 100);
     const json folded = plan({"--policy", "tova,budget=64,rest=fold", "--length", "500", "--dtype", dtype});
     EXPECT_EQ(folded["token_bytes"], 28 * 4 * 2 * (128 / 32) * block);
   }
