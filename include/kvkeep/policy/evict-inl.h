@@ -149,15 +149,15 @@ inline void check_tokens(std::string_view who, const RowTable& table, const RowG
 KVKEEP_INLINE void check_decision(std::string_view who, const RowTable& table, const Decision& decision,
                                   std::string_view operation) {
   const std::size_t rows = table.rows.size();
+  const bool counted = decision.keep && decision.keep->in_place.empty();  // on a device, a trial has no memory yet
   const auto of_slots = [&](std::string_view what, const Tensor& given) {
-    require_flat(text(operation, ": ", what, " of ", who), given, Dtype::f32, table.slots, table.device);
+    require_flat(text(operation, ": ", what, " of ", who), given, Dtype::f32, table.slots, table.device, counted);
   };
   if (decision.credit) of_slots("credit", *decision.credit);
   if (decision.tally) of_slots("tally", *decision.tally);
   if (decision.scores.data.defined()) of_slots("scores", decision.scores.data);
   KVKEEP_REQUIRE(decision.guarded.empty() || decision.guarded.size() == rows, operation, ": Decision::guarded of ", who,
                  " has ", decision.guarded.size(), " rows; allowed none, or the ", rows, " of the event");
-  const bool counted = decision.keep && decision.keep->in_place.empty();
   for (std::size_t r = 0; r < decision.guarded.size(); ++r) {
     const Row& row = table.rows[r];
     const std::int64_t most = counted ? decision.keep->count(r) : row.length;
