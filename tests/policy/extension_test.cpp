@@ -132,6 +132,11 @@ TEST(Extension, ASlotWithoutAGivenScoreHasNone) {
   EXPECT_TRUE(std::isnan(scored.given(1)));
 }
 
+TEST(Extension, RowsOfAThresholdMayShareASelection) {
+  for (const char* share : {"union", "union_mean", "per_head"})
+    EXPECT_NE(make_policy(text("threshold-knorm,threshold=0.3,budget=48,share=", share)), nullptr);
+}
+
 /// A policy whose list of parts is not one.
 class Partless final : public KVPolicy {
  public:

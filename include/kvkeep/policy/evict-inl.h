@@ -228,8 +228,8 @@ KVKEEP_INLINE Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std
       retention_(retention),
       json_(std::move(json)) {
   const std::int64_t least = std::int64_t{retention_.sink} + std::max(scorer_->keeps_newest(), 1);
-  KVKEEP_REQUIRE(retention_.share == Sharing::per_layer_per_head || !allocator_->ragged(), "policy: share of ", name_,
-                 " joins rows, and allocator ", allocator_->name(),
+  KVKEEP_REQUIRE(retention_.share == Sharing::per_layer_per_head || !allocator_->ragged() || allocator_->thins(),
+                 "policy: share of ", name_, " joins rows, and allocator ", allocator_->name(),
                  " lets them keep different numbers of slots (ragged()); allowed share=per_layer_per_head");
   KVKEEP_REQUIRE(least <= INT32_MAX, "policy: sink of ", name_, " and the other slots it always keeps add up to ",
                  least, " slots; allowed at most ", INT32_MAX);
