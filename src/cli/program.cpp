@@ -233,8 +233,7 @@ int run(const Program& program, int argc, char** argv) {
     note("there is not enough memory for this");
     return kFailed;
   } catch (const std::exception& error) {
-    const std::string reason = program.reason(error);
-    note(reason.empty() ? "an exception that says nothing, perhaps of a plug-in" : reason);
+    note(program.reason(error));
     return kFailed;
   } catch (...) {
     note("an exception that is no std::exception, perhaps of a plug-in");

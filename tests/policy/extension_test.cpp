@@ -300,23 +300,11 @@ TEST(Extension, AnAllocatorMayLeaveFewerThanTheBudgetInEveryRowAlike) {
 }
 
 TEST(Extension, APolicyWhoseColumnsWouldNotFitIsRefused) {
-  const auto said = [](auto change) {
-    engines::DenseEngine engine(std::make_unique<ToldPolicy>(Trigger{.budget = {.slots = 24}, .interval = 8},
-                                                             [change](const Evidence& evidence) {
-                                                               Decision decision;
-                                                               decision.reason = Reason::over_budget;
-                                                               decision.keep = keep_everything(evidence.table);
-                                                               change(decision);
-                                                               return decision;
-                                                             }),
-                                false, Dtype::f32);
-    oracle::Random random(5);
-    engine.join(1);
-    static_cast<void>(engine.step(engines::numbers_of(random, {{1, 60}})));
-    return message_of<InvalidArgument>([&] { static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}}))); });
-  };
-  EXPECT_TRUE(said([](Decision& d) { d.scores.data = numbers(2); }).starts_with("step: scores of told are f32 [2]"));
-  EXPECT_TRUE(said([](Decision& d) { d.allotment.emplace(); }).starts_with("step: told says how it divides 0 rows"));
+  const auto said = testing::refused_decision;
+  EXPECT_TRUE(
+      said([](auto&, Decision& d) { d.scores.data = numbers(2); }).starts_with("step: scores of told are f32 [2]"));
+  EXPECT_TRUE(
+      said([](auto&, Decision& d) { d.allotment.emplace(); }).starts_with("step: told says how it divides 0 rows"));
 }
 
 TEST(Extension, ATriggerThatNoBudgetCanHaveIsRefused) {

@@ -573,21 +573,7 @@ TEST_F(Registration, AnAllocatorOfOnesOwnSpreadsBudgetsOverLayers) {
 }
 
 TEST_F(Registration, RefusesADecisionWhoseColumnsWouldNotMove) {
-  const auto said = [](std::function<void(const Evidence&, Decision&)> change) {
-    engines::DenseEngine engine(std::make_unique<testing::ToldPolicy>(Trigger{.budget = {.slots = 24}, .interval = 8},
-                                                                      [change](const Evidence& evidence) {
-                                                                        Decision decision;
-                                                                        decision.reason = Reason::over_budget;
-                                                                        decision.keep = keep_everything(evidence.table);
-                                                                        change(evidence, decision);
-                                                                        return decision;
-                                                                      }),
-                                false, Dtype::f32);
-    oracle::Random random(5);
-    engine.join(1);
-    static_cast<void>(engine.step(engines::numbers_of(random, {{1, 60}})));
-    return message_of<InvalidArgument>([&] { static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}}))); });
-  };
+  const auto said = testing::refused_decision;
   const auto few = [](const Evidence&) { return empty({3}, Dtype::f32); };
   EXPECT_TRUE(
       said([&](auto& e, auto& d) { d.credit = few(e); }).starts_with("step: credit of told are f32 [3] on cpu"));

@@ -8,8 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "engines.h"
 #include "kvkeep/allot/allocator.h"
 #include "kvkeep/policy/policy.h"
+#include "message_of.h"
 
 namespace kvkeep::testing {
 
@@ -27,6 +29,23 @@ class ToldPolicy final : public KVPolicy {
   Trigger trigger_;
   std::function<Decision(const Evidence&)> decide_;
 };
+
+/// What an event of a sequence of 61 tokens says of a decision that `change` has changed.
+inline std::string refused_decision(const std::function<void(const Evidence&, Decision&)>& change) {
+  engines::DenseEngine engine(std::make_unique<ToldPolicy>(Trigger{.budget = {.slots = 24}, .interval = 8},
+                                                           [change](const Evidence& evidence) {
+                                                             Decision decision;
+                                                             decision.reason = Reason::over_budget;
+                                                             decision.keep = keep_everything(evidence.table);
+                                                             change(evidence, decision);
+                                                             return decision;
+                                                           }),
+                              false, Dtype::f32);
+  oracle::Random random(5);
+  engine.join(1);
+  static_cast<void>(engine.step(engines::numbers_of(random, {{1, 60}})));
+  return message_of<InvalidArgument>([&] { static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}}))); });
+}
 
 /// Top-k, then what it is told.
 class ToldAllocator final : public Allocator {

@@ -66,7 +66,7 @@ class Program {
   [[nodiscard]] virtual std::vector<Finding> findings() const;
 
   /// One sentence about what ended the command.
-  [[nodiscard]] virtual std::string reason(const std::exception& error) const { return error.what(); }
+  [[nodiscard]] virtual std::string reason(const std::exception& error) const { return said_by(error); }
 
  private:
   mutable std::optional<ThreadPool> pool_;

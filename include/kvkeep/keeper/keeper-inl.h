@@ -94,12 +94,10 @@ inline std::unique_ptr<Sequences> make_sequences(const ModelSpec& of_engine, con
   const Trigger trigger = policy->trigger();
   KVKEEP_REQUIRE(trigger.never || trigger.interval >= 1, "Keeper: the trigger of ", policy->name(),
                  " has an interval of ", trigger.interval, " tokens; allowed 1 or more");
-  KVKEEP_REQUIRE(trigger.never || trigger.kind == Trigger::Kind::window || trigger.budget.unit != Budget::Unit::slots ||
-                     trigger.budget.slots >= 1,
-                 "Keeper: the trigger of ", policy->name(), " has a budget of ", trigger.budget.slots,
-                 " slots; allowed 1 or more");
   const Budget& budget = trigger.budget;
   const bool reads_budget = !trigger.never && trigger.kind != Trigger::Kind::window;
+  KVKEEP_REQUIRE(!reads_budget || budget.unit != Budget::Unit::slots || budget.slots >= 1, "Keeper: the trigger of ",
+                 policy->name(), " has a budget of ", budget.slots, " slots; allowed 1 or more");
   KVKEEP_REQUIRE(!reads_budget || budget.unit != Budget::Unit::ratio || (budget.dropped >= 0 && budget.dropped < 1),
                  "Keeper: the trigger of ", policy->name(), " has a budget that drops a share of ", budget.dropped,
                  "; allowed 0 up to, not including, 1");

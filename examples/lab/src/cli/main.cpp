@@ -144,7 +144,7 @@ Examples:
 
   [[nodiscard]] std::string reason(const std::exception& error) const override {
     const auto* torch = dynamic_cast<const c10::Error*>(&error);
-    if (torch == nullptr) return error.what();
+    if (torch == nullptr) return said_by(error);
     const std::string why = torch->what_without_backtrace();
     return text("LibTorch: ", why.substr(0, why.find('\n')));
   }
