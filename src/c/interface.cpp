@@ -176,6 +176,13 @@ ModelSpec spec_of(const kvkeep_model* model) {
     spec.layers[static_cast<std::size_t>(own.layer)].rope = rope_of(
         own.style, own.inv_freq, own.pairs, own.attention_scaling, text("model: RoPE of layer ", own.layer).c_str());
   }
+  for (const kvkeep_layer_sinks& own : array(m.layer_sinks, m.num_layer_sinks, "model: layer_sinks")) {
+    KVKEEP_REQUIRE(own.layer >= 0 && own.layer < m.num_layers, "model: layer_sinks names layer ", own.layer,
+                   "; allowed 0 to ", m.num_layers - 1);
+    const auto sinks = array(own.sinks, own.heads, text("model: sinks of layer ", own.layer).c_str());
+    spec.layers[static_cast<std::size_t>(own.layer)].sinks.assign(sinks.begin(), sinks.end());
+  }
+  spec.logit_cap = m.logit_cap;
   return spec;
 }
 

@@ -19,7 +19,7 @@ using namespace engines;
 using namespace c_engine;
 
 // Structs of version 3: fields may be added at their ends, nothing else.
-static_assert(sizeof(kvkeep_layer) == 12 && offsetof(kvkeep_model, layers) == 64 && sizeof(kvkeep_model) == 88 &&
+static_assert(sizeof(kvkeep_layer) == 12 && offsetof(kvkeep_model, layers) == 64 && sizeof(kvkeep_model) == 112 &&
               sizeof(kvkeep_layer_rope) == 32);
 static_assert(offsetof(kvkeep_provided, accelerator) == 40 && sizeof(kvkeep_provided) == 64);
 static_assert(offsetof(kvkeep_observation, unread) == 64 && sizeof(kvkeep_observation) == 72);
@@ -291,6 +291,23 @@ TEST(CInterface, SaysWhatIsWrong) {
   wrong.rope_attention_scaling = std::numeric_limits<double>::quiet_NaN();
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
                 "rope.attention_scaling is nan");
+  wrong = model.of_c;
+  wrong.logit_cap = -1;
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "logit_cap must be finite and not negative (0 means none); given -1");
+  wrong.logit_cap = 50;
+  expect_failed(kvkeep_keeper_make(&wrong, "expected,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "expects attention of logits that are not capped; given 50");
+  const float sinks[] = {1, 2, 3};
+  kvkeep_layer_sinks few{.layer = 0, .heads = 3, .sinks = sinks};
+  wrong = model.of_c;
+  wrong.layer_sinks = &few;
+  wrong.num_layer_sinks = 1;
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "layer 0 has 3 sink logits; allowed none, or one for each of the 4 query heads");
+  few.layer = 2;
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "layer_sinks names layer 2; allowed 0 to 1");
   wrong = model.of_c;
   wrong.num_layers = 0;
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,

@@ -416,6 +416,16 @@ TEST(Restore, RefusesAnotherPolicyOrModelByTheFieldsThatDiffer) {
   EXPECT_NE(restored(other, "ams-tova,budget=32,interval=8,recent=8,window=4")
                 .find("rope/inv_freq/1 is 0.3 there and 0.25 here"),
             std::string::npos);
+  other = engines::model();
+  other.logit_cap = 30;
+  EXPECT_NE(restored(other, "ams-tova,budget=32,interval=8,recent=8,window=4")
+                .find("logit_cap is not given there and 30.0 here"),
+            std::string::npos);
+  other = engines::model();
+  other.layers[1].sinks[1] = 0;
+  EXPECT_NE(restored(other, "ams-tova,budget=32,interval=8,recent=8,window=4")
+                .find("layers/1/sinks/1 is null there and 0.0 here"),
+            std::string::npos);
   EXPECT_NE(message_of<StateError>([&] { here.keeper.restore(1, file.path); }).find("sequence 1 is already here"),
             std::string::npos);
 }

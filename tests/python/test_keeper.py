@@ -16,6 +16,22 @@ def spec(**more):
     return kvkeep.ModelSpec(QUERY_HEADS, HEADS, DIM, LAYERS, inv_freq=[1.0, 0.1, 0.01, 0.001], **more)
 
 
+def test_models_with_learned_sinks_and_capped_logits():
+    sinks = [0.5, float("-inf"), 1.0, 9.0]
+    model = spec(layer_sinks={1: sinks}, logit_cap=30.0)
+    assert (model.sinks(0), model.sinks(1), model.logit_cap) == ([], sinks, 30.0)
+    for wrong, said in [
+        (dict(layer_sinks={1: [1.0]}), "layer 1 has 1 sink logits; allowed none, or one for each of the 4 query heads"),
+        (dict(layer_sinks={2: sinks}), "layer_sinks: layer 2; allowed 0 to 1"),
+        (dict(layer_sinks={0: [0.0, 0.0, float("nan"), 0.0]}), "sink logit of query head 2 of layer 0 is nan"),
+        (dict(logit_cap=-1.0), "logit_cap must be finite and not negative"),
+    ]:
+        with pytest.raises(kvkeep.InvalidArgument, match=said):
+            spec(**wrong)
+    with pytest.raises(kvkeep.InvalidArgument, match="logits that are not capped"):
+        kvkeep.Keeper(model, "expected,budget=24")
+
+
 class Engine:
     """One sequence; the first number of each key and value is its token."""
 

@@ -67,6 +67,11 @@ class CModel {
                           .reserved = 0,
                           .inv_freq = rope->inv_freq.data(),
                           .attention_scaling = rope->attention_scaling});
+    for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
+      if (const auto& sinks = spec_.layers[static_cast<std::size_t>(l)].sinks; !sinks.empty())
+        sinks_.push_back({.layer = l, .heads = static_cast<std::int32_t>(sinks.size()), .sinks = sinks.data()});
+    of_c.layer_sinks = sinks_.data();
+    of_c.num_layer_sinks = std::ssize(sinks_);
     of_c.layer_ropes = ropes_.data();
     of_c.num_layer_ropes = std::ssize(ropes_);
   }
@@ -76,6 +81,7 @@ class CModel {
  private:
   ModelSpec spec_ = engines::model();
   std::vector<kvkeep_layer_rope> ropes_;
+  std::vector<kvkeep_layer_sinks> sinks_;
 };
 
 struct Free {

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <map>
 #include <numeric>
 
@@ -24,7 +25,7 @@ using Ints = std::vector<std::int32_t>;
 
 inline constexpr std::int32_t kLayers = 2, kHeads = 2, kRows = kLayers * kHeads, kKeyDim = 8, kValueDim = 6;
 
-/// The last layer turns otherwise.
+/// The last layer turns otherwise, and sink logits join its softmaxes.
 inline ModelSpec model() {
   ModelSpec spec{.query_heads = 4,
                  .kv_heads = kHeads,
@@ -34,6 +35,7 @@ inline ModelSpec model() {
                  .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}},
                  .layers = std::vector<LayerSpec>(kLayers)};
   spec.layers.back().rope = {.inv_freq = {0.7, 0.2, 0.02, 0.0}, .attention_scaling = 1.1};
+  spec.layers.back().sinks = {3, -std::numeric_limits<float>::infinity(), 1, 4.5};
   return spec;
 }
 
@@ -255,7 +257,8 @@ class Engine {
           rope_rotate(rope.style, pairs, cosines.data(), sines.data(), query.data<float>());
           const std::int32_t head = hq / 2,
                              before = lengths.at(numbers.ids[i])[static_cast<std::size_t>(l * kHeads + head)];
-          double sum = 0;
+          const float* const sinks = spec.sinks_of(l, head);
+          double sum = sinks == nullptr ? 0.0 : std::exp(static_cast<double>(sinks[hq % 2]));
           for (std::int32_t slot = 0; slot <= before + t - numbers.indptr[i]; ++slot) {
             const Array key = slot_of(numbers.ids[i], l, head, slot, false).to(Device{}).to(Dtype::f32);
             double x = 0;
