@@ -36,7 +36,7 @@ def test_models_with_learned_sinks_and_capped_logits():
 def test_what_else_a_slot_has_moves_with_it(scales):
     keeper = kvkeep.Keeper(spec(), "streaming,budget=12,sink=2,interval=4,prefill=cut")
     shape = (1, HEADS, CAPACITY, DIM)
-    extra = np.arange(HEADS * CAPACITY, dtype="i2").reshape(1, HEADS, CAPACITY, 1).copy()
+    extra = np.arange(HEADS * CAPACITY, dtype="i4").reshape(1, HEADS, CAPACITY, 1).copy()
     before = extra.copy()
     layers = [(np.zeros(shape, "f4"), np.zeros(shape, "f4"), None, None, extra)]
     layers += [(np.zeros(shape, "f4"), np.zeros(shape, "f4"), *scales)]
