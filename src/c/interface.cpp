@@ -301,21 +301,15 @@ LayerKv layer_of(const kvkeep_layer_cache& layer, const kvkeep_tensor* extra) {
          value_scales = view_if(layer.value_scales, "cache: value_scales");
   const Tensor extras = view_if(extra, "cache: extra");
   if (layer.form == KVKEEP_DENSE)
-    return DenseKv{.keys = std::move(keys),
-                   .values = std::move(values),
-                   .key_scales = std::move(key_scales),
-                   .value_scales = std::move(value_scales),
-                   .keys_rotated = 0,
-                   .values_rotated = 0,
-                   .extra = extras};
-  return PagedKv{.keys = std::move(keys),
-                 .values = std::move(values),
-                 .layout = layer.form == KVKEEP_PAGES_SLOT_HEAD ? PageLayout::slot_head : PageLayout::head_slot,
-                 .key_scales = std::move(key_scales),
-                 .value_scales = std::move(value_scales),
-                 .keys_rotated = 0,
-                 .values_rotated = 0,
-                 .extra = extras};
+    return DenseKv{std::move(keys), std::move(values), key_scales, value_scales, 0, 0, extras};
+  return PagedKv{std::move(keys),
+                 std::move(values),
+                 layer.form == KVKEEP_PAGES_SLOT_HEAD ? PageLayout::slot_head : PageLayout::head_slot,
+                 key_scales,
+                 value_scales,
+                 0,
+                 0,
+                 extras};
 }
 
 CacheView view_of(const kvkeep_cache& c, Pages& pages, const ModelSpec& spec) {

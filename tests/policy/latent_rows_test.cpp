@@ -57,8 +57,8 @@ TEST(LatentRows, RefuseToFoldWhatElseTheyHave) {
   layers[1] = engines::with_extra(DenseKv{rows(16), rows(16)}, rows(2));
   layers[0] = DenseKv{rows(16), rows(16)};
   EXPECT_EQ(testing::message_of<Unsupported>([&] { keeper.bind(layers); }),
-            "bind: layer 1 has extras, which folded spans do not hold; allowed layers without extras under policy tova, "
-            "which folds");
+            "bind: layer 1 has extras, which folded spans do not hold; allowed layers without extras under policy "
+            "tova, which folds");
 }
 
 }  // namespace

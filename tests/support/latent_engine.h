@@ -43,9 +43,9 @@ inline constexpr const char* kLatentPolicies[] = {
 
 /// How the rows lie in memory.
 struct LatentForm {
-  bool leading = true;          ///< values are the first numbers of a key, else the last
-  bool apart = false;           ///< the same numbers, in memory of their own
-  std::int32_t page_size = 0;   ///< 0: dense
+  bool leading = true;         ///< values are the first numbers of a key, else the last
+  bool apart = false;          ///< the same numbers, in memory of their own
+  std::int32_t page_size = 0;  ///< 0: dense
   Dtype dtype = Dtype::f32;
 };
 
@@ -162,8 +162,7 @@ class LatentEngine {
   static std::vector<Tensor> projections(Device device) {
     oracle::Random random(99);
     std::vector<Tensor> all;
-    for (std::int32_t l = 0; l < kLayers; ++l)
-      all.push_back(normals(random, {10, kQueryHeads * kValueDim}).to(device));
+    for (std::int32_t l = 0; l < kLayers; ++l) all.push_back(normals(random, {10, kQueryHeads * kValueDim}).to(device));
     return all;
   }
   [[nodiscard]] std::int64_t value_at() const { return form_.leading ? 0 : kKeyDim - kValueDim; }
