@@ -124,6 +124,13 @@ typedef struct kvkeep_layer_rope {
   double attention_scaling;  ///< of cos and sin; 0: 1
 } kvkeep_layer_rope;
 
+/// Sink logits of one layer (kvkeep::LayerSpec::sinks).
+typedef struct kvkeep_layer_sinks {
+  int32_t layer;       ///< whose query heads have them
+  int32_t heads;       ///< numbers of sinks: Hq
+  const float* sinks;  ///< [heads] logits that join the softmax of each query head; minus infinity: none
+} kvkeep_layer_sinks;
+
 /// Shapes and conventions of one model (kvkeep::ModelSpec).
 typedef struct kvkeep_model {
   size_t size;                           ///< sizeof(kvkeep_model)
@@ -140,6 +147,9 @@ typedef struct kvkeep_model {
   const kvkeep_layer* layers;            ///< [num_layers]; NULL: all full
   const kvkeep_layer_rope* layer_ropes;  ///< [num_layer_ropes] of layers whose RoPE is not the model's; NULL: none
   int64_t num_layer_ropes;
+  const kvkeep_layer_sinks* layer_sinks;  ///< [num_layer_sinks] of layers with sink logits (gpt-oss); NULL: none
+  int64_t num_layer_sinks;
+  double logit_cap;  ///< c: logits are c tanh(q.k scale / c) (Gemma 2, Grok); 0: none
 } kvkeep_model;
 
 /* ---- The keeper ------------------------------------------------------------------------------------------------- */
@@ -205,6 +215,10 @@ typedef struct kvkeep_layer_cache {
 /// The cache: layers [num_layers], each where the keys and values of a layer are (kvkeep::Keeper::bind()). Once, and
 /// again whenever memory moves or grows; it must stay valid until the keeper is freed or another cache is bound.
 KVKEEP_C_API kvkeep_status kvkeep_bind(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers);
+/// The same, with extras (kvkeep::DenseKv::extra): [num_layers] what else the slots of a layer have, such as the keys
+/// of an indexer, which move with them; NULL entries: nothing.
+KVKEEP_C_API kvkeep_status kvkeep_bind_extra(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers,
+                                             const kvkeep_tensor* const* extra);
 
 /// The prompt of a sequence goes on until kvkeep_end_prompt().
 #define KVKEEP_OPEN_PROMPT ((1 << 30) - 1)

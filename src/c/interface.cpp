@@ -170,12 +170,19 @@ ModelSpec spec_of(const kvkeep_model* model) {
     spec.layers[l] = {.kind = one_of(m.layers[l].kind, LayerKind::other, "model: kind of a layer"),
                       .window = m.layers[l].window,
                       .source = m.layers[l].source};
-  for (const kvkeep_layer_rope& own : array(m.layer_ropes, m.num_layer_ropes, "model: layer_ropes")) {
-    KVKEEP_REQUIRE(own.layer >= 0 && own.layer < m.num_layers, "model: layer_ropes names layer ", own.layer,
-                   "; allowed 0 to ", m.num_layers - 1);
-    spec.layers[static_cast<std::size_t>(own.layer)].rope = rope_of(
-        own.style, own.inv_freq, own.pairs, own.attention_scaling, text("model: RoPE of layer ", own.layer).c_str());
+  const auto named = [&](std::int32_t layer, const char* list) -> LayerSpec& {
+    KVKEEP_REQUIRE(layer >= 0 && layer < m.num_layers, "model: ", list, " names layer ", layer, "; allowed 0 to ",
+                   m.num_layers - 1);
+    return spec.layers[static_cast<std::size_t>(layer)];
+  };
+  for (const kvkeep_layer_rope& own : array(m.layer_ropes, m.num_layer_ropes, "model: layer_ropes"))
+    named(own.layer, "layer_ropes").rope = rope_of(own.style, own.inv_freq, own.pairs, own.attention_scaling,
+                                                   text("model: RoPE of layer ", own.layer).c_str());
+  for (const kvkeep_layer_sinks& own : array(m.layer_sinks, m.num_layer_sinks, "model: layer_sinks")) {
+    const auto sinks = array(own.sinks, own.heads, text("model: sinks of layer ", own.layer).c_str());
+    named(own.layer, "layer_sinks").sinks.assign(sinks.begin(), sinks.end());
   }
+  spec.logit_cap = m.logit_cap;
   return spec;
 }
 
@@ -284,18 +291,18 @@ class Pages final : public PageAllocator {
   kvkeep_page_allocator own_{};
 };
 
-LayerKv layer_of(const kvkeep_layer_cache& layer) {
+LayerKv layer_of(const kvkeep_layer_cache& layer, const kvkeep_tensor* extra) {
   if (layer.form == KVKEEP_NO_ROWS) return {};
   KVKEEP_REQUIRE(layer.form >= KVKEEP_DENSE && layer.form <= KVKEEP_PAGES_HEAD_SLOT, "cache: form of a layer is ",
                  layer.form, "; allowed 0 to ", static_cast<int>(KVKEEP_PAGES_HEAD_SLOT));
-  Tensor keys = view_of(required(layer.keys, "cache: keys"), "cache: keys"),
-         values = view_of(required(layer.values, "cache: values"), "cache: values"),
-         key_scales = view_if(layer.key_scales, "cache: key_scales"),
-         value_scales = view_if(layer.value_scales, "cache: value_scales");
-  if (layer.form == KVKEEP_DENSE) return DenseKv{std::move(keys), std::move(values), key_scales, value_scales};
-  return PagedKv{std::move(keys), std::move(values),
-                 layer.form == KVKEEP_PAGES_SLOT_HEAD ? PageLayout::slot_head : PageLayout::head_slot, key_scales,
-                 value_scales};
+  const Tensor keys = view_of(required(layer.keys, "cache: keys"), "cache: keys"),
+               values = view_of(required(layer.values, "cache: values"), "cache: values"),
+               key_scales = view_if(layer.key_scales, "cache: key_scales"),
+               value_scales = view_if(layer.value_scales, "cache: value_scales"),
+               extras = view_if(extra, "cache: extra");
+  if (layer.form == KVKEEP_DENSE) return DenseKv{keys, values, key_scales, value_scales, 0, 0, extras};
+  const auto layout = layer.form == KVKEEP_PAGES_SLOT_HEAD ? PageLayout::slot_head : PageLayout::head_slot;
+  return PagedKv{keys, values, layout, key_scales, value_scales, 0, 0, extras};
 }
 
 CacheView view_of(const kvkeep_cache& c, Pages& pages, const ModelSpec& spec) {
@@ -478,11 +485,15 @@ kvkeep_status kvkeep_join(kvkeep_keeper* keeper, int64_t sequence, int32_t token
   return guarded([&] { required(keeper, "keeper").keeper.join(sequence, tokens, prompt_of(prompt)); });
 }
 kvkeep_status kvkeep_bind(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers) {
+  return kvkeep_bind_extra(keeper, layers, nullptr);
+}
+kvkeep_status kvkeep_bind_extra(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers,
+                                const kvkeep_tensor* const* extra) {
   return guarded([&] {
     Keeper& own = required(keeper, "keeper").keeper;
     std::vector<LayerKv> all;
     for (const kvkeep_layer_cache& layer : array(layers, own.spec().num_layers(), "cache: layers"))
-      all.push_back(layer_of(layer));
+      all.push_back(layer_of(layer, extra == nullptr ? nullptr : extra[all.size()]));
     own.bind(std::move(all));
   });
 }

@@ -31,6 +31,9 @@ std::string model_json(const ModelSpec& spec) {
   for (const LayerSpec& layer : spec.layers) {
     layers.push_back({{"kind", static_cast<int>(layer.kind)}, {"window", layer.window}, {"source", layer.source}});
     if (layer.rope) layers.back()["rope"] = rope_json(*layer.rope);
+    if (layer.sinks.empty()) continue;
+    Json& sinks = layers.back()["sinks"] = Json::array();  // JSON has no infinity: null stands for it
+    for (const float sink : layer.sinks) sinks.push_back(std::isfinite(sink) ? Json(sink) : Json());
   }
   Json model{{"query_heads", spec.query_heads},
              {"kv_heads", spec.kv_heads},
@@ -39,6 +42,7 @@ std::string model_json(const ModelSpec& spec) {
              {"softmax_scale", spec.softmax_scale},
              {"rope", rope_json(spec.rope)},
              {"layers", layers}};
+  if (spec.logit_cap > 0) model["logit_cap"] = spec.logit_cap;
   if (spec.model_heads > 0) model["ranks"] = {{"first_head", spec.first_head}, {"model_heads", spec.model_heads}};
   return model.dump();
 }

@@ -243,14 +243,16 @@ class View {
         layers.emplace_back();
         continue;
       }
-      KVKEEP_REQUIRE(layer->size() == 2 || layer->size() == 4, "layers: a layer has ", layer->size(),
-                     " arrays; allowed (keys, values) or (keys, values, key_scales, value_scales)");
-      Tensor all[4];
+      KVKEEP_REQUIRE(layer->size() == 2 || layer->size() == 4 || layer->size() == 5, "layers: a layer has ",
+                     layer->size(),
+                     " arrays; allowed (keys, values), (keys, values, key_scales, value_scales), or these and extras; "
+                     "None: no scales");
+      Tensor all[5];
       for (std::size_t i = 0; i < layer->size(); ++i) all[i] = view_of((*layer)[i], "layers", Access::write);
       if (view.block_table.defined())
-        layers.emplace_back(PagedKv{all[0], all[1], layout, all[2], all[3]});
+        layers.emplace_back(PagedKv{all[0], all[1], layout, all[2], all[3], 0, 0, all[4]});
       else
-        layers.emplace_back(DenseKv{all[0], all[1], all[2], all[3]});
+        layers.emplace_back(DenseKv{all[0], all[1], all[2], all[3], 0, 0, all[4]});
     }
     const std::span<std::int32_t> lengths = lengths_of(lengths_in);
     const auto n = static_cast<std::int64_t>(sequences_.size());
@@ -320,7 +322,8 @@ ModelSpec make_spec(std::int32_t query_heads, std::int32_t kv_heads, std::int32_
                     double attention_scaling, double softmax_scale,
                     const std::vector<std::pair<std::int32_t, std::int32_t>>& sliding,
                     const std::vector<std::pair<std::int32_t, std::int32_t>>& shared, const Ints& other,
-                    const std::map<std::int32_t, RopeSpec>& layer_ropes) {
+                    const std::map<std::int32_t, RopeSpec>& layer_ropes,
+                    const std::map<std::int32_t, std::vector<float>>& layer_sinks, double logit_cap) {
   ModelSpec spec;
   spec.query_heads = query_heads;
   spec.kv_heads = kv_heads;
@@ -338,6 +341,8 @@ ModelSpec make_spec(std::int32_t query_heads, std::int32_t kv_heads, std::int32_
   for (const auto& [layer, source] : shared) at(layer, "shared") = {.kind = LayerKind::shared, .source = source};
   for (const std::int32_t layer : other) at(layer, "other") = {.kind = LayerKind::other};
   for (const auto& [layer, rope] : layer_ropes) at(layer, "layer_ropes").rope = rope;
+  for (const auto& [layer, sinks] : layer_sinks) at(layer, "layer_sinks").sinks = sinks;
+  spec.logit_cap = logit_cap;
   spec.check();
   return spec;
 }
@@ -669,10 +674,21 @@ NB_MODULE(_kvkeep, m) {
            "softmax_scale"_a = 0.0, "sliding"_a = std::vector<std::pair<std::int32_t, std::int32_t>>(),
            "shared"_a = std::vector<std::pair<std::int32_t, std::int32_t>>(), "other"_a = std::vector<std::int32_t>(),
            "layer_ropes"_a = std::map<std::int32_t, RopeSpec>(),
+           "layer_sinks"_a = std::map<std::int32_t, std::vector<float>>(), "logit_cap"_a = 0.0,
            "inv_freq: radians per position of each RoPE pair, after scaling; rope_style: 'half', 'interleaved' or "
            "'none'; layer_ropes: {layer: Rope} where a layer's differs. sliding: (layer, window) of the layers that "
            "attend to the newest tokens only; shared: (layer, source) of those that read an earlier layer's cache; "
-           "other: those without keys and values.")
+           "other: those without keys and values. layer_sinks: {layer: a logit for each query head} that joins the "
+           "softmax beside the keys (gpt-oss), -inf: none; logit_cap: c of logits c tanh(x / c) (Gemma 2), 0: none.")
+      .def_ro("logit_cap", &ModelSpec::logit_cap)
+      .def(
+          "sinks",
+          [](const ModelSpec& spec, std::int32_t layer) {
+            KVKEEP_REQUIRE(layer >= 0 && layer < spec.num_layers(), "sinks: layer ", layer, "; allowed 0 to ",
+                           spec.num_layers() - 1);
+            return spec.layers[static_cast<std::size_t>(layer)].sinks;
+          },
+          "layer"_a, "Sink logits of one layer, one for each query head; empty: none.")
       .def(
           "rope",
           [](const ModelSpec& spec, std::int32_t layer) {

@@ -158,6 +158,8 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Reco
     e.output_projections[layer] = contiguous(projection);
   }
   e.spec.layers[layer].kind = LayerKind::full;
+  if (const Tensor sinks = find(file, prefix, "sinks", false); sinks.defined())
+    e.spec.layers[layer].sinks = sink_logits(file, "sinks", sinks, e.spec.query_heads);
   e.rows[layer] = DenseKv{clone(keys), clone(values)};
   e.positions.push_back(as<std::int32_t>(positions));
   e.query_positions.push_back(queries.defined() ? as<std::int32_t>(query_positions) : Tensor());
@@ -263,6 +265,7 @@ RecordedEvent read_event(const io::SafetensorsFile& file) {
   e.spec.rope.inv_freq = frequencies_of(file, "metadata \"inv_freq\"", parsed(file, "inv_freq"));
   e.spec.rope.attention_scaling = number(file, "attention_scaling", 1.0);
   e.spec.softmax_scale = number(file, "softmax_scale", 0.0);
+  e.spec.logit_cap = number(file, "logit_cap", 0.0);
 
   if (file.has("lengths")) {
     const Tensor lengths = integers(file, "lengths", file.tensor("lengths"));
@@ -424,6 +427,14 @@ const std::string& metadata(const io::SafetensorsFile& file, const std::string& 
   const auto found = file.metadata().find(key);
   KVKEEP_REQUIRE(found != file.metadata().end(), file.where(), ": metadata \"", key, "\" is missing", rest);
   return found->second;
+}
+
+std::vector<float> sink_logits(const io::SafetensorsFile& file, const std::string& name, const Tensor& t,
+                               std::int32_t heads) {
+  want(file, name, t, heads > 0 && t.sizes() == Shape({heads}) && is_scorable(t.dtype()),
+       text("f32, f16 or bf16 [Hq = ", heads, "], beside queries"));
+  const Tensor floats = as<float>(t);
+  return {floats.data<float>(), floats.data<float>() + heads};
 }
 
 double number(const io::SafetensorsFile& file, const std::string& key, double fallback) {

@@ -40,6 +40,7 @@ Prompt read_prompt(const io::SafetensorsFile& file) {
   Prompt prompt;
   prompt.spec.layers.resize(static_cast<std::size_t>(layers_of(file)));
   prompt.spec.softmax_scale = number(file, "softmax_scale", 0.0);
+  prompt.spec.logit_cap = number(file, "logit_cap", 0.0);
   for (std::int32_t l = 0; l < prompt.spec.num_layers(); ++l) {
     const auto tensor = [&](const char* name) {
       const std::string full = text("layer.", l, ".", name);
@@ -70,6 +71,8 @@ Prompt read_prompt(const io::SafetensorsFile& file) {
              queries.size(1) <= prompt.tokens && queries.size(2) == s.key_dim,
          text("[Hq, the newest of ", prompt.tokens, " tokens, ", s.key_dim, "] with Hq a multiple of ", s.kv_heads,
               ", as the first layer's"));
+    if (const std::string name = text("layer.", l, ".sinks"); file.has(name))
+      prompt.spec.layers[static_cast<std::size_t>(l)].sinks = sink_logits(file, name, file.tensor(name), s.query_heads);
     prompt.layer_keys.push_back(keys);
     prompt.layer_queries.push_back(queries);
   }

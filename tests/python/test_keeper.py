@@ -16,6 +16,41 @@ def spec(**more):
     return kvkeep.ModelSpec(QUERY_HEADS, HEADS, DIM, LAYERS, inv_freq=[1.0, 0.1, 0.01, 0.001], **more)
 
 
+def test_models_with_learned_sinks_and_capped_logits():
+    sinks = [0.5, float("-inf"), 1.0, 9.0]
+    model = spec(layer_sinks={1: sinks}, logit_cap=30.0)
+    assert (model.sinks(0), model.sinks(1), model.logit_cap) == ([], sinks, 30.0)
+    for wrong, said in [
+        (dict(layer_sinks={1: [1.0]}), "layer 1 has 1 sink logits; allowed none, or one for each of the 4 query heads"),
+        (dict(layer_sinks={2: sinks}), "layer_sinks: layer 2; allowed 0 to 1"),
+        (dict(layer_sinks={0: [0.0, 0.0, float("nan"), 0.0]}), "sink logit of query head 2 of layer 0 is nan"),
+        (dict(logit_cap=-1.0), "logit_cap must be finite and not negative"),
+    ]:
+        with pytest.raises(kvkeep.InvalidArgument, match=said):
+            spec(**wrong)
+    with pytest.raises(kvkeep.InvalidArgument, match="logits that are not capped"):
+        kvkeep.Keeper(model, "expected,budget=24")
+
+
+@pytest.mark.parametrize("scales", [(), (None, None)])
+def test_what_else_a_slot_has_moves_with_it(scales):
+    keeper = kvkeep.Keeper(spec(), "streaming,budget=12,sink=2,interval=4,prefill=cut")
+    shape = (1, HEADS, CAPACITY, DIM)
+    extra = np.arange(HEADS * CAPACITY, dtype="i4").reshape(1, HEADS, CAPACITY, 1).copy()
+    before = extra.copy()
+    layers = [(np.zeros(shape, "f4"), np.zeros(shape, "f4"), None, None, extra)]
+    layers += [(np.zeros(shape, "f4"), np.zeros(shape, "f4"), *scales)]
+    keeper.join(7)
+    for layer in range(LAYERS):
+        keeper.observe(layer, [7], [0, 16])
+    lengths = np.array([16], "i4")
+    keeper.step(layers, [7], lengths)
+    assert lengths[0] == 12
+    assert (extra[0, :, :12] == before[0, :, [0, 1, *range(6, 16)]].swapaxes(0, 1)).all()
+    with pytest.raises(kvkeep.InvalidArgument, match="a layer has 3 arrays"):
+        keeper.step([layer[:3] for layer in layers], [7], lengths)
+
+
 class Engine:
     """One sequence; the first number of each key and value is its token."""
 

@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <map>
 #include <string>
 
@@ -95,6 +96,30 @@ TEST(EventTrace, RefusesRopeThatIsLeftOpenOrWrong) {
     wrong.metadata["layer_ropes"] = ropes;
     wrong.expect_refused(kPolicy, says);
   }
+}
+
+TEST(EventTrace, CapsLogitsAndLetsSinksJoinTheSoftmax) {
+  testing::ReplayedTrace trace = event();
+  const auto scores = [&] {
+    const trace::Result result = trace.replay(kPolicy);
+    const std::map<std::string, Tensor> tensors(result.tensors.begin(), result.tensors.end());
+    return tensors.at("scores").data<float>()[3];
+  };
+  // Every key is alike: a product of 1, a logit of 1 / 2.
+  EXPECT_NEAR(scores(), 1.0 / 24, 1e-7);
+  trace.tensors.insert_or_assign("sinks", Array(Array::full({2}, 0.5F)));
+  EXPECT_NEAR(scores(), 1.0 / 25, 1e-7);
+  trace.metadata["logit_cap"] = "0.5";
+  const double capped = std::exp(0.5 * std::tanh(1.0));
+  EXPECT_NEAR(scores(), capped / (24 * capped + std::exp(0.5)), 1e-7);
+  trace.expect_refused("expected,budget=8,sink=2,recent=2", "not capped; given 0.5");
+  trace.metadata["logit_cap"] = "-1";
+  trace.expect_refused(kPolicy, "\"logit_cap\" is -1; allowed a positive number");
+  trace.metadata["logit_cap"] = "high";
+  trace.expect_refused(kPolicy, "logit_cap");
+  trace = event();
+  trace.tensors.insert_or_assign("sinks", Array(Array::full({3}, 0.5F)));
+  trace.expect_refused(kPolicy, "\"sinks\" has shape [3]");
 }
 
 TEST(EventTrace, RefusesMetadataThatNestsDeep) {
