@@ -695,6 +695,15 @@ kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t sequence, in
     required(count, "count") = std::ssize(held);
   });
 }
+kvkeep_status kvkeep_rollback_limit(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
+  return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.rollback_limit(sequence); });
+}
+kvkeep_status kvkeep_whole_prefix(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
+  return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.whole_prefix(sequence); });
+}
+kvkeep_status kvkeep_evicted(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
+  return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.evicted(sequence); });
+}
 kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
   return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.tokens_to_event(sequence); });
 }

@@ -589,6 +589,12 @@ void bind_keeper(nb::module_& m) {
           "Under a policy that narrows prompts: after the attention of each layer, which tokens continue.")
       .def("logical_length", &Keeper::logical_length, "sequence"_a, "Tokens seen; the position of the next one.")
       .def("physical_length", &Keeper::physical_length, "sequence"_a, "layer"_a, "head"_a, "Slots of one row.")
+      .def("rollback_limit", &Keeper::rollback_limit, "sequence"_a,
+           "Its newest tokens that truncate() can take back; 0 right after an event.")
+      .def("whole_prefix", &Keeper::whole_prefix, "sequence"_a,
+           "Its oldest tokens that no event has touched, in any row: a prefix cache may take in whole pages of them.")
+      .def("evicted", &Keeper::evicted, "sequence"_a,
+           "Its tokens that are in no row any more: logical less cached length. Refused where rows differ in length.")
       .def(
           "tokens_to_event",
           [](const Keeper& self, SequenceId sequence) -> std::optional<std::int64_t> {

@@ -130,6 +130,13 @@ TEST(CInterface, RecordsAStepThatBeganAndTakesTokensBack) {
     std::int64_t tokens = 0;
     ASSERT_EQ(kvkeep_tokens_to_event(c.keeper.get(), 1, &tokens), KVKEEP_OK);
     EXPECT_EQ(tokens, cpp.keeper.tokens_to_event(1));
+    ASSERT_EQ(kvkeep_rollback_limit(c.keeper.get(), 1, &tokens), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(tokens, cpp.keeper.rollback_limit(1));
+    ASSERT_EQ(kvkeep_whole_prefix(c.keeper.get(), 1, &tokens), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(tokens, cpp.keeper.whole_prefix(1));
+    ASSERT_EQ(kvkeep_evicted(c.keeper.get(), 1, &tokens), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(tokens, cpp.keeper.evicted(1));
+    EXPECT_EQ(kvkeep_evicted(c.keeper.get(), 2, &tokens), KVKEEP_STATE_ERROR);
   }
   ASSERT_NO_FATAL_FAILURE(expect_same(cpp, c));
   std::int64_t queries = 0;

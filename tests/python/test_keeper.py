@@ -240,6 +240,23 @@ def test_state_in_memory_and_forks_go_on_as_their_parent():
         prefix.restore(5, window, tokens=17)
 
 
+def test_one_integer_says_what_an_engine_needs():
+    engine = Engine("streaming,budget=16,interval=8,sink=5,recent=2", np.asarray)
+    ask = engine.keeper.rollback_limit, engine.keeper.whole_prefix, engine.keeper.evicted
+    engine.step(12)
+    assert [one(7) for one in ask] == [12, 12, 0]
+    engine.step(12)
+    assert [one(7) for one in ask] == [0, 5, 8]
+    engine.step(3)
+    assert [one(7) for one in ask] == [3, 5, 8]
+    for one in ask:
+        with pytest.raises(kvkeep.StateError, match="sequence 8 is not known"):
+            one(8)
+    engine.keeper.truncate(7, 24)
+    with pytest.raises(kvkeep.StateError, match="was cut at length 24"):
+        engine.keeper.truncate(7, 23)
+
+
 def test_lengths_are_known_ahead():
     engine = Engine("tova,budget=24,interval=8", np.asarray)
     assert engine.keeper.length_after(7, 20) == (20, False, True)

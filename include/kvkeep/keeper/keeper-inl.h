@@ -475,6 +475,32 @@ KVKEEP_INLINE void Keeper::require_no_capture(const char* operation) const {
                     ": the stream is being captured; allowed before and after");
 }
 
+KVKEEP_INLINE std::int64_t Keeper::whole_prefix(SequenceId sequence) const {
+  const SequenceState& s = sequences_->ready("whole_prefix", sequence);
+  sequences_->require_whole("whole_prefix", sequence, s);
+  if (s.last_event == 0) return s.logical;  // whatever positions the engine gave
+  std::int64_t whole = s.logical;
+  for (std::int32_t r = 0; r < sequences_->rows() && whole > 0; ++r) {
+    const std::span<const std::int32_t> positions = s.columns.positions(r);
+    std::int64_t slot = 0;
+    while (slot < std::min(whole, std::ssize(positions)) && positions[static_cast<std::size_t>(slot)] == slot) ++slot;
+    whole = slot;
+  }
+  return whole;
+}
+
+KVKEEP_INLINE std::int64_t Keeper::evicted(SequenceId sequence) const {
+  const SequenceState& s = sequences_->ready("evicted", sequence);
+  sequences_->require_whole("evicted", sequence, s);
+  const std::int32_t slots = s.columns.length(0);
+  for (std::int32_t r = 1; r < sequences_->rows(); ++r)
+    KVKEEP_REQUIRE_AS(StateError, s.columns.length(r) == slots, "evicted: rows of sequence ", sequence, " hold ", slots,
+                      " and ", s.columns.length(r),
+                      " slots; allowed where all are equally long (share=union keeps them so), or physical_length() of "
+                      "each");
+  return s.logical - slots;
+}
+
 KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {
   const SequenceState& s = sequences_->ready("tokens_to_event", sequence);
   if (s.prompt < 0) return 0;

@@ -175,6 +175,25 @@ class Keeper {
   /// remaining sequence.
   void truncate(SequenceId sequence, std::int64_t logical_length) { sequences_->truncate(sequence, logical_length); }
 
+  /// The most of its newest tokens that truncate() takes back: it takes any number up to that, and refuses one more,
+  /// but where queries that were observed as unread begin. 0 right after an event. So far, too, go fork() and restore()
+  /// of a prefix. Throws StateError where truncate() would for any length: for an unknown sequence, while its event is
+  /// pending, and while its prompt runs through the layers. Cost: host integers.
+  [[nodiscard]] std::int64_t rollback_limit(SequenceId sequence) const { return sequences_->rollback_limit(sequence); }
+
+  /// Its oldest tokens that no event has touched: in every row of every full layer slot i holds token i, for all i
+  /// below. Whole pages below it hold the tokens of their places, so a prefix cache may take them in under the text's
+  /// own hashes, at any time (docs/reference/one-integer.md). All tokens before the first event; where a prompt runs
+  /// twice, tokens of the second pass. Where the engine gives positions with gaps, after an event at most up to the
+  /// first gap. Throws as rollback_limit(). Cost: reads the positions of these slots in every row; on a device: copies
+  /// all of them to the host, and waits.
+  [[nodiscard]] std::int64_t whole_prefix(SequenceId sequence) const;
+
+  /// Tokens seen that no row holds any more: what an engine takes off a logical length to have the cached one. Never
+  /// falls while the sequence lives, and changes at events alone. Throws StateError where rows have different lengths
+  /// (physical_length() says them), and as physical_length(). Cost: O(rows), host integers.
+  [[nodiscard]] std::int64_t evicted(SequenceId sequence) const;
+
   /// The fewest tokens with which an event may cut the sequence, however they are split into steps; 0: the next step
   /// may do so; Trigger::kNoEvent: none will (Trigger::tokens_until() says when it is exact). In the middle of a step
   /// it is 0. An engine to which queries cost something gives those of the newest queries_read() tokens before an
