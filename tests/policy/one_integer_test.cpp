@@ -81,10 +81,7 @@ class Named {
                                     .positions = positions};
       keeper.observe(observation);
       if (auto* given = keeper.find<parts::Given>())
-        given->give({.layer = l,
-                     .sequences = {&id, 1},
-                     .indptr = indptr,
-                     .scores = normals(random, {tokens, kHeads})});
+        given->give({.layer = l, .sequences = {&id, 1}, .indptr = indptr, .scores = normals(random, {tokens, kHeads})});
       if (auto* folds = keeper.find<parts::Folds>()) {
         const Array out = Array::zeros({tokens, 4, 8}), sums = Array::zeros({tokens, 4});
         folds->view(observation, {out, sums});
@@ -223,7 +220,8 @@ TEST_P(OneInteger, IsWhatTruncateTakesAndWhatTheRowsHold) {
       }
     } else if (what < 30 && engine.seen.at(id) > 0) {
       const std::int64_t limit = engine.keeper.rollback_limit(id);
-      const std::int64_t tokens = limit == 0 ? 0 : between(0, static_cast<std::int32_t>(std::min<std::int64_t>(limit, 9)));
+      const std::int64_t tokens =
+          limit == 0 ? 0 : between(0, static_cast<std::int32_t>(std::min<std::int64_t>(limit, 9)));
       engine.truncate(id, tokens);
       went_back += tokens;
     } else {
@@ -323,9 +321,7 @@ TEST(OneIntegerByHand, WaitsForAPromptThatNarrows) {
     engine.narrow(l);
     if (l != 3) continue;
     for (const auto& ask : {&Keeper::rollback_limit, &Keeper::whole_prefix, &Keeper::evicted})
-      EXPECT_NE(message_of<StateError>([&] {
-                  static_cast<void>((keeper.*ask)(1));
-                }).find("has only reached layer 4"),
+      EXPECT_NE(message_of<StateError>([&] { static_cast<void>((keeper.*ask)(1)); }).find("has only reached layer 4"),
                 std::string::npos);
   }
   engine.end();
@@ -345,10 +341,9 @@ TEST(OneIntegerByHand, WaitsForAPromptThatNarrows) {
 TEST(OneIntegerByHand, IsRefusedByNameWhereItIsNotKnown) {
   Named engine("pyramidkv-knorm,budget=16,interval=4,recent=4");
   for (const auto& ask : {&Keeper::rollback_limit, &Keeper::whole_prefix, &Keeper::evicted})
-    EXPECT_NE(message_of<StateError>([&] {
-                static_cast<void>((engine.keeper.*ask)(5));
-              }).find("sequence 5 is not known"),
-              std::string::npos);
+    EXPECT_NE(
+        message_of<StateError>([&] { static_cast<void>((engine.keeper.*ask)(5)); }).find("sequence 5 is not known"),
+        std::string::npos);
   engine.join(1, 4);
   engine.feed(1, 40);
   ASSERT_TRUE(engine.step(1));
