@@ -103,7 +103,7 @@ inline BlockTree::Hit BlockTree::match(std::span<const Token> tokens, bool needs
 }
 
 inline void BlockTree::insert(std::span<const Token> tokens, std::span<const std::int32_t> blocks,
-                       const std::function<Window()>& window) {
+                              const std::function<Window()>& window) {
   Node* node = &root_;
   for (const std::int32_t block : blocks) {
     auto& child = node->children[{tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(size_)}];

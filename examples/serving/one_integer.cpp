@@ -40,8 +40,7 @@ std::int32_t OneIntegerEngine::blocks_for(std::int64_t slots) const {
 void OneIntegerEngine::copy_block(std::int32_t from, std::int32_t to) const {
   for (std::int32_t l = 0; l < Model::kLayers; ++l)
     for (const bool values : {false, true})
-      std::copy_n(slot(l, values, from, 0), settings_.block_size * Model::kHeads * Model::kDim,
-                  slot(l, values, to, 0));
+      std::copy_n(slot(l, values, from, 0), settings_.block_size * Model::kHeads * Model::kDim, slot(l, values, to, 0));
 }
 
 /// Blocks of a request to memory of the host, or back.
@@ -138,7 +137,8 @@ bool OneIntegerEngine::admit() {
   const SequenceId id = s.request.id + s.sample;
   const auto prompt = static_cast<std::int32_t>(s.prompt());
   BlockTree::Hit hit;
-  if (settings_.prefix_cache) hit = tree_.match(std::span(s.text).first(s.text.size() - 1), keeper_->queries_read() > 0);
+  if (settings_.prefix_cache)
+    hit = tree_.match(std::span(s.text).first(s.text.size() - 1), keeper_->queries_read() > 0);
   for (const std::int32_t block : hit.blocks) blocks_.hold(block);
   if (!room_beside_others(blocks_for(prompt) - static_cast<std::int32_t>(hit.blocks.size()))) {
     for (const std::int32_t block : hit.blocks) blocks_.give_back(block);
@@ -277,8 +277,7 @@ void OneIntegerEngine::publish(SequenceId id) {
   if (tokens == 0 || (windows && (s.cut || s.computed - tokens > keeper_->rollback_limit(id)))) return;
   const std::int32_t before = blocks_.references(s.blocks[static_cast<std::size_t>(blocks - 1)]);
   std::function<BlockTree::Window()> window;
-  if (windows)
-    window = [&] { return std::make_shared<const std::vector<std::byte>>(keeper_->save(id)); };
+  if (windows) window = [&] { return std::make_shared<const std::vector<std::byte>>(keeper_->save(id)); };
   tree_.insert(std::span(s.text).first(static_cast<std::size_t>(tokens)),
                std::span(s.blocks).first(static_cast<std::size_t>(blocks)), window);
   if (s.cut && blocks_.references(s.blocks[static_cast<std::size_t>(blocks - 1)]) > before) ++numbers_.published_cut;

@@ -32,10 +32,10 @@ class OneIntegerEngine {
   struct Served {
     Request request;
     std::int32_t sample = 0;
-    std::vector<Token> text = {};           ///< prompt and answer; all but the newest token are computed once it decodes
-    std::vector<Token> said = {};           ///< of an answer that is computed again
-    std::int64_t computed = 0;              ///< tokens; the position of the next one
-    std::int64_t evicted = 0;               ///< of these, in the cache no more: the one integer
+    std::vector<Token> text = {};  ///< prompt and answer; all but the newest token are computed once it decodes
+    std::vector<Token> said = {};  ///< of an answer that is computed again
+    std::int64_t computed = 0;     ///< tokens; the position of the next one
+    std::int64_t evicted = 0;      ///< of these, in the cache no more: the one integer
     std::vector<std::int32_t> blocks = {};  ///< its row of the block table
     bool cut = false, forked = false;
     [[nodiscard]] std::int32_t cached() const { return static_cast<std::int32_t>(computed - evicted); }

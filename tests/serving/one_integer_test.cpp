@@ -53,7 +53,8 @@ class Auditor {
       const Chains chains(text);
       for (std::int32_t slot = 0; slot < size; ++slot)
         for (std::int32_t l = 0; l < Model::kLayers; ++l)
-          for (std::int32_t h = 0; h < Model::kHeads; ++h) expect_token(engine, l, h, block, slot, chains, first + slot);
+          for (std::int32_t h = 0; h < Model::kHeads; ++h)
+            expect_token(engine, l, h, block, slot, chains, first + slot);
     });
     std::int32_t free = 0;
     for (std::int32_t block = 0; block < engine.blocks().count(); ++block) {
@@ -98,7 +99,7 @@ class Auditor {
   };
   const Sides& sides_of(const OneIntegerEngine& engine, std::uint64_t chain, Token token, std::size_t position) {
     const auto [known, is_new] = sides_.try_emplace(chain);
-    std::array<float, static_cast<std::size_t>(Model::kQueryHeads* Model::kDim)> queries;
+    std::array<float, static_cast<std::size_t>(Model::kQueryHeads * Model::kDim)> queries;
     if (is_new)
       engine.model().project(0, engine.model().embed(token, static_cast<std::int64_t>(position)), chain, queries.data(),
                              known->second.keys.data(), known->second.values.data());
@@ -112,9 +113,10 @@ class Auditor {
     const Sides& sides = sides_of(engine, chains.of.at(at), chains.text[at], at);
     const auto first = static_cast<std::size_t>(h * Model::kDim);
     for (const bool values : {false, true})
-      ASSERT_EQ(std::memcmp(engine.slot(l, values, block, slot) + first, (values ? sides.values : sides.keys).data() + first,
-                            sizeof(float) * static_cast<std::size_t>(l == 0 ? Model::kDim : Model::kName)),
-                0)
+      ASSERT_EQ(
+          std::memcmp(engine.slot(l, values, block, slot) + first, (values ? sides.values : sides.keys).data() + first,
+                      sizeof(float) * static_cast<std::size_t>(l == 0 ? Model::kDim : Model::kName)),
+          0)
           << (values ? "value" : "key") << " of slot " << slot << " of block " << block << ", layer " << l << ": token "
           << place;
   }
@@ -195,12 +197,14 @@ TEST_P(OneIntegerServing, NoBlockEverHoldsAnythingButItsText) {
     all.rejected += n.rejected, all.forks += n.forks, all.cuts += n.cuts, all.published_cut += n.published_cut;
     slots += auditor.slots, cached += auditor.cached;
   }
-  for (const std::int64_t count : {all.hits, all.swapped, all.recomputed, all.accepted, all.rejected, all.forks, answers})
+  for (const std::int64_t count :
+       {all.hits, all.swapped, all.recomputed, all.accepted, all.rejected, all.forks, answers})
     EXPECT_GT(count, kOperations / 40);
   if (name != "full") EXPECT_GT(all.cuts, kOperations / 20);
   if (name == "streaming" || name == "unionkeys") EXPECT_GT(all.published_cut, 0);
   std::printf(
-      "%lld operations: %lld slots and %lld cached blocks compared, %lld tokens hit, %lld swapped, %lld computed again, "
+      "%lld operations: %lld slots and %lld cached blocks compared, %lld tokens hit, %lld swapped, %lld computed "
+      "again, "
       "%lld drafts stood, %lld did not, %lld forks, %lld cuts, %lld blocks published after one, %lld answers\n",
       static_cast<long long>(4 * kOperations), static_cast<long long>(slots), static_cast<long long>(cached),
       static_cast<long long>(all.hits), static_cast<long long>(all.swapped), static_cast<long long>(all.recomputed),
@@ -228,8 +232,8 @@ TEST_P(OneIntegerServing, SaysWhatAnEngineWithoutACacheSays) {
     return all;
   };
   OneIntegerEngine::Numbers plain, numbers;
-  const auto expected = answers_of(
-      {.policy = GetParam().policy, .blocks = 900, .step_tokens = 900, .prefix_cache = false}, false, plain);
+  const auto expected =
+      answers_of({.policy = GetParam().policy, .blocks = 900, .step_tokens = 900, .prefix_cache = false}, false, plain);
   ASSERT_GE(std::ssize(expected), kRequests);
   EXPECT_EQ(plain.hits + plain.swapped + plain.recomputed, 0);
   for (const std::int32_t size : {1, 4, 8})
@@ -248,6 +252,19 @@ TEST_P(OneIntegerServing, SaysWhatAnEngineWithoutACacheSays) {
 
 INSTANTIATE_TEST_SUITE_P(Policies, OneIntegerServing, ::testing::ValuesIn(kCases),
                          [](const auto& p) { return std::string(p.param.name); });
+
+/// Where all rows keep the same tokens, blocks of one slot only get other places in the block table.
+TEST(OneIntegerEngine, MovesNoByteInBlocksOfOneSlotUnderUnion) {
+  for (const std::string share : {"union", "per_layer_per_head"}) {
+    OneIntegerEngine engine(
+        {.policy = "tova,budget=24,interval=6,recent=4,share=" + share, .blocks = 300, .block_size = 1});
+    Prompts random(3);
+    for (SequenceId id = 0; id < 40; id += 8) engine.submit(random.request(id));
+    while (engine.step()) continue;
+    EXPECT_GT(engine.keeper().totals().events, 10);
+    EXPECT_EQ(engine.keeper().totals().bytes_moved == 0, share == "union") << share;
+  }
+}
 
 TEST(OneIntegerEngine, RefusesWhatOneIntegerCannotSay) {
   OneIntegerEngine ragged({.policy = "pyramidkv-knorm,budget=16,interval=4,recent=4"});
