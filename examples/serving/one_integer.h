@@ -44,7 +44,9 @@ class OneIntegerEngine {
   enum class Leave : std::uint8_t { swap, recompute };
   struct Numbers {
     std::int64_t tokens = 0, hits = 0, swapped = 0, recomputed = 0, accepted = 0, rejected = 0, forks = 0, cuts = 0;
-    std::int64_t published_cut = 0;  ///< blocks that came into the tree after an event
+    std::int64_t published_cut = 0;   ///< blocks that came into the tree after an event
+    std::int64_t said_otherwise = 0;  ///< steps of an answer computed again that were not as before: none, unless the
+                                      ///< policy cuts within prompts, where hits and chunks move the cuts
   };
 
   explicit OneIntegerEngine(const OneIntegerSettings& settings);

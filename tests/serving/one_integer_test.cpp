@@ -170,6 +170,7 @@ TEST_P(OneIntegerServing, NoBlockEverHoldsAnythingButItsText) {
     all.hits += n.hits, all.swapped += n.swapped, all.recomputed += n.recomputed, all.accepted += n.accepted;
     all.rejected += n.rejected, all.forks += n.forks, all.cuts += n.cuts, all.published_cut += n.published_cut;
     slots += auditor.slots, cached += auditor.cached;
+    EXPECT_EQ(n.said_otherwise, 0);
   }
   for (const std::int64_t count :
        {all.hits, all.swapped, all.recomputed, all.accepted, all.rejected, all.forks, answers})
