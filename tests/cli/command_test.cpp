@@ -329,6 +329,15 @@ TEST_F(CommandAlone, PlansMemoryByArithmetic) {
   EXPECT_EQ(cut["events"], 1);
   EXPECT_EQ(cut["first_event"], 200);
   EXPECT_EQ(cut["layers"][0]["peak"]["slots_most"], 64 + 300);
+  const json pieces = plan({"--policy", "tova,budget=64,interval=8,prefill=pieces", "--length", "1000", "--prompt",
+                            "990", "--piece", "100"});
+  EXPECT_EQ(pieces["events"], 10 + 1) << "nine pieces of 100, one of 90, and one of eight tokens";
+  EXPECT_EQ(pieces["first_event"], 100);
+  EXPECT_EQ(pieces["layers"][0]["peak"]["slots_most"], 64 + 100);
+  const json at_once = plan({"--policy", "tova,budget=64,prefill=pieces", "--length", "1000", "--prompt", "990"});
+  EXPECT_EQ(at_once["layers"][0]["peak"]["slots_most"], 990) << "one piece of 2048";
+  expect_refused({"plan", "--shape", "qwen7b", "--policy", "tova,budget=64,prefill=cut", "--piece", "100"},
+                 "--piece: 100 tokens, but tova cuts no prompt before it has ended; allowed with prefill=pieces");
   // Blocks of 32 numbers with an f16 scale: 34 and 18 bytes.
   for (const auto& [dtype, block] : {std::pair("q8_0", 34), {"q4_0", 18}}) {
     const json blocks = plan({"--policy", "ams-tova,budget=1024,interval=512", "--dtype", dtype});

@@ -467,19 +467,22 @@ TEST(Trigger, SaysHowManyTokensAnEventIsAway) {
   const auto up_to = [&](std::int64_t least, std::int64_t most) {
     return least + static_cast<std::int64_t>(random() % static_cast<unsigned>(most - least + 1));
   };
-  int exact = 0;
+  int exact = 0, prompts = 0;
   for (int i = 0; i < 20000; ++i) {
     Trigger t;
     t.budget.slots = static_cast<std::int32_t>(up_to(1, 40));
     if (up_to(0, 3) == 0) t.budget = {.unit = Budget::Unit::ratio, .dropped = 0.5};
     const bool fixed = t.budget.unit == Budget::Unit::slots;
     t.interval = static_cast<std::int32_t>(up_to(1, 20));
-    t.kind = up_to(0, 1) == 0 ? Trigger::Kind::slack : Trigger::Kind::counter;
-    t.prefill = static_cast<Trigger::Prefill>(up_to(0, 2));
+    const bool named = up_to(0, 5) == 0;  // at every moment, or never
+    t.kind = named ? Trigger::Kind::named : up_to(0, 1) == 0 ? Trigger::Kind::slack : Trigger::Kind::counter;
+    t.prefill = static_cast<Trigger::Prefill>(up_to(0, 3));
     t.thins = up_to(0, 4) == 0;
     t.never = up_to(0, 20) == 0;
     Occasion o{.rows = up_to(1, 4), .prompt = up_to(1, 50), .slot_bytes = 8};
-    o.seen = o.prompt + up_to(0, 60);
+    o.named = named;
+    const bool inside = t.prefill == Trigger::Prefill::pieces && up_to(0, 1) == 0;
+    o.seen = inside ? up_to(0, o.prompt - 1) : o.prompt + up_to(0, 60);
     o.slots = std::min(o.seen, up_to(1, 60)) * o.rows;
     const std::int64_t said = t.tokens_until(o);
     const auto after = [&](std::int64_t n, std::int64_t step) {
@@ -497,13 +500,15 @@ TEST(Trigger, SaysHowManyTokensAnEventIsAway) {
     ASSERT_LE(said, soonest) << i;
     if (fixed && (said <= 200 || soonest != Trigger::kNoEvent)) {
       ASSERT_EQ(said, soonest) << i;
-      if (t.kind == Trigger::Kind::slack) ASSERT_EQ(said, alone) << i;
+      if (t.kind == Trigger::Kind::slack && !inside) ASSERT_EQ(said, alone) << i;
       ++exact;
+      prompts += static_cast<int>(inside);
     }
     o.step = 1;
     if (!t.never) ASSERT_EQ(t.tokens_until(o), 0);
   }
   EXPECT_GT(exact, 5000);
+  EXPECT_GT(prompts, 500);
 }
 
 TEST(Trigger, CountsTheIntervalsThatAStepJumpsOver) {
@@ -512,6 +517,27 @@ TEST(Trigger, CountsTheIntervalsThatAStepJumpsOver) {
   EXPECT_FALSE(counter.due({.slots = 15, .seen = 15, .prompt = 10, .step = 1}));
   EXPECT_FALSE(counter.due({.slots = 11, .seen = 11, .prompt = 10, .step = 11})) << "ten of them were the prompt";
   EXPECT_TRUE(counter.due({.slots = 14, .seen = 14, .prompt = 10, .step = 14}));
+}
+
+TEST(Trigger, CutsAPromptInPiecesWhereverItIsOverTheBudget) {
+  const Trigger pieces{.budget = {.slots = 8}, .interval = 4, .prefill = Trigger::Prefill::pieces},
+      cut{.budget = {.slots = 8}, .interval = 4, .prefill = Trigger::Prefill::cut};
+  const auto after = [](std::int64_t slots, std::int64_t seen, std::int64_t step, bool named = false) {
+    return Occasion{.slots = slots, .seen = seen, .prompt = 30, .step = step, .named = named};
+  };
+  EXPECT_FALSE(pieces.due(after(8, 8, 8)));
+  EXPECT_TRUE(pieces.due(after(9, 9, 9)));
+  EXPECT_TRUE(pieces.due(after(9, 29, 1)));
+  EXPECT_TRUE(pieces.due(after(9, 30, 1))) << "its end";
+  EXPECT_TRUE(pieces.due(after(9, 31, 2))) << "its end, and a token after it";
+  EXPECT_FALSE(pieces.due(after(9, 31, 1))) << "from then on at budget + interval";
+  EXPECT_FALSE(cut.due(after(29, 29, 29)));
+  EXPECT_FALSE(cut.due(after(29, 29, 29, true)));
+  EXPECT_TRUE(cut.due(after(9, 31, 1, true)));
+  EXPECT_FALSE(cut.due(after(8, 31, 1, true))) << "nothing would go";
+  const Trigger window{.budget = {}, .interval = 8, .kind = Trigger::Kind::window, .recent = 12};
+  EXPECT_TRUE(window.due({.seen = 16, .prompt = 13, .step = 1, .unsettled = 13, .named = true}));
+  EXPECT_FALSE(window.due({.seen = 16, .prompt = 13, .step = 1, .unsettled = 12, .named = true}));
 }
 
 TEST(Trigger, LetsAnythingBeyondTheWindowLeaveAtTheEndOfAPromptAndWholeIntervalsAfterIt) {
