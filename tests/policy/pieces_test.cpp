@@ -106,9 +106,21 @@ class Replay {
     const ModelSpec spec = model();
     const RopeSpec& rope = spec.rope_of(l);
     const Layer& layer = layers_[static_cast<std::size_t>(l)];
-    oracle::ScorerInput in{.layer = l, .Hq = 4, .Hkv = kHeads, .D = kKeyDim, .Dv = kValueDim, .scale = spec.scale(),
-                           .heads = {}, .query_positions = {}, .queries = {}, .queries_pre = {}, .P = seen_,
-                           .prompt = 0, .inv_freq = rope.inv_freq, .attention_scaling = rope.attention_scaling, .output_projection = {}};
+    oracle::ScorerInput in{.layer = l,
+                           .Hq = 4,
+                           .Hkv = kHeads,
+                           .D = kKeyDim,
+                           .Dv = kValueDim,
+                           .scale = spec.scale(),
+                           .heads = {},
+                           .query_positions = {},
+                           .queries = {},
+                           .queries_pre = {},
+                           .P = seen_,
+                           .prompt = 0,
+                           .inv_freq = rope.inv_freq,
+                           .attention_scaling = rope.attention_scaling,
+                           .output_projection = {}};
     const std::int32_t n = static_cast<std::int32_t>(layer.queries[0].size());
     for (std::int32_t i = 0; i < n; ++i) in.query_positions.push_back(seen_ - n + i);
     for (const auto& of_head : layer.queries)
@@ -120,8 +132,15 @@ class Replay {
       }
     for (const Head& head : layer.heads) {
       const auto T = static_cast<int>(head.positions.size());
-      in.heads.push_back({.T = T, .keys = head.keys, .values = head.values, .positions = head.positions,
-                          .tally = head.tally, .given = {}, .budget = kBudget, .due = T > kBudget, .sinks = kSink,
+      in.heads.push_back({.T = T,
+                          .keys = head.keys,
+                          .values = head.values,
+                          .positions = head.positions,
+                          .tally = head.tally,
+                          .given = {},
+                          .budget = kBudget,
+                          .due = T > kBudget,
+                          .sinks = kSink,
                           .recents = kRecent});
     }
     return in;
@@ -153,9 +172,16 @@ class Replay {
   /// The whole event of AMS, whose credit travels with the slots.
   std::vector<std::vector<int>> by_event(std::int32_t l) {
     const oracle::ScorerInput in = input(l);
-    oracle::Sequence s{.T = in.heads[0].T, .Hq = 4, .Hkv = kHeads, .D = kKeyDim, .scale = in.scale, .keys = {},
-                       .queries = {in.queries.begin(), in.queries.end()}, .positions = {},
-                       .query_positions = in.query_positions, .credit = {}};
+    oracle::Sequence s{.T = in.heads[0].T,
+                       .Hq = 4,
+                       .Hkv = kHeads,
+                       .D = kKeyDim,
+                       .scale = in.scale,
+                       .keys = {},
+                       .queries = {in.queries.begin(), in.queries.end()},
+                       .positions = {},
+                       .query_positions = in.query_positions,
+                       .credit = {}};
     for (std::size_t h = 0; h < kHeads; ++h) {
       s.keys.insert(s.keys.end(), in.heads[h].keys.begin(), in.heads[h].keys.end());
       s.positions.insert(s.positions.end(), in.heads[h].positions.begin(), in.heads[h].positions.end());
@@ -241,16 +267,12 @@ TEST(Pieces, OfAPromptAreCutAsAReplayOfTheScorerCutsThem) {
                     Replay([](const auto& in) { return oracle::snapkv(in, {.window = 4, .pool = 5}); }), seed);
     expect_replayed("rpc,window=4,pool=3",
                     Replay([](const auto& in) { return oracle::rpc(in, {.window = 4, .pool = 3}); }), seed);
-    expect_replayed("defensive,window=4,pool=3",
-                    Replay([](const auto& in) { return oracle::defensive(in, 4, 3); }), seed);
-    expect_replayed("rkv,window=4,pool=3", Replay([](const auto& in) {
-                      return oracle::rkv(in, {.window = 4, .pool = 3});
-                    }),
+    expect_replayed("defensive,window=4,pool=3", Replay([](const auto& in) { return oracle::defensive(in, 4, 3); }),
                     seed);
-    expect_replayed("expected,queries=20,n_future=8", Replay([](const auto& in) {
-                      return oracle::expected(in, {.future = 8, .queries = 20});
-                    }),
-                    seed);
+    expect_replayed("rkv,window=4,pool=3",
+                    Replay([](const auto& in) { return oracle::rkv(in, {.window = 4, .pool = 3}); }), seed);
+    expect_replayed("expected,queries=20,n_future=8",
+                    Replay([](const auto& in) { return oracle::expected(in, {.future = 8, .queries = 20}); }), seed);
     if (::testing::Test::HasFailure()) return;
   }
 }
@@ -264,13 +286,19 @@ TEST(Pieces, AddUpTheAttentionOfEveryQueryOfAPromptUnderH2O) {
 }
 
 TEST(Pieces, AreEventsLikeOthersForTheCreditOfAMS) {
-  oracle::Options options{.budget = kBudget, .sink = kSink, .recent = kRecent, .window = 4, .min_segment = 4,
-                          .max_segment = 16, .min_quota = 1};
+  oracle::Options options{.budget = kBudget,
+                          .sink = kSink,
+                          .recent = kRecent,
+                          .window = 4,
+                          .min_segment = 4,
+                          .max_segment = 16,
+                          .min_quota = 1};
   for (std::uint64_t seed = 1; seed <= 6; ++seed) {
     options.policy = "ams-tova";
     expect_replayed(
         "ams-tova,window=4,min_segment=4,max_segment=16,min_quota=1,coverage=1,segment_mass=0.02,credit_decay=0.8,"
-        "credit_mix=0.7,credit=true,pool=5,suffix_fill=max_head,segments=mass,quotas=mass,protected_mass=true,heads=all",
+        "credit_mix=0.7,credit=true,pool=5,suffix_fill=max_head,segments=mass,quotas=mass,protected_mass=true,heads="
+        "all",
         Replay(options), seed);
     options.policy = "tova";
     expect_replayed("tova,heads=all", Replay(options), seed);
@@ -298,15 +326,16 @@ TEST(Pieces, LeaveAPromptWholeThatTheBudgetHolds) {
     EXPECT_EQ(engine->keeper.totals().events, 3);
   }
   for (std::int32_t r = 0; r < kRows; ++r) {
-    const auto a = pieces.keeper.positions(1, r / kHeads, r % kHeads), b = cut.keeper.positions(1, r / kHeads, r % kHeads);
+    const auto a = pieces.keeper.positions(1, r / kHeads, r % kHeads),
+               b = cut.keeper.positions(1, r / kHeads, r % kHeads);
     EXPECT_TRUE(std::ranges::equal(a, b)) << r;
   }
 }
 
 TEST(Pieces, KeepEveryRowWithinBudgetAndOnePieceUnderEveryAllocator) {
   for (const char* policy :
-       {"ams-snapkv,scorer.window=4,allocator.window=4", "chunkkv-snapkv,window=4", "criticalkv-snapkv,window=4", "pyramidkv-knorm",
-        "adakv-snapkv,window=4", "threshold-given,threshold=0.3", "random", "vase,window=4",
+       {"ams-snapkv,scorer.window=4,allocator.window=4", "chunkkv-snapkv,window=4", "criticalkv-snapkv,window=4",
+        "pyramidkv-knorm", "adakv-snapkv,window=4", "threshold-given,threshold=0.3", "random", "vase,window=4",
         "random-attention,protect_prompt=false", "given", "ams-given"}) {
     SCOPED_TRACE(policy);
     DenseEngine engine(std::string(policy) + ",budget=24,interval=6,sink=2,recent=4,prefill=pieces", true, Dtype::f32);
@@ -408,9 +437,8 @@ TEST(Pieces, AreRefusedByNameWhereAPromptMustBeWhole) {
             "rest=drop, or prefill=cut");
   EXPECT_NE(refused("sekv" + pieces).find("prefill"), std::string::npos);
 #endif
-  for (const std::string narrowing :
-       {"asl,budget=64", "asl-2pass,budget=64", "fastkv,budget=64,layer=1", "gemfilter,budget=64,layer=1",
-        "pyramidinfer"}) {
+  for (const std::string narrowing : {"asl,budget=64", "asl-2pass,budget=64", "fastkv,budget=64,layer=1",
+                                      "gemfilter,budget=64,layer=1", "pyramidinfer"}) {
     const std::string name = narrowing.substr(0, narrowing.find(',')), said = refused(narrowing + "+tova" + pieces);
     EXPECT_NE(said.find("tova has prefill=pieces, and " + name + " reads a prompt whole"), std::string::npos) << said;
   }
@@ -481,14 +509,12 @@ TEST(NamedEvents, AreOfSequencesOfTheViewWhosePromptsHaveEnded) {
   const std::vector<SequenceId> ids{1}, other{7};
   Ints length{30};
   const Ints place{1};
-  EXPECT_EQ(message_of<StateError>([&] {
-              engine.keeper.step({.sequences = ids, .lengths = {length}, .places = place, .named = ids});
-            }),
+  EXPECT_EQ(message_of<StateError>(
+                [&] { engine.keeper.step({.sequences = ids, .lengths = {length}, .places = place, .named = ids}); }),
             "step: sequence 1 is named for an event with 30 of the 60 tokens of its prompt; allowed when the prompt "
             "has ended, or with prefill=pieces");
-  EXPECT_EQ(message_of<InvalidArgument>([&] {
-              engine.keeper.step({.sequences = ids, .lengths = {length}, .places = place, .named = other});
-            }),
+  EXPECT_EQ(message_of<InvalidArgument>(
+                [&] { engine.keeper.step({.sequences = ids, .lengths = {length}, .places = place, .named = other}); }),
             "step: sequence 7 is named for an event and is not in the view; allowed sequences of the view");
   DenseEngine full("full", false, Dtype::f32);
   join(full, 60);

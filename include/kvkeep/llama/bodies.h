@@ -32,6 +32,17 @@ inline void Evictor::require_followed(llama_seq_id sequence) const {
   if (strayed != strayed_.end()) throw StateError(strayed->second);
 }
 
+/// Between batches. An event of the sequence may come, one that waited or the program's own: no cell was moved.
+inline void Evictor::require_between(const char* operation, llama_seq_id sequence, bool event) {
+  KVKEEP_REQUIRE_AS(StateError, !running_, "llama: ", operation, "() of sequence ", sequence,
+                    " before end(); allowed between batches");
+  sync();
+  require_followed(sequence);
+  const Held& held = at(sequence);
+  KVKEEP_REQUIRE_AS(StateError, (!held.waits && !event) || holds(sequence, held.cells.size()), "llama: sequence ",
+                    sequence, kMoved);
+}
+
 /// llama.cpp holds as many cells of the sequence, as far as the size of its saved state tells: positions that were
 /// moved may look like newest ones that were removed.
 inline bool Evictor::holds(llama_seq_id sequence, std::size_t cells) const {
@@ -220,7 +231,7 @@ inline void Evictor::end(std::int32_t status) {
         }
       }
       if (held.prompted && held.drafts) ++spent_.drafted;
-      if (held.prompted && !held.waits) due.push_back(member.sequence);
+      if ((held.prompted || in_pieces()) && !held.waits) due.push_back(member.sequence);
     }
     if (!members_.empty()) learn_state_size(members_.front().sequence);
   } catch (...) {
