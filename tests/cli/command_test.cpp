@@ -56,6 +56,11 @@ TEST_F(CommandAlone, ListsEveryPolicyWithDefaultsRangesAndSource) {
   for (const char* name :
        {"full", "streaming", "tova", "ams-", "given", "threshold-", "Which one?", "expected,rest=fold"})
     EXPECT_NE(all.out.find(name), std::string::npos) << name;
+  EXPECT_NE(
+      run({"policies", "snapkv"}).out.find("Reads in pieces of a prompt (prefill=pieces): the newest 64 queries\n"),
+      std::string::npos);
+  EXPECT_NE(run({"policies", "random-attention"}).out.find("held; allowed with protect_prompt=false"),
+            std::string::npos);
   const Outcome one = run({"policies", "ams-tova", "-o", "json"});
   const json options = json::parse(one.out);
   const auto budget =
