@@ -167,6 +167,11 @@ class Engine {
     if (status != 0) fail("llama_decode ended with " + std::to_string(status));
   }
 
+  /// With trigger=named, the event of a turn comes at its end.
+  void end_turn() {
+    if (evictor_ && evictor_->keeper().policy().trigger().kind == kvkeep::Trigger::Kind::named) evictor_->cut(0);
+  }
+
   /// The text is `position` tokens long again.
   void take_back(int position) { llama_memory_seq_rm(llama_get_memory(context_.get()), 0, position, -1); }
 
