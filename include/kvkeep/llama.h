@@ -231,29 +231,16 @@ class Evictor {
   /// now. With Positions::cache it changes next_position(), so call it before the next batch is built; else the next
   /// batch of the sequence does the same. report() says what it did. Throws as begin() and end() do.
   void settle(llama_seq_id sequence) {
-    require_between("settle", sequence, false);
+    KVKEEP_REQUIRE_AS(StateError, !running_, "llama: settle() of sequence ", sequence,
+                      " before end(); allowed between batches");
+    sync();
+    require_followed(sequence);
     const bool waits = at(sequence).waits;
+    KVKEEP_REQUIRE_AS(StateError, !waits || holds(sequence, at(sequence).cells.size()), "llama: sequence ", sequence,
+                      kMoved);
     held_.at(sequence).waits = held_.at(sequence).drafts = false;
     report_ = {};
     if (waits) evict({sequence});
-  }
-
-  /// The event of a sequence comes now, by the program's word (the end of a turn), if it holds more than the budget;
-  /// its drafts are settled. With Positions::cache it changes next_position(). report() says what it did. Throws as
-  /// settle(), and StateError in the middle of a prompt, but with prefill=pieces; Unsupported under a policy that reads
-  /// queries and whose trigger is not `named`, as those of tokens far from its own events were not read.
-  void cut(llama_seq_id sequence) {
-    require_between("cut", sequence, true);
-    KVKEEP_REQUIRE_AS(Unsupported,
-                      keeper_.queries_read() == 0 || keeper_.policy().trigger().kind == Trigger::Kind::named,
-                      "llama: cut() of sequence ", sequence, ", but ", keeper_.policy().name(),
-                      " reads queries, and those of tokens far from its own events were not read; allowed with "
-                      "trigger=named");
-    KVKEEP_REQUIRE_AS(StateError, at(sequence).prompted || in_pieces(), "llama: cut() of sequence ", sequence,
-                      " in the middle of its prompt; allowed after it, or with prefill=pieces");
-    held_.at(sequence).waits = held_.at(sequence).drafts = false;
-    report_ = {};
-    evict({sequence}, true);
   }
 
   /// llama_decode(), between begin() and end(). Returns what it returns: no event happens unless that is 0. Throws as
@@ -278,6 +265,12 @@ class Evictor {
   /// Unsupported if the graph showed something that spec_of() could not know, or the cache is in memory that rows
   /// cannot be rewritten in; StateError if attention was not seen. The sequences are then no longer watched.
   void end(std::int32_t status);
+
+  /// The event of a sequence comes now, by the program's word (the end of a turn), if it holds more than the budget;
+  /// its drafts are settled. With Positions::cache it changes next_position(). report() says what it did. Throws as
+  /// settle(), and StateError in the middle of a prompt, but with prefill=pieces; Unsupported under a policy that reads
+  /// queries and whose trigger is not `named`, as those of tokens far from its own events were not read.
+  void cut(llama_seq_id sequence);
 
   /// What the newest settle(), or begin() and end(), did.
   [[nodiscard]] const Report& report() const { return report_; }
@@ -392,6 +385,7 @@ class Evictor {
     return Keeper(std::move(spec), std::move(policy));
   }
 
+  [[nodiscard]] bool in_pieces() const { return keeper_.policy().trigger().prefill == Trigger::Prefill::pieces; }
   static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
   bool wants(ggml_tensor* node);
   void meet(const ggml_tensor* stored);
@@ -404,7 +398,6 @@ class Evictor {
   void complete();
   void require_sequence(llama_seq_id sequence) const;
   void require_followed(llama_seq_id sequence) const;
-  void require_between(const char* operation, llama_seq_id sequence, bool event);
   [[nodiscard]] bool holds(llama_seq_id sequence, std::size_t cells) const;
   void learn_state_size(llama_seq_id sequence);
   void forget_moved();
@@ -416,8 +409,7 @@ class Evictor {
   [[nodiscard]] LayerKv shown(std::int32_t layer, bool refresh);
   [[nodiscard]] Tensor mirrored(const ggml_tensor* from, std::vector<std::byte>& mirror, std::int32_t heads,
                                 std::int32_t dim, bool read, bool refresh) const;
-  void evict(std::vector<SequenceId> due, bool named = false);
-  [[nodiscard]] bool in_pieces() const { return keeper_.policy().trigger().prefill == Trigger::Prefill::pieces; }
+  void evict(std::vector<SequenceId> due);
   void cut(const Plan& plan);
   void rearrange(llama_seq_id sequence, const PageMove& move, const Plan& plan);
   void lower(Held& held, const PageMove& move, std::vector<std::int32_t>& freed);

@@ -32,17 +32,6 @@ inline void Evictor::require_followed(llama_seq_id sequence) const {
   if (strayed != strayed_.end()) throw StateError(strayed->second);
 }
 
-/// Between batches. An event of the sequence may come, one that waited or the program's own: no cell was moved.
-inline void Evictor::require_between(const char* operation, llama_seq_id sequence, bool event) {
-  KVKEEP_REQUIRE_AS(StateError, !running_, "llama: ", operation, "() of sequence ", sequence,
-                    " before end(); allowed between batches");
-  sync();
-  require_followed(sequence);
-  const Held& held = at(sequence);
-  KVKEEP_REQUIRE_AS(StateError, (!held.waits && !event) || holds(sequence, held.cells.size()), "llama: sequence ",
-                    sequence, kMoved);
-}
-
 /// llama.cpp holds as many cells of the sequence, as far as the size of its saved state tells: positions that were
 /// moved may look like newest ones that were removed.
 inline bool Evictor::holds(llama_seq_id sequence, std::size_t cells) const {
@@ -239,6 +228,30 @@ inline void Evictor::end(std::int32_t status) {
     throw;
   }
   if (!due.empty()) evict(std::move(due));
+}
+
+inline void Evictor::cut(llama_seq_id sequence) {
+  KVKEEP_REQUIRE_AS(StateError, !running_, "llama: cut() of sequence ", sequence,
+                    " before end(); allowed between batches");
+  sync();
+  require_followed(sequence);
+  const Trigger trigger = keeper_.policy().trigger();
+  KVKEEP_REQUIRE_AS(Unsupported, keeper_.queries_read() == 0 || trigger.kind == Trigger::Kind::named,
+                    "llama: cut() of sequence ", sequence, ", but ", keeper_.policy().name(),
+                    " reads queries, and those of tokens far from its own events were not read; allowed with "
+                    "trigger=named");
+  KVKEEP_REQUIRE_AS(StateError, at(sequence).prompted || in_pieces(), "llama: cut() of sequence ", sequence,
+                    " in the middle of its prompt; allowed after it, or with prefill=pieces");
+  KVKEEP_REQUIRE_AS(StateError, holds(sequence, at(sequence).cells.size()), "llama: sequence ", sequence, kMoved);
+  held_.at(sequence).waits = held_.at(sequence).drafts = false;
+  report_ = {};
+  const SequenceId named = sequence;
+  const struct Named {
+    CacheView& view;
+    ~Named() { view.named = {}; }
+  } until_here{view_};
+  view_.named = {&named, 1};
+  evict({sequence});
 }
 
 // ---- Inside llama_decode() ----

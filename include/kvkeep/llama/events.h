@@ -83,14 +83,12 @@ inline void Evictor::make_view(std::span<const SequenceId> due) {
   keeper_.bind(std::move(layers));
 }
 
-/// Cuts those of these sequences that are due, or that the program has named. What throws on the way leaves nothing to
-/// go on with.
-inline void Evictor::evict(std::vector<SequenceId> due, bool named) {
+/// Cuts those of these sequences that are due. What throws on the way leaves nothing to go on with.
+inline void Evictor::evict(std::vector<SequenceId> due) {
   try {
     std::optional<Timer> timer(spent_.observing);
     due_ = std::move(due);
     make_view(due_);
-    view_.named = named ? view_.sequences : std::span<const SequenceId>();
     const Plan plan = keeper_.plan(view_);
     timer.emplace(spent_.events);
     cut(plan);
