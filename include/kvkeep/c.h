@@ -310,6 +310,8 @@ typedef struct kvkeep_cache {
   const int32_t* starts;               ///< [n] first valid slot of each sequence; NULL: 0
   const kvkeep_tensor* block_table;    ///< i32 or i64 [n, max_pages] on the host; NULL: dense
   const kvkeep_page_allocator* pages;  ///< NULL: every page belongs to one sequence
+  int64_t num_named;                   ///< sequences whose event comes now, by your word: the end of a turn, say
+  const int64_t* named;                ///< [num_named] of `sequences`
 } kvkeep_cache;
 
 /// What an event did to one sequence (kvkeep::Cut).

@@ -309,6 +309,7 @@ CacheView view_of(const kvkeep_cache& c, Pages& pages, const ModelSpec& spec) {
   view.starts = array_if(c.starts, c.num_sequences);
   view.block_table = view_if(c.block_table, "cache: block_table");
   view.pages = pages.here();
+  view.named = ids(c.named, c.num_named, "cache: named");
   view.shared_pages = one_of(c.shared_pages, SharedPages::refuse, "cache: shared_pages");
   return view;
 }

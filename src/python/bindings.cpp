@@ -554,9 +554,11 @@ void bind_keeper(nb::module_& m) {
           "step",
           [](Keeper& self, const Layers& layers, IdList sequences, const Array& lengths, IntList places, IntList starts,
              const Array& block_table, const std::string& page_layout, PageAllocator* pages,
-             const std::string& shared_pages) {
+             const std::string& shared_pages, IdList named_in) {
             View view(self.spec(), layers, std::move(sequences).of("sequences"), lengths, std::move(places),
                       std::move(starts), block_table, page_layout, pages, shared_pages);
+            const Ids named = std::move(named_in).of("named");
+            view.view.named = named;
             return without_gil([&] {
               self.bind(std::move(view.layers));
               return self.step(view.view).wait();
@@ -564,10 +566,11 @@ void bind_keeper(nb::module_& m) {
           },
           "layers"_a, "sequences"_a, "lengths"_a, nb::kw_only(), "places"_a = nb::none(), "starts"_a = nb::none(),
           "block_table"_a = nb::none(), "page_layout"_a = "slot_head", "pages"_a = nb::none(),
-          "shared_pages"_a = "copy",
+          "shared_pages"_a = "copy", "named"_a = nb::none(),
           "Cuts what is due. layers: (keys, values) of each, [B, Hkv, capacity, D] or in pages, None: no rows of its "
           "own; lengths: int32 [n] or [n, layers * Hkv], contiguous, this step's tokens included: an event writes the "
-          "new ones.")
+          "new ones. named: sequences whose event comes now, by the program's word, if they hold more than the "
+          "budget.")
       .def(
           "narrow",
           [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& queries,

@@ -70,6 +70,20 @@ class Engine:
         return report
 
 
+def test_a_prompt_is_cut_in_pieces_and_an_event_comes_when_it_is_named():
+    engine = Engine("tova,budget=16,interval=4,recent=4,prefill=pieces,trigger=named", np.asarray, page_size=16)
+    engine.keeper.leave(7)
+    engine.keeper.join(7, 0, 200)
+    for step in range(10):
+        assert len(engine.step(20).cuts) == 1 and engine.length == 16, step
+    assert not engine.step(30).cuts and engine.length == 46
+    for named, said in (([8], "sequence 8 is named for an event and is not in the view"), ("8", "named: str; allowed")):
+        with pytest.raises(kvkeep.InvalidArgument, match=said):
+            table = np.array([engine.pages], "i4")
+            engine.keeper.step(engine.kv, [7], np.array([46], "i4"), block_table=table, named=named)
+    assert len(engine.step(1, named=[7]).cuts) == 1 and engine.length == 16
+
+
 @pytest.mark.parametrize("array", [np.asarray, torch.from_numpy])
 @pytest.mark.parametrize("page_size, table", [(0, None), (16, "i4"), (16, "i8"), (20, "i8")])
 def test_rows_hold_what_the_keeper_says(array, page_size, table):

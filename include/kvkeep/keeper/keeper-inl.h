@@ -209,6 +209,19 @@ KVKEEP_INLINE std::int64_t Keeper::check_lengths(const CacheView& view, std::siz
   return slots;
 }
 
+/// What the program names is there, and its prompt may be cut by now.
+KVKEEP_INLINE void Keeper::check_named(const CacheView& view) const {
+  const Trigger trigger = policy_->trigger();
+  for (const SequenceId id : view.named) {
+    KVKEEP_REQUIRE(std::ranges::find(view.sequences, id) != view.sequences.end(), "step: sequence ", id,
+                   " is named for an event and is not in the view; allowed sequences of the view");
+    const SequenceState& s = sequences_->at(id, "step");
+    KVKEEP_REQUIRE_AS(StateError, trigger.never || trigger.prefill == Trigger::Prefill::pieces || s.logical >= s.prompt,
+                      "step: sequence ", id, " is named for an event with ", s.logical, " of the ", s.prompt,
+                      " tokens of its prompt; allowed when the prompt has ended, or with prefill=pieces");
+  }
+}
+
 KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   Plan plan;
   plan.version = sequences_->version();
@@ -220,6 +233,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
                     "step: the last event, of other sequences, is pending; allowed after finish()");
   const BoundCache& cache = sequences_->cache("step");
   checked_.check(*sequences_, cache, view);
+  check_named(view);
   KVKEEP_REQUIRE(!trigger.ragged || trigger.never || spec().whole_heads() == 1 || view.lengths.per_row(),
                  "step: under ", policy_->name(),
                  " the rows of a sequence may keep different numbers of slots, but the view has one length per "
@@ -229,7 +243,9 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     const std::int64_t slots = check_lengths(view, i, s);
     observer_.require_recorded("step", view.sequences[i], s);
     for (const std::unique_ptr<Part>& part : sequences_->parts()) part->check_step(view.sequences[i], s);
-    if (!trigger.due(occasion_of(view.sequences[i], s, slots))) continue;
+    Occasion occasion = occasion_of(view.sequences[i], s, slots);
+    occasion.named = std::ranges::find(view.named, view.sequences[i]) != view.named.end();
+    if (!trigger.due(occasion)) continue;
     observer_.require_shown("step", view.sequences[i], s);
     for (const std::int32_t l : sequences_->full_layers()) {
       const std::int64_t unread = s.ring.unread(sequences_->index_of(l));

@@ -66,7 +66,7 @@ class Keeper {
   /// A sequence begins. `tokens` of it are already in the cache (a prefix that kvkeep did not see), at positions
   /// 0..tokens-1. `prompt`: tokens of its prompt, including those; absent: the cached tokens, or if there are none,
   /// the tokens of the first step; kOpenPrompt: until end_prompt(). No event happens before the prompt has ended,
-  /// however many chunks it comes in.
+  /// however many chunks it comes in, but with prefill=pieces, which asks for its length or kOpenPrompt.
   void join(SequenceId sequence, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {}) {
     sequences_->join(sequence, tokens, prompt);
   }
@@ -138,10 +138,13 @@ class Keeper {
     observer_.record(layer, queries, log_sum_exp);
   }
 
-  /// Decides, and moves nothing. Throws: StateError if no cache is bound, if the view's lengths differ from what was
-  /// observed, if a layer has not observed or recorded all tokens, and if an event would read queries that were
-  /// observed as unread; InvalidArgument for a duplicate sequence, place or page in the view; InvalidArgument and
-  /// Unsupported as make_rows and the policy do. If no sequence is due, it allocates nothing.
+  /// Decides, and moves nothing. Sequences that the trigger makes due are cut, and those that the view names; one that
+  /// is left out of the view is not, however long its rows (docs/start/budget-and-trigger.md). Throws: StateError if no
+  /// cache is bound, if the view's lengths differ from what was observed, if a layer has not observed or recorded all
+  /// tokens, if an event would read queries that were observed as unread, and for a sequence that is named in the
+  /// middle of its prompt; InvalidArgument for a duplicate sequence, place or page in the view, and a named sequence
+  /// that is not in it; InvalidArgument and Unsupported as make_rows and the policy do. If no sequence is due, it
+  /// allocates nothing.
   [[nodiscard]] Plan plan(const CacheView& view) const;
 
   /// Moves K, V and columns, writes the new lengths and, in pages, the new block table where the view says, then gives
@@ -271,6 +274,7 @@ class Keeper {
                std::optional<std::int64_t> tokens);
 #endif
   [[nodiscard]] Occasion occasion_of(SequenceId id, const SequenceState& sequence, std::int64_t slots) const;
+  void check_named(const CacheView& view) const;
   [[nodiscard]] std::int64_t check_lengths(const CacheView& view, std::size_t i, const SequenceState& s) const;
   [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const SequenceState& sequence) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;
