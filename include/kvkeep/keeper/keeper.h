@@ -179,9 +179,9 @@ class Keeper {
   void truncate(SequenceId sequence, std::int64_t logical_length) { sequences_->truncate(sequence, logical_length); }
 
   /// The most of its newest tokens that truncate() takes back: it takes any number up to that, and refuses one more,
-  /// but where queries that were observed as unread begin. 0 right after an event. So far, too, go fork() and restore()
-  /// of a prefix. Throws StateError where truncate() would for any length: for an unknown sequence, while its event is
-  /// pending, and while its prompt runs through the layers. Cost: host integers.
+  /// but where queries that were observed as unread begin. 0 right after an event. Call it between steps. So far, too,
+  /// go fork() and restore() of a prefix. Throws StateError where truncate() would for any length: for an unknown
+  /// sequence, while its event is pending, and while its prompt runs through the layers. Cost: host integers.
   [[nodiscard]] std::int64_t rollback_limit(SequenceId sequence) const { return sequences_->rollback_limit(sequence); }
 
   /// Its oldest tokens that no event has touched: in every row of every full layer slot i holds token i, for all i
