@@ -149,7 +149,10 @@ class Engine {
   /// A prompt, or the next turn of a chat, in batches.
   void feed(std::vector<llama_token> ids) {
     const auto most = static_cast<std::size_t>(llama_n_batch(context_.get()));
-    if (evictor_ && !evictor_->keeper().knows(0)) evictor_->prompt(0, static_cast<std::int32_t>(ids.size()));
+    if (evictor_ && !evictor_->keeper().knows(0)) {
+      say_pieces(ids.size(), most);
+      evictor_->prompt(0, static_cast<std::int32_t>(ids.size()));
+    }
     for (std::size_t at = 0; at < ids.size() && interrupted == 0; at += most)
       decode(ids.data() + at, std::min(most, ids.size() - at));
   }
@@ -162,6 +165,11 @@ class Engine {
       fail("the cache of " + std::to_string(llama_n_ctx(context_.get())) +
            " cells is full; allowed a larger --context, or a --policy with a smaller budget");
     if (status != 0) fail("llama_decode ended with " + std::to_string(status));
+  }
+
+  /// With trigger=named, the event of a turn comes at its end.
+  void end_turn() {
+    if (evictor_ && evictor_->keeper().policy().trigger().kind == kvkeep::Trigger::Kind::named) evictor_->cut(0);
   }
 
   /// The text is `position` tokens long again.
@@ -235,6 +243,18 @@ class Engine {
       if (byte >= 0xC0) return back < (byte >= 0xF0 ? 4U : byte >= 0xE0 ? 3U : 2U) ? text.size() - back : text.size();
     }
     return text.size();
+  }
+
+  /// A prompt that is longer than the cache runs in pieces, or not at all.
+  void say_pieces(std::size_t tokens, std::size_t batch) const {
+    const std::size_t cells = llama_n_ctx(context_.get());
+    if (tokens <= cells) return;
+    const std::string said = "the prompt of " + std::to_string(tokens) + " tokens is longer than the cache of " +
+                             std::to_string(cells) + " cells";
+    if (evictor_->keeper().policy().trigger().prefill != kvkeep::Trigger::Prefill::pieces)
+      fail(said + "; allowed a larger --context, or a --policy with prefill=pieces, which cuts it while it comes in");
+    std::cerr << "kvkeep-llama: " << said << ": it runs in pieces of " << batch
+              << " tokens, and is cut to the budget after each (prefill=pieces)\n";
   }
 
   /// llama.cpp's own way: the oldest half goes, but for those that are held, and the others move up.

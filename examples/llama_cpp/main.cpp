@@ -60,6 +60,7 @@ void chat(const Options& o) {
     const std::string text = rendered(true);
     engine.feed(engine.tokenize(text.substr(fed), fed == 0));
     said.emplace_back("assistant", engine.answer(o.tokens, true));
+    engine.end_turn();
     fed = rendered(false).size();
     std::cout << '\n';
   }

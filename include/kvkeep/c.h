@@ -29,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVKEEP_C_VERSION 4
+#define KVKEEP_C_VERSION 5
 
 #if defined(__GNUC__)
 #define KVKEEP_C_API __attribute__((visibility("default")))
@@ -324,6 +324,8 @@ typedef struct kvkeep_cache {
   const int32_t* starts;               ///< [n] first valid slot of each sequence; NULL: 0
   const kvkeep_tensor* block_table;    ///< i32 or i64 [n, max_pages] on the host; NULL: dense
   const kvkeep_page_allocator* pages;  ///< NULL: every page belongs to one sequence
+  int64_t num_named;                   ///< sequences whose event comes now, by your word: the end of a turn, say
+  const int64_t* named;                ///< [num_named] of `sequences`
 } kvkeep_cache;
 
 /// What an event did to one sequence (kvkeep::Cut).
@@ -419,6 +421,13 @@ KVKEEP_C_API kvkeep_status kvkeep_physical_length(const kvkeep_keeper* keeper, i
 /// Logical positions of the slots of one row, ascending.
 KVKEEP_C_API kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t sequence, int32_t layer, int32_t head,
                                             const int32_t** positions, int64_t* count);
+/// Its newest tokens that kvkeep_truncate() can take back; 0 right after an event.
+KVKEEP_C_API kvkeep_status kvkeep_rollback_limit(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
+/// Its oldest tokens that no event has touched, in any row: a prefix cache may take in whole pages of them.
+KVKEEP_C_API kvkeep_status kvkeep_whole_prefix(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
+/// Its tokens that are in no row any more: logical less cached length. KVKEEP_STATE_ERROR where rows have different
+/// lengths.
+KVKEEP_C_API kvkeep_status kvkeep_evicted(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
 /// Tokens before an event may cut the sequence, for calls between steps; KVKEEP_NO_EVENT: none will.
 KVKEEP_C_API kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
 /// Newest queries that an event reads; 0: none.

@@ -217,9 +217,9 @@ class Evictor {
     held_.emplace(to, std::move(copied));
   }
 
-  /// The tokens of a sequence that follow are drafts, one or several a batch: no event cuts it until settle(), which
-  /// Spent::drafted shows. For contexts that draft token by token; batches that verify drafts need no call. Throws
-  /// StateError for a sequence that has no tokens.
+  /// The tokens of a sequence that follow are drafts, one or several a batch, or a turn in whose middle no event may
+  /// come: none cuts it until settle() or cut(), which Spent::drafted shows. For contexts that draft token by token;
+  /// batches that verify drafts need no call. Throws StateError for a sequence that has no tokens.
   void draft(llama_seq_id sequence) {
     sync();
     require_followed(sequence);
@@ -265,6 +265,12 @@ class Evictor {
   /// Unsupported if the graph showed something that spec_of() could not know, or the cache is in memory that rows
   /// cannot be rewritten in; StateError if attention was not seen. The sequences are then no longer watched.
   void end(std::int32_t status);
+
+  /// The event of a sequence comes now, by the program's word (the end of a turn), if it holds more than the budget;
+  /// its drafts are settled. With Positions::cache it changes next_position(). report() says what it did. Throws as
+  /// settle(), and StateError in the middle of a prompt, but with prefill=pieces; Unsupported under a policy that reads
+  /// queries and whose trigger is not `named`, as those of tokens far from its own events were not read.
+  void cut(llama_seq_id sequence);
 
   /// What the newest settle(), or begin() and end(), did.
   [[nodiscard]] const Report& report() const { return report_; }
@@ -379,6 +385,7 @@ class Evictor {
     return Keeper(std::move(spec), std::move(policy));
   }
 
+  [[nodiscard]] bool in_pieces() const { return keeper_.policy().trigger().prefill == Trigger::Prefill::pieces; }
   static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
   bool wants(ggml_tensor* node);
   void meet(const ggml_tensor* stored);

@@ -316,6 +316,7 @@ CacheView view_of(const kvkeep_cache& c, Pages& pages, const ModelSpec& spec) {
   view.starts = array_if(c.starts, c.num_sequences);
   view.block_table = view_if(c.block_table, "cache: block_table");
   view.pages = pages.here();
+  view.named = ids(c.named, c.num_named, "cache: named");
   view.shared_pages = one_of(c.shared_pages, SharedPages::refuse, "cache: shared_pages");
   return view;
 }
@@ -705,6 +706,15 @@ kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t sequence, in
     required(positions, "positions") = held.data();
     required(count, "count") = std::ssize(held);
   });
+}
+kvkeep_status kvkeep_rollback_limit(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
+  return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.rollback_limit(sequence); });
+}
+kvkeep_status kvkeep_whole_prefix(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
+  return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.whole_prefix(sequence); });
+}
+kvkeep_status kvkeep_evicted(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
+  return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.evicted(sequence); });
 }
 kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
   return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.tokens_to_event(sequence); });

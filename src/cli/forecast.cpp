@@ -21,8 +21,8 @@ class Rows {
     lengths_.assign(layers_.size() * static_cast<std::size_t>(spec.kv_heads), 0);
   }
 
-  void begin() {
-    if (plan_.held.empty()) return grow(plan_.prompt);
+  void begin(std::int32_t tokens) {
+    if (plan_.held.empty()) return grow(tokens);
     for (std::size_t r = 0; r < lengths_.size(); ++r)
       lengths_[r] = plan_.held[static_cast<std::size_t>(layers_[r / static_cast<std::size_t>(spec_.kv_heads)])];
     slots_ = std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0});
@@ -138,10 +138,10 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
   const auto show = [&](ForecastMoment moment, std::int32_t seen) {
     if (watch) watch(moment, seen, rows.lengths());
   };
-  rows.begin();
-  for (std::int32_t seen = plan.prompt; seen <= plan.length; ++seen) {
-    const std::int32_t step = seen == plan.prompt ? plan.prompt : 1;
-    if (seen > plan.prompt) rows.grow(1);
+  const std::int32_t first = plan.prompt > 0 ? plan.step_after(0) : 0;
+  rows.begin(first);
+  for (std::int32_t seen = first, step = first; seen <= plan.length; step = plan.step_after(seen), seen += step) {
+    if (seen > first) rows.grow(step);
     const Occasion occasion{.slots = rows.slots(),
                             .rows = rows.rows(),
                             .seen = seen,

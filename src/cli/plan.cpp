@@ -31,6 +31,7 @@ Examples:
   kvkeep plan --shape llama8b --policy ams-expected,preset=question,ratio=0.5 --dtype q4_0
   kvkeep plan --shape 32:32:8:128 --policy tova,ratio=0.75,interval=256 --length 16384 --prompt 4000 --page-size 1
   kvkeep plan --model examples/model --policy streaming,bytes=200000 --length 1024 --dtype f32 -o json
+  kvkeep plan --shape qwen7b --policy snapkv,budget=8192,prefill=pieces --length 101000 --prompt 100000 --piece 512
   kvkeep plan --shape qwen7b --policy sekv,budget=2048 --prompt 32000
   kvkeep plan --shape qwen7b --policy asl,budget=2048+tova,budget=1024,rest=fold --prompt 32000
 
@@ -60,6 +61,8 @@ ModelSpec spec_of(const PlanOptions& o) {
 }
 
 using PlannedExactly = Planned<Forecast>;
+
+constexpr std::int32_t kPiece = 2048;  // llama.cpp's n_batch
 
 // Bytes are per layer.
 Table layer_table(const PlannedExactly& out) {
@@ -103,6 +106,8 @@ std::string markdown(const PlanOptions& o, const PlannedExactly& out) {
     head += text(s.events, s.events == 1 ? " event" : " events", ", the first at token ", s.first_event,
                  ", the last at token ", s.last_event, ". Of the slots that it keeps, the scorer chooses ",
                  share_cell(static_cast<double>(s.chosen_slots) / static_cast<double>(s.kept_slots)).shown, ".\n");
+  if (out.policy.trigger().kind == Trigger::Kind::named)
+    head += "After the prompt the program names its events, and none is counted here.\n";
   if (out.policy.trigger().thins)
     head += "Rows keep what passes, and may end up unequal: slots are the most that they may hold.\n";
   else if (out.policy.trigger().ragged)
@@ -161,8 +166,16 @@ void run(const PlanOptions& o) {
                  "; allowed at most --length");
   const ModelSpec spec = spec_of(o);
   const std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
-  const SequencePlan plan{
-      .prompt = o.prompt, .length = o.length, .dtype = kDtypes.at(o.dtype), .page_size = o.page_size};
+  const bool in_pieces = policy->trigger().prefill == Trigger::Prefill::pieces;
+  KVKEEP_REQUIRE(o.piece == 0 || in_pieces, "--piece: ", o.piece, " tokens, but ", policy->name(),
+                 " cuts no prompt before it has ended; allowed with prefill=pieces");
+  const SequencePlan plan{.prompt = o.prompt,
+                          .length = o.length,
+                          .dtype = kDtypes.at(o.dtype),
+                          .page_size = o.page_size,
+                          .piece = !in_pieces    ? 0
+                                   : o.piece > 0 ? o.piece
+                                                 : kPiece};
   for (const std::int32_t dim : {spec.key_dim, spec.value_dim})
     KVKEEP_REQUIRE(dim % numbers_of(plan.dtype) == 0, "--dtype: ", o.dtype, " stores blocks of ",
                    numbers_of(plan.dtype), " numbers; the head size is ", dim, "; allowed a multiple of ",
@@ -236,9 +249,13 @@ Run add_plan(CLI::App& app) {
   sub->add_option("--length", o->length, "tokens of a sequence, prompt and answer")
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("N [32768]");
-  sub->add_option("--prompt", o->prompt, "how many of them are the prompt, cached in one step")
+  sub->add_option("--prompt", o->prompt, "how many of them are the prompt, cached in one step, or in pieces")
       ->check(CLI::Range(0, 1 << 24))
       ->option_text("N [0]");
+  sub->add_option("--piece", o->piece,
+                  text("with prefill=pieces: tokens of each step of the prompt, ", kPiece, " if left out"))
+      ->check(CLI::Range(1, 1 << 24))
+      ->option_text("N");
   sub->add_option("--batch", o->batch, "sequences")->check(CLI::Range(1, 1 << 20))->option_text("N [1]");
   sub->add_option(
          "--dtype", o->dtype,

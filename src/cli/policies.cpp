@@ -117,6 +117,7 @@ std::string page(const PolicyInfo& policy) {
                          "\nNeeds:  ", policy.needs.empty() ? "nothing" : policy.needs, "\n");
   if (!policy.chooses.empty())
     out += text("Chooses by score: ", policy.chooses, " slots; the others are sinks and recents\n");
+  if (!policy.pieces.empty()) out += text("Reads in pieces of a prompt (prefill=pieces): ", policy.pieces, "\n");
   if (policy.options.empty()) return out + "No options.\n";
   Table table(columns_of({"option", "default", "allowed", "what"}));
   for (const OptionInfo& option : policy.options)

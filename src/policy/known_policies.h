@@ -21,6 +21,7 @@ struct KnownPolicy {
   std::string scorer = {}, allocator = {};    ///< as PolicyInfo
   std::function<std::string()> needs = {};    ///< in words, instead of entry.needs
   std::function<std::string()> chooses = {};  ///< as PolicyInfo
+  std::function<std::string()> pieces = {};   ///< the same
 };
 
 /// Policies are never removed, so pointers to them stay valid. Thread-safe.

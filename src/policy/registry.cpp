@@ -57,7 +57,8 @@ PolicyInfo info_of(const KnownPolicy& known) {
                   known.allocator,
                   known.needs ? known.needs() : entry.needs,
                   entry.narrows,
-                  known.chooses ? known.chooses() : std::string()};
+                  known.chooses ? known.chooses() : std::string(),
+                  known.pieces ? known.pieces() : std::string()};
   if (entry.narrows)
     info.options.push_back({"decode", "full", "a policy object",
                             "the policy that decides once the prompt has ended; in text, the part after a +"});

@@ -559,9 +559,11 @@ void bind_keeper(nb::module_& m) {
           "step",
           [](Keeper& self, const Layers& layers, IdList sequences, const Array& lengths, IntList places, IntList starts,
              const Array& block_table, const std::string& page_layout, PageAllocator* pages,
-             const std::string& shared_pages) {
+             const std::string& shared_pages, IdList named_in) {
             View view(self.spec(), layers, std::move(sequences).of("sequences"), lengths, std::move(places),
                       std::move(starts), block_table, page_layout, pages, shared_pages);
+            const Ids named = std::move(named_in).of("named");
+            view.view.named = named;
             return without_gil([&] {
               self.bind(std::move(view.layers));
               return self.step(view.view).wait();
@@ -569,10 +571,11 @@ void bind_keeper(nb::module_& m) {
           },
           "layers"_a, "sequences"_a, "lengths"_a, nb::kw_only(), "places"_a = nb::none(), "starts"_a = nb::none(),
           "block_table"_a = nb::none(), "page_layout"_a = "slot_head", "pages"_a = nb::none(),
-          "shared_pages"_a = "copy",
+          "shared_pages"_a = "copy", "named"_a = nb::none(),
           "Cuts what is due. layers: (keys, values) of each, [B, Hkv, capacity, D] or in pages, None: no rows of its "
           "own; lengths: int32 [n] or [n, layers * Hkv], contiguous, this step's tokens included: an event writes the "
-          "new ones.")
+          "new ones. named: sequences whose event comes now, by the program's word, if they hold more than the "
+          "budget.")
       .def(
           "narrow",
           [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& queries,
@@ -594,6 +597,12 @@ void bind_keeper(nb::module_& m) {
           "Under a policy that narrows prompts: after the attention of each layer, which tokens continue.")
       .def("logical_length", &Keeper::logical_length, "sequence"_a, "Tokens seen; the position of the next one.")
       .def("physical_length", &Keeper::physical_length, "sequence"_a, "layer"_a, "head"_a, "Slots of one row.")
+      .def("rollback_limit", &Keeper::rollback_limit, "sequence"_a,
+           "Its newest tokens that truncate() can take back; 0 right after an event.")
+      .def("whole_prefix", &Keeper::whole_prefix, "sequence"_a,
+           "Its oldest tokens that no event has touched, in any row: a prefix cache may take in whole pages of them.")
+      .def("evicted", &Keeper::evicted, "sequence"_a,
+           "Its tokens that are in no row any more: logical less cached length. Refused where rows differ in length.")
       .def(
           "tokens_to_event",
           [](const Keeper& self, SequenceId sequence) -> std::optional<std::int64_t> {

@@ -25,7 +25,7 @@ static_assert(offsetof(kvkeep_provided, accelerator) == 40 && sizeof(kvkeep_prov
 static_assert(offsetof(kvkeep_observation, unread) == 64 && sizeof(kvkeep_observation) == 72);
 static_assert(offsetof(kvkeep_step_tokens, log_sum_exp) == 52 && sizeof(kvkeep_step_tokens) == 56);
 static_assert(sizeof(kvkeep_layer_cache) == 40 && sizeof(kvkeep_page_allocator) == 32);
-static_assert(offsetof(kvkeep_cache, pages) == 64 && sizeof(kvkeep_cache) == 72);
+static_assert(offsetof(kvkeep_cache, named) == 80 && sizeof(kvkeep_cache) == 88);
 static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 48 && sizeof(kvkeep_unscored) == 16);
 static_assert(offsetof(kvkeep_report, pending) == 112 && offsetof(kvkeep_report, slots_chosen) == 128);
 static_assert(sizeof(kvkeep_report) == 136 && offsetof(kvkeep_totals, event_seconds) == 88);
@@ -130,6 +130,13 @@ TEST(CInterface, RecordsAStepThatBeganAndTakesTokensBack) {
     std::int64_t tokens = 0;
     ASSERT_EQ(kvkeep_tokens_to_event(c.keeper.get(), 1, &tokens), KVKEEP_OK);
     EXPECT_EQ(tokens, cpp.keeper.tokens_to_event(1));
+    ASSERT_EQ(kvkeep_rollback_limit(c.keeper.get(), 1, &tokens), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(tokens, cpp.keeper.rollback_limit(1));
+    ASSERT_EQ(kvkeep_whole_prefix(c.keeper.get(), 1, &tokens), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(tokens, cpp.keeper.whole_prefix(1));
+    ASSERT_EQ(kvkeep_evicted(c.keeper.get(), 1, &tokens), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(tokens, cpp.keeper.evicted(1));
+    EXPECT_EQ(kvkeep_evicted(c.keeper.get(), 2, &tokens), KVKEEP_STATE_ERROR);
   }
   ASSERT_NO_FATAL_FAILURE(expect_same(cpp, c));
   std::int64_t queries = 0;
@@ -185,6 +192,33 @@ TEST(CInterface, HasNothingPendingAndNoWorkspaceOnTheCpu) {
   EXPECT_EQ(c.call(older, {1}, report, false), KVKEEP_OK) << "a program that was compiled before slots were counted";
   EXPECT_EQ(report.slots_kept, -1);
   kvkeep_accelerator_free(nullptr);
+}
+
+TEST(CInterface, CutsAPromptInPiecesAndWhatTheProgramNames) {
+  CEngine c("tova,budget=48,interval=12,recent=4,prefill=pieces,trigger=named");
+  oracle::Random random(8);
+  ASSERT_EQ(kvkeep_join(c.keeper.get(), 1, 0, 100), KVKEEP_OK);
+  c.lengths[1] = Ints(kRows, 0);
+  kvkeep_report report{};
+  for (int i = 0; i < 4; ++i) {
+    c.feed(numbers_of(random, {{1, 25}}));
+    ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(c.lengths.at(1)[0], i == 0 ? 25 : 48);
+  }
+  c.feed(numbers_of(random, {{1, 40}}));
+  ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(c.lengths.at(1)[0], 88);
+  std::int64_t name = 2;
+  const auto named = [&](kvkeep_cache cache) {
+    cache.named = &name;
+    cache.num_named = 1;
+    return kvkeep_step(c.keeper.get(), &cache, &report);
+  };
+  EXPECT_EQ(c.call(named, {1}, report, true), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(kvkeep_last_error()).find("sequence 2 is named for an event"), std::string::npos);
+  name = 1;
+  ASSERT_EQ(c.call(named, {1}, report, true), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(c.lengths.at(1)[0], 48);
 }
 
 TEST(CInterface, SavesAndRestoresASequence) {

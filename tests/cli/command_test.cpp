@@ -56,6 +56,11 @@ TEST_F(CommandAlone, ListsEveryPolicyWithDefaultsRangesAndSource) {
   for (const char* name :
        {"full", "streaming", "tova", "ams-", "given", "threshold-", "Which one?", "expected,rest=fold"})
     EXPECT_NE(all.out.find(name), std::string::npos) << name;
+  EXPECT_NE(
+      run({"policies", "snapkv"}).out.find("Reads in pieces of a prompt (prefill=pieces): the newest 64 queries\n"),
+      std::string::npos);
+  EXPECT_NE(run({"policies", "random-attention"}).out.find("held; allowed with protect_prompt=false"),
+            std::string::npos);
   const Outcome one = run({"policies", "ams-tova", "-o", "json"});
   const json options = json::parse(one.out);
   const auto budget =
@@ -329,6 +334,15 @@ TEST_F(CommandAlone, PlansMemoryByArithmetic) {
   EXPECT_EQ(cut["events"], 1);
   EXPECT_EQ(cut["first_event"], 200);
   EXPECT_EQ(cut["layers"][0]["peak"]["slots_most"], 64 + 300);
+  const json pieces = plan({"--policy", "tova,budget=64,interval=8,prefill=pieces", "--length", "1000", "--prompt",
+                            "990", "--piece", "100"});
+  EXPECT_EQ(pieces["events"], 10 + 1) << "nine pieces of 100, one of 90, and one of eight tokens";
+  EXPECT_EQ(pieces["first_event"], 100);
+  EXPECT_EQ(pieces["layers"][0]["peak"]["slots_most"], 64 + 100);
+  const json at_once = plan({"--policy", "tova,budget=64,prefill=pieces", "--length", "1000", "--prompt", "990"});
+  EXPECT_EQ(at_once["layers"][0]["peak"]["slots_most"], 990) << "one piece of 2048";
+  expect_refused({"plan", "--shape", "qwen7b", "--policy", "tova,budget=64,prefill=cut", "--piece", "100"},
+                 "--piece: 100 tokens, but tova cuts no prompt before it has ended; allowed with prefill=pieces");
   // Blocks of 32 numbers with an f16 scale: 34 and 18 bytes.
   for (const auto& [dtype, block] : {std::pair("q8_0", 34), {"q4_0", 18}}) {
     const json blocks = plan({"--policy", "ams-tova,budget=1024,interval=512", "--dtype", dtype});

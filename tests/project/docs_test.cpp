@@ -149,6 +149,15 @@ TEST(Docs, ThePageOfEnginesShowsTheLinesThatTheEmbeddingExampleCompiles) {
       << "docs/start/integration.md should hold:" << lines;
 }
 
+TEST(Docs, ThePageOfOneIntegerShowsTheEventOfTheEngineThatIsTested) {
+  const std::string engine = read(root() / "examples/serving/one_integer.cpp"),
+                    begins = "\nbool OneIntegerEngine::cut(";
+  const std::size_t begin = engine.find(begins), end = engine.find("\n}\n", begin);
+  ASSERT_NE(end, std::string::npos);
+  const std::string event = "```cpp" + engine.substr(begin, end + 3 - begin) + "```\n";
+  EXPECT_NE(read(root() / "docs/reference/one-integer.md").find(event), std::string::npos) << event;
+}
+
 TEST(Docs, ThePageOfTheCInterfaceShowsTheLinesThatTheEngineOnAGpuCompiles) {
   const std::string lines =
       lines_of("examples/c/gpu_engine.c", "  check(kvkeep_cuda_accelerator_make(", "  /* ---- */\n");

@@ -105,6 +105,20 @@ class Engine:
         return report
 
 
+def test_a_prompt_is_cut_in_pieces_and_an_event_comes_when_it_is_named():
+    engine = Engine("tova,budget=16,interval=4,recent=4,prefill=pieces,trigger=named", np.asarray, page_size=16)
+    engine.keeper.leave(7)
+    engine.keeper.join(7, 0, 200)
+    for step in range(10):
+        assert len(engine.step(20).cuts) == 1 and engine.length == 16, step
+    assert not engine.step(30).cuts and engine.length == 46
+    for named, said in (([8], "sequence 8 is named for an event and is not in the view"), ("8", "named: str; allowed")):
+        with pytest.raises(kvkeep.InvalidArgument, match=said):
+            table = np.array([engine.pages], "i4")
+            engine.keeper.step(engine.kv, [7], np.array([46], "i4"), block_table=table, named=named)
+    assert len(engine.step(1, named=[7]).cuts) == 1 and engine.length == 16
+
+
 @pytest.mark.parametrize("array", [np.asarray, torch.from_numpy])
 @pytest.mark.parametrize("page_size, table", [(0, None), (16, "i4"), (16, "i8"), (20, "i8")])
 def test_rows_hold_what_the_keeper_says(array, page_size, table):
@@ -273,6 +287,23 @@ def test_state_in_memory_and_forks_go_on_as_their_parent():
     assert [prefix.logical_length(s) for s in (1, 2, 3, 4)] == [16, 12, 16, 9]
     with pytest.raises(kvkeep.InvalidArgument, match="restore: sequence 5 is 16 tokens long; given 17"):
         prefix.restore(5, window, tokens=17)
+
+
+def test_one_integer_says_what_an_engine_needs():
+    engine = Engine("streaming,budget=16,interval=8,sink=5,recent=2", np.asarray)
+    ask = engine.keeper.rollback_limit, engine.keeper.whole_prefix, engine.keeper.evicted
+    engine.step(12)
+    assert [one(7) for one in ask] == [12, 12, 0]
+    engine.step(12)
+    assert [one(7) for one in ask] == [0, 5, 8]
+    engine.step(3)
+    assert [one(7) for one in ask] == [3, 5, 8]
+    for one in ask:
+        with pytest.raises(kvkeep.StateError, match="sequence 8 is not known"):
+            one(8)
+    engine.keeper.truncate(7, 24)
+    with pytest.raises(kvkeep.StateError, match="was cut at length 24"):
+        engine.keeper.truncate(7, 23)
 
 
 def test_lengths_are_known_ahead():

@@ -116,6 +116,8 @@ struct CacheView {
   PageAllocator* pages =
       nullptr;  ///< counts references; null: every page belongs to one sequence, and freed pages are only reported
   SharedPages shared_pages = SharedPages::copy;
+  std::span<const SequenceId> named = {};  ///< of `sequences`: those whose event comes now, by the program's word (the
+                                           ///< end of a turn), if their rows hold more than the budget
 };
 
 /// The numbers of CacheView::block_table, of either dtype; none of a dense cache.

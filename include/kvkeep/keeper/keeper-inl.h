@@ -209,6 +209,19 @@ KVKEEP_INLINE std::int64_t Keeper::check_lengths(const CacheView& view, std::siz
   return slots;
 }
 
+/// What the program names is there, and its prompt may be cut by now.
+KVKEEP_INLINE void Keeper::check_named(const CacheView& view) const {
+  const Trigger trigger = policy_->trigger();
+  for (const SequenceId id : view.named) {
+    KVKEEP_REQUIRE(std::ranges::find(view.sequences, id) != view.sequences.end(), "step: sequence ", id,
+                   " is named for an event and is not in the view; allowed sequences of the view");
+    const SequenceState& s = sequences_->at(id, "step");
+    KVKEEP_REQUIRE_AS(StateError, trigger.never || trigger.prefill == Trigger::Prefill::pieces || s.logical >= s.prompt,
+                      "step: sequence ", id, " is named for an event with ", s.logical, " of the ", s.prompt,
+                      " tokens of its prompt; allowed when the prompt has ended, or with prefill=pieces");
+  }
+}
+
 KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   Plan plan;
   plan.version = sequences_->version();
@@ -220,6 +233,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
                     "step: the last event, of other sequences, is pending; allowed after finish()");
   const BoundCache& cache = sequences_->cache("step");
   checked_.check(*sequences_, cache, view);
+  check_named(view);
   KVKEEP_REQUIRE(!trigger.ragged || trigger.never || spec().whole_heads() == 1 || view.lengths.per_row(),
                  "step: under ", policy_->name(),
                  " the rows of a sequence may keep different numbers of slots, but the view has one length per "
@@ -229,7 +243,9 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     const std::int64_t slots = check_lengths(view, i, s);
     observer_.require_recorded("step", view.sequences[i], s);
     for (const std::unique_ptr<Part>& part : sequences_->parts()) part->check_step(view.sequences[i], s);
-    if (!trigger.due(occasion_of(view.sequences[i], s, slots))) continue;
+    Occasion occasion = occasion_of(view.sequences[i], s, slots);
+    occasion.named = std::ranges::find(view.named, view.sequences[i]) != view.named.end();
+    if (!trigger.due(occasion)) continue;
     observer_.require_shown("step", view.sequences[i], s);
     for (const std::int32_t l : sequences_->full_layers()) {
       const std::int64_t unread = s.ring.unread(sequences_->index_of(l));
@@ -473,6 +489,32 @@ KVKEEP_INLINE void Keeper::fork(SequenceId child, SequenceId parent, std::option
 KVKEEP_INLINE void Keeper::require_no_capture(const char* operation) const {
   KVKEEP_REQUIRE_AS(StateError, provided_.machine().memory().capture() != Capture::now, operation,
                     ": the stream is being captured; allowed before and after");
+}
+
+KVKEEP_INLINE std::int64_t Keeper::whole_prefix(SequenceId sequence) const {
+  const SequenceState& s = sequences_->ready("whole_prefix", sequence);
+  sequences_->require_whole("whole_prefix", sequence, s);
+  if (s.last_event == 0) return s.logical;  // whatever positions the engine gave
+  std::int64_t whole = s.logical;
+  for (std::int32_t r = 0; r < sequences_->rows() && whole > 0; ++r) {
+    const std::span<const std::int32_t> positions = s.columns.positions(r);
+    std::int64_t slot = 0;
+    while (slot < std::min(whole, std::ssize(positions)) && positions[static_cast<std::size_t>(slot)] == slot) ++slot;
+    whole = slot;
+  }
+  return whole;
+}
+
+KVKEEP_INLINE std::int64_t Keeper::evicted(SequenceId sequence) const {
+  const SequenceState& s = sequences_->ready("evicted", sequence);
+  sequences_->require_whole("evicted", sequence, s);
+  const std::int32_t slots = s.columns.length(0);
+  for (std::int32_t r = 1; r < sequences_->rows(); ++r)
+    KVKEEP_REQUIRE_AS(StateError, s.columns.length(r) == slots, "evicted: rows of sequence ", sequence, " hold ", slots,
+                      " and ", s.columns.length(r),
+                      " slots; allowed where all are equally long (share=union keeps them so), or physical_length() of "
+                      "each");
+  return s.logical - slots;
 }
 
 KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {

@@ -66,7 +66,7 @@ class Keeper {
   /// A sequence begins. `tokens` of it are already in the cache (a prefix that kvkeep did not see), at positions
   /// 0..tokens-1. `prompt`: tokens of its prompt, including those; absent: the cached tokens, or if there are none,
   /// the tokens of the first step; kOpenPrompt: until end_prompt(). No event happens before the prompt has ended,
-  /// however many chunks it comes in.
+  /// however many chunks it comes in, but with prefill=pieces, which asks for its length or kOpenPrompt.
   void join(SequenceId sequence, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {}) {
     sequences_->join(sequence, tokens, prompt);
   }
@@ -138,10 +138,13 @@ class Keeper {
     observer_.record(layer, queries, log_sum_exp);
   }
 
-  /// Decides, and moves nothing. Throws: StateError if no cache is bound, if the view's lengths differ from what was
-  /// observed, if a layer has not observed or recorded all tokens, and if an event would read queries that were
-  /// observed as unread; InvalidArgument for a duplicate sequence, place or page in the view; InvalidArgument and
-  /// Unsupported as make_rows and the policy do. If no sequence is due, it allocates nothing.
+  /// Decides, and moves nothing. Sequences that the trigger makes due are cut, and those that the view names; one that
+  /// is left out of the view is not, however long its rows (docs/start/budget-and-trigger.md). Throws: StateError if no
+  /// cache is bound, if the view's lengths differ from what was observed, if a layer has not observed or recorded all
+  /// tokens, if an event would read queries that were observed as unread, and for a sequence that is named in the
+  /// middle of its prompt; InvalidArgument for a duplicate sequence, place or page in the view, and a named sequence
+  /// that is not in it; InvalidArgument and Unsupported as make_rows and the policy do. If no sequence is due, it
+  /// allocates nothing.
   [[nodiscard]] Plan plan(const CacheView& view) const;
 
   /// Moves K, V and columns, writes the new lengths and, in pages, the new block table where the view says, then gives
@@ -174,6 +177,25 @@ class Keeper {
   /// keep of positions from there on is gone. If a prompt that had ended loses tokens, it becomes as long as the
   /// remaining sequence.
   void truncate(SequenceId sequence, std::int64_t logical_length) { sequences_->truncate(sequence, logical_length); }
+
+  /// The most of its newest tokens that truncate() takes back: it takes any number up to that, and refuses one more,
+  /// but where queries that were observed as unread begin. 0 right after an event. Call it between steps. So far, too,
+  /// go fork() and restore() of a prefix. Throws StateError where truncate() would for any length: for an unknown
+  /// sequence, while its event is pending, and while its prompt runs through the layers. Cost: host integers.
+  [[nodiscard]] std::int64_t rollback_limit(SequenceId sequence) const { return sequences_->rollback_limit(sequence); }
+
+  /// Its oldest tokens that no event has touched: in every row of every full layer slot i holds token i, for all i
+  /// below. Whole pages below it hold the tokens of their places, so a prefix cache may take them in under the text's
+  /// own hashes, at any time (docs/reference/one-integer.md). All tokens before the first event; where a prompt runs
+  /// twice, tokens of the second pass. Where the engine gives positions with gaps, after an event at most up to the
+  /// first gap. Throws as rollback_limit(). Cost: reads the positions of these slots in every row; on a device: copies
+  /// all of them to the host, and waits.
+  [[nodiscard]] std::int64_t whole_prefix(SequenceId sequence) const;
+
+  /// Tokens seen that no row holds any more: what an engine takes off a logical length to have the cached one. Never
+  /// falls while the sequence lives, and changes at events alone. Throws StateError where rows have different lengths
+  /// (physical_length() says them), and as physical_length(). Cost: O(rows), host integers.
+  [[nodiscard]] std::int64_t evicted(SequenceId sequence) const;
 
   /// The fewest tokens with which an event may cut the sequence, however they are split into steps; 0: the next step
   /// may do so; Trigger::kNoEvent: none will (Trigger::tokens_until() says when it is exact). In the middle of a step
@@ -252,6 +274,7 @@ class Keeper {
                std::optional<std::int64_t> tokens);
 #endif
   [[nodiscard]] Occasion occasion_of(SequenceId id, const SequenceState& sequence, std::int64_t slots) const;
+  void check_named(const CacheView& view) const;
   [[nodiscard]] std::int64_t check_lengths(const CacheView& view, std::size_t i, const SequenceState& s) const;
   [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const SequenceState& sequence) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;

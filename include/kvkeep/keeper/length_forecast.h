@@ -34,7 +34,8 @@ struct PageNeed {
 ///     ahead.step(prompt_tokens);                      // for every step that is scheduled
 ///     ahead.length();                                 // slots of its longest row after that step and its event
 ///
-/// It does not know of truncate(), pins, or an event that NaN in a query put off: take a new one after these.
+/// It does not know of truncate(), pins, events that the program names, or one that NaN in a query put off: take a new
+/// one after these.
 class LengthForecast {
  public:
   struct Begin {

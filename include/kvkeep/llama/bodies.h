@@ -220,7 +220,7 @@ inline void Evictor::end(std::int32_t status) {
         }
       }
       if (held.prompted && held.drafts) ++spent_.drafted;
-      if (held.prompted && !held.waits) due.push_back(member.sequence);
+      if ((held.prompted || in_pieces()) && !held.waits) due.push_back(member.sequence);
     }
     if (!members_.empty()) learn_state_size(members_.front().sequence);
   } catch (...) {
@@ -228,6 +228,30 @@ inline void Evictor::end(std::int32_t status) {
     throw;
   }
   if (!due.empty()) evict(std::move(due));
+}
+
+inline void Evictor::cut(llama_seq_id sequence) {
+  KVKEEP_REQUIRE_AS(StateError, !running_, "llama: cut() of sequence ", sequence,
+                    " before end(); allowed between batches");
+  sync();
+  require_followed(sequence);
+  const Trigger trigger = keeper_.policy().trigger();
+  KVKEEP_REQUIRE_AS(Unsupported, keeper_.queries_read() == 0 || trigger.kind == Trigger::Kind::named,
+                    "llama: cut() of sequence ", sequence, ", but ", keeper_.policy().name(),
+                    " reads queries, and those of tokens far from its own events were not read; allowed with "
+                    "trigger=named");
+  KVKEEP_REQUIRE_AS(StateError, at(sequence).prompted || in_pieces(), "llama: cut() of sequence ", sequence,
+                    " in the middle of its prompt; allowed after it, or with prefill=pieces");
+  KVKEEP_REQUIRE_AS(StateError, holds(sequence, at(sequence).cells.size()), "llama: sequence ", sequence, kMoved);
+  held_.at(sequence).waits = held_.at(sequence).drafts = false;
+  report_ = {};
+  const SequenceId named = sequence;
+  const struct Named {
+    CacheView& view;
+    ~Named() { view.named = {}; }
+  } until_here{view_};
+  view_.named = {&named, 1};
+  evict({sequence});
 }
 
 // ---- Inside llama_decode() ----

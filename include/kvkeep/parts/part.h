@@ -217,6 +217,8 @@ class Sequences {
   void join(SequenceId id, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {});
   void leave(SequenceId id);
   void truncate(SequenceId id, std::int64_t logical_length, const char* operation = "truncate");
+  /// As Keeper::rollback_limit().
+  [[nodiscard]] std::int64_t rollback_limit(SequenceId id) const;
   void fork(SequenceId child, SequenceId parent, std::optional<std::int64_t> tokens,
             std::optional<std::int32_t> prompt);
   /// The prompt of a sequence that came from another or from a file is longer than what that had of it.
@@ -269,6 +271,10 @@ class Sequences {
  private:
   void check_taking_back(const char* operation, SequenceId id, const SequenceState& s,
                          std::int64_t logical_length) const;
+  /// Nothing before the last event can be taken back, nor what was cached before the sequence joined.
+  [[nodiscard]] static std::int64_t least_length(const SequenceState& s) {
+    return std::max<std::int64_t>(s.last_event, s.prefix);
+  }
 
   ModelSpec spec_;
   std::int32_t queries_;
@@ -393,7 +399,7 @@ inline void Sequences::leave(SequenceId id) {
 
 inline void Sequences::check_taking_back(const char* operation, SequenceId id, const SequenceState& s,
                                          std::int64_t logical_length) const {
-  const std::int64_t taken = s.logical - logical_length, least = std::max<std::int64_t>(s.last_event, s.prefix);
+  const std::int64_t taken = s.logical - logical_length, least = least_length(s);
   KVKEEP_REQUIRE(logical_length >= 0 && logical_length <= s.logical, operation, ": sequence ", id, " is ", s.logical,
                  " tokens long; given ", logical_length, "; allowed 0 to that");
   KVKEEP_REQUIRE_AS(StateError, logical_length >= least, operation, ": sequence ", id, " was cut at length ",
@@ -404,6 +410,13 @@ inline void Sequences::check_taking_back(const char* operation, SequenceId id, c
                     QueryRing::kRollback);
 }
 
+inline std::int64_t Sequences::rollback_limit(SequenceId id) const {
+  const SequenceState& s = ready("rollback_limit", id);
+  require_whole("rollback_limit", id, s);
+  const std::int64_t since = s.logical - least_length(s);
+  return queries_ == 0 ? since : std::min(since, s.ring.most_forgettable());
+}
+
 inline void Sequences::truncate(SequenceId id, std::int64_t logical_length, const char* operation) {
   SequenceState& s = ready(operation, id);
   require_whole(operation, id, s);
@@ -411,7 +424,7 @@ inline void Sequences::truncate(SequenceId id, std::int64_t logical_length, cons
   const std::int64_t taken = s.logical - logical_length;
   if (taken == 0) return;
   const auto newest = s.columns.newest();
-  const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of tokens that came since
+  const bool some_left = logical_length > least_length(s);  // of tokens that came since
   s.next_position = some_left ? newest[newest.size() - static_cast<std::size_t>(taken) - 1] + 1 : s.event_position;
   if (s.logical >= s.prompt && logical_length < s.prompt) {
     s.prompt = logical_length;

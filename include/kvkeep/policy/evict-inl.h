@@ -233,6 +233,14 @@ KVKEEP_INLINE Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std
                  " lets them keep different numbers of slots (ragged()); allowed share=per_layer_per_head");
   KVKEEP_REQUIRE(least <= INT32_MAX, "policy: sink of ", name_, " and the other slots it always keeps add up to ",
                  least, " slots; allowed at most ", INT32_MAX);
+  if (retention_.trigger.prefill == Trigger::Prefill::pieces) {
+    KVKEEP_REQUIRE(!retention_.protect_prompt, "policy: prefill of ", name_,
+                   " is \"pieces\" with protect_prompt, which keeps all of a prompt; allowed protect_prompt=false, or "
+                   "prefill=cut");
+    KVKEEP_REQUIRE(retention_.rest == nullptr, "policy: prefill of ", name_,
+                   " is \"pieces\" with rest=fold, which folds a prompt that is whole; allowed rest=drop, or "
+                   "prefill=cut");
+  }
   Budget& budget = retention_.trigger.budget;
   budget.least = std::max(budget.least, retention_.sink + 1);
   if (retention_.protect_prompt) budget.beyond_prompt = std::max(newest(INT32_MAX), 1);

@@ -50,9 +50,10 @@ struct Retention {
 class Evict final : public KVPolicy {
  public:
   /// `name` and `json` describe the policy to people and files; the registry makes them. Keeper::save() needs `json`.
-  /// Throws InvalidArgument if rows of an allocator that is ragged() and does not thin (thins()) share a selection, and
-  /// if the slots of a budget leave no room for an open span within the reach of retention.rest, for heads of any size;
-  /// problems() has the same for the model's.
+  /// Throws InvalidArgument if rows of an allocator that is ragged() and does not thin (thins()) share a selection, if
+  /// prompts that are cut in pieces are protected or what they drop is folded, and if the slots of a budget leave no
+  /// room for an open span within the reach of retention.rest, for heads of any size; problems() has the same for the
+  /// model's.
   Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention,
         std::string json = {});
 

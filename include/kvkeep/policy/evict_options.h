@@ -50,13 +50,18 @@ inline void describe_common(Fields& f, Retention& r) {
   f.integer("interval", r.trigger.interval, 1, INT32_MAX,
             "new slots between events: one is due at budget + interval slots",
             {"compression_interval", "divide_length", "prune_interval"});
-  f.choice("trigger", r.trigger.kind, {{"slack", Trigger::Kind::slack}, {"counter", Trigger::Kind::counter}},
+  f.choice("trigger", r.trigger.kind,
+           {{"slack", Trigger::Kind::slack}, {"counter", Trigger::Kind::counter}, {"named", Trigger::Kind::named}},
            "an event at budget + interval slots, or every `interval` decoded tokens if there are more slots than the "
-           "budget");
+           "budget, or only when the program names it, such as at the end of a turn");
   f.choice("prefill", r.trigger.prefill,
-           {{"keep", Trigger::Prefill::keep}, {"cut", Trigger::Prefill::cut}, {"only", Trigger::Prefill::only}},
+           {{"keep", Trigger::Prefill::keep},
+            {"cut", Trigger::Prefill::cut},
+            {"only", Trigger::Prefill::only},
+            {"pieces", Trigger::Prefill::pieces}},
            "when the prompt ends: leave it to the first event of decoding, cut it to the budget, or cut it and never "
-           "cut again");
+           "cut again; pieces: also cut each step of it that leaves more slots than the budget, for prompts that are "
+           "longer than the cache");
   f.integer("growth", r.trigger.budget.growth, 0, INT32_MAX,
             "slots by which the budget grows per further `interval` of decoded tokens");
   f.integer("sink", r.sink, 0, INT32_MAX, "oldest slots that always stay", {"n_sink", "start_size", "sink_tokens"});

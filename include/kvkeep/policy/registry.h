@@ -29,6 +29,8 @@ struct PolicyInfo {
   bool narrows = false;        ///< acts on prompts while they run
   std::string chooses = {};    ///< how many slots of some budgets the scorer chooses, with default options; empty if
                                ///< the policy has no scorer
+  std::string pieces = {};  ///< what it reads when a piece of a prompt has run (prefill=pieces), with default options;
+                            ///< empty if it cuts none
 };
 
 /// Every policy that this build knows, with all its options.

@@ -108,6 +108,7 @@ class Rows:
         self.open = False  # the keeper will be told of its end
         self.pending = None  # a step that the keeper has not been shown: its tokens may be taken back
         self.broken = None
+        self.named = ()  # sequences whose event the program has named
         self.quit_step()
 
     def quit_step(self):
@@ -142,6 +143,10 @@ class Rows:
             self.forget()
             self.prompt = prompt
             return
+        self.confirm()
+
+    def confirm(self):
+        """What was computed is confirmed, and what is due is cut."""
         with self.owner.lock:
             if self.pending is not None:
                 self.show(*self.pending)
@@ -311,7 +316,9 @@ class Rows:
         read = self.keeper.queries_read
         self.keep = 0
         if read > 0:
-            away = [self.width - self.columns if self.open else self.keeper.tokens_to_event(id) for id in self.ids]
+            away = [self.keeper.tokens_to_event(id) for id in self.ids]
+            if self.open:  # its end is known in columns
+                away = [min(self.width - self.columns, a) for a in away]
             if any(
                 a is not None and t > a - read
                 for a, t in zip(away, [columns] * len(away) if self.open else self.tokens)
@@ -451,7 +458,7 @@ class Rows:
 
     def cut(self):
         layers = [self.buffers[index] if index in self.full else None for index in range(self.spec.num_layers)]
-        report = self.keeper.step(layers, self.ids, self.lengths)
+        report = self.keeper.step(layers, self.ids, self.lengths, named=self.named)
         self.owner.note(report, self)
         if not report.cuts:
             return
