@@ -53,7 +53,7 @@ __device__ SlotAddress column(const void* base) {
   return {reinterpret_cast<std::byte*>(const_cast<void*>(base)), 4, 4};
 }
 
-constexpr unsigned kSides = Row::kSides + 4;  ///< keys, values, their scales, positions, credit, tally, given scores
+constexpr unsigned kSides = Row::kSides + 4;  ///< those of a row, positions, credit, tally, given scores
 
 __global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(CompactArguments a) {
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
@@ -68,14 +68,15 @@ __global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(Compac
       with_word(alignment_of(*side, to), [&](auto word) { move_side<decltype(word)>(*side, to, kept, count); });
     } else if (a.columns != nullptr) {
       const ColumnMove& move = a.columns[r];
-      const void* from = blockIdx.y == 4   ? static_cast<const void*>(move.positions)
-                         : blockIdx.y == 5 ? move.new_credit
-                         : blockIdx.y == 6 ? move.new_tally
-                                           : move.given;
-      const void* to = blockIdx.y == 4   ? static_cast<const void*>(move.positions)
-                       : blockIdx.y == 5 ? move.credit
-                       : blockIdx.y == 6 ? move.tally
-                                         : move.given;
+      const unsigned n = blockIdx.y - Row::kSides;
+      const void* from = n == 0   ? static_cast<const void*>(move.positions)
+                         : n == 1 ? move.new_credit
+                         : n == 2 ? move.new_tally
+                                  : move.given;
+      const void* to = n == 0   ? static_cast<const void*>(move.positions)
+                       : n == 1 ? move.credit
+                       : n == 2 ? move.tally
+                                : move.given;
       if (from == nullptr || to == nullptr) continue;
       move_side<std::uint32_t>(column(from), column(to), kept, count);
     }

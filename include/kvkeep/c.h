@@ -215,6 +215,10 @@ typedef struct kvkeep_layer_cache {
 /// The cache: layers [num_layers], each where the keys and values of a layer are (kvkeep::Keeper::bind()). Once, and
 /// again whenever memory moves or grows; it must stay valid until the keeper is freed or another cache is bound.
 KVKEEP_C_API kvkeep_status kvkeep_bind(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers);
+/// The same, with extras (kvkeep::DenseKv::extra): [num_layers] what else the slots of a layer have, such as the keys
+/// of an indexer, which move with them; NULL entries: nothing.
+KVKEEP_C_API kvkeep_status kvkeep_bind_extra(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers,
+                                             const kvkeep_tensor* const* extra);
 
 /// The prompt of a sequence goes on until kvkeep_end_prompt().
 #define KVKEEP_OPEN_PROMPT ((1 << 30) - 1)

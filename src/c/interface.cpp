@@ -291,7 +291,7 @@ class Pages final : public PageAllocator {
   kvkeep_page_allocator own_{};
 };
 
-LayerKv layer_of(const kvkeep_layer_cache& layer) {
+LayerKv layer_of(const kvkeep_layer_cache& layer, const kvkeep_tensor* extra) {
   if (layer.form == KVKEEP_NO_ROWS) return {};
   KVKEEP_REQUIRE(layer.form >= KVKEEP_DENSE && layer.form <= KVKEEP_PAGES_HEAD_SLOT, "cache: form of a layer is ",
                  layer.form, "; allowed 0 to ", static_cast<int>(KVKEEP_PAGES_HEAD_SLOT));
@@ -299,10 +299,23 @@ LayerKv layer_of(const kvkeep_layer_cache& layer) {
          values = view_of(required(layer.values, "cache: values"), "cache: values"),
          key_scales = view_if(layer.key_scales, "cache: key_scales"),
          value_scales = view_if(layer.value_scales, "cache: value_scales");
-  if (layer.form == KVKEEP_DENSE) return DenseKv{std::move(keys), std::move(values), key_scales, value_scales};
-  return PagedKv{std::move(keys), std::move(values),
-                 layer.form == KVKEEP_PAGES_SLOT_HEAD ? PageLayout::slot_head : PageLayout::head_slot, key_scales,
-                 value_scales};
+  const Tensor extras = view_if(extra, "cache: extra");
+  if (layer.form == KVKEEP_DENSE)
+    return DenseKv{.keys = std::move(keys),
+                   .values = std::move(values),
+                   .key_scales = std::move(key_scales),
+                   .value_scales = std::move(value_scales),
+                   .keys_rotated = 0,
+                   .values_rotated = 0,
+                   .extra = extras};
+  return PagedKv{.keys = std::move(keys),
+                 .values = std::move(values),
+                 .layout = layer.form == KVKEEP_PAGES_SLOT_HEAD ? PageLayout::slot_head : PageLayout::head_slot,
+                 .key_scales = std::move(key_scales),
+                 .value_scales = std::move(value_scales),
+                 .keys_rotated = 0,
+                 .values_rotated = 0,
+                 .extra = extras};
 }
 
 CacheView view_of(const kvkeep_cache& c, Pages& pages, const ModelSpec& spec) {
@@ -485,11 +498,15 @@ kvkeep_status kvkeep_join(kvkeep_keeper* keeper, int64_t sequence, int32_t token
   return guarded([&] { required(keeper, "keeper").keeper.join(sequence, tokens, prompt_of(prompt)); });
 }
 kvkeep_status kvkeep_bind(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers) {
+  return kvkeep_bind_extra(keeper, layers, nullptr);
+}
+kvkeep_status kvkeep_bind_extra(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers,
+                                const kvkeep_tensor* const* extra) {
   return guarded([&] {
     Keeper& own = required(keeper, "keeper").keeper;
     std::vector<LayerKv> all;
     for (const kvkeep_layer_cache& layer : array(layers, own.spec().num_layers(), "cache: layers"))
-      all.push_back(layer_of(layer));
+      all.push_back(layer_of(layer, extra == nullptr ? nullptr : extra[all.size()]));
     own.bind(std::move(all));
   });
 }

@@ -377,7 +377,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     }
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = event_table_.here<Row>(rows_at)[r];
-      for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales})
+      for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales, &row.extra})
         if (side->pages != nullptr) side->pages = event_table_.there<std::int32_t>(pages.at(side->pages));
     }
     for (std::size_t g = 0; g < newest.size(); ++g) {
@@ -402,12 +402,12 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     event.next_positions = event_table_.there<std::int32_t>(next_at);
     event.newest_positions = event_table_.there<NewestPositions>(newest_at);
     if (turns) event.arguments.ropes = event_table_.there<RopeView>(ropes_at);
-    if (std::ranges::any_of(spec.layers, [](const LayerSpec& layer) { return !layer.sinks.empty(); }))
+    if (std::ranges::any_of(spec.layers, [](const LayerSpec& of) { return !of.sinks.empty(); }))
       event.arguments.sinks = event.constant<float>(spec.layers.data(), [&] {
         std::vector<float> all;
-        for (const LayerSpec& layer : spec.layers) {
-          all.insert(all.end(), layer.sinks.begin(), layer.sinks.end());
-          all.resize(all.size() + static_cast<std::size_t>(spec.query_heads) - layer.sinks.size(),
+        for (const LayerSpec& of : spec.layers) {
+          all.insert(all.end(), of.sinks.begin(), of.sinks.end());
+          all.resize(all.size() + static_cast<std::size_t>(spec.query_heads) - of.sinks.size(),
                      -std::numeric_limits<float>::infinity());
         }
         return all;

@@ -243,14 +243,16 @@ class View {
         layers.emplace_back();
         continue;
       }
-      KVKEEP_REQUIRE(layer->size() == 2 || layer->size() == 4, "layers: a layer has ", layer->size(),
-                     " arrays; allowed (keys, values) or (keys, values, key_scales, value_scales)");
-      Tensor all[4];
+      KVKEEP_REQUIRE(layer->size() == 2 || layer->size() == 4 || layer->size() == 5, "layers: a layer has ",
+                     layer->size(),
+                     " arrays; allowed (keys, values), (keys, values, key_scales, value_scales), or these and extras; "
+                     "None: no scales");
+      Tensor all[5];
       for (std::size_t i = 0; i < layer->size(); ++i) all[i] = view_of((*layer)[i], "layers", Access::write);
       if (view.block_table.defined())
-        layers.emplace_back(PagedKv{all[0], all[1], layout, all[2], all[3]});
+        layers.emplace_back(PagedKv{all[0], all[1], layout, all[2], all[3], 0, 0, all[4]});
       else
-        layers.emplace_back(DenseKv{all[0], all[1], all[2], all[3]});
+        layers.emplace_back(DenseKv{all[0], all[1], all[2], all[3], 0, 0, all[4]});
     }
     const std::span<std::int32_t> lengths = lengths_of(lengths_in);
     const auto n = static_cast<std::int64_t>(sequences_.size());

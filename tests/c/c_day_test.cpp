@@ -69,7 +69,7 @@ TEST(CInterface, ForksAndKeepsStateInMemory) {
       return status;
     };
     ASSERT_EQ(c.call(copy, {1}, report, false), KVKEEP_OK) << kvkeep_last_error();
-    ASSERT_EQ(std::ssize(rows), c.lengths.at(1)[0] * kRows * (kKeyDim + kValueDim) * 4);
+    ASSERT_EQ(std::ssize(rows), c.lengths.at(1)[0] * kRows * (kKeyDim + kValueDim + kExtraDim) * 4);
     other.lengths[5] = c.lengths.at(1);
     while (page_size > 0 && std::ssize(other.pages[5]) * page_size < other.lengths.at(5)[0])
       other.pages[5].push_back(other.pool.take());
@@ -79,9 +79,9 @@ TEST(CInterface, ForksAndKeepsStateInMemory) {
     ASSERT_EQ(other.call(bring, {5}, report, false), KVKEEP_OK) << kvkeep_last_error();
     for (std::int32_t r = 0; r < kRows; ++r)
       for (std::int32_t t = 0; t < c.lengths.at(1)[0]; ++t)
-        for (const bool value : {false, true})
-          ASSERT_TRUE(same_bits(c.slot_of(1, r / kHeads, r % kHeads, t, value),
-                                other.slot_of(5, r / kHeads, r % kHeads, t, value)));
+        for (const Sided side : kAllSides)
+          ASSERT_TRUE(same_bits(c.slot_of(1, r / kHeads, r % kHeads, t, side),
+                                other.slot_of(5, r / kHeads, r % kHeads, t, side)));
   }
 }
 

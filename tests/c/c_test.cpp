@@ -438,6 +438,48 @@ TEST(CInterface, RefusesWhatNoPolicyReadsAndChecksWhatItPassesBy) {
   both_fail(KVKEEP_INVALID_ARGUMENT, "observation: size is 0");
 }
 
+TEST(CInterface, MovesWhatElseASlotHas) {
+  const CModel model;
+  kvkeep_keeper* made = nullptr;
+  ASSERT_EQ(kvkeep_keeper_make(&model.of_c, "streaming,budget=12,sink=2,interval=4,prefill=cut", nullptr, &made),
+            KVKEEP_OK);
+  const Kept keeper(made);
+  Arrays arrays;
+  const Array keys = Array::zeros({2, kLayers, kHeads, 20, kKeyDim}, Dtype::f32),
+              values = Array::zeros({2, kLayers, kHeads, 20, kValueDim}, Dtype::f32);
+  Array extra = Array::zeros({1, kHeads, 20, 1}, Dtype::u8);
+  for (std::int64_t h = 0; h < kHeads; ++h)
+    for (std::int64_t t = 0; t < 20; ++t) extra[0][h][t].fill_(static_cast<int>(100 * h + t));
+  std::vector<kvkeep_layer_cache> layers;
+  for (std::int64_t l = 0; l < kLayers; ++l)
+    layers.push_back({KVKEEP_DENSE, arrays.of(keys.select(1, l).narrow(0, 0, 1)),
+                      arrays.of(values.select(1, l).narrow(0, 0, 1)), nullptr, nullptr});
+  const kvkeep_tensor* extras[] = {nullptr, arrays.of(keys.select(1, 1).narrow(0, 0, 1))};
+  expect_failed(kvkeep_bind_extra(keeper.get(), layers.data(), extras), KVKEEP_INVALID_ARGUMENT,
+                "keys of layer 1 and extras of layer 1 share memory");
+  extras[1] = arrays.of(extra);
+  ASSERT_EQ(kvkeep_bind_extra(keeper.get(), layers.data(), extras), KVKEEP_OK) << kvkeep_last_error();
+  const std::int64_t id = 3;
+  const std::int32_t indptr[] = {0, 16};
+  ASSERT_EQ(kvkeep_join(keeper.get(), id, 0, -1), KVKEEP_OK);
+  for (std::int32_t l = 0; l < kLayers; ++l) {
+    kvkeep_observation seen{};
+    seen.size = sizeof seen, seen.layer = l, seen.num_sequences = 1, seen.sequences = &id, seen.indptr = indptr;
+    ASSERT_EQ(kvkeep_observe(keeper.get(), &seen), KVKEEP_OK) << kvkeep_last_error();
+  }
+  std::int32_t length = 16;
+  kvkeep_cache cache{};
+  cache.size = sizeof cache, cache.num_sequences = 1, cache.sequences = &id, cache.lengths = &length;
+  cache.rows_per_sequence = 1;
+  kvkeep_report report{};
+  report.size = sizeof report;
+  ASSERT_EQ(kvkeep_step(keeper.get(), &cache, &report), KVKEEP_OK) << kvkeep_last_error();
+  ASSERT_EQ(length, 12);
+  for (std::int64_t h = 0; h < kHeads; ++h)
+    for (std::int64_t t = 0; t < 12; ++t)
+      EXPECT_EQ(extra[0][h][t].item<std::uint8_t>(), 100 * h + (t < 2 ? t : t + 4)) << h << " " << t;
+}
+
 TEST(CInterface, ReadsStructsOfOtherVersions) {
   const CModel model;
   // An older header, whose model ended before softmax_scale and layers.

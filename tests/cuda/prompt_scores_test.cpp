@@ -150,6 +150,7 @@ TEST_F(PromptScoresKernel, DoNotDependOnTheOtherPrompts) {
   const EvidenceCase both = prompts(500, {.group = 2, .kv_heads = 2, .dim = 8, .lengths = {30, 17}, .seen = 4});
   EvidenceCase second = prompts(501, {.group = 2, .kv_heads = 2, .dim = 8, .lengths = {17}, .seen = 4});
   for (std::size_t h = 0; h < 2; ++h) second.keys[h] = both.keys[2 + h], second.plain[h] = both.plain[2 + h];
+  second.spec = both.spec;
   second.rings[0] = both.rings[1];
   second.table.groups[0].queries = both.table.groups[1].queries;
   second.settle();

@@ -249,8 +249,10 @@ TEST(CopyPages, CopiesTheSlotsInUseOfEverySideAndNothingElse) {
         slot_first ? std::vector<std::int64_t>{4, 3} : std::vector<std::int64_t>{3, 4};
     const Array both = whole_numbers(random, 100, {5, 2, middle[0], middle[1], 6}, Dtype::bf16);
     const Array scales = whole_numbers(random, 100, {5, middle[0], middle[1]}, Dtype::i64);
-    const PagedKv kv{both.select(1, 0), both.select(1, 1), layout, scales, {}};
-    const Array before = both.clone(), scales_before = scales.clone();
+    const Array extra = whole_numbers(random, 100, {5, middle[0], middle[1], 2}, Dtype::u8);
+    PagedKv kv{both.select(1, 0), both.select(1, 1), layout, scales, {}};
+    kv.extra = extra;
+    const Array before = both.clone(), scales_before = scales.clone(), extra_before = extra.clone();
     const LayerKv layers[] = {kv, std::monostate{}};
     const PageCopy copies[] = {{.from = 1, .to = 4, .slots = 3}, {.from = 4, .to = 0, .slots = 1}};
     copy_pages(layers, copies);
@@ -259,6 +261,8 @@ TEST(CopyPages, CopiesTheSlotsInUseOfEverySideAndNothingElse) {
       for (std::int64_t slot = 0; slot < 4; ++slot) {
         const std::int64_t from = (page == 4 && slot < 3) || (page == 0 && slot < 1) ? 1 : page;
         EXPECT_TRUE(both[page].select(slot_dim, slot).equal(before[from].select(slot_dim, slot)))
+            << page << " " << slot;
+        EXPECT_TRUE(extra[page].select(slot_dim - 1, slot).equal(extra_before[from].select(slot_dim - 1, slot)))
             << page << " " << slot;
         EXPECT_TRUE(scales[page].select(slot_dim - 1, slot).equal(scales_before[from].select(slot_dim - 1, slot)))
             << page << " " << slot;

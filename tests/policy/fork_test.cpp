@@ -243,9 +243,9 @@ TEST(CopyRows, BringsThemBackInOtherPlacesAndPages) {
       restore_rows(there.keeper.spec(), there.keeper.layers(), to, 0, rows);
       for (std::int32_t r = 0; r < kRows; ++r)
         for (std::int32_t t = 0; t < here.lengths.at(5)[static_cast<std::size_t>(r)]; ++t)
-          for (const bool value : {false, true})
-            ASSERT_TRUE(same_bits(here.slot_of(5, r / kHeads, r % kHeads, t, value),
-                                  there.slot_of(7, r / kHeads, r % kHeads, t, value)));
+          for (const Sided side : kAllSides)
+            ASSERT_TRUE(same_bits(here.slot_of(5, r / kHeads, r % kHeads, t, side),
+                                  there.slot_of(7, r / kHeads, r % kHeads, t, side)));
       EXPECT_THROW(restore_rows(there.keeper.spec(), there.keeper.layers(), to, 0, std::span(rows).first(8)),
                    InvalidArgument);
       EXPECT_EQ(message_of<InvalidArgument>(

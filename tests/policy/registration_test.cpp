@@ -192,9 +192,9 @@ TEST_F(Registration, SavesAndRestoresUnderWhatWasAdded) {
     there.lengths[0] = here.lengths.at(0);
     for (std::int32_t r = 0; r < engines::kRows; ++r)
       for (std::int32_t t = 0; t < here.lengths.at(0)[static_cast<std::size_t>(r)]; ++t)
-        for (const bool value : {false, true})
-          there.slot_of(0, r / engines::kHeads, r % engines::kHeads, t, value)
-              .copy_(here.slot_of(0, r / engines::kHeads, r % engines::kHeads, t, value));
+        for (const engines::Sided side : engines::kAllSides)
+          there.slot_of(0, r / engines::kHeads, r % engines::kHeads, t, side)
+              .copy_(here.slot_of(0, r / engines::kHeads, r % engines::kHeads, t, side));
     std::int64_t dropped = 0;
     for (int i = 0; i < 20; ++i) {
       const engines::Numbers numbers = engines::numbers_of(random, {{0, 1}});

@@ -172,9 +172,9 @@ void expect_goes_on(engines::Engine& here, engines::Engine& there, const std::st
   EXPECT_GT(dropped, 30);
   for (std::int32_t r = 0; r < engines::kRows; ++r)
     for (std::int32_t t = 0; t < here.lengths.at(3)[static_cast<std::size_t>(r)]; ++t)
-      for (const bool value : {false, true})
-        ASSERT_TRUE(engines::same_bits(here.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value),
-                                       there.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value)));
+      for (const engines::Sided side : engines::kAllSides)
+        ASSERT_TRUE(engines::same_bits(here.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, side),
+                                       there.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, side)));
 }
 
 std::filesystem::path write_calibration(const std::filesystem::path& path) {

@@ -32,6 +32,25 @@ def test_models_with_learned_sinks_and_capped_logits():
         kvkeep.Keeper(model, "expected,budget=24")
 
 
+@pytest.mark.parametrize("scales", [(), (None, None)])
+def test_what_else_a_slot_has_moves_with_it(scales):
+    keeper = kvkeep.Keeper(spec(), "streaming,budget=12,sink=2,interval=4,prefill=cut")
+    shape = (1, HEADS, CAPACITY, DIM)
+    extra = np.arange(HEADS * CAPACITY, dtype="i2").reshape(1, HEADS, CAPACITY, 1).copy()
+    before = extra.copy()
+    layers = [(np.zeros(shape, "f4"), np.zeros(shape, "f4"), None, None, extra)]
+    layers += [(np.zeros(shape, "f4"), np.zeros(shape, "f4"), *scales)]
+    keeper.join(7)
+    for layer in range(LAYERS):
+        keeper.observe(layer, [7], [0, 16])
+    lengths = np.array([16], "i4")
+    keeper.step(layers, [7], lengths)
+    assert lengths[0] == 12
+    assert (extra[0, :, :12] == before[0, :, [0, 1, *range(6, 16)]].swapaxes(0, 1)).all()
+    with pytest.raises(kvkeep.InvalidArgument, match="a layer has 3 arrays"):
+        keeper.step([layer[:3] for layer in layers], [7], lengths)
+
+
 class Engine:
     """One sequence; the first number of each key and value is its token."""
 

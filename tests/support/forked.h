@@ -61,9 +61,9 @@ inline void share_rows(Engine& engine, SequenceId child, SequenceId parent, std:
   }
   for (std::int32_t r = 0; r < kRows; ++r)
     for (std::int32_t t = 0; t < engine.lengths.at(child)[static_cast<std::size_t>(r)]; ++t)
-      for (const bool value : {false, true})
-        engine.slot_of(child, r / kHeads, r % kHeads, t, value)
-            .copy_(engine.slot_of(parent, r / kHeads, r % kHeads, t, value));
+      for (const Sided side : kAllSides)
+        engine.slot_of(child, r / kHeads, r % kHeads, t, side)
+            .copy_(engine.slot_of(parent, r / kHeads, r % kHeads, t, side));
 }
 
 /// Rows, positions and credit of two sequences of one keeper: the same bits.
@@ -81,8 +81,8 @@ inline void expect_same_sequences(const Engine& engine, SequenceId one, Sequence
     };
     ASSERT_EQ(of(one), of(other)) << "row " << r;
     for (std::int32_t t = 0; t < engine.lengths.at(one)[static_cast<std::size_t>(r)]; ++t)
-      for (const bool value : {false, true})
-        ASSERT_TRUE(same_bits(engine.slot_of(one, l, h, t, value), engine.slot_of(other, l, h, t, value)))
+      for (const Sided side : kAllSides)
+        ASSERT_TRUE(same_bits(engine.slot_of(one, l, h, t, side), engine.slot_of(other, l, h, t, side)))
             << "row " << r << ", slot " << t;
   }
 }

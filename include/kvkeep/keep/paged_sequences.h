@@ -201,9 +201,10 @@ class PagedSequences {
   std::map<SequenceId, Held> held_;
 };
 
-/// Performs `copies`, in order, in every layer: K, V and scales of all heads. Skips layers without rows. On a GPU the
-/// copies are queued on the current stream. Throws InvalidArgument, before the first byte moves, for a dense layer, a
-/// page outside a layer's tensors, or slots that a page does not have. Cost: slots * slot bytes, read and written.
+/// Performs `copies`, in order, in every layer: K, V, scales and extras of all heads. Skips layers without rows. On a
+/// GPU the copies are queued on the current stream. Throws InvalidArgument, before the first byte moves, for a dense
+/// layer, a page outside a layer's tensors, or slots that a page does not have. Cost: slots * slot bytes, read and
+/// written.
 void copy_pages(std::span<const LayerKv> layers, std::span<const PageCopy> copies);
 
 namespace paged_sequences_detail {
@@ -410,7 +411,7 @@ inline void copy_pages(std::span<const LayerKv> layers, std::span<const PageCopy
     const auto* kv = std::get_if<PagedKv>(&layer);
     if (kv == nullptr) continue;
     const int slot_dim = paged_sequences_detail::slot_dimension(*kv);
-    for (const Tensor& side : {kv->keys, kv->values, kv->key_scales, kv->value_scales}) {
+    for (const Tensor& side : {kv->keys, kv->values, kv->key_scales, kv->value_scales, kv->extra}) {
       if (!side.defined()) continue;
       for (const PageCopy& page : copies)
         copy(paged_sequences_detail::front(side, slot_dim, page, page.from),

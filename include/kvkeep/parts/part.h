@@ -310,16 +310,17 @@ inline const SequenceState& Sequences::ready(const char* operation, SequenceId i
 
 namespace sequences_detail {
 
-/// K and V bytes of one slot of one head, scales of its own included.
+/// K and V bytes of one slot of one head, scales of its own and extras included.
 inline std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
   const LayerSides kv = sides_of(layer);
   const auto bytes = [](const Tensor& t, std::int64_t numbers) { return t.defined() ? numbers * t.element_size() : 0; };
-  const auto scale_bytes = [&](const Tensor& t) {
+  const auto own_bytes = [&](const Tensor& t, std::int64_t numbers = 1) {
     const bool of_all_slots = t.defined() && t.stride(kv.slot) == 0 && (!kv.paged || t.stride(0) == 0);
-    return of_all_slots ? 0 : bytes(t, 1);
+    return of_all_slots ? 0 : bytes(t, numbers);
   };
   return bytes(kv.keys, spec.key_dim) + (lies_within(kv.values, kv.keys) ? 0 : bytes(kv.values, spec.value_dim)) +
-         scale_bytes(kv.key_scales) + (lies_within(kv.value_scales, kv.key_scales) ? 0 : scale_bytes(kv.value_scales));
+         own_bytes(kv.key_scales) + (lies_within(kv.value_scales, kv.key_scales) ? 0 : own_bytes(kv.value_scales)) +
+         (kv.extra.defined() ? own_bytes(kv.extra, kv.extra.size(3)) : 0);
 }
 
 }  // namespace sequences_detail

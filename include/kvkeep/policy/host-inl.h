@@ -474,13 +474,17 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
 
 KVKEEP_INLINE void check_readable(const KVPolicy& policy, const ModelSpec& spec, const Machine& machine,
                                   std::span<const LayerKv> layers) {
-  if (!machine.is_host() || spec.whole_heads() > spec.kv_heads) return;
+  const bool reads = machine.is_host() && spec.whole_heads() <= spec.kv_heads;
   const Needs needs = policy.needs();
   const bool folds = policy.memory() != nullptr, keys = needs.keys || folds || policy.narrows();
   for (const std::int32_t l : spec.full_layers()) {
     const auto layer = static_cast<std::size_t>(l);
     if (layer >= layers.size() || std::holds_alternative<std::monostate>(layers[layer])) return;  // bind() says so
     const LayerSides sides = sides_of(layers[layer]);
+    KVKEEP_REQUIRE_AS(Unsupported, !folds || !sides.extra.defined(), "bind: layer ", l,
+                      " has extras, which folded spans do not hold; allowed layers without extras under policy ",
+                      policy.name(), ", which folds");
+    if (!reads) continue;
     if (keys) host_detail::require_readable("keys", sides.keys, sides.key_scales, l, policy);
     if (needs.values || folds) host_detail::require_readable("values", sides.values, sides.value_scales, l, policy);
   }
