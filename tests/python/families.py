@@ -333,7 +333,7 @@ TRIALS = {
 
 #: Words of a refusal, and the row of the table that it belongs to.
 REASONS = {
-    "does not come through": "attention that is not given to the interface, or reads other keys than those in the cache",
+    "does not come through": "attention that is not given to the interface, or not over the cache's keys",
     "attends to other": "values or keys that the cache does not hold",
     "later tokens": "attention that sees later tokens (encoders)",
     "no layer with full attention": "no layer with full attention",

@@ -14,8 +14,8 @@ families = pytest.importorskip("families")
 SAME = ["llama", "qwen3", "smollm3", "cohere", "cohere2", "gemma3_text", "gemma4_text", "llama4_text", "qwen3_5_text",
         "phi", "glm4", "gpt2", "olmo2", "llama, dynamic", "modernbert-decoder", "mistral4", "zamba2"]  # fmt: skip
 #: One for each thing that layers have besides plain attention: all that families.py tries, but two of its policies.
-MECHANISMS = ["gemma3n_text, shared", "gemma4_text, shared", "falcon_h1", "lfm2", "deepseek_v3", "kimi_linear", "gpt_oss",
-              "gemma2"]  # fmt: skip
+MECHANISMS = ["gemma3n_text, shared", "gemma4_text, shared", "falcon_h1", "lfm2", "deepseek_v3", "kimi_linear",
+              "gpt_oss", "gemma2"]  # fmt: skip
 REFUSED = {
     "xglm": "attention interface",
     "bloom": "attention interface",

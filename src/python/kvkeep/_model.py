@@ -308,8 +308,8 @@ def _kinds(model):
         else:
             refuse(
                 Unsupported,
-                f"layer {index} of the model has a cache of type {name}; allowed full and sliding attention, and states "
-                "beside them",
+                f"layer {index} of the model has a cache of type {name}; allowed full and sliding attention, and "
+                "states beside them",
             )
     if all(kind != "full" for kind, _ in kinds):
         refuse(Unsupported, "the model has no layer with full attention; allowed one or more")
