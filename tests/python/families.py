@@ -331,6 +331,7 @@ TRIALS = {
 }  # fmt: skip
 
 
+NO_CACHE = "no cache, or one that is not a `DynamicCache`"
 #: Words of a refusal, and the row of the table that it belongs to.
 REASONS = {
     "does not come through": "attention that is not given to the interface, or not over the cache's keys",
@@ -342,8 +343,9 @@ REASONS = {
     "bias by position": "a bias by position",
     "indexer": "tokens chosen by an indexer",
     "a cache of type": "caches of another kind: indexers, compressed",
-    "takes no cache": "no cache, or one that is not a `DynamicCache`",
-    "the cache is a": "no cache, or one that is not a `DynamicCache`",
+    "takes no cache": NO_CACHE,
+    "the cache is a": NO_CACHE,
+    "does not run a": NO_CACHE,
     "mask of": "masks of each head or layer",
     "that are alike": "full layers that differ from one another",
 }
@@ -404,9 +406,12 @@ def table(found):
     for kind, (verdict, row, why) in found.items():
         is_open = "; RoPE open" * (verdict == "same" and REFUSALS["RoPE"] in why)
         rows.setdefault((verdict, row + is_open), []).append(kind)
-    print("| | | families |\n|---|---:|---|")
+    print("| | families | | try it with `families.py` and |\n|---|---:|---|---|")
     for (verdict, row), kinds in sorted(rows.items(), key=lambda r: (r[0][0] != "same", r[0][0], -len(r[1]))):
-        print(f"| {verdict}{': ' * bool(row)}{row} | {len(kinds)} | {', '.join(f'`{k}`' for k in kinds)} |")
+        one = min(kinds, key=len)
+        quoted = f"'{one}'" if " " in one else one
+        names = ", ".join(f"`{kind}`" for kind in sorted(kinds))
+        print(f"| {verdict}{': ' * bool(row)}{row} | {len(kinds)} | {names} | `{quoted}` |")
 
 
 def main():

@@ -52,9 +52,8 @@ def test_computes_what_the_model_computes_alone(family):
 
 @pytest.mark.parametrize("family", MECHANISMS)
 def test_keeps_what_the_reference_keeps(family):
-    verdict, why = outcome(
-        family, [name for name in families.TRIALS if name not in ("slots, keydiff", "slots, expected")]
-    )
+    left_out = ["slots, keydiff", "slots, expected", *(["drafts"] if OLD else [])]
+    verdict, why = outcome(family, [name for name in families.TRIALS if name not in left_out])
     assert verdict == "same" or (OLD and verdict == "refused"), why
 
 

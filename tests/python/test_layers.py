@@ -5,9 +5,11 @@ import copy
 
 import kvkeep
 import pytest
-from test_hf import CUT, generate, hf, torch, with_cache
+from packaging.version import Version
+from test_hf import CUT, generate, hf, torch, transformers, with_cache
 
 families = pytest.importorskip("families")
+OLD = Version(transformers.__version__) < Version("5.20")  # fewer families are served
 ids = families.text(120)
 
 
@@ -15,9 +17,15 @@ def model_of(family):
     if families.VARIANTS.get(family, (family,))[0] not in families.CONFIG_MAPPING:
         pytest.skip("this release of transformers has no such family")
     try:
-        return families.tiny(family)
+        model = families.tiny(family)
     except Exception as error:
         pytest.skip(f"this release of transformers does not build it: {error}")
+    if OLD:
+        try:
+            hf.attach(model, "full").__enter__().__exit__(None)
+        except kvkeep.Unsupported as error:
+            pytest.skip(str(error))
+    return model
 
 
 def latent():
@@ -92,6 +100,8 @@ def test_a_crop_that_a_state_or_a_window_cannot_follow_is_refused_and_nothing_ch
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma3n_text", "lfm2"])
 def test_drafts_over_windows_and_states_that_can_go_back(family):
     """A cache that generate() made records its past; ours, in its place, does so too."""
+    if OLD:
+        pytest.skip("this release of transformers drafts over other caches")
     model, again = model_of(family), families.text(30).repeat(1, 4)
     try:
         plain = generate(model, again, prompt_lookup_num_tokens=5)

@@ -426,6 +426,8 @@ def describe(model):
             refuse(Unsupported, f"the cache is on {layer.new.device}; allowed the CPU in this build of the package")
     modules = {index: layer.readers[0].module for index, layer in here.items()}
     shared = [(getattr(r.module, "layer_idx", -1), index) for index, layer in here.items() for r in layer.readers[1:]]
+    # Caches of releases before 5.20 end before the layers that read those of others.
+    kinds += [("other", 0)] * (max((reader for reader, _ in shared), default=-1) + 1 - len(kinds))
     if any(reader <= index or kinds[reader][0] != "other" for reader, index in shared):
         refuse(
             Unsupported, "a layer attends to the cache of another one and has its own; allowed one cache for each layer"
