@@ -92,10 +92,11 @@ class KeptLayer(DynamicLayer):
 
 def goes_back(layer):
     """The newest tokens can be taken from what a layer of transformers holds beside our rows."""
+    recorded = getattr(layer, "record_past", False)
     if has_state(layer):
-        return layer.is_croppable and layer.record_past
+        return recorded and layer.is_croppable
     window = getattr(layer, "sliding_window", None)
-    return window is None or getattr(layer, "record_past", False) or layer.get_seq_length() < window
+    return window is None or recorded or layer.get_seq_length() < window
 
 
 class KeptCache(DynamicCache):
