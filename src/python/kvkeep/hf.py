@@ -93,6 +93,8 @@ class attach:
         policy = _policy_text(policy)  # what is wrong with it is said before the model runs
         _refuse_nested(model)
         (spec, modules), projections = describe(model), []
+        if output_projections and any(hasattr(m, "expand_kv") for m in modules.values()):
+            refuse(Unsupported, "output_projections: rows are latent, and values have no projection; allowed without")
         if output_projections:
             projections = [modules[i].o_proj.weight.detach() if i in modules else None for i in range(spec.num_layers)]
         if isinstance(remember, bool) or not isinstance(remember, int) or remember < 0:
@@ -270,7 +272,10 @@ class attach:
                 Unsupported,
                 f"the cache holds {cache.get_seq_length()} tokens that kvkeep has not seen; allowed an empty one",
             )
-        rows = Rows(self, _plain_cache(self.model).layers, prompt)
+        fresh = _plain_cache(self.model)
+        if any(getattr(layer, "record_past", False) for layer in cache.layers):  # drafts will be taken back
+            fresh.activate_past_recording()
+        rows = Rows(self, fresh.layers, prompt)
         cache.layers, cache.layer_class_to_replicate = rows.layers, None
         cache.__class__ = KeptCache
         weakref.finalize(cache, rows.forget)
