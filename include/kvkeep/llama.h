@@ -74,7 +74,7 @@ enum class Positions : std::uint8_t {
 /// - `union`, `union_mean`: every layer and head keeps the same tokens. The others are dropped with
 ///   llama_memory_seq_rm(), whatever the backend and the type of the cache.
 /// - `none`, `per_head`: each layer and head keeps tokens of its own, equally many. Rows are rewritten, so the cache
-///   must be f32, f16 or bf16, in host memory, with flash attention.
+///   must be in host memory, with flash attention; a quantised one needs heads of whole blocks.
 ///
 /// A sequence that llama.cpp has not seen begins at position 0. Its next token is at next_position(). Whoever removes
 /// the newest positions of a sequence (speculative decoding), or all of them, is followed. Positions that were moved,
@@ -88,11 +88,12 @@ class Evictor {
   /// Puts the callback into `params`; one that is there already is called as well. Turns flash attention on if the
   /// policy needs it and `params` leaves it open. Throws InvalidArgument, with every reason, if the policy cannot run
   /// on the model, and Unsupported for what facts_of() refuses, which runs one token in a context of its own, for a
-  /// policy whose rows end up unequal, for `params` that rule out rewriting (flash attention off, a quantised cache)
-  /// under a `share` that needs it, for policies that turn queries or keys back over a quantised cache or with
-  /// Positions::cache, for Positions::cache over a quantised cache whose heads are no multiple of 64 (llama.cpp's
-  /// rotation ends the program there) and over models whose layers slide or have states, for a budget of fewer slots
-  /// than layers slide over, and, where queries or keys are turned, for RoPE that cannot be read.
+  /// policy whose rows end up unequal, for `params` that rule out rewriting (flash attention off, a quantised cache
+  /// with heads of no whole blocks or with Positions::cache) under a `share` that needs it, for policies that turn
+  /// queries or keys back over a quantised cache or with Positions::cache, for Positions::cache over a quantised cache
+  /// whose heads are no multiple of 64 (llama.cpp's rotation ends the program there) and over models whose layers slide
+  /// or have states, for a budget of fewer slots than layers slide over, and, where queries or keys are turned, for
+  /// RoPE that cannot be read.
   Evictor(const llama_model* model, llama_context_params& params, std::unique_ptr<KVPolicy> policy,
           Positions positions = Positions::text)
       : facts_(facts_of(model, params)),
@@ -129,8 +130,12 @@ class Evictor {
     one_set_ = trigger.never || share == Sharing::all || share == Sharing::all_mean;
     if (!one_set_) {
       for (const ggml_type type : {params.type_k, params.type_v})
-        KVKEEP_REQUIRE_AS(Unsupported, dtype_of(type), "llama: the cache is ", ggml_type_name(type), ", and ", name,
-                          " rewrites rows of each layer and head; allowed f32, f16, bf16, or share=union");
+        KVKEEP_REQUIRE_AS(
+            Unsupported, dtype_of(type) || (positions == Positions::text && moves_as_blocks(type)),
+            "llama: the cache is ", ggml_type_name(type), ", heads have ", keeper_.spec().key_dim, " and ",
+            keeper_.spec().value_dim, " elements, and ", name,
+            " rewrites rows of each layer and head; allowed f32, f16, bf16, with Positions::text heads of "
+            "whole blocks, or share=union");
       KVKEEP_REQUIRE_AS(Unsupported, params.flash_attn_type != LLAMA_FLASH_ATTN_TYPE_DISABLED,
                         "llama: flash attention is off, so values are stored transposed, and ", name,
                         " rewrites rows of each layer and head; allowed with flash attention, or share=union");
@@ -375,6 +380,13 @@ class Evictor {
       for (ggml_tensor* t : {cache_[static_cast<std::size_t>(l)].keys, cache_[static_cast<std::size_t>(l)].values})
         if (t != nullptr) f(t);
   }
+  /// Heads are whole blocks of a type, so that rows of a head move as they are.
+  [[nodiscard]] bool moves_as_blocks(ggml_type type) const {
+    const std::int64_t block = ggml_get_type_traits(type)->blck_size;
+    return keeper_.spec().key_dim % block == 0 && keeper_.spec().value_dim % block == 0;
+  }
+  /// Events give slots the positions of their places, and turn keys to them.
+  [[nodiscard]] bool places() const { return positions_ == Positions::cache && rewritable_ && numbers_; }
   /// Queries of the layer were read in this micro-batch.
   [[nodiscard]] bool layer_is_seen(std::int32_t layer) const {
     return static_cast<std::size_t>(layers_seen_) >= full_layers_.size() ||
@@ -449,6 +461,7 @@ class Evictor {
   void require_window(const PageMove& move) const;
   void rearrange(llama_seq_id sequence, const PageMove& move, const Plan& plan);
   void lower(Held& held, const PageMove& move, std::vector<std::int32_t>& freed);
+  void move_blocks(const PageMove& move, const Plan& plan);
   void place(Held& held, const PageMove& move, const Plan& plan, std::vector<std::int32_t>& freed);
   void require_plain_shift() const;
   void renumber(llama_seq_id sequence);
@@ -463,7 +476,8 @@ class Evictor {
   bool turns_;               ///< queries or keys: RoPE of the graph must be that of the spec
   bool one_set_ = false;     ///< all rows of a sequence hold the same tokens
   bool value_rows_ = true;   ///< not transposed
-  bool rewritable_ = false;  ///< rows lie in host memory, as numbers
+  bool rewritable_ = false;  ///< rows lie in host memory
+  bool numbers_ = false;     ///< they are numbers, not blocks, and events read and write them where they are
   llama_context* context_ = nullptr;
   ggml_backend_sched_eval_callback next_ = nullptr;  ///< the program's own callback
   void* next_data_ = nullptr;

@@ -302,7 +302,8 @@ TEST_P(LlamaEvictor, SaysWhatIsInTheWay) {
     }
     return "";
   };
-  EXPECT_NE(sentence("tova,budget=32", {.type = GGML_TYPE_Q8_0}).find("the cache is q8_0"), std::string::npos);
+  EXPECT_NE(sentence("knorm,budget=32", {.type = GGML_TYPE_Q8_0, .positions = Positions::cache}).find("q8_0"),
+            std::string::npos);
   EXPECT_NE(sentence("tova,budget=32", {.flash = LLAMA_FLASH_ATTN_TYPE_DISABLED}).find("flash attention is off"),
             std::string::npos);
   EXPECT_NE(sentence("adakv-tova,budget=32", {}).find("unequal"), std::string::npos);

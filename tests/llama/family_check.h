@@ -433,6 +433,11 @@ struct Outcome {
     check_heads(trial, on, policy_of(trial, "tova", kRecent, ",heads=group"), &scores);
     if (!trial.is_long()) check_heads(trial, on, policy_of(trial, "ams-tova", kRecent, ""), nullptr);
     if (!trial.is_long()) check_heads(trial, on, policy_of(trial, "keydiff", kRecent, ""), nullptr);
+    // Rows of these move as blocks.
+    if (facts.spec.key_dim % 32 == 0 && facts.spec.value_dim % 32 == 0 && !trial.is_long()) {
+      check_heads(trial, {.type = GGML_TYPE_Q8_0}, policy_of(trial, "tova", kRecent, ",heads=group"), nullptr);
+      check_heads(trial, {.type = GGML_TYPE_Q4_1}, policy_of(trial, "keydiff", kRecent, ""), nullptr);
+    }
     outcome.result = "served";
   } catch (const Unsupported& refused) {
     outcome.result = "refused";

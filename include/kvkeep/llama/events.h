@@ -50,8 +50,10 @@ inline LayerKv Evictor::shown(std::int32_t layer, bool refresh) {
                     "llama: values are stored transposed, and ", keeper_.policy().name(),
                     " reads or rewrites them; allowed with flash attention");
   if (keys && values) return PagedKv{.keys = *keys, .values = *values};
-  rewritable_ = false;
-  KVKEEP_REQUIRE_AS(Unsupported, one_set_, "llama: the cache of layer ", layer, " is in ",
+  numbers_ = false;
+  const bool here = on_host(own.keys) && on_host(valued);
+  rewritable_ = rewritable_ && here;
+  KVKEEP_REQUIRE_AS(Unsupported, one_set_ || here, "llama: the cache of layer ", layer, " is in ",
                     ggml_backend_buffer_name(own.keys->buffer), ", where ", keeper_.policy().name(),
                     " cannot rewrite rows; allowed host memory (offload_kqv = false), or share=union");
   if (facts_.latent) {
@@ -86,6 +88,7 @@ inline void Evictor::make_view(std::span<const SequenceId> due) {
   view_.pages = &owners_;
   view_.shared_pages = SharedPages::refuse;
   rewritable_ = value_rows_;
+  numbers_ = true;
   std::vector<LayerKv> layers(cache_.size());
   for (const std::int32_t l : full_layers_) layers[static_cast<std::size_t>(l)] = shown(l, refresh);
   keeper_.bind(std::move(layers));
@@ -166,8 +169,9 @@ inline void Evictor::require_plain_shift() const {
 }
 
 inline void Evictor::cut(const Plan& plan) {
-  if (!rewritable_ && positions_ == Positions::cache && !plan.cuts.empty()) require_plain_shift();
-  if (!rewritable_)
+  const bool shifts = positions_ == Positions::cache && !places();
+  if (shifts && !plan.cuts.empty()) require_plain_shift();
+  if (!rewritable_ || shifts)
     for (const PageMove& move : plan.pages)
       KVKEEP_REQUIRE_AS(Unsupported, move.after.back() == move.before.back(), "llama: ", keeper_.policy().name(),
                         " drops the newest token of sequence ", due_[static_cast<std::size_t>(move.sequence)],
@@ -187,12 +191,13 @@ inline void Evictor::rearrange(llama_seq_id sequence, const PageMove& move, cons
   held.cells = move.after;
   std::vector<std::int32_t> freed = move.freed;
   std::ranges::sort(freed);
-  if (rewritable_ && positions_ == Positions::cache)
+  if (!numbers_ && !one_set_) move_blocks(move, plan);
+  if (places())
     place(held, move, plan, freed);
-  else if (rewritable_)
+  else if (rewritable_ && positions_ == Positions::text)
     lower(held, move, freed);
   remove(sequence, move.before, std::move(freed));
-  if (!rewritable_ && positions_ == Positions::cache) renumber(sequence);
+  if (positions_ == Positions::cache && !places()) renumber(sequence);
   if (positions_ == Positions::cache) held.lag = keeper_.logical_length(sequence) - std::ssize(held.cells);
   held.least = label(*std::ranges::min_element(held.cells, {}, [&](std::int32_t cell) { return label(cell); }));
 }
@@ -238,6 +243,27 @@ inline void Evictor::lower(Held& held, const PageMove& move, std::vector<std::in
   std::ranges::sort(freed);
   for (std::size_t free = 0; free < freed.size() && next < slots.size(); ++free)
     if (owners_.references(freed[free]) == 0 && freed[free] < held.cells[slots[next]]) swap(slots[next++], free);
+}
+
+/// The event moved rows of the mirrors: those of the cache, which are blocks, follow them.
+inline void Evictor::move_blocks(const PageMove& move, const Plan& plan) {
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    if (row.sequence != move.sequence) continue;
+    const auto kept = plan.decision.keep->row(r);
+    const LayerCache& own = cache_[static_cast<std::size_t>(row.layer)];
+    for (const ggml_tensor* t : {own.keys, own.values}) {
+      if (t == nullptr) continue;
+      const std::size_t bytes = t->nb[1] / static_cast<std::size_t>(keeper_.spec().kv_heads),
+                        at = static_cast<std::size_t>(row.head) * bytes;
+      gathered_.resize(kept.size() * bytes);
+      for (std::size_t j = 0; j < kept.size(); ++j)
+        std::memcpy(gathered_.data() + j * bytes, row_at(t, move.before[static_cast<std::size_t>(kept[j])]) + at,
+                    bytes);
+      for (std::size_t j = 0; j < kept.size(); ++j)
+        std::memcpy(row_at(t, move.after[j]) + at, gathered_.data() + j * bytes, bytes);
+    }
+  }
 }
 
 /// Slot j goes to the cell that held slot j, which llama.cpp knows under position j: keys are rotated there, and
