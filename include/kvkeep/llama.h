@@ -40,6 +40,7 @@
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/keeper/keeper.h"
 #include "kvkeep/llama/model.h"
+#include "kvkeep/parts/pins.h"
 
 namespace kvkeep::llama {
 
@@ -73,7 +74,7 @@ enum class Positions : std::uint8_t {
 /// - `union`, `union_mean`: every layer and head keeps the same tokens. The others are dropped with
 ///   llama_memory_seq_rm(), whatever the backend and the type of the cache.
 /// - `none`, `per_head`: each layer and head keeps tokens of its own, equally many. Rows are rewritten, so the cache
-///   must be f32, f16 or bf16, in host memory, with flash attention.
+///   must be in host memory, with flash attention; a quantised one needs heads of whole blocks.
 ///
 /// A sequence that llama.cpp has not seen begins at position 0. Its next token is at next_position(). Whoever removes
 /// the newest positions of a sequence (speculative decoding), or all of them, is followed. Positions that were moved,
@@ -86,14 +87,17 @@ class Evictor {
  public:
   /// Puts the callback into `params`; one that is there already is called as well. Turns flash attention on if the
   /// policy needs it and `params` leaves it open. Throws InvalidArgument, with every reason, if the policy cannot run
-  /// on the model, and Unsupported for what spec_of() refuses, for a policy whose rows end up unequal, and for
-  /// `params` that rule out rewriting (flash attention off, a quantised cache) under a `share` that needs it, for
-  /// policies that turn queries or keys back over a quantised cache or with Positions::cache, for Positions::cache
-  /// over a quantised cache whose heads are no multiple of 64 (llama.cpp's rotation ends the program there), and, where
-  /// queries or keys are turned, for RoPE that read_rope() cannot read. That runs one token in a context of its own.
+  /// on the model, and Unsupported for what facts_of() refuses, which runs one token in a context of its own, for a
+  /// policy whose rows end up unequal, for `params` that rule out rewriting (flash attention off, a quantised cache
+  /// with heads of no whole blocks or with Positions::cache) under a `share` that needs it, for policies that turn
+  /// queries or keys back over a quantised cache or with Positions::cache, for Positions::cache over a quantised cache
+  /// whose heads are no multiple of 64 (llama.cpp's rotation ends the program there) and over models whose layers slide
+  /// or have states, for a budget of fewer slots than layers slide over, and, where queries or keys are turned, for
+  /// RoPE that cannot be read.
   Evictor(const llama_model* model, llama_context_params& params, std::unique_ptr<KVPolicy> policy,
           Positions positions = Positions::text)
-      : keeper_(make_keeper(model, params, std::move(policy), positions)),
+      : facts_(facts_of(model, params)),
+        keeper_(make_keeper(facts_, std::move(policy), positions)),
         needs_(keeper_.policy().needs()),
         full_layers_(keeper_.spec().full_layers()),
         positions_(positions),
@@ -114,15 +118,33 @@ class Evictor {
         positions == Positions::text || !ggml_get_type_traits(params.type_k)->is_quantized || dim % 64 == 0,
         "llama: llama.cpp cannot change positions in a cache of ", ggml_type_name(params.type_k), " with ", dim,
         " elements a head; allowed f32, f16, bf16, heads of a multiple of 64, or ", "Positions::text");
+    KVKEEP_REQUIRE_AS(Unsupported, positions == Positions::text || !facts_.mixed(),
+                      "llama: ", facts_.states ? "layers of this model have states" : "layers of this model slide",
+                      ", whose positions do not follow those of the cache; allowed Positions::text");
+    KVKEEP_REQUIRE_AS(
+        Unsupported,
+        trigger.never || trigger.budget.unit != Budget::Unit::slots || trigger.budget.slots >= facts_.window,
+        "llama: layers of this model slide over ", facts_.window, " tokens, whose cells must stay, and the budget of ",
+        name, " is ", trigger.budget.slots, " slots; allowed ", facts_.window, " or more");
     const Sharing share = keeper_.policy().sharing();
     one_set_ = trigger.never || share == Sharing::all || share == Sharing::all_mean;
     if (!one_set_) {
       for (const ggml_type type : {params.type_k, params.type_v})
-        KVKEEP_REQUIRE_AS(Unsupported, dtype_of(type), "llama: the cache is ", ggml_type_name(type), ", and ", name,
-                          " rewrites rows of each layer and head; allowed f32, f16, bf16, or share=union");
+        KVKEEP_REQUIRE_AS(
+            Unsupported, dtype_of(type) || (positions == Positions::text && moves_as_blocks(type)),
+            "llama: the cache is ", ggml_type_name(type), ", heads have ", keeper_.spec().key_dim, " and ",
+            keeper_.spec().value_dim, " elements, and ", name,
+            " rewrites rows of each layer and head; allowed f32, f16, bf16, with Positions::text heads of "
+            "whole blocks, or share=union");
       KVKEEP_REQUIRE_AS(Unsupported, params.flash_attn_type != LLAMA_FLASH_ATTN_TYPE_DISABLED,
                         "llama: flash attention is off, so values are stored transposed, and ", name,
                         " rewrites rows of each layer and head; allowed with flash attention, or share=union");
+      KVKEEP_REQUIRE_AS(Unsupported, facts_.flash,
+                        "llama: llama.cpp has no flash attention for this model, so values "
+                        "are stored transposed, and ",
+                        name,
+                        " rewrites rows of each layer and head; allowed "
+                        "share=union");
       params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     }
     next_ = std::exchange(params.cb_eval, &Evictor::on_node);
@@ -199,10 +221,14 @@ class Evictor {
     KVKEEP_REQUIRE(streams_ == 1 || tokens == keeper_.logical_length(from), "llama: ", tokens, " of ",
                    keeper_.logical_length(from), " tokens of sequence ", from,
                    ", which has a buffer of its own; allowed all of them, or kv_unified");
-    KVKEEP_REQUIRE_AS(Unsupported, streams_ > 1 || (one_set_ && positions_ == Positions::text), "llama: sequences ",
-                      from, " and ", to,
-                      " would share cells that events rewrite; allowed with kv_unified = false, or "
-                      "share=union and Positions::text");
+    KVKEEP_REQUIRE(!facts_.mixed() || tokens == keeper_.logical_length(from), "llama: ", tokens, " of ",
+                   keeper_.logical_length(from), " tokens of sequence ", from, ", whose layers ",
+                   facts_.states ? "have states" : "slide", "; allowed all of them");
+    KVKEEP_REQUIRE_AS(
+        Unsupported, streams_ > 1 || (one_set_ && positions_ == Positions::text && facts_.window == 0),
+        "llama: sequences ", from, " and ", to,
+        " would share cells that events rewrite; allowed with kv_unified = false, or share=union and Positions::text "
+        "over a model without layers that slide");
     llama_memory_seq_cp(llama_get_memory(context_), from, to, 0, streams_ == 1 ? tokens : -1);
     keeper_.join(to, tokens, kOpenPrompt);
     Held copied;
@@ -253,7 +279,8 @@ class Evictor {
   }
 
   /// Before llama_decode() of this batch: cuts sequences of it whose events waited for drafts to be taken back. Throws,
-  /// and nothing has changed: StateError without a context, for a sequence that begins after position 0, goes back past
+  /// and nothing has changed: Unsupported for embeddings instead of tokens where positions have several dimensions
+  /// (images under M-RoPE); StateError without a context, for a sequence that begins after position 0, goes back past
   /// its last event, was decoded past the evictor or whose positions were moved, and with Positions::cache for one
   /// whose event is due and for which settle() was not called; InvalidArgument for a sequence that the context does not
   /// have, and for positions that do not ascend by one; Unsupported for a token of several sequences. If an event
@@ -262,7 +289,7 @@ class Evictor {
   /// After it: cuts the sequences of the batch that are due. `status`: what llama_decode() returned. If that is not 0,
   /// takes back what is not in the cache. Throws StateError if the graph showed that positions of a sequence of the
   /// batch were moved: the batch was not computed, and nothing of it is in the cache; other sequences go on. Throws
-  /// Unsupported if the graph showed something that spec_of() could not know, or the cache is in memory that rows
+  /// Unsupported if the graph showed something else than facts_of() saw, or the cache is in memory that rows
   /// cannot be rewritten in; StateError if attention was not seen. The sequences are then no longer watched.
   void end(std::int32_t status);
 
@@ -324,6 +351,13 @@ class Evictor {
     bool last_output = false;
   };
 
+  /// Tokens that stay in an event because their cells must.
+  struct PinnedWindow {
+    SequenceId sequence = 0;
+    std::int64_t begin = 0, end = 0;     ///< positions
+    std::vector<PositionSpan> own = {};  ///< what the program has pinned
+  };
+
   /// How the size of a sequence's saved state grows with its cells.
   struct StateSize {
     std::size_t cells = 0, bytes = 0;  ///< of the first that was asked for; 0: none was
@@ -345,11 +379,28 @@ class Evictor {
     ~Timer() { seconds += std::chrono::duration<double>(Clock::now() - begun).count(); }
   };
 
-  /// Keys, and values, of every layer that is cut.
+  /// Keys, and values that are not within them, of every layer that is cut.
   template <class F>
   void each_stored(const F& f) const {
     for (const std::int32_t l : full_layers_)
-      f(cache_[static_cast<std::size_t>(l)].keys), f(cache_[static_cast<std::size_t>(l)].values);
+      for (ggml_tensor* t : {cache_[static_cast<std::size_t>(l)].keys, cache_[static_cast<std::size_t>(l)].values})
+        if (t != nullptr) f(t);
+  }
+  /// Heads are whole blocks of a type, so that rows of a head move as they are.
+  [[nodiscard]] bool moves_as_blocks(ggml_type type) const {
+    const std::int64_t block = ggml_get_type_traits(type)->blck_size;
+    return keeper_.spec().key_dim % block == 0 && keeper_.spec().value_dim % block == 0;
+  }
+  /// Events give slots the positions of their places, and turn keys to them.
+  [[nodiscard]] bool places() const { return positions_ == Positions::cache && rewritable_ && numbers_; }
+  /// Queries of the layer were read in this micro-batch.
+  [[nodiscard]] bool layer_is_seen(std::int32_t layer) const {
+    return static_cast<std::size_t>(layers_seen_) >= full_layers_.size() ||
+           layer < full_layers_[static_cast<std::size_t>(layers_seen_)];
+  }
+  [[nodiscard]] bool is_full(std::int32_t layer) const {
+    return layer >= 0 && layer < keeper_.spec().num_layers() &&
+           keeper_.spec().layers[static_cast<std::size_t>(layer)].kind == LayerKind::full;
   }
   [[nodiscard]] static std::byte* row_at(const ggml_tensor* t, std::int32_t cell) {
     return static_cast<std::byte*>(t->data) + static_cast<std::size_t>(cell) * t->nb[1];
@@ -371,18 +422,16 @@ class Evictor {
     return found->second;
   }
 
-  static Keeper make_keeper(const llama_model* model, const llama_context_params& params,
-                            std::unique_ptr<KVPolicy> policy, Positions positions) {
-    ModelSpec spec = spec_of(model);
+  static Keeper make_keeper(const Facts& facts, std::unique_ptr<KVPolicy> policy, Positions positions) {
     const bool read = policy != nullptr && policy->needs().rope;
     if (read || positions == Positions::cache) {
-      read_rope(spec, model, params);
-      const std::int32_t open = spec.first_without_rope();
+      if (facts.rope_error) std::rethrow_exception(facts.rope_error);
+      const std::int32_t open = facts.spec.first_without_rope();
       KVKEEP_REQUIRE_AS(Unsupported, open < 0, "llama: the graph stores keys of layer ", open,
                         " in another way than after RoPE alone, and ", read ? policy->name() : "Positions::cache",
                         " turns them; allowed policies that read them as they are, with Positions::text");
     }
-    return Keeper(std::move(spec), std::move(policy));
+    return Keeper(facts.spec, std::move(policy));
   }
 
   [[nodiscard]] bool in_pieces() const { return keeper_.policy().trigger().prefill == Trigger::Prefill::pieces; }
@@ -391,14 +440,16 @@ class Evictor {
   void meet(const ggml_tensor* stored);
   void see(const ggml_tensor* mask);
   void see_shift(const ggml_tensor* node, const ggml_tensor* keys);
-  void check_attention(const ggml_tensor* node) const;
+  void check_attention(const Attention& seen, std::int32_t layer) const;
   void check_rope(const ggml_tensor* node, std::int32_t layer);
   void observe(const ggml_tensor* node);
   void observe_unread();
   void complete();
   void require_sequence(llama_seq_id sequence) const;
   void require_followed(llama_seq_id sequence) const;
+  [[nodiscard]] std::size_t full_bytes(llama_seq_id sequence) const;
   [[nodiscard]] bool holds(llama_seq_id sequence, std::size_t cells) const;
+  [[nodiscard]] std::vector<std::size_t> owners_of(std::size_t tokens);
   void learn_state_size(llama_seq_id sequence);
   void forget_moved();
   void break_off();
@@ -409,16 +460,22 @@ class Evictor {
   [[nodiscard]] LayerKv shown(std::int32_t layer, bool refresh);
   [[nodiscard]] Tensor mirrored(const ggml_tensor* from, std::vector<std::byte>& mirror, std::int32_t heads,
                                 std::int32_t dim, bool read, bool refresh) const;
+  [[nodiscard]] std::vector<PinnedWindow> pin_windows();
+  void unpin(std::span<const PinnedWindow> windows);
   void evict(std::vector<SequenceId> due);
   void cut(const Plan& plan);
+  [[nodiscard]] llama_pos oldest_fixed(std::span<const std::int32_t> cells) const;
+  void require_window(const PageMove& move) const;
   void rearrange(llama_seq_id sequence, const PageMove& move, const Plan& plan);
   void lower(Held& held, const PageMove& move, std::vector<std::int32_t>& freed);
+  void move_blocks(const PageMove& move, const Plan& plan);
   void place(Held& held, const PageMove& move, const Plan& plan, std::vector<std::int32_t>& freed);
   void require_plain_shift() const;
   void renumber(llama_seq_id sequence);
   void move_cell(std::int32_t from, std::int32_t to);
   void remove(llama_seq_id sequence, std::span<const std::int32_t> before, std::vector<std::int32_t> freed);
 
+  Facts facts_;
   Keeper keeper_;
   Needs needs_;
   std::vector<std::int32_t> full_layers_;
@@ -426,7 +483,8 @@ class Evictor {
   bool turns_;               ///< queries or keys: RoPE of the graph must be that of the spec
   bool one_set_ = false;     ///< all rows of a sequence hold the same tokens
   bool value_rows_ = true;   ///< not transposed
-  bool rewritable_ = false;  ///< rows lie in host memory, as numbers
+  bool rewritable_ = false;  ///< rows lie in host memory
+  bool numbers_ = false;     ///< they are numbers, not blocks, and events read and write them where they are
   llama_context* context_ = nullptr;
   ggml_backend_sched_eval_callback next_ = nullptr;  ///< the program's own callback
   void* next_data_ = nullptr;

@@ -41,6 +41,11 @@ enum ggml_op {
   GGML_OP_SOFT_MAX,
   GGML_OP_ROPE,
   GGML_OP_FLASH_ATTN_EXT,
+  GGML_OP_UNARY,
+};
+
+enum ggml_unary_op {
+  GGML_UNARY_OP_TANH = 4,
 };
 
 struct ggml_tensor {

@@ -16,6 +16,8 @@ typedef struct llama_memory_i* llama_memory_t;
 typedef int32_t llama_pos;
 typedef int32_t llama_token;
 typedef int32_t llama_seq_id;
+typedef uint32_t llama_state_seq_flags;
+#define LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY 1
 
 enum llama_rope_type {
   LLAMA_ROPE_TYPE_NONE = -1,
@@ -76,6 +78,7 @@ struct llama_context_params {
   ggml_abort_callback abort_callback;
   void* abort_callback_data;
   bool offload_kqv;
+  bool swa_full;
   bool kv_unified;
 };
 
@@ -93,6 +96,7 @@ int32_t llama_model_n_swa(const struct llama_model* model);
 float llama_model_rope_freq_scale_train(const struct llama_model* model);
 enum llama_rope_type llama_model_rope_type(const struct llama_model* model);
 bool llama_model_has_encoder(const struct llama_model* model);
+bool llama_model_is_diffusion(const struct llama_model* model);
 bool llama_model_is_recurrent(const struct llama_model* model);
 bool llama_model_is_hybrid(const struct llama_model* model);
 const struct llama_vocab* llama_model_get_vocab(const struct llama_model* model);
@@ -119,6 +123,8 @@ llama_pos llama_memory_seq_pos_min(llama_memory_t memory, llama_seq_id sequence)
 llama_pos llama_memory_seq_pos_max(llama_memory_t memory, llama_seq_id sequence);
 /// Bytes of its saved state: so many for none, and as many for each cell.
 size_t llama_state_seq_get_size(struct llama_context* context, llama_seq_id sequence);
+/// Of mixed memories, what is partial: without the cells of full layers.
+size_t llama_state_seq_get_size_ext(struct llama_context* context, llama_seq_id sequence, llama_state_seq_flags flags);
 void llama_memory_clear(llama_memory_t memory, bool data);
 
 struct llama_batch llama_batch_get_one(llama_token* tokens, int32_t count);
@@ -136,3 +142,5 @@ float* llama_get_logits_ith(struct llama_context* context, int32_t index);
 float fake_rope_factor(const llama_model* model, int pair);
 /// Of the stand-in alone: position of a cell (streams follow one another) if the sequence holds it, else -1.
 llama_pos fake_llama_cell(const llama_context* context, llama_seq_id sequence, int32_t cell);
+/// Of the stand-in alone: layers that slide hold this position of the sequence.
+bool fake_llama_slides_over(const llama_context* context, llama_seq_id sequence, llama_pos position);
