@@ -174,6 +174,14 @@ class Keeper {
   /// keep of positions from there on is gone. If a prompt that had ended loses tokens, it becomes as long as the
   /// remaining sequence.
   void truncate(SequenceId sequence, std::int64_t logical_length) { sequences_->truncate(sequence, logical_length); }
+  /// truncate(), also further than the query ring remembers: the window then begins with the sequence's next tokens,
+  /// before which no event must come.
+  void truncate_with_window(SequenceId sequence, std::int64_t logical_length) {
+    sequences_->truncate(sequence, logical_length, "truncate_with_window", false);
+  }
+  /// The fewest tokens that a sequence can go back to: those that its last event saw, or that were cached before
+  /// join(). Throws StateError for an unknown sequence.
+  [[nodiscard]] std::int64_t least_length(SequenceId sequence) const { return sequences_->least_length(sequence); }
 
   /// The fewest tokens with which an event may cut the sequence, however they are split into steps; 0: the next step
   /// may do so; Trigger::kNoEvent: none will (Trigger::tokens_until() says when it is exact). In the middle of a step
