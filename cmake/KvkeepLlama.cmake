@@ -15,12 +15,15 @@ function(kvkeep_add_llama_preload target)
   target_link_options(${target} PRIVATE -Wl,-z,lazy)
 endfunction()
 
-set(kvkeep_llama_headers "")
+set(KVKEEP_LLAMA_HEADERS "" CACHE STRING "Folders of llama.h and ggml.h, for libkvkeep_llama_preload.so alone")
+set(kvkeep_llama_headers ${KVKEEP_LLAMA_HEADERS})
 foreach(name IN ITEMS llama ggml-base ggml::ggml-base)
-  list(
-    APPEND kvkeep_llama_headers
-    "$<$<TARGET_EXISTS:${name}>:$<TARGET_PROPERTY:${name},INTERFACE_INCLUDE_DIRECTORIES>>"
-  )
+  if(NOT KVKEEP_LLAMA_HEADERS)
+    list(
+      APPEND kvkeep_llama_headers
+      "$<$<TARGET_EXISTS:${name}>:$<TARGET_PROPERTY:${name},INTERFACE_INCLUDE_DIRECTORIES>>"
+    )
+  endif()
 endforeach()
 
 if(NOT KVKEEP_LLAMA)

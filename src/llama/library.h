@@ -52,10 +52,10 @@ F* own(const char* name) {
   }
   return reinterpret_cast<F*>(found);
 }
-#define KVKEEP_OWN(name)                                                                     \
-  ([] {                                                                                      \
-    static auto* const found = ::kvkeep::llama::preload::own<decltype(::name)>(#name);       \
-    return found;                                                                            \
+#define KVKEEP_OWN(name)                                                               \
+  ([] {                                                                                \
+    static auto* const found = ::kvkeep::llama::preload::own<decltype(::name)>(#name); \
+    return found;                                                                      \
   }())
 
 /// Throws Unsupported if llama.cpp's structures are not those that this library was compiled with.
@@ -68,8 +68,8 @@ inline void require_same_structures() {
   constexpr unsigned char kUnwritten = 0xA5;
   memory.fill(kUnwritten);
   // Returned in memory of ours, of which a longer structure takes more.
-  const auto* const defaults = new (memory.data())
-      Defaults(reinterpret_cast<Defaults (*)()>(own<void>("llama_context_default_params"))());
+  const auto* const defaults =
+      new (memory.data()) Defaults(reinterpret_cast<Defaults (*)()>(own<void>("llama_context_default_params"))());
   const llama_context_params& p = defaults->params;
   bool same = defaults->behind.front() == kUnwritten && p.n_ctx == 512 && p.n_batch == 2048 && p.n_ubatch == 512 &&
               p.n_seq_max == 1 && p.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_AUTO && p.cb_eval == nullptr &&
@@ -77,10 +77,13 @@ inline void require_same_structures() {
               !p.kv_unified;
   constexpr std::size_t kObject = 32;  // before each tensor in ggml's memory
   same = same && ggml_tensor_overhead() == kObject + sizeof(ggml_tensor);
-  for (const auto& [op, name] : {std::pair(GGML_OP_SET_ROWS, "SET_ROWS"), {GGML_OP_ROPE, "ROPE"},
-                                 {GGML_OP_SOFT_MAX, "SOFT_MAX"}, {GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT"}})
+  for (const auto& [op, name] : {std::pair(GGML_OP_SET_ROWS, "SET_ROWS"),
+                                 {GGML_OP_ROPE, "ROPE"},
+                                 {GGML_OP_SOFT_MAX, "SOFT_MAX"},
+                                 {GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT"}})
     same = same && std::string_view(ggml_op_name(op)) == name;
-  KVKEEP_REQUIRE_AS(Unsupported, same, "llama: the program's llama.cpp has other structures than the one that this "
+  KVKEEP_REQUIRE_AS(Unsupported, same,
+                    "llama: the program's llama.cpp has other structures than the one that this "
                     "library was compiled with; allowed a library that was compiled with the program's llama.h");
 }
 

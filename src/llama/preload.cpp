@@ -323,8 +323,8 @@ bool may_remove(Followed& f, llama_seq_id sequence, llama_pos p0, llama_pos p1) 
   if (!f.has(sequence)) return true;
   const llama_pos newest = KVKEEP_OWN(llama_memory_seq_pos_max)(f.memory, sequence);
   if (p0 > newest || (p1 >= 0 && p1 <= p0)) return true;  // nothing
-  const std::string what = text("positions [", p0, ", ", p1, ") of sequence ", sequence, ", which has ", newest + 1,
-                                " tokens, stay: ");
+  const std::string what =
+      text("positions [", p0, ", ", p1, ") of sequence ", sequence, ", which has ", newest + 1, " tokens, stay: ");
   if (p1 >= 0 && p1 <= newest) {
     say(what, "the middle is not taken out under a policy; allowed the newest ones (p1 = -1), or all");
     return false;
@@ -369,9 +369,7 @@ void copy(Followed& f, llama_seq_id from, llama_seq_id to, llama_pos p0, llama_p
   if (from == to || !f.has(from)) return full(f.memory, from, to, p0, p1);
   const std::int64_t length = f.evictor.keeper().logical_length(from);
   const std::int64_t tokens = p1 < 0 ? length : std::min<std::int64_t>(p1, length);
-  const auto refused = [&](const std::string& why) {
-    say("sequence ", from, " is not copied to ", to, ": ", why);
-  };
+  const auto refused = [&](const std::string& why) { say("sequence ", from, " is not copied to ", to, ": ", why); };
   if (tokens == 0) return;
   if (p0 > 0) return refused(text("it begins at position ", p0, "; allowed from 0 on"));
   if (f.has(to)) return refused(text("sequence ", to, " has tokens already; allowed an empty one"));
@@ -551,7 +549,8 @@ KVKEEP_EXPORT void llama_memory_seq_add(llama_memory_t memory, llama_seq_id sequ
                                         llama_pos delta) {
   KVKEEP_FOLLOWED(memory);
   if (f != nullptr && delta != 0 && f->has(sequence))
-    say("positions of sequence ", sequence, " are moved (llama_memory_seq_add), which no policy follows: its next "
+    say("positions of sequence ", sequence,
+        " are moved (llama_memory_seq_add), which no policy follows: its next "
         "batch is refused until all of it is removed");
   KVKEEP_OWN(llama_memory_seq_add)(memory, sequence, p0, p1, delta);
 }
@@ -559,7 +558,8 @@ KVKEEP_EXPORT void llama_memory_seq_div(llama_memory_t memory, llama_seq_id sequ
                                         int by) {
   KVKEEP_FOLLOWED(memory);
   if (f != nullptr && by != 1 && f->has(sequence))
-    say("positions of sequence ", sequence, " are divided (llama_memory_seq_div), which no policy follows: its next "
+    say("positions of sequence ", sequence,
+        " are divided (llama_memory_seq_div), which no policy follows: its next "
         "batch is refused until all of it is removed");
   KVKEEP_OWN(llama_memory_seq_div)(memory, sequence, p0, p1, by);
 }
@@ -678,9 +678,7 @@ KVKEEP_EXPORT std::size_t llama_state_seq_save_file(llama_context* context, cons
 KVKEEP_EXPORT std::size_t llama_state_seq_load_file(llama_context* context, const char* path, llama_seq_id sequence,
                                                     llama_token* tokens, std::size_t room, std::size_t* count) {
   KVKEEP_FOLLOWED(context);
-  const auto load = [&] {
-    return KVKEEP_OWN(llama_state_seq_load_file)(context, path, sequence, tokens, room, count);
-  };
+  const auto load = [&] { return KVKEEP_OWN(llama_state_seq_load_file)(context, path, sequence, tokens, room, count); };
   if (f == nullptr || tokens == nullptr) return load();
   return guarded(
       [&]() -> std::size_t {

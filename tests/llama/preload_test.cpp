@@ -6,8 +6,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <functional>
 #include <fstream>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -105,10 +105,8 @@ TEST_F(LlamaPreload, MakesNoContextUnderAPolicyThatDoesNotExist) {
 /// The program is as it was.
 TEST_F(LlamaPreload, LeavesContextsAloneThatItCannotFollow) {
   const std::vector<llama_token> prompt = some_tokens(60), want = under(nullptr).generate(prompt, 10);
-  llama_context_params embeds = params_of({}), drafts = params_of({}), thinks_ahead = params_of({});
-  const Engine target = under(nullptr);
+  llama_context_params embeds = params_of({}), thinks_ahead = params_of({});
   embeds.embeddings = true;
-  drafts.ctx_other = target.context.get();
   thinks_ahead.attention_type = LLAMA_ATTENTION_TYPE_NON_CAUSAL;
   setenv("KVKEEP_POLICY", kCuts, 1);
   for (const llama_context_params& params : {embeds, thinks_ahead}) {
@@ -118,6 +116,9 @@ TEST_F(LlamaPreload, LeavesContextsAloneThatItCannotFollow) {
     EXPECT_EQ(kvkeep_llama_events(context.get()), -1);
   }
 #ifdef KVKEEP_TEST_FAKE_LLAMA  // llama.cpp shares memory with the other one only for some models
+  const Context target(llama_init_from_model(the_model(), params_of({})));
+  llama_context_params drafts = params_of({});
+  drafts.ctx_other = target.get();
   EXPECT_SAYS(said([&] { Context(llama_init_from_model(the_model(), drafts)); }), "serves another context (drafts)");
   const Model swa = of_kind("swa");
   EXPECT_SAYS(said([&] { EXPECT_NE(Context(llama_init_from_model(swa.get(), params_of({}))), nullptr); }),
@@ -133,10 +134,10 @@ TEST_F(LlamaPreload, LeavesContextsAloneThatItCannotFollow) {
   EXPECT_EQ(under(nullptr).generate(prompt, 10), want);
 }
 
+#ifdef KVKEEP_TEST_FAKE_LLAMA
 TEST_F(LlamaPreload, MeasuringAModelWithoutWeightsRunsNothing) {
   llama_model_params params = llama_model_default_params();
   params.no_alloc = true;
-#ifdef KVKEEP_TEST_FAKE_LLAMA
   const char* path = "fake:llama";
   const Model whole(llama_model_load_from_file(path, params)), split(llama_model_load_from_splits(&path, 1, params));
   setenv("KVKEEP_POLICY", "expected,budget=64", 1);  // reads RoPE from a token that it runs
@@ -148,8 +149,8 @@ TEST_F(LlamaPreload, MeasuringAModelWithoutWeightsRunsNothing) {
   const Model again(llama_model_load_from_file(path, params));
   const Context context(llama_new_context_with_model(again.get(), params_of({})));
   EXPECT_EQ(kvkeep_llama_events(context.get()), 0);
-#endif
 }
+#endif
 
 TEST_F(LlamaPreload, SaysHowFarASequenceGoesBack) {
   const Engine run = under(kCuts);
@@ -164,8 +165,9 @@ TEST_F(LlamaPreload, SaysHowFarASequenceGoesBack) {
     EXPECT_FALSE(llama_memory_seq_rm(run.memory(), 1, 0, 5)) << "the beginning";
     EXPECT_FALSE(llama_memory_seq_rm(run.memory(), -1, 15, -1)) << "of one of all";
   });
-  EXPECT_SAYS(text, "positions [99, -1) of sequence 0, which has 110 tokens, stay: an event has cut what comes before; "
-                    "allowed from 100 on, or all");
+  EXPECT_SAYS(text,
+              "positions [99, -1) of sequence 0, which has 110 tokens, stay: an event has cut what comes before; "
+              "allowed from 100 on, or all");
   EXPECT_SAYS(text, "the middle is not taken out");
   EXPECT_EQ(length(run), 110);
   EXPECT_EQ(length(run, 1), 20);

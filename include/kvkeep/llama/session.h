@@ -111,7 +111,8 @@ inline std::vector<llama_pos> Evictor::positions_by_cell(llama_seq_id sequence, 
       if (sorted == held) return found;
     }
   refuse<Unsupported>("llama: the state of sequence ", sequence, ", of ", state.size(), " bytes, does not list the ",
-                      held.size(), " positions that llama.cpp should hold; allowed the state that was saved beside, "
+                      held.size(),
+                      " positions that llama.cpp should hold; allowed the state that was saved beside, "
                       "of a llama.cpp that writes them one after another");
 }
 
@@ -208,7 +209,8 @@ inline void Evictor::restore(llama_seq_id sequence, std::span<const std::byte> b
                     keeper_.physical_length(sequence, full_layers_.front(), 0) == std::ssize(held.unplaced);
   if (!fits) keeper_.leave(sequence);
   KVKEEP_REQUIRE_AS(StateError, fits, "llama: llama.cpp holds ", held.unplaced.size(), " cells of sequence ", sequence,
-                    ", the newest at position ", newest, ", and the keeper's state is of another moment; allowed "
+                    ", the newest at position ", newest,
+                    ", and the keeper's state is of another moment; allowed "
                     "states that were saved together");
   held_.emplace(sequence, std::move(held));
 }
