@@ -58,8 +58,15 @@ F* own(const char* name) {
     return found;                                                                      \
   }())
 
+// The defaults are asked for as part of a longer structure.
+#ifdef __clang__
+#define KVKEEP_AS_ANOTHER_TYPE __attribute__((no_sanitize("function")))
+#else
+#define KVKEEP_AS_ANOTHER_TYPE
+#endif
+
 /// Throws Unsupported if llama.cpp's structures are not those that this library was compiled with.
-inline void require_same_structures() {
+KVKEEP_AS_ANOTHER_TYPE inline void require_same_structures() {
   struct Defaults {
     llama_context_params params;
     std::array<unsigned char, 1024> behind;

@@ -498,6 +498,8 @@ bool refuses_whole_state(const llama_context* context) {
 
 // ---- llama.cpp's functions ----
 
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // old names
+
 using namespace kvkeep::llama;
 using namespace kvkeep::llama::preload;
 
@@ -693,6 +695,13 @@ KVKEEP_EXPORT std::size_t llama_state_set_data(llama_context* context, const std
 KVKEEP_EXPORT bool llama_state_load_file(llama_context* context, const char* path, llama_token* tokens,
                                          std::size_t room, std::size_t* count) {
   return !refuses_whole_state(context) && KVKEEP_OWN(llama_state_load_file)(context, path, tokens, room, count);
+}
+KVKEEP_EXPORT std::size_t llama_set_state_data(llama_context* context, const std::uint8_t* from) {
+  return refuses_whole_state(context) ? 0 : KVKEEP_OWN(llama_set_state_data)(context, from);
+}
+KVKEEP_EXPORT bool llama_load_session_file(llama_context* context, const char* path, llama_token* tokens,
+                                           std::size_t room, std::size_t* count) {
+  return !refuses_whole_state(context) && KVKEEP_OWN(llama_load_session_file)(context, path, tokens, room, count);
 }
 
 // ---- For programs that load this library themselves ----

@@ -285,6 +285,8 @@ TEST_F(LlamaPreload, StatesOfSequencesCarryWhatThePolicyKnows) {
   }
 }
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 TEST_F(LlamaPreload, StatesOfWholeContextsAreNotRead) {
   const Engine run = under(kHolds);
   std::vector<std::uint8_t> state(1000);
@@ -292,9 +294,12 @@ TEST_F(LlamaPreload, StatesOfWholeContextsAreNotRead) {
   const std::string text = said([&] {
     EXPECT_EQ(llama_state_set_data(run.context.get(), state.data(), state.size()), 0U);
     EXPECT_FALSE(llama_state_load_file(run.context.get(), "/nowhere", nullptr, 0, &count));
+    EXPECT_EQ(llama_set_state_data(run.context.get(), state.data()), 0U);
+    EXPECT_FALSE(llama_load_session_file(run.context.get(), "/nowhere", nullptr, 0, &count));
   });
   EXPECT_SAYS(text, "allowed that of each sequence");
 }
+#pragma GCC diagnostic pop
 
 /// llama_process() of a batch whose tokens are set one by one, as llama-server does it.
 TEST_F(LlamaPreload, FollowsBatchesOfSingleTokens) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Of the stand-in for llama.cpp: batches whose tokens are set one by one. Differs: tokens only, no embeddings, and no
-// most of tokens, which llama_decode() has.
+// Of the stand-in for llama.cpp: batches whose tokens are set one by one, and old names. Differs: tokens only, no
+// embeddings, and no most of tokens, which llama_decode() has.
 
 #include <vector>
 
@@ -47,6 +47,13 @@ bool llama_batch_ext_set_output_logits(llama_batch_ext* batch, std::int32_t inde
 }
 bool llama_batch_ext_set_output_embd(llama_batch_ext* batch, std::int32_t index, bool value) {
   return llama_batch_ext_set_output_logits(batch, index, value);
+}
+size_t llama_set_state_data(llama_context* context, const uint8_t* from) {
+  return llama_state_set_data(context, from, static_cast<size_t>(-1));
+}
+bool llama_load_session_file(llama_context* context, const char* path, llama_token* tokens, size_t room,
+                             size_t* count) {
+  return llama_state_load_file(context, path, tokens, room, count);
 }
 std::int32_t llama_process(llama_context* context, llama_process_type type, llama_batch_ext* batch) {
   if (type != LLAMA_PROCESS_TYPE_DECODE) return -1;

@@ -156,8 +156,11 @@ size_t llama_state_seq_load_file(struct llama_context* context, const char* path
                                  llama_token* tokens, size_t room, size_t* count);
 /// Of all sequences: none, here.
 size_t llama_state_set_data(struct llama_context* context, const uint8_t* from, size_t size);
+size_t llama_set_state_data(struct llama_context* context, const uint8_t* from);
 bool llama_state_load_file(struct llama_context* context, const char* path, llama_token* tokens, size_t room,
                            size_t* count);
+bool llama_load_session_file(struct llama_context* context, const char* path, llama_token* tokens, size_t room,
+                             size_t* count);
 void llama_memory_clear(llama_memory_t memory, bool data);
 
 struct llama_batch llama_batch_get_one(llama_token* tokens, int32_t count);
