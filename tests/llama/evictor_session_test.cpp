@@ -95,6 +95,26 @@ TEST_P(LlamaEvictor, ASessionThatHasJustComeBackMayBeTakenBackAndSaved) {
   for (const Engine* run : {&first, &second, &third}) expect_sound(*run, 0);
 }
 
+/// Saved between drafts and what is refused of them: the event, too, comes where it would have come.
+TEST_P(LlamaEvictor, ASessionWhoseEventWaitsIsCutBehindItsNextBatch) {
+  const std::string policy = "tova,budget=48,interval=16,prefill=cut,sink=2,recent=4";
+  const Engine first(policy, {.type = GGML_TYPE_F32}), second(policy, {.type = GGML_TYPE_F32});
+  ASSERT_EQ(first.decode({{0, some_tokens(90)}}), 0);
+  ASSERT_EQ(first.decode({{0, some_tokens(20, 2), true, true}}), 0);
+  const Session session = save(first);
+  EXPECT_EQ(first.evictor->spent().cut, 1);
+  for (const bool settled : {false, true}) {
+    restore(second, session);
+    if (settled) second.evictor->settle(0);
+    const std::int64_t cut = second.evictor->spent().cut;
+    ASSERT_EQ(second.decode({{0, {7}}}), 0);
+    EXPECT_EQ(second.evictor->spent().cut, cut + 1);
+    EXPECT_EQ(second.evictor->report().cuts.at(0).logical_length, 111);
+    EXPECT_EQ(second.evictor->cells(0).size(), 48U);
+    expect_sound(second, 0);
+  }
+}
+
 TEST_P(LlamaEvictor, AStateThatLlamaCppAloneSavedIsAPrefix) {
   const std::vector<llama_token> prompt = some_tokens(120);
   const Engine alone(""), kept("tova,budget=48,interval=16,prefill=cut");
@@ -224,7 +244,8 @@ TEST_P(LlamaEvictor, ASequenceThatWasNotCutGoesBackToAnyToken) {
   ASSERT_TRUE(back.evictor->go_back(0, least + 120));
   const std::int64_t cut = back.evictor->spent().cut;
   ASSERT_EQ(back.decode({{0, {9}}}), 0);
-  EXPECT_EQ(back.evictor->spent().cut, cut + 1) << "behind the batch, whose query it reads";
+  EXPECT_EQ(back.evictor->spent().cut, cut + 1);
+  EXPECT_EQ(back.evictor->report().cuts.at(0).logical_length, least + 121) << "behind the batch, whose query it reads";
   expect_sound(back, 0);
   EXPECT_NE(message_of<InvalidArgument>([&] { back.evictor->go_back(0, 10000); }), "");
   EXPECT_NE(message_of<StateError>([&] { back.evictor->go_back(1, 0); }), "");
