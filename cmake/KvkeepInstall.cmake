@@ -42,6 +42,9 @@ if(NOT SKBUILD) # the wheel has them where wheels have them
   endif()
 endif()
 install(TARGETS kvkeep_core kvkeep_header_only kvkeep EXPORT kvkeepTargets)
+if(TARGET kvkeep_llama_preload AND NOT SKBUILD)
+  install(TARGETS kvkeep_llama_preload)
+endif()
 if(KVKEEP_HIGHWAY_SOURCE) # it was loaded
   install(TARGETS hwy EXPORT kvkeepTargets)
   install(

@@ -210,12 +210,13 @@ class Evictor {
     require_followed(from);
     require_followed(to);
     const Held& source = at(from);
+    KVKEEP_REQUIRE_AS(StateError, source.unplaced.empty(), "llama: sequence ", from,
+                      " was restored, and its cells are not known yet; allowed after its next batch");
     KVKEEP_REQUIRE_AS(StateError, !held_.contains(to) && from != to, "llama: sequence ", to,
                       " has tokens already; allowed an empty one");
     KVKEEP_REQUIRE(tokens > 0 && tokens <= keeper_.logical_length(from), "llama: ", tokens, " tokens of sequence ",
                    from, ", which has ", keeper_.logical_length(from), "; allowed 1 to all of them");
-    KVKEEP_REQUIRE_AS(StateError, static_cast<std::int64_t>(source.cells.size()) == keeper_.logical_length(from),
-                      "llama: sequence ", from,
+    KVKEEP_REQUIRE_AS(StateError, std::ssize(source.cells) == keeper_.logical_length(from), "llama: sequence ", from,
                       " was cut, so its copy could not be told from a whole prefix; allowed "
                       "before its first event");
     KVKEEP_REQUIRE(streams_ == 1 || tokens == keeper_.logical_length(from), "llama: ", tokens, " of ",
@@ -231,7 +232,7 @@ class Evictor {
         "over a model without layers that slide");
     llama_memory_seq_cp(llama_get_memory(context_), from, to, 0, streams_ == 1 ? tokens : -1);
     keeper_.join(to, tokens, kOpenPrompt);
-    Held copied;
+    Held copied{.copying = streams_ > 1};
     for (std::int32_t t = 0; t < tokens; ++t) {
       const std::int32_t cell = streams_ == 1 ? source.cells[static_cast<std::size_t>(t)]
                                               : source.cells[static_cast<std::size_t>(t)] % per_stream_ +
@@ -254,20 +255,49 @@ class Evictor {
   }
 
   /// The drafts of a sequence that were refused are taken back, and its tokens are final: an event that is due comes
-  /// now. With Positions::cache it changes next_position(), so call it before the next batch is built; else the next
+  /// now; behind the next batch if llama.cpp copies rows with that, or shows the cells of a sequence that was restored.
+  /// With Positions::cache it changes next_position(), so call it before the next batch is built; else the next
   /// batch of the sequence does the same. report() says what it did. Throws as begin() and end() do.
   void settle(llama_seq_id sequence) {
     KVKEEP_REQUIRE_AS(StateError, !running_, "llama: settle() of sequence ", sequence,
                       " before end(); allowed between batches");
     sync();
     require_followed(sequence);
-    const bool waits = at(sequence).waits;
-    KVKEEP_REQUIRE_AS(StateError, !waits || holds(sequence, at(sequence).cells.size()), "llama: sequence ", sequence,
+    const bool waits = at(sequence).waits, now = may_cut(at(sequence));
+    KVKEEP_REQUIRE_AS(StateError, !waits || holds(sequence, at(sequence).count()), "llama: sequence ", sequence,
                       kMoved);
-    held_.at(sequence).waits = held_.at(sequence).drafts = false;
+    held_.at(sequence).drafts = false;
+    held_.at(sequence).waits = waits && !now;
     report_ = {};
-    if (waits) evict({sequence});
+    if (waits && now) evict({sequence});
   }
+
+  /// Takes back all but the first `tokens` tokens of a sequence with llama_memory_seq_rm(). False, and nothing has
+  /// changed: those are fewer than least_length(). Who removes them himself is followed as far as queries of older
+  /// tokens are remembered, 32 tokens. This goes further: the window then begins with the sequence's next tokens,
+  /// behind which an event that waits comes; one that no event has cut begins as after copy(), without pins. Throws
+  /// StateError for a sequence without tokens, or one that cannot be followed, InvalidArgument for more tokens than it
+  /// has, Unsupported if mixed().
+  bool go_back(llama_seq_id sequence, std::int64_t tokens);
+  /// The fewest tokens that go_back() can leave: 0 while the cache holds all of the sequence, else as
+  /// Keeper::least_length(). Throws StateError for a sequence without tokens.
+  [[nodiscard]] std::int64_t least_length(llama_seq_id sequence) const;
+
+#if KVKEEP_FILES
+  /// What must be kept beside the bytes of llama_state_seq_get_data() to go on with a sequence later, in this context
+  /// or another, in this process or another: the keeper's state (Keeper::save), and which position of llama.cpp's each
+  /// slot has. Throws StateError for a sequence without tokens or one that cannot be followed, between begin() and
+  /// end(), while the cells of a copy() or keys to be turned wait for llama.cpp's next batch, and as Keeper::save().
+  [[nodiscard]] std::vector<std::byte> save(llama_seq_id sequence);
+  /// A sequence that llama_state_seq_set_data() has just put back goes on where it was saved, under any id; what was
+  /// known of the id is forgotten. No bytes: a sequence that llama.cpp alone has saved, with all of its tokens from
+  /// position 0 on; it begins as after copy(). Which cells the slots are in is learnt from the sequence's next batch:
+  /// cells() is empty until then, and an event that waits comes behind that batch. Throws, and the sequence is not
+  /// followed: InvalidArgument for bytes that are damaged, of other Positions, or as Keeper::restore(); StateError if
+  /// llama.cpp holds other positions than were saved; Unsupported if the state of this llama.cpp does not list them in
+  /// a way that is understood, and if mixed(). Cost: asks llama.cpp for the sequence's state once.
+  void restore(llama_seq_id sequence, std::span<const std::byte> bytes);
+#endif
 
   /// llama_decode(), between begin() and end(). Returns what it returns: no event happens unless that is 0. Throws as
   /// both do. report() says what events did.
@@ -299,6 +329,10 @@ class Evictor {
   /// queries and whose trigger is not `named`, as those of tokens far from its own events were not read.
   void cut(llama_seq_id sequence);
 
+  /// Layers slide or have states, beside those that are cut.
+  [[nodiscard]] bool mixed() const { return facts_.mixed(); }
+  /// A context is attached: no error has ended that.
+  [[nodiscard]] bool attached() const { return context_ != nullptr; }
   /// What the newest settle(), or begin() and end(), did.
   [[nodiscard]] const Report& report() const { return report_; }
   /// Sequences are llama.cpp's ids: keeper().positions(id, layer, head), pin(id, begin, end) and so on.
@@ -322,6 +356,12 @@ class Evictor {
     bool drafts = false;    ///< until settle()
     std::int64_t lag = 0;   ///< by which positions are behind the text
     llama_pos least = 0;    ///< of its positions
+    bool copying = false;   ///< llama.cpp copies its rows with the next batch
+    bool blind = false;     ///< its window has no query until its next batch
+    // Of a sequence that was restored, until its next batch: positions under which llama.cpp knows its cells.
+    std::vector<llama_pos> unplaced = {};  ///< in the order of its slots
+    std::vector<llama_pos> by_cell = {};   ///< the same, in the order of cells
+    [[nodiscard]] std::size_t count() const { return cells.size() + unplaced.size(); }
   };
 
   /// Sequences that hold a cell. Events take none: rows are rewritten within the cells of their sequence.
@@ -456,6 +496,11 @@ class Evictor {
   void sync(bool failed = false);
   void forget(llama_seq_id sequence);
   void shorten(llama_seq_id sequence, std::int64_t tokens);
+  void require_alone(const char* operation) const;
+  static void take_newest(Held& held, Owners& owners, std::int64_t tokens);
+  bool place_restored(Held& held);
+  [[nodiscard]] bool may_cut(const Held& held) const;
+  [[nodiscard]] std::vector<llama_pos> positions_by_cell(llama_seq_id sequence, std::vector<llama_pos> held) const;
   void make_view(std::span<const SequenceId> due);
   [[nodiscard]] LayerKv shown(std::int32_t layer, bool refresh);
   [[nodiscard]] Tensor mirrored(const ggml_tensor* from, std::vector<std::byte>& mirror, std::int32_t heads,
@@ -515,6 +560,7 @@ class Evictor {
   std::vector<std::int32_t> owner_;                   ///< [tokens] index in members_
   std::vector<std::int64_t> stored_;                  ///< [tokens] cells
   std::vector<std::byte> gathered_, fetched_, seen_;  ///< scratch
+  std::vector<std::int32_t> visible_;                 ///< scratch: cells that a token sees, ascending
   std::exception_ptr error_;
   struct NodeRope {
     std::array<std::int32_t, 16> params = {};
@@ -534,3 +580,4 @@ class Evictor {
 
 #include "kvkeep/llama/bodies.h"
 #include "kvkeep/llama/events.h"
+#include "kvkeep/llama/session.h"

@@ -177,6 +177,14 @@ class Keeper {
   /// keep of positions from there on is gone. If a prompt that had ended loses tokens, it becomes as long as the
   /// remaining sequence.
   void truncate(SequenceId sequence, std::int64_t logical_length) { sequences_->truncate(sequence, logical_length); }
+  /// truncate(), also further than the query ring remembers: the window then begins with the sequence's next tokens,
+  /// before which no event must come.
+  void truncate_with_window(SequenceId sequence, std::int64_t logical_length) {
+    sequences_->truncate(sequence, logical_length, "truncate_with_window", false);
+  }
+  /// The fewest tokens that a sequence can go back to: those that its last event saw, or that were cached before
+  /// join(). Throws StateError for an unknown sequence.
+  [[nodiscard]] std::int64_t least_length(SequenceId sequence) const { return sequences_->least_length(sequence); }
 
   /// The most of its newest tokens that truncate() takes back: it takes any number up to that, and refuses one more,
   /// but where queries that were observed as unread begin. 0 right after an event. Call it between steps. So far, too,

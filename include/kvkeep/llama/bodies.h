@@ -19,10 +19,7 @@ inline void Evictor::shorten(llama_seq_id sequence, std::int64_t tokens) {
   Held& held = held_.at(sequence);
   const std::int64_t taken = keeper_.logical_length(sequence) - tokens;
   keeper_.truncate(sequence, tokens);
-  for (std::int64_t i = 0; i < taken; ++i) {
-    owners_.give_back(held.cells.back());
-    held.cells.pop_back();
-  }
+  take_newest(held, owners_, taken);
 }
 
 /// What the program did to the sequence could be followed.
@@ -48,7 +45,7 @@ inline bool Evictor::holds(llama_seq_id sequence, std::size_t cells) const {
 
 /// Two sizes are enough. Values that are stored by element make it slow to ask.
 inline void Evictor::learn_state_size(llama_seq_id sequence) {
-  const std::size_t cells = at(sequence).cells.size();
+  const std::size_t cells = at(sequence).count();
   if (state_.per_cell > 0 || !value_rows_ || cells == state_.cells) return;
   const std::size_t bytes = full_bytes(sequence);
   if (state_.cells > 0 && cells > state_.cells && bytes > state_.bytes &&
@@ -82,7 +79,7 @@ inline void Evictor::sync(bool failed) {
   for (auto it = held_.begin(); it != held_.end();) {
     const auto& [sequence, own] = *it++;
     const llama_pos held = llama_memory_seq_pos_max(memory, sequence) + 1, known = next_position(sequence);
-    const std::size_t taken = held < known ? static_cast<std::size_t>(known - held) : 0, cells = own.cells.size();
+    const std::size_t taken = held < known ? static_cast<std::size_t>(known - held) : 0, cells = own.count();
     if (held == 0) {
       const llama_seq_id gone = sequence;
       forget(gone);
@@ -145,6 +142,7 @@ inline void Evictor::begin(const llama_batch& batch) {
   for (const Member& member : members_) {
     const auto held = held_.find(member.sequence);
     if (held == held_.end() || !held->second.waits || held->second.drafts) continue;
+    if (!may_cut(held->second)) continue;
     KVKEEP_REQUIRE_AS(StateError, holds(member.sequence, held->second.cells.size()), "llama: sequence ",
                       member.sequence, kMoved);
     KVKEEP_REQUIRE_AS(
@@ -253,6 +251,8 @@ inline void Evictor::cut(llama_seq_id sequence) {
                     "trigger=named");
   KVKEEP_REQUIRE_AS(StateError, at(sequence).prompted || in_pieces(), "llama: cut() of sequence ", sequence,
                     " in the middle of its prompt; allowed after it, or with prefill=pieces");
+  KVKEEP_REQUIRE_AS(StateError, may_cut(at(sequence)), "llama: cut() of sequence ", sequence,
+                    ", whose rows llama.cpp copies, or shows, with its next batch; allowed after that");
   KVKEEP_REQUIRE_AS(StateError, holds(sequence, at(sequence).cells.size()), "llama: sequence ", sequence, kMoved);
   held_.at(sequence).waits = held_.at(sequence).drafts = false;
   report_ = {};
@@ -433,6 +433,7 @@ inline void Evictor::meet(const ggml_tensor* stored) {
   const Timer timer(spent_.observing);
   complete();
   shifted_layer_ = -1;
+  for (auto& [sequence, held] : held_) held.copying = false;
   const ggml_tensor* rows = stored->src[1];
   const auto tokens = static_cast<std::size_t>(rows->ne[0]);
   stored_.resize(tokens);
@@ -467,6 +468,7 @@ inline void Evictor::meet(const ggml_tensor* stored) {
     Member& member = members_[m];
     if (member.now == 0) continue;
     Held& held = held_.at(member.sequence);
+    held.blind = false;
     llama_pos position = next_position(member.sequence);
     for (std::size_t t = 0; t < tokens; ++t) {
       if (owner_[t] != static_cast<std::int32_t>(m)) continue;
@@ -513,14 +515,13 @@ inline void Evictor::see(const ggml_tensor* mask) {
       return at[0] == std::byte{0} && at[element - 1] == std::byte{0};
     };
     const std::int32_t first = streams_ == 1 ? 0 : member.sequence * per_stream_;
-    const Held& held = held_.at(member.sequence);
-    std::size_t seen = 0;
-    for (std::size_t cell = 0; cell < cells; ++cell) seen += sees(cell) ? 1 : 0;
-    const bool ours = std::ranges::all_of(held.cells, [&](std::int32_t cell) {
-      const auto own = static_cast<std::size_t>(cell - first);
-      return own < cells && sees(own);
-    });
-    if (seen != held.cells.size() || !ours) moved_.insert(member.sequence);
+    visible_.clear();
+    for (std::size_t cell = 0; cell < cells; ++cell)
+      if (sees(cell)) visible_.push_back(first + static_cast<std::int32_t>(cell));
+    Held& held = held_.at(member.sequence);
+    const bool ours =
+        std::ranges::all_of(held.cells, [&](std::int32_t cell) { return std::ranges::binary_search(visible_, cell); });
+    if (visible_.size() != held.count() || !ours || !place_restored(held)) moved_.insert(member.sequence);
   }
   broken_off_ = std::ranges::any_of(members_, [&](const Member& m) { return moved_.contains(m.sequence); });
 }

@@ -216,9 +216,11 @@ class Sequences {
   /// As Keeper::join() and leave().
   void join(SequenceId id, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {});
   void leave(SequenceId id);
-  void truncate(SequenceId id, std::int64_t logical_length, const char* operation = "truncate");
-  /// As Keeper::rollback_limit().
+  /// `window`: whether the queries before what goes must still be held, or may be gone.
+  void truncate(SequenceId id, std::int64_t logical_length, const char* operation = "truncate", bool window = true);
+  /// As Keeper::rollback_limit() and least_length().
   [[nodiscard]] std::int64_t rollback_limit(SequenceId id) const;
+  [[nodiscard]] std::int64_t least_length(SequenceId id) const { return least_length(at(id, "least_length")); }
   void fork(SequenceId child, SequenceId parent, std::optional<std::int64_t> tokens,
             std::optional<std::int32_t> prompt);
   /// The prompt of a sequence that came from another or from a file is longer than what that had of it.
@@ -269,8 +271,8 @@ class Sequences {
   Totals totals;  ///< of the keeper
 
  private:
-  void check_taking_back(const char* operation, SequenceId id, const SequenceState& s,
-                         std::int64_t logical_length) const;
+  void check_taking_back(const char* operation, SequenceId id, const SequenceState& s, std::int64_t logical_length,
+                         bool window = true) const;
   /// Nothing before the last event can be taken back, nor what was cached before the sequence joined.
   [[nodiscard]] static std::int64_t least_length(const SequenceState& s) {
     return std::max<std::int64_t>(s.last_event, s.prefix);
@@ -398,14 +400,14 @@ inline void Sequences::leave(SequenceId id) {
 }
 
 inline void Sequences::check_taking_back(const char* operation, SequenceId id, const SequenceState& s,
-                                         std::int64_t logical_length) const {
+                                         std::int64_t logical_length, bool window) const {
   const std::int64_t taken = s.logical - logical_length, least = least_length(s);
   KVKEEP_REQUIRE(logical_length >= 0 && logical_length <= s.logical, operation, ": sequence ", id, " is ", s.logical,
                  " tokens long; given ", logical_length, "; allowed 0 to that");
   KVKEEP_REQUIRE_AS(StateError, logical_length >= least, operation, ": sequence ", id, " was cut at length ",
                     s.last_event, " and what was dropped then is gone; given ", logical_length, "; allowed ", least,
                     " or more");
-  KVKEEP_REQUIRE_AS(StateError, queries_ == 0 || s.ring.can_forget(taken), operation, ": ", taken,
+  KVKEEP_REQUIRE_AS(StateError, !window || queries_ == 0 || s.ring.can_forget(taken), operation, ": ", taken,
                     " tokens of sequence ", id, " are more than the query ring can take back; allowed at most ",
                     QueryRing::kRollback);
 }
@@ -417,10 +419,10 @@ inline std::int64_t Sequences::rollback_limit(SequenceId id) const {
   return queries_ == 0 ? since : std::min(since, s.ring.most_forgettable());
 }
 
-inline void Sequences::truncate(SequenceId id, std::int64_t logical_length, const char* operation) {
+inline void Sequences::truncate(SequenceId id, std::int64_t logical_length, const char* operation, bool window) {
   SequenceState& s = ready(operation, id);
   require_whole(operation, id, s);
-  check_taking_back(operation, id, s, logical_length);
+  check_taking_back(operation, id, s, logical_length, window);
   const std::int64_t taken = s.logical - logical_length;
   if (taken == 0) return;
   const auto newest = s.columns.newest();
@@ -431,7 +433,10 @@ inline void Sequences::truncate(SequenceId id, std::int64_t logical_length, cons
     s.prompt_end = s.next_position;
   }
   s.columns.truncate(static_cast<std::int32_t>(taken));
-  s.ring.forget(taken);
+  if (queries_ == 0 || s.ring.can_forget(taken))
+    s.ring.forget(taken);
+  else
+    s.ring.catch_up(logical_length);
   s.logical = logical_length;
   s.asked = std::min(s.asked, s.logical);
   for (const std::unique_ptr<Part>& part : parts_) part->truncate(id, s);
