@@ -9,7 +9,7 @@ from packaging.version import Version
 from test_hf import CUT, generate, hf, torch, transformers, with_cache
 
 families = pytest.importorskip("families")
-OLD = Version(transformers.__version__) < Version("5.20")  # fewer families are served
+OLD = Version(transformers.__version__) < Version("5.24")  # fewer families are served
 ids = families.text(120)
 
 
