@@ -14,7 +14,6 @@
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/keeper/copy_rows.h"
 #include "kvkeep/keeper/keeper.h"
-#include "kvkeep/keeper/metrics.h"
 #include "kvkeep/parts/given.h"
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"
@@ -27,31 +26,6 @@
 #if KVKEEP_FILES
 #include "kvkeep/policy/plugin.h"
 #endif
-
-/// A keeper with what its newest result points to.
-struct kvkeep_keeper {
-  kvkeep_keeper(kvkeep::ModelSpec spec, std::unique_ptr<kvkeep::KVPolicy> policy, kvkeep::Provided provided)
-      : accelerator(provided.accelerator),
-        keeper(std::move(spec), std::move(policy), std::move(provided)),
-        json(keeper.policy().to_json()) {}
-
-  [[nodiscard]] kvkeep::MachineMemory& memory() const {
-    return accelerator == nullptr ? kvkeep::host_memory() : accelerator->memory();
-  }
-
-  std::shared_ptr<kvkeep::Machine> accelerator;
-  kvkeep::Keeper keeper;
-  std::string json;
-  std::vector<std::byte> bytes;
-  std::string text;
-  std::optional<kvkeep::Plan> plan;
-  std::vector<kvkeep::PageMove> moves;
-  std::vector<kvkeep::Narrowing> narrowed;
-  std::vector<kvkeep_cut> cuts;
-  std::vector<kvkeep_page_move> pages;
-  std::vector<kvkeep_unscored> unscored;
-  std::vector<kvkeep_narrowing> prompts;
-};
 
 namespace kvkeep {
 namespace {
@@ -767,38 +741,6 @@ kvkeep_status kvkeep_restore_rows(kvkeep_keeper* keeper, const kvkeep_cache* cac
     const View view(cache, k.keeper.spec());
     restore_rows(k.keeper.spec(), k.keeper.layers(), view.view, static_cast<std::size_t>(index), bytes_of(bytes, count),
                  k.memory());
-  });
-}
-
-kvkeep_status kvkeep_metrics(kvkeep_keeper* keeper, const char* labels, const char** text) {
-  return guarded([&] {
-    kvkeep_keeper& k = required(keeper, "keeper");
-    const char*& to = required(text, "text");
-    const KeeperMetrics own{k.keeper.totals(), labels == nullptr ? "" : labels};
-    k.text = prometheus_metrics({&own, 1});
-    to = k.text.c_str();
-  });
-}
-
-kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals) {
-  return guarded([&] {
-    static_cast<void>(size_of(required(totals, "totals"), "totals"));
-    const Totals& t = required(keeper, "keeper").keeper.totals();
-    kvkeep_totals known{.size = 0,
-                        .steps = t.steps,
-                        .events = t.events,
-                        .sequences_cut = t.sequences_cut,
-                        .slots_dropped = t.slots_dropped,
-                        .bytes_moved = t.bytes_moved,
-                        .pages_freed = t.pages_freed,
-                        .slots_folded = t.slots_folded,
-                        .slots_kept = t.slots_kept,
-                        .slots_chosen = t.slots_chosen,
-                        .unscored = t.unscored,
-                        .event_seconds = t.event_seconds.sum,
-                        .event_buckets = {}};
-    std::ranges::copy(t.event_seconds.up_to, known.event_buckets);
-    give_back(known, totals);
   });
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A page of metrics of several keepers, from copies of their totals.
+// Totals of a keeper, and pages of metrics, of one or of several keepers from copies of their totals.
 
 #include <algorithm>
 #include <cstddef>
@@ -42,8 +42,9 @@ thread_local std::string page_of_metrics;
 
 }  // namespace
 
-extern "C" kvkeep_status kvkeep_prometheus_metrics(const kvkeep_keeper_metrics* keepers, std::size_t count,
-                                                   const char** text) {
+extern "C" {
+
+kvkeep_status kvkeep_prometheus_metrics(const kvkeep_keeper_metrics* keepers, std::size_t count, const char** text) {
   return guarded([&] {
     const char*& to = required(text, "text");
     KVKEEP_REQUIRE(keepers != nullptr || count == 0, "metrics: keepers is NULL; allowed an address of ", count,
@@ -55,5 +56,39 @@ extern "C" kvkeep_status kvkeep_prometheus_metrics(const kvkeep_keeper_metrics* 
     to = page_of_metrics.c_str();
   });
 }
+
+kvkeep_status kvkeep_metrics(kvkeep_keeper* keeper, const char* labels, const char** text) {
+  return guarded([&] {
+    kvkeep_keeper& k = required(keeper, "keeper");
+    const char*& to = required(text, "text");
+    const KeeperMetrics own{k.keeper.totals(), labels == nullptr ? "" : labels};
+    k.text = prometheus_metrics({&own, 1});
+    to = k.text.c_str();
+  });
+}
+
+kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals) {
+  return guarded([&] {
+    static_cast<void>(size_of(required(totals, "totals"), "totals"));
+    const Totals& t = required(keeper, "keeper").keeper.totals();
+    kvkeep_totals known{.size = 0,
+                        .steps = t.steps,
+                        .events = t.events,
+                        .sequences_cut = t.sequences_cut,
+                        .slots_dropped = t.slots_dropped,
+                        .bytes_moved = t.bytes_moved,
+                        .pages_freed = t.pages_freed,
+                        .slots_folded = t.slots_folded,
+                        .slots_kept = t.slots_kept,
+                        .slots_chosen = t.slots_chosen,
+                        .unscored = t.unscored,
+                        .event_seconds = t.event_seconds.sum,
+                        .event_buckets = {}};
+    std::ranges::copy(t.event_seconds.up_to, known.event_buckets);
+    give_back(known, totals);
+  });
+}
+
+}  // extern "C"
 
 }  // namespace kvkeep

@@ -148,7 +148,7 @@ inline void rope_rotate(RopeStyle style, std::int64_t pairs, const float* cosine
 enum class LayerKind : std::uint8_t {
   full,     ///< every token attends to all earlier ones; the layer owns its K and V
   remote,   ///< also full, but its rows are not in this cache: another device holds them, or a trace omits them
-  sliding,  ///< attends to the last `window` tokens only
+  sliding,  ///< attends to the last `window` tokens only, or to those of its chunk of `window` (Llama 4)
   shared,   ///< reads the cache of layer `source`
   other,    ///< holds no K/V rows (state-space, linear attention, cross attention)
 };

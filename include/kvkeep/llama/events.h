@@ -101,7 +101,7 @@ inline std::vector<Evictor::PinnedWindow> Evictor::pin_windows() {
   if (rewritable_ || facts_.window == 0) return windows;
   auto& pins = keeper_.part<parts::Pins>();
   for (const SequenceId id : due_) {
-    if (keeper_.tokens_to_event(id) > 0) continue;
+    if (view_.named.empty() && keeper_.tokens_to_event(id) > 0) continue;
     const std::int64_t end = keeper_.logical_length(id), begin = std::max<std::int64_t>(0, end - facts_.window);
     const auto own = pins.pinned(id);
     windows.push_back({.sequence = id, .begin = begin, .end = end, .own = {own.begin(), own.end()}});
