@@ -475,12 +475,17 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Repor
   totals.pages_freed += report.pages_freed;
 }
 
+/// Every layer has shown the tokens that the sequence has: no step has stopped in the middle.
+KVKEEP_INLINE void Keeper::require_all_shown(const char* operation, SequenceId sequence) const {
+  const SequenceState& s = sequences_->ready(operation, sequence);
+  observer_.require_shown(operation, sequence, s);
+  observer_.require_recorded(operation, sequence, s);
+}
+
 KVKEEP_INLINE void Keeper::fork(SequenceId child, SequenceId parent, std::optional<std::int64_t> tokens,
                                 std::optional<std::int32_t> prompt) {
-  const SequenceState& s = sequences_->ready("fork", parent);
+  require_all_shown("fork", parent);
   require_no_capture("fork");
-  observer_.require_shown("fork", parent, s);
-  observer_.require_recorded("fork", parent, s);
   sequences_->fork(child, parent, tokens, prompt);
   if (prompt) part<parts::Pins>().unpin(child, 0, kMostPositions);  // of another request
 }

@@ -175,11 +175,15 @@ class Keeper {
   /// the engine must shorten its cache to match. Either exact or a StateError: it cannot go back past the last event,
   /// or further than the query ring remembers. The next position is the one after the last remaining token; what parts
   /// keep of positions from there on is gone. If a prompt that had ended loses tokens, it becomes as long as the
-  /// remaining sequence.
-  void truncate(SequenceId sequence, std::int64_t logical_length) { sequences_->truncate(sequence, logical_length); }
+  /// remaining sequence. Between steps: StateError if a layer has not shown all tokens.
+  void truncate(SequenceId sequence, std::int64_t logical_length) {
+    require_all_shown("truncate", sequence);
+    sequences_->truncate(sequence, logical_length);
+  }
   /// truncate(), also further than the query ring remembers: the window then begins with the sequence's next tokens,
   /// before which no event must come.
   void truncate_with_window(SequenceId sequence, std::int64_t logical_length) {
+    require_all_shown("truncate_with_window", sequence);
     sequences_->truncate(sequence, logical_length, "truncate_with_window", false);
   }
   /// The fewest tokens that a sequence can go back to: those that its last event saw, or that were cached before
@@ -283,6 +287,7 @@ class Keeper {
 #endif
   [[nodiscard]] Occasion occasion_of(SequenceId id, const SequenceState& sequence, std::int64_t slots) const;
   void check_named(const CacheView& view) const;
+  void require_all_shown(const char* operation, SequenceId sequence) const;
   [[nodiscard]] std::int64_t check_lengths(const CacheView& view, std::size_t i, const SequenceState& s) const;
   [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const SequenceState& sequence) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;
