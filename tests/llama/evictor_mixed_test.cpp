@@ -30,7 +30,9 @@ std::vector<float> logits_of(const Engine& run, const llama_model* model) {
 }
 
 /// What llama.cpp holds of a sequence is what the evictor says, and its window lacks nothing.
-void expect_mixed_sound(const Engine& run, llama_seq_id sequence, std::int32_t window) {
+/// `first`: cells and bytes of the first state that was asked for.
+void expect_mixed_sound(const Engine& run, llama_seq_id sequence, std::int32_t window,
+                        std::pair<std::size_t, std::size_t>& first) {
   const Evictor& e = *run.evictor;
   const auto cells = e.cells(sequence);
   const llama_pos next = e.next_position(sequence);
@@ -54,8 +56,7 @@ void expect_mixed_sound(const Engine& run, llama_seq_id sequence, std::int32_t w
     return llama_state_seq_get_size_ext(run.context.get(), sequence, flags);
   };
   const std::size_t full = size(0) - size(LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
-  static std::map<const Engine*, std::pair<std::size_t, std::size_t>> first;  // cells and bytes
-  auto& [few, bytes] = first[&run];
+  auto& [few, bytes] = first;
   if (few == 0) few = cells.size(), bytes = full;
   if (cells.size() != few) {
     const auto a = static_cast<double>(full) - static_cast<double>(bytes),
@@ -101,6 +102,7 @@ TEST_P(LlamaEvictor, AgreesWithMixedMemoriesThroughRandomOperations) {
         const Engine run(
             std::string("knorm,budget=40,interval=8,sink=2,recent=4,prefill=cut") + (one_set ? ",share=union" : ""),
             setting, model.get());
+        std::pair<std::size_t, std::size_t> first;
         std::mt19937 random(unified ? 1 : 2);
         const auto up_to = [&](std::int64_t most) {
           return static_cast<std::int64_t>(random() % static_cast<unsigned>(most + 1));
@@ -148,7 +150,7 @@ TEST_P(LlamaEvictor, AgreesWithMixedMemoriesThroughRandomOperations) {
                      up_to(3) > 0});
               }
               ASSERT_EQ(run.decode(batch), 0);
-              for (const Engine::Tokens& one : batch) expect_mixed_sound(run, one.sequence, window);
+              for (const Engine::Tokens& one : batch) expect_mixed_sound(run, one.sequence, window, first);
               if (HasFatalFailure()) return;
             }
           }

@@ -112,6 +112,8 @@ class Replay {
                            .D = kKeyDim,
                            .Dv = kValueDim,
                            .scale = spec.scale(),
+                           .sinks = {spec.layers[static_cast<std::size_t>(l)].sinks.begin(),
+                                     spec.layers[static_cast<std::size_t>(l)].sinks.end()},
                            .heads = {},
                            .query_positions = {},
                            .queries = {},
@@ -181,7 +183,9 @@ class Replay {
                        .queries = {in.queries.begin(), in.queries.end()},
                        .positions = {},
                        .query_positions = in.query_positions,
-                       .credit = {}};
+                       .credit = {},
+                       .cap = in.cap,
+                       .sinks = in.sinks};
     for (std::size_t h = 0; h < kHeads; ++h) {
       s.keys.insert(s.keys.end(), in.heads[h].keys.begin(), in.heads[h].keys.end());
       s.positions.insert(s.positions.end(), in.heads[h].positions.begin(), in.heads[h].positions.end());

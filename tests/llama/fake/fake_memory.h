@@ -92,13 +92,15 @@ struct llama_memory_i {
   fake::Tensors tensors;
   bool can_shift;
   std::vector<ggml_tensor*> keys{}, values{};  // per layer; null: it has none
-  std::vector<fake::Stream> windows = {};            // of layers that slide
+  std::vector<fake::Stream> windows = {};      // of layers that slide
   llama_pos window = 0;
   std::map<llama_seq_id, llama_pos> states = {};  // newest token that the state of a sequence has seen
   bool has_states = false;
   std::vector<std::pair<std::size_t, std::size_t>> copies = {};  // of streams, by the next llama_decode()
 
-  [[nodiscard]] std::size_t stream_of(llama_seq_id sequence) const { return streams.size() == 1 ? 0 : fake::z(sequence); }
+  [[nodiscard]] std::size_t stream_of(llama_seq_id sequence) const {
+    return streams.size() == 1 ? 0 : fake::z(sequence);
+  }
   /// Least and largest position of a sequence; -1: it is empty.
   [[nodiscard]] std::pair<llama_pos, llama_pos> positions(llama_seq_id sequence) const {
     std::pair<llama_pos, llama_pos> found(-1, -1);
@@ -195,7 +197,7 @@ struct llama_context {
                                        : std::min<std::size_t>(params.n_ctx / streams, (most + 255) / 256 * 256));
     }
     const fake::Shape ne{m.kv_heads * m.dim, std::int64_t{params.n_ctx} / std::ssize(memory.streams),
-                   std::ssize(memory.streams), 1};
+                         std::ssize(memory.streams), 1};
     for (std::size_t l = 0; l < model.layers; ++l) {
       fake::Shape own = ne;
       if (m.slides(l)) own[1] = std::ssize(memory.windows[0].cells);

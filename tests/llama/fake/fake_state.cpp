@@ -29,7 +29,8 @@ std::vector<std::size_t> cells_of(const llama_context& c, llama_seq_id sequence)
 bool mixed(const llama_memory_i& memory) { return memory.has_states || memory.window > 0; }
 std::size_t state_bytes(const llama_context& c, std::size_t cells) {
   std::size_t row = 12;
-  for (std::size_t l = 0; l < c.memory.keys.size(); ++l) if (c.memory.keys[l] != nullptr) row += c.memory.keys[l]->nb[1] + c.memory.values[l]->nb[1];
+  for (std::size_t l = 0; l < c.memory.keys.size(); ++l)
+    if (c.memory.keys[l] != nullptr) row += c.memory.keys[l]->nb[1] + c.memory.values[l]->nb[1];
   return 16 + cells * row;
 }
 /// K and V of a cell, in turn, between the cache and `at`, which moves on.
