@@ -64,9 +64,9 @@ def test_pieces_keep_what_a_keeper_by_hand_keeps(monkeypatch, policy):
         brought.setdefault(layer.index, []).append([t.detach().clone() for t in layer.new])
         append(rows, layer)
 
-    def remembered(rows, index, query):
-        asked.setdefault(index, []).append(query.detach().clone())
-        remember(rows, index, query)
+    def remembered(rows, layer, module, query):
+        asked.setdefault(layer.index, []).append(query.detach().clone())
+        remember(rows, layer, module, query)
 
     with hf.attach(model, policy) as kept:
         monkeypatch.setattr(_rows.Rows, "append", appended)
