@@ -281,7 +281,7 @@ def fewer_cells_than_the_program_believes_in(o):
 
 
 def what_cannot_run_is_said(o):
-    with Server(o, "tova,budget=64", ("-c", 512, "-np", 1, "--cache-type-k", "q8_0")) as kept:
+    with Server(o, "tova,budget=64", ("-c", 512, "-np", 1, "-fa", "off")) as kept:
         check(any("llama.cpp has alone" in line for line in kept.said()), f"{kept.said()}")
         check(kept.complete("Once", 8)["content"], "and the program runs")
     try:
