@@ -259,10 +259,7 @@ class Evictor {
   /// With Positions::cache it changes next_position(), so call it before the next batch is built; else the next
   /// batch of the sequence does the same. report() says what it did. Throws as begin() and end() do.
   void settle(llama_seq_id sequence) {
-    KVKEEP_REQUIRE_AS(StateError, !running_, "llama: settle() of sequence ", sequence,
-                      " before end(); allowed between batches");
-    sync();
-    require_followed(sequence);
+    require_between("settle", sequence);
     const bool waits = at(sequence).waits, now = may_cut(at(sequence));
     KVKEEP_REQUIRE_AS(StateError, !waits || holds(sequence, at(sequence).count()), "llama: sequence ", sequence,
                       kMoved);
@@ -496,6 +493,7 @@ class Evictor {
   void sync(bool failed = false);
   void forget(llama_seq_id sequence);
   void shorten(llama_seq_id sequence, std::int64_t tokens);
+  void require_between(const char* operation, llama_seq_id sequence);
   void require_alone(const char* operation) const;
   static void take_newest(Held& held, Owners& owners, std::int64_t tokens);
   bool place_restored(Held& held);
@@ -507,7 +505,7 @@ class Evictor {
                                 std::int32_t dim, bool read, bool refresh) const;
   [[nodiscard]] std::vector<PinnedWindow> pin_windows();
   void unpin(std::span<const PinnedWindow> windows);
-  void evict(std::vector<SequenceId> due);
+  void evict(std::vector<SequenceId> due, bool named = false);
   void cut(const Plan& plan);
   [[nodiscard]] llama_pos oldest_fixed(std::span<const std::int32_t> cells) const;
   void require_window(const PageMove& move) const;

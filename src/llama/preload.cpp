@@ -49,7 +49,7 @@ struct Followed {
   Evictor evictor;
   std::uint32_t asked = 0;  ///< cells that the program believes in; 0: as many as there are
   bool alone = false;       ///< llama.cpp goes on alone
-  std::int64_t tokens = 0, dropped = 0, most = 0;
+  std::int64_t tokens = 0, events = 0, most = 0;
 
   Followed(llama_model* model, llama_context_params& params, std::string text)
       : policy(std::move(text)), evictor(model, params, make_policy(policy)) {}
@@ -65,7 +65,7 @@ struct Followed {
   void count(std::int32_t batch) {
     tokens += batch;
     for (const Cut& cut : evictor.report().cuts) {
-      ++dropped;
+      ++events;
       if (verbose())
         say("sequence ", cut.sequence, " was cut at ", cut.logical_length, " tokens: of ", cut.length_before,
             " cells, ", cut.length_after, " stay");
@@ -74,7 +74,7 @@ struct Followed {
       if (evictor.keeper().knows(s)) most = std::max<std::int64_t>(most, std::ssize(evictor.cells(s)));
   }
   void sum_up() const {
-    say(policy, ": ", tokens, " tokens, ", dropped, " events, at most ", most, " cells of a sequence",
+    say(policy, ": ", tokens, " tokens, ", events, " events, at most ", most, " cells of a sequence",
         alone ? ", then alone" : "");
   }
 };
@@ -323,11 +323,15 @@ std::int32_t decode_ext(Followed& f, Batch batch, const Call& call) {
 
 // ---- Sequences ----
 
+/// The sequence has tokens in [p0, p1).
+bool reaches(const Followed& f, llama_seq_id sequence, llama_pos p0, llama_pos p1) {
+  return f.has(sequence) && p0 <= KVKEEP_OWN(llama_memory_seq_pos_max)(f.memory, sequence) && (p1 < 0 || p1 > p0);
+}
+
 /// The program may take [p0, p1) out of a sequence.
-bool may_remove(Followed& f, llama_seq_id sequence, llama_pos p0, llama_pos p1) {
-  if (!f.has(sequence)) return true;
+bool may_remove(const Followed& f, llama_seq_id sequence, llama_pos p0, llama_pos p1) {
+  if (!reaches(f, sequence, p0, p1)) return true;
   const llama_pos newest = KVKEEP_OWN(llama_memory_seq_pos_max)(f.memory, sequence);
-  if (p0 > newest || (p1 >= 0 && p1 <= p0)) return true;  // nothing
   const std::string what =
       text("positions [", p0, ", ", p1, ") of sequence ", sequence, ", which has ", newest + 1, " tokens, stay: ");
   if (p1 >= 0 && p1 <= newest) {
@@ -351,9 +355,7 @@ bool remove(Followed& f, llama_seq_id sequence, llama_pos p0, llama_pos p1) {
   }
   if (!std::ranges::all_of(all, [&](llama_seq_id s) { return may_remove(f, s, p0, p1); })) return false;
   for (const llama_seq_id s : all)
-    if (p0 > 0 && f.has(s) && p0 <= KVKEEP_OWN(llama_memory_seq_pos_max)(f.memory, s) && (p1 < 0 || p1 > p0) &&
-        !f.evictor.go_back(s, p0))
-      return false;
+    if (p0 > 0 && reaches(f, s, p0, p1) && !f.evictor.go_back(s, p0)) return false;
   return KVKEEP_OWN(llama_memory_seq_rm)(f.memory, sequence, p0, p1);
 }
 
@@ -389,6 +391,13 @@ void copy(Followed& f, llama_seq_id from, llama_seq_id to, llama_pos p0, llama_p
     KVKEEP_OWN(llama_memory_seq_rm)(f.memory, to, -1, -1);
     refused(error.what());
   }
+}
+
+/// Of a sequence under a policy.
+void say_moved(const Followed* f, llama_seq_id sequence, const char* how) {
+  if (f != nullptr && f->has(sequence))
+    say("positions of sequence ", sequence, " are ", how,
+        ", which no policy follows: its next batch is refused until all of it is removed");
 }
 
 /// Positions from which on a sequence may be taken back: programs that keep a prefix ask for the smallest one.
@@ -554,20 +563,12 @@ KVKEEP_EXPORT bool llama_memory_can_shift(llama_memory_t memory) {
 }
 KVKEEP_EXPORT void llama_memory_seq_add(llama_memory_t memory, llama_seq_id sequence, llama_pos p0, llama_pos p1,
                                         llama_pos delta) {
-  KVKEEP_FOLLOWED(memory);
-  if (f != nullptr && delta != 0 && f->has(sequence))
-    say("positions of sequence ", sequence,
-        " are moved (llama_memory_seq_add), which no policy follows: its next "
-        "batch is refused until all of it is removed");
+  if (delta != 0) say_moved(contexts().of(memory), sequence, "moved (llama_memory_seq_add)");
   KVKEEP_OWN(llama_memory_seq_add)(memory, sequence, p0, p1, delta);
 }
 KVKEEP_EXPORT void llama_memory_seq_div(llama_memory_t memory, llama_seq_id sequence, llama_pos p0, llama_pos p1,
                                         int by) {
-  KVKEEP_FOLLOWED(memory);
-  if (f != nullptr && by != 1 && f->has(sequence))
-    say("positions of sequence ", sequence,
-        " are divided (llama_memory_seq_div), which no policy follows: its next "
-        "batch is refused until all of it is removed");
+  if (by != 1) say_moved(contexts().of(memory), sequence, "divided (llama_memory_seq_div)");
   KVKEEP_OWN(llama_memory_seq_div)(memory, sequence, p0, p1, by);
 }
 
@@ -729,5 +730,5 @@ KVKEEP_EXPORT const char* kvkeep_llama_said() { return said.c_str(); }
 /// Events of a context so far; -1: no policy keeps it.
 KVKEEP_EXPORT std::int64_t kvkeep_llama_events(const llama_context* context) {
   KVKEEP_FOLLOWED(context);
-  return f == nullptr ? -1 : f->dropped;
+  return f == nullptr ? -1 : f->events;
 }

@@ -240,6 +240,20 @@ TEST_P(LlamaEvictor, SaysWhatMixedModelsCannotDo) {
   const Evictor evictor(model.get(), params, make_policy("tova,sink=1,recent=1,budget=" + std::to_string(window)));
 }
 
+TEST_P(LlamaEvictor, AnEventThatTheProgramNamesLeavesTheWindowWhereRowsCannotMove) {
+  if (!exact()) return;
+  const Model model = of_kind("swa");
+  const std::int32_t window = window_of(model.get());
+  const Engine run("knorm,budget=40,interval=100,sink=2,recent=4,share=union",
+                   {.cells = 256, .flash = LLAMA_FLASH_ATTN_TYPE_DISABLED}, model.get());
+  ASSERT_EQ(run.decode({{0, words(60)}}), 0);
+  ASSERT_GT(run.evictor->keeper().tokens_to_event(0), 0) << "none comes by itself";
+  run.evictor->cut(0);
+  EXPECT_EQ(run.evictor->cells(0).size(), 40U);
+  std::pair<std::size_t, std::size_t> first;
+  expect_mixed_sound(run, 0, window, first);
+}
+
 TEST_P(LlamaEvictor, ServesTextOfModelsWithPositionsOfSeveralDimensions) {
   if (!exact()) return;
   const Model model = of_kind("mrope");

@@ -292,7 +292,7 @@ def what_cannot_run_is_said(o):
     with Server(o, "tova,budget=64", ("-c", 512, "-np", 1, "--embedding", "--pooling", "mean")) as kept:
         check(any("it is for embeddings" in line for line in kept.said()), f"{kept.said()}")
         check("embedding" in json.dumps(kept.post("/v1/embeddings", {"input": "one"})), "embeddings")
-    return "a quantised cache, a policy that does not exist, embeddings"
+    return "a context without flash attention, a policy that does not exist, embeddings"
 
 
 CASES = [

@@ -29,6 +29,14 @@ inline void Evictor::require_followed(llama_seq_id sequence) const {
   if (strayed != strayed_.end()) throw StateError(strayed->second);
 }
 
+/// No batch runs, and what the program has done to the sequence since the last one could be followed.
+inline void Evictor::require_between(const char* operation, llama_seq_id sequence) {
+  KVKEEP_REQUIRE_AS(StateError, !running_, "llama: ", operation, "() of sequence ", sequence,
+                    " before end(); allowed between batches");
+  sync();
+  require_followed(sequence);
+}
+
 /// Bytes of its saved state that are of full layers.
 inline std::size_t Evictor::full_bytes(llama_seq_id sequence) const {
   const std::size_t all = llama_state_seq_get_size(context_, sequence);
@@ -240,10 +248,7 @@ inline void Evictor::end(std::int32_t status) {
 }
 
 inline void Evictor::cut(llama_seq_id sequence) {
-  KVKEEP_REQUIRE_AS(StateError, !running_, "llama: cut() of sequence ", sequence,
-                    " before end(); allowed between batches");
-  sync();
-  require_followed(sequence);
+  require_between("cut", sequence);
   const Trigger trigger = keeper_.policy().trigger();
   KVKEEP_REQUIRE_AS(Unsupported, keeper_.queries_read() == 0 || trigger.kind == Trigger::Kind::named,
                     "llama: cut() of sequence ", sequence, ", but ", keeper_.policy().name(),
@@ -256,13 +261,7 @@ inline void Evictor::cut(llama_seq_id sequence) {
   KVKEEP_REQUIRE_AS(StateError, holds(sequence, at(sequence).cells.size()), "llama: sequence ", sequence, kMoved);
   held_.at(sequence).waits = held_.at(sequence).drafts = false;
   report_ = {};
-  const SequenceId named = sequence;
-  const struct Named {
-    CacheView& view;
-    ~Named() { view.named = {}; }
-  } until_here{view_};
-  view_.named = {&named, 1};
-  evict({sequence});
+  evict({sequence}, true);
 }
 
 // ---- Inside llama_decode() ----

@@ -119,12 +119,14 @@ inline void Evictor::unpin(std::span<const PinnedWindow> windows) {
   }
 }
 
-/// Cuts those of these sequences that are due. What throws on the way leaves nothing to go on with.
-inline void Evictor::evict(std::vector<SequenceId> due) {
+/// Cuts those of these sequences that are due, or that the program has named. What throws on the way leaves nothing to
+/// go on with.
+inline void Evictor::evict(std::vector<SequenceId> due, bool named) {
   try {
     std::optional<Timer> timer(spent_.observing);
     due_ = std::move(due);
     make_view(due_);
+    view_.named = named ? view_.sequences : std::span<const SequenceId>();
     const std::vector<PinnedWindow> windows = pin_windows();
     const Plan plan = keeper_.plan(view_);
     timer.emplace(spent_.events);

@@ -38,10 +38,7 @@ inline std::int64_t Evictor::least_length(llama_seq_id sequence) const {
 
 inline bool Evictor::go_back(llama_seq_id sequence, std::int64_t tokens) {
   require_alone("go_back");
-  KVKEEP_REQUIRE_AS(StateError, !running_, "llama: go_back() of sequence ", sequence,
-                    " before end(); allowed between batches");
-  sync();
-  require_followed(sequence);
+  require_between("go_back", sequence);
   const std::int64_t length = keeper_.logical_length(sequence), lag = at(sequence).lag;
   KVKEEP_REQUIRE(tokens >= 0 && tokens <= length, "llama: sequence ", sequence, " goes back to ", tokens,
                  " tokens and has ", length, "; allowed 0 to all of them");
@@ -145,10 +142,7 @@ struct SessionHead {
 
 inline std::vector<std::byte> Evictor::save(llama_seq_id sequence) {
   require_alone("save");
-  KVKEEP_REQUIRE_AS(StateError, !running_, "llama: save() of sequence ", sequence,
-                    " before end(); allowed between batches");
-  sync();
-  require_followed(sequence);
+  require_between("save", sequence);
   const Held& held = at(sequence);
   const bool turns = std::ranges::any_of(held.cells, [&](std::int32_t cell) {
     return static_cast<std::size_t>(cell) < turning_.size() && turning_[static_cast<std::size_t>(cell)] != 0;
