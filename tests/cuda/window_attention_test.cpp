@@ -466,15 +466,16 @@ TEST_F(WindowAttentionKernel, ReducesTheHistoryAlone) {
     for (const Element keys : kStored)
       for (const bool max_logit : {false, true})
         for (const std::int32_t dim : {80, 9}) {
-          EvidenceCase c(++seed, {.group = group,
-                                  .kv_heads = 2,
-                                  .dim = dim,
-                                  .lengths = {70, 9, 1},
-                                  .seen = 9,
-                                  .keys = keys,
-                                  .pre_rope = true,
-                                  .ragged = true,
-                                  .logit_cap = seed % 4 == 0 ? 3.0 : 0.0});
+          ++seed;
+          EvidenceCase c(seed, {.group = group,
+                                .kv_heads = 2,
+                                .dim = dim,
+                                .lengths = {70, 9, 1},
+                                .seen = 9,
+                                .keys = keys,
+                                .pre_rope = true,
+                                .ragged = true,
+                                .logit_cap = seed % 4 == 0 ? 3.0 : 0.0});
           const Evidence evidence = c.evidence();
           const std::vector<RowWindow> windows = row_windows(evidence, c.limits, 9, seed % 2 == 0);
           std::vector<std::int32_t> first;
