@@ -92,8 +92,8 @@ class Evictor {
   /// with heads of no whole blocks or with Positions::cache) under a `share` that needs it, for policies that turn
   /// queries or keys back over a quantised cache or with Positions::cache, for Positions::cache over a quantised cache
   /// whose heads are no multiple of 64 (llama.cpp's rotation ends the program there) and over models whose layers slide
-  /// or have states, for a budget of fewer slots than layers slide over, and, where queries or keys are turned, for
-  /// RoPE that cannot be read.
+  /// or have states or an indexer, for models with an indexer unless share=union, for a budget of fewer slots than
+  /// layers slide over, and, where queries or keys are turned, for RoPE that cannot be read.
   Evictor(const llama_model* model, llama_context_params& params, std::unique_ptr<KVPolicy> policy,
           Positions positions = Positions::text)
       : facts_(facts_of(model, params)),
@@ -118,8 +118,10 @@ class Evictor {
         positions == Positions::text || !ggml_get_type_traits(params.type_k)->is_quantized || dim % 64 == 0,
         "llama: llama.cpp cannot change positions in a cache of ", ggml_type_name(params.type_k), " with ", dim,
         " elements a head; allowed f32, f16, bf16, heads of a multiple of 64, or ", "Positions::text");
-    KVKEEP_REQUIRE_AS(Unsupported, positions == Positions::text || !facts_.mixed(),
-                      "llama: ", facts_.states ? "layers of this model have states" : "layers of this model slide",
+    KVKEEP_REQUIRE_AS(Unsupported, positions == Positions::text || !(facts_.mixed() || facts_.indexed), "llama: ",
+                      facts_.states    ? "layers of this model have states"
+                      : facts_.indexed ? "this model has an indexer"
+                                       : "layers of this model slide",
                       ", whose positions do not follow those of the cache; allowed Positions::text");
     KVKEEP_REQUIRE_AS(
         Unsupported,
@@ -128,6 +130,9 @@ class Evictor {
         name, " is ", trigger.budget.slots, " slots; allowed ", facts_.window, " or more");
     const Sharing share = keeper_.policy().sharing();
     one_set_ = trigger.never || share == Sharing::all || share == Sharing::all_mean;
+    KVKEEP_REQUIRE_AS(Unsupported, one_set_ || !facts_.indexed,
+                      "llama: an indexer of this model chooses cells, for several layers at once, and under ", name,
+                      " a cell has another token in each; allowed share=union");
     if (!one_set_) {
       for (const ggml_type type : {params.type_k, params.type_v})
         KVKEEP_REQUIRE_AS(
@@ -405,6 +410,7 @@ class Evictor {
   struct LayerCache {
     ggml_tensor* keys = nullptr;
     ggml_tensor* values = nullptr;
+    ggml_tensor* indexer = nullptr;  ///< its keys; null: the layer has none
     std::vector<std::byte> key_mirror = {}, value_mirror = {};
   };
 
@@ -416,12 +422,14 @@ class Evictor {
     ~Timer() { seconds += std::chrono::duration<double>(Clock::now() - begun).count(); }
   };
 
-  /// Keys, and values that are not within them, of every layer that is cut.
+  /// Keys, values that are not within them, and those of indexers, of every layer that is cut.
   template <class F>
   void each_stored(const F& f) const {
-    for (const std::int32_t l : full_layers_)
-      for (ggml_tensor* t : {cache_[static_cast<std::size_t>(l)].keys, cache_[static_cast<std::size_t>(l)].values})
+    for (const std::int32_t l : full_layers_) {
+      const LayerCache& own = cache_[static_cast<std::size_t>(l)];
+      for (ggml_tensor* t : {own.keys, own.values, own.indexer})
         if (t != nullptr) f(t);
+    }
   }
   /// Heads are whole blocks of a type, so that rows of a head move as they are.
   [[nodiscard]] bool moves_as_blocks(ggml_type type) const {

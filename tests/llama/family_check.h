@@ -390,6 +390,7 @@ inline void check_heads(const Trial& trial, const Way& way, const std::string& p
   if (other > 0) kind += ", " + std::to_string(other) + (f.states ? " with states" : " other");
   if (f.states && other == 0) kind += " with states";
   if (f.latent) kind += ", latent";
+  if (f.indexed) kind += ", indexer";
   if (sinks) kind += ", sinks";
   if (f.spec.logit_cap > 0) kind += ", cap";
   if (f.planes) kind += ", M-RoPE";
@@ -426,6 +427,15 @@ struct Outcome {
     if (!trial.is_long())
       check_union(trial, on, policy_of(trial, "keydiff", newest, ",share=union"), rounding, nullptr, 0);
     outcome.result = "union";
+    if (facts.indexed) {  // that chooses a part of the tokens, so that its keys count
+      const Model choosy = make(arch, 24);
+      const Trial few(choosy.get());
+      check_full(few);
+      check_union(few, off, policy_of(few, "tova", kRecent, ",heads=group,share=union"), 2e-3, nullptr, 0);
+      check_union(few, on, policy_of(few, "keydiff", newest, ",share=union"), 1e-2 + 2 * noise_of(few), nullptr, 0);
+      outcome.why = "an indexer chooses among the same cells in all layers";
+      return outcome;
+    }
     if (!facts.flash) {
       outcome.why = "no flash attention, so values are stored transposed";
       return outcome;

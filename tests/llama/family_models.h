@@ -185,7 +185,7 @@ inline void describe_attention(Metadata& m, std::string_view arch, const Shape& 
 }
 
 /// Indexers, connections and states of the newest architectures.
-inline void describe_rest(Metadata& m, std::string_view arch, const Shape& s) {
+inline void describe_rest(Metadata& m, std::string_view arch, const Shape& s, std::uint32_t chosen) {
   const std::uint32_t embd = s.heads * s.dim;
   if (one_of(arch, {"qwen4exp", "glm5-next", "hy_v4", "deepseek4"})) {
     m.number("hyper_connection.count", 4);
@@ -198,7 +198,7 @@ inline void describe_rest(Metadata& m, std::string_view arch, const Shape& s) {
   }
   m.number("attention.indexer.head_count", arch == "minimax-m3" ? s.kv_heads : 64);
   m.number("attention.indexer.key_length", arch == "qwen4exp" ? s.dim : 128);
-  m.number("attention.indexer.top_k", 131072);
+  m.number("attention.indexer.top_k", chosen);
   m.number("attention.indexer.block_size", 4);
   m.number("attention.indexer.kpool", 4);
   m.flag("attention.indexer.kpool_select_tail", true);
@@ -243,7 +243,7 @@ inline void describe_rest(Metadata& m, std::string_view arch, const Shape& s) {
   m.real_of_file("xielu.eps", 1e-7F);
 }
 
-inline Metadata metadata_of(const std::string& arch) {
+inline Metadata metadata_of(const std::string& arch, std::uint32_t chosen) {
   const Shape s = shape_of(arch);
   Metadata m(arch);
   const std::uint32_t embd = s.heads * s.dim;
@@ -285,7 +285,7 @@ inline Metadata metadata_of(const std::string& arch) {
     m.real("expert_weights_scale", 1);
     m.flag("expert_weights_norm", true);
   }
-  describe_rest(m, arch, s);
+  describe_rest(m, arch, s, chosen);
   return m;
 }
 
@@ -319,9 +319,9 @@ inline void fill(ggml_tensor* t, void*) {
 
 using Model = std::unique_ptr<llama_model, decltype(&llama_model_free)>;
 
-/// Null: llama.cpp makes no model of it from these metadata.
-[[nodiscard]] inline Model make(const std::string& arch) {
-  const Metadata m = metadata_of(arch);
+/// Null: llama.cpp makes no model of it from these metadata. `chosen`: tokens that an indexer leaves, of all of them.
+[[nodiscard]] inline Model make(const std::string& arch, std::uint32_t chosen = 131072) {
+  const Metadata m = metadata_of(arch, chosen);
   llama_model_params params = llama_model_default_params();
   params.n_gpu_layers = 0;
   return {llama_model_init_from_user(m.get(), fill, nullptr, params), llama_model_free};

@@ -307,9 +307,12 @@ inline bool Evictor::wants(ggml_tensor* node) {
   asked_layer_ = -1;
   if (node->op == GGML_OP_SET_ROWS) {
     const std::int32_t k = layer_of(node, "cache_k_l"), v = layer_of(node, "cache_v_l");
-    ggml_tensor* root = node;
-    while (root->view_src != nullptr) root = root->view_src;
+    ggml_tensor* root = root_of(node);
     if (k >= 0 && static_cast<std::size_t>(k) < cache_.size()) {
+      if (facts_.indexed && root->ne[0] != std::int64_t{keeper_.spec().kv_heads} * keeper_.spec().key_dim) {
+        cache_[static_cast<std::size_t>(k)].indexer = root;
+        return broken_off_;
+      }
       cache_[static_cast<std::size_t>(k)].keys = root;
       if (turns_ && dtype_of(root->type)) check_rope(node->src[0], k);
     }
@@ -331,9 +334,11 @@ inline bool Evictor::wants(ggml_tensor* node) {
   if (!reading_) return false;
   const bool flash = node->op == GGML_OP_FLASH_ATTN_EXT;
   if (!flash && node->op != GGML_OP_MUL_MAT) return false;
-  const std::int32_t layer = layer_of(flash ? copied_from(node->src[1]) : node->src[0], "cache_k_l");
-  // A layer without a cache of its own reads that of an earlier one, whose queries count.
-  if (!is_full(layer) || layer_is_seen(layer)) return false;
+  const ggml_tensor* keys = flash ? copied_from(node->src[1]) : node->src[0];
+  const std::int32_t layer = layer_of(keys, "cache_k_l");
+  // A layer without a cache of its own reads that of an earlier one, whose queries count. An indexer reads its own.
+  if (!is_full(layer) || layer_is_seen(layer) || root_of(keys) != cache_[static_cast<std::size_t>(layer)].keys)
+    return false;
   asked_layer_ = layer;
   return true;
 }
@@ -496,9 +501,7 @@ inline void Evictor::meet(const ggml_tensor* stored) {
 inline void Evictor::see(const ggml_tensor* mask) {
   if (!unseen_) return;
   const Timer timer(spent_.observing);
-  while (mask != nullptr && mask->op == GGML_OP_CPY) mask = mask->src[0];
-  if (mask == nullptr || mask->op != GGML_OP_NONE || (mask->type != GGML_TYPE_F32 && mask->type != GGML_TYPE_F16))
-    return;
+  if (mask == nullptr || (mask->type != GGML_TYPE_F32 && mask->type != GGML_TYPE_F16)) return;
   unseen_ = false;
   const std::size_t element = mask->type == GGML_TYPE_F32 ? 4 : 2, cells = static_cast<std::size_t>(mask->ne[0]);
   const auto tokens = static_cast<std::int32_t>(std::ssize(stored_) / mask->ne[3]);

@@ -47,10 +47,16 @@ inline void read_tensor(const ggml_tensor* t, void* to, std::size_t offset, std:
     ggml_backend_tensor_get(t, to, offset, bytes);
 }
 
+/// What a tensor is, or shows.
+template <class T>
+[[nodiscard]] T* root_of(T* t) {
+  while (t->view_src != nullptr) t = t->view_src;
+  return t;
+}
+
 /// Layer of a tensor that is, or shows, cache_k_l<layer> or cache_v_l<layer>; -1: something else.
 [[nodiscard]] inline std::int32_t layer_of(const ggml_tensor* t, std::string_view prefix) {
-  while (t->view_src != nullptr) t = t->view_src;
-  const std::string_view name(t->name);
+  const std::string_view name(root_of(t)->name);
   std::int32_t layer = -1;
   if (name.starts_with(prefix)) std::from_chars(name.data() + prefix.size(), name.data() + name.size(), layer);
   return layer;
@@ -119,10 +125,11 @@ struct Turned {
 struct Attention {
   const ggml_tensor* keys = nullptr;     ///< [D, cells, Hkv, streams] of the cache; null: no attention over a cache
   const ggml_tensor* queries = nullptr;  ///< [D, tokens, Hq, streams]
-  const ggml_tensor* mask = nullptr;     ///< [cells, tokens, 1, streams]
+  const ggml_tensor* mask = nullptr;     ///< [cells, tokens, 1, streams] an input: what a token may see; null: none
   const ggml_tensor* sinks = nullptr;    ///< f32 [Hq]; null: none
   float scale = 0, bias = 0, cap = 0;    ///< as in ModelSpec; `bias` by distance (ALiBi)
   bool plain = true;                     ///< false: something else is done to products, too
+  bool chosen = false;                   ///< the graph adds to the mask: it leaves out what an indexer does not choose
 };
 
 /// Copies of a tensor show what it shows: f32 caches are read as f16.
@@ -166,6 +173,12 @@ struct Attention {
     a.queries = t->src[1];
   }
   if (a.keys != nullptr && layer_of(a.keys, "cache_k_l") < 0) a.keys = nullptr;
+  a.mask = copied_from(a.mask);
+  if (a.mask != nullptr && a.mask->op == GGML_OP_ADD) {
+    a.chosen = true;
+    a.mask = copied_from(a.mask->src[1]);
+  }
+  if (a.mask != nullptr && a.mask->op != GGML_OP_NONE) a.mask = nullptr;
   return a;
 }
 
@@ -177,6 +190,7 @@ struct Facts {
   bool latent = false;      ///< values are the first numbers of keys (MLA): the cache holds no others
   bool flash = false;       ///< attention of full layers is one node, and values are rows
   bool planes = false;      ///< positions have several dimensions (M-RoPE): those of text have one
+  bool indexed = false;     ///< an indexer, with keys of its own in a second cache, chooses what tokens attend to
   std::exception_ptr rope_error =
       nullptr;  ///< why RoPE could not be read; null: it could, as far as the graph shows it
 
@@ -207,26 +221,35 @@ class GraphReader {
       KVKEEP_REQUIRE_AS(Unsupported, ok, "llama: the model (", arch, ") has ", what...,
                         "; allowed models with layers of full attention over one cache, which are alike");
     };
-    require(other_.empty(), "a cache beside keys and values (", other_, "), such as an indexer's");
+    const auto require_no_other = [&](bool ok, const auto& name) {
+      require(ok, "a cache beside keys and values (", name, ") that it does not read as an indexer's");
+    };
+    require_no_other(other_.empty(), other_);
+    for (const Layer& layer : seen_) facts.indexed = facts.indexed || layer.stored.size() > 1;
     const Layer* first = nullptr;
     std::size_t first_at = 0;
     for (std::size_t l = 0; l < seen_.size(); ++l) {
       const Layer& layer = seen_[l];
       LayerSpec& to = spec.layers[l];
-      const bool slides = facts.window > 0 && layer.cells < cells;
+      const Stored* keys = layer.keys();
+      require_no_other(layer.stored.size() == (keys != nullptr ? 1 : 0) || layer.indexes(keys), "cache_k_l" + text(l));
+      const bool slides = facts.window > 0 && keys != nullptr && keys->cells < cells;
       to.kind = !layer.attended ? LayerKind::other : slides ? LayerKind::sliding : LayerKind::full;
       if (slides) to.window = facts.window;
       if (to.kind != LayerKind::full) continue;
       require(layer.bias == 0, "a bias by distance in its attention (ALiBi)");
       require(layer.plain, "attention that does more to products than to scale and cap them");
-      require(layer.given, "attention to a part of the tokens that the graph chooses, as indexers do");
+      require(layer.masked && (facts.indexed || !layer.chosen),
+              "attention to a part of the tokens that the graph chooses");
       if (first == nullptr) first = &layer, first_at = l;
       require(layer.same_shape(*first), "full layers that differ: layer ", l, " has ", layer.kv_heads, " KV heads of ",
               layer.key_dim, " and ", layer.value_dim, " elements under ", layer.query_heads,
               " query heads, scaled by ", layer.scale, ", and layer ", first_at, " has ", first->kv_heads, " of ",
               first->key_dim, " and ", first->value_dim, " under ", first->query_heads, ", scaled by ", first->scale);
       to.sinks = layer.sinks;
-      to.rope = layer.rope;
+      if (keys == nullptr) continue;
+      to.rope = keys->rope;
+      if (keys->rope_error) facts.rope_error = keys->rope_error;
     }
     require(first != nullptr, "no layer that attends to all tokens");
     spec.query_heads = first->query_heads;
@@ -237,18 +260,33 @@ class GraphReader {
     spec.logit_cap = first->cap;
     facts.latent = !first->values;
     facts.flash = first->flash;
-    facts.rope_error = rope_error_;
   }
 
  private:
-  struct Layer {
-    const ggml_tensor* root = nullptr;  ///< of its keys
+  struct Stored {
+    const ggml_tensor* root = nullptr;
     std::int64_t cells = 0;
+    std::optional<RopeSpec> rope = {};
+    std::exception_ptr rope_error = nullptr;
+  };
+  struct Layer {
+    std::vector<Stored> stored = {};    ///< its keys, and those of an indexer
+    const ggml_tensor* read = nullptr;  ///< by attention
     std::int32_t query_heads = 0, kv_heads = 0, key_dim = 0, value_dim = 0;
     float scale = 0, bias = 0, cap = 0;
-    bool attended = false, values = false, plain = true, flash = false, given = true;
+    bool attended = false, values = false, plain = true, flash = false, masked = true, chosen = false;
     std::vector<float> sinks = {};
-    std::optional<RopeSpec> rope = {};
+
+    /// Those that attention reads, or the only ones; null: there are none.
+    [[nodiscard]] const Stored* keys() const {
+      const auto found = std::ranges::find(stored, read, &Stored::root);
+      return found != stored.end() ? &*found : stored.size() == 1 && read == nullptr ? stored.data() : nullptr;
+    }
+    /// The others are rows of another width at the same cells.
+    [[nodiscard]] bool indexes(const Stored* own) const {
+      const Stored& other = stored.front().root == read ? stored.back() : stored.front();
+      return own != nullptr && stored.size() == 2 && other.cells == own->cells && other.root->ne[0] != own->root->ne[0];
+    }
 
     [[nodiscard]] bool same_shape(const Layer& o) const {
       return query_heads == o.query_heads && kv_heads == o.kv_heads && key_dim == o.key_dim &&
@@ -273,6 +311,7 @@ class GraphReader {
     Layer* layer = at(layer_of(a.keys, "cache_k_l"));
     if (layer == nullptr || layer->attended) return;  // a later layer may read the same cache
     layer->attended = true;
+    layer->read = root_of(a.keys);
     layer->key_dim = static_cast<std::int32_t>(a.keys->ne[0]);
     layer->kv_heads = static_cast<std::int32_t>(a.keys->ne[2]);
     layer->query_heads = static_cast<std::int32_t>(a.queries->ne[2]);
@@ -280,7 +319,8 @@ class GraphReader {
     layer->bias = a.bias;
     layer->cap = a.cap;
     layer->plain = a.plain;
-    layer->given = a.mask != nullptr && copied_from(a.mask)->op == GGML_OP_NONE;
+    layer->masked = a.mask != nullptr;
+    layer->chosen = a.chosen;
     if (a.sinks != nullptr) {
       layer->sinks.resize(static_cast<std::size_t>(a.sinks->ne[0]));
       read_tensor(a.sinks, layer->sinks.data(), 0, layer->sinks.size() * sizeof(float));
@@ -295,19 +335,17 @@ class GraphReader {
   }
 
   void read_stored(const ggml_tensor* node) {
-    const ggml_tensor* root = node;
-    while (root->view_src != nullptr) root = root->view_src;
+    const ggml_tensor* root = root_of(node);
     const std::string_view name(root->name);
     if (Layer* layer = at(layer_of(root, "cache_k_l"))) {
-      if (layer->root != nullptr && layer->root != root) other_ = name;
-      layer->root = root;
-      layer->cells = root->ne[1];
+      if (std::ranges::find(layer->stored, root, &Stored::root) != layer->stored.end()) return;
+      Stored& keys = layer->stored.emplace_back(Stored{.root = root, .cells = root->ne[1]});
       try {
         const Turned turned = turned_by(node->src[0]);
         if (turned.known && turned.after == nullptr)
-          layer->rope = turned.rope == nullptr ? RopeSpec::absent() : rope_of(turned.rope);
+          keys.rope = turned.rope == nullptr ? RopeSpec::absent() : rope_of(turned.rope);
       } catch (...) {
-        rope_error_ = std::current_exception();
+        keys.rope_error = std::current_exception();
       }
     } else if (Layer* valued = at(layer_of(root, "cache_v_l"))) {
       valued->values = true;
@@ -320,7 +358,7 @@ class GraphReader {
   std::string other_;  ///< a tensor of a cache of another kind
   const ggml_tensor* softmax_ = nullptr;
   Layer* softmax_layer_ = nullptr;
-  std::exception_ptr error_, rope_error_;
+  std::exception_ptr error_;
 };
 
 /// What llama.cpp's graph says of a model: which layers a policy may cut, their shapes, the scale, cap and sinks of
@@ -328,7 +366,7 @@ class GraphReader {
 /// slide, the context is a little longer than their window: the cache of those is shorter. A layer whose keys are
 /// stored in another way than by RoPE alone, or at all, has its RoPE left open. Throws Unsupported, with the reason,
 /// for models without such layers (recurrent ones, encoders, diffusion), with full layers that differ from one another,
-/// a bias by distance, or a third cache (indexers).
+/// a bias by distance, or a third cache that is not read as an indexer's of DeepSeek V3.2.
 [[nodiscard]] inline Facts facts_of(const llama_model* model, const llama_context_params& params) {
   const std::string arch = metadata(model, "general.architecture").value_or("");
   const auto require = [&](bool ok, const char* what) {

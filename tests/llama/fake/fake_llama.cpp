@@ -16,6 +16,7 @@
 //   softcap, alibi, sinks    nodes of attention say so, but compute what they always do
 //   swa           every other layer of four slides over 24 tokens, and has a cache of its own
 //   hybrid        every other layer of four has a state, of which nothing can be taken back; it computes nothing
+//   indexer       tokens attend to the 24 that scores of keys of 32 numbers, in a second cache, choose
 //   recurrent, encoder, diffusion, no-shift    predicates say so, nothing else does
 //   device        with offload_kqv, caches and nodes are in memory that the host cannot read through pointers
 //
@@ -160,7 +161,7 @@ ggml_tensor* rotate(const llama_context& c, Graph& graph, ggml_tensor* made, ggm
 /// What copies and shifts left to do. Shifts are a graph of their own, which the callback sees as well.
 void update(llama_context& c) {
   for (const auto& [from, to] : std::exchange(c.memory.copies, {}))
-    for (const auto& layers : {c.memory.keys, c.memory.values})
+    for (const auto& layers : {c.memory.keys, c.memory.values, c.memory.indexers})
       for (const ggml_tensor* t : layers)
         if (t != nullptr) std::memcpy(memory_of(t) + to * t->nb[2], memory_of(t) + from * t->nb[2], t->nb[2]);
   std::vector<llama_pos> shifts;
@@ -180,6 +181,25 @@ void update(llama_context& c) {
     rotate(c, graph, graph.alias(heads), heads, by);
   }
   graph.run(c.params);
+}
+
+/// What is left of a mask: the indexer stores its keys, those of the first head once more, and chooses by them.
+ggml_tensor* choose(const llama_context& c, Graph& graph, ggml_tensor* q, ggml_tensor* k, ggml_tensor* mask,
+                    ggml_tensor* at, std::size_t layer, std::size_t stream) {
+  ggml_tensor* keys = c.memory.indexers[layer];
+  const std::int64_t tokens = k->ne[2], streams = mask->ne[3], each = tokens / streams;
+  const auto first = [&](ggml_tensor* t, std::int64_t rows, std::int64_t count) {
+    return graph.view(GGML_OP_VIEW, t, {kIndexerDim, rows, 1, count},
+                      {t->nb[0], t->nb[2], z(rows) * t->nb[2], z(rows) * t->nb[2]});
+  };
+  graph.set_rows(keys, {kIndexerDim, keys->ne[1] * keys->ne[2], 1, 1}, first(k, tokens, 1), at);
+  ggml_tensor* shown = graph.view(GGML_OP_VIEW, keys, {kIndexerDim, mask->ne[0], 1, streams},
+                                  {keys->nb[0], keys->nb[1], keys->nb[2], keys->nb[2]}, stream * keys->nb[2]);
+  ggml_tensor* scores = graph.multiply(shown, first(q, each, streams));
+  ggml_tensor* chosen = graph.node(GGML_OP_TOP_K, graph.like(scores), {scores, mask});
+  ggml_tensor* both = graph.node(GGML_OP_ADD, graph.like(scores), {chosen, mask});
+  if (!c.flash) return both;
+  return graph.node(GGML_OP_CPY, graph.make(GGML_TYPE_F16, {mask->ne[0], each, 1, streams}), {both});
 }
 
 /// [heads * dim, tokens]
@@ -267,10 +287,12 @@ bool run(llama_context& c, const MicroBatch& micro, const std::vector<Token>& ba
     }
     if (c.model.is("late")) k = graph.normalized(k);
     const std::int64_t all = in.size * c.memory.keys[l]->ne[2];
+    ggml_tensor* mask =
+        c.memory.indexers[l] == nullptr ? in.mask : choose(c, graph, q, k, in.mask, in.k_at, l, micro.streams[0]);
     graph.set_rows(c.memory.keys[l], {width, all, 1, 1}, graph.reshape(k, {width, tokens, 1, 1}), in.k_at);
     graph.set_rows(c.memory.values[l], {width / columns, all * columns, 1, 1},
                    graph.reshape(v, {width / columns, tokens * columns, 1, 1}), in.v_at);
-    ggml_tensor* attended = graph.multiply(weight("output"), attention(c, graph, q, in.mask, l, micro.streams[0]));
+    ggml_tensor* attended = graph.multiply(weight("output"), attention(c, graph, q, mask, l, micro.streams[0]));
     x = graph.node(GGML_OP_ADD, graph.like(x, "l_out-" + number), {x, attended});
   }
   ggml_tensor* out = graph.multiply(c.model.weights.at("output"), graph.normalized(x), "result_output");
@@ -401,7 +423,7 @@ llama_model* llama_model_load_from_file(const char* path, llama_model_params) {
   static const std::set<std::string> known{"llama",    "neox", "norope", "partial", "linear",    "long-heads",
                                            "scale",    "yarn", "alibi",  "sinks",   "factors",   "diffusion",
                                            "softcap",  "swa",  "hybrid", "encoder", "recurrent", "device",
-                                           "no-shift", "nope", "late",   "mrope"};
+                                           "no-shift", "nope", "late",   "mrope",   "indexer"};
   if (!std::string(path).starts_with("fake:")) return nullptr;
   std::istringstream words(path + 5);
   std::set<std::string> variants;

@@ -17,6 +17,7 @@
 namespace fake {
 
 constexpr std::size_t kMostSequences = 256;
+constexpr std::int64_t kIndexerDim = 32;
 
 struct Cell {
   llama_pos position = -1;
@@ -91,8 +92,8 @@ struct llama_memory_i {
   std::vector<fake::Stream> streams;
   fake::Tensors tensors;
   bool can_shift;
-  std::vector<ggml_tensor*> keys{}, values{};  // per layer; null: it has none
-  std::vector<fake::Stream> windows = {};      // of layers that slide
+  std::vector<ggml_tensor*> keys{}, values{}, indexers{};  // per layer; null: it has none
+  std::vector<fake::Stream> windows = {};                  // of layers that slide
   llama_pos window = 0;
   std::map<llama_seq_id, llama_pos> states = {};  // newest token that the state of a sequence has seen
   bool has_states = false;
@@ -205,6 +206,9 @@ struct llama_context {
       const std::string number = std::to_string(l);
       memory.keys.push_back(none ? nullptr : memory.tensors.make(params.type_k, own, "cache_k_l" + number));
       memory.values.push_back(none ? nullptr : memory.tensors.make(params.type_v, own, "cache_v_l" + number));
+      if (m.is("indexer")) own[0] = fake::kIndexerDim;
+      memory.indexers.push_back(m.is("indexer") ? memory.tensors.make(params.type_k, own, "cache_k_l" + number)
+                                                : nullptr);
     }
   }
 };

@@ -30,7 +30,8 @@ bool mixed(const llama_memory_i& memory) { return memory.has_states || memory.wi
 std::size_t state_bytes(const llama_context& c, std::size_t cells) {
   std::size_t row = 12;
   for (std::size_t l = 0; l < c.memory.keys.size(); ++l)
-    if (c.memory.keys[l] != nullptr) row += c.memory.keys[l]->nb[1] + c.memory.values[l]->nb[1];
+    for (const ggml_tensor* t : {c.memory.keys[l], c.memory.values[l], c.memory.indexers[l]})
+      row += t != nullptr ? t->nb[1] : 0;
   return 16 + cells * row;
 }
 /// K and V of a cell, in turn, between the cache and `at`, which moves on.
@@ -40,7 +41,8 @@ void each_row(llama_context& c, llama_seq_id sequence, std::size_t cell, const M
   for (std::size_t l = 0; l < c.memory.keys.size(); ++l) {
     const ggml_tensor* k = c.memory.keys[l];
     const ggml_tensor* v = c.memory.values[l];
-    move(memory_of(k) + stream * k->nb[2] + cell * k->nb[1], k->nb[1]);
+    for (const ggml_tensor* t : {k, static_cast<const ggml_tensor*>(c.memory.indexers[l])})
+      if (t != nullptr) move(memory_of(t) + stream * t->nb[2] + cell * t->nb[1], t->nb[1]);
     const std::size_t element = c.flash ? v->nb[1] : v->nb[0], count = v->nb[1] / element;
     for (std::size_t d = 0; d < count; ++d)
       move(memory_of(v) + stream * v->nb[2] + (d * (c.flash ? 1 : z(v->ne[1])) + cell) * element, element);

@@ -42,6 +42,7 @@ enum ggml_op {
   GGML_OP_ROPE,
   GGML_OP_FLASH_ATTN_EXT,
   GGML_OP_UNARY,
+  GGML_OP_TOP_K,
 };
 
 enum ggml_unary_op {
