@@ -133,7 +133,7 @@ TEST_P(LlamaEvictor, RowsOfAnIndexerMoveWithTheirTokens) {
 
 TEST_P(LlamaEvictor, AgreesWithIndexersThroughRandomOperations) {
   if (!exact()) return;
-  constexpr int kOperations = 2000;
+  constexpr int kOperations = 1200;
   const Model model = of_kind("indexer");
   for (const bool unified : {true, false})
     for (const bool flash : {true, false}) {
@@ -172,7 +172,7 @@ TEST_P(LlamaEvictor, AgreesWithIndexersThroughRandomOperations) {
                 pair.decode(s, length == 0 ? 10 + static_cast<std::size_t>(up_to(50)) : 1, random()));
         }
       }
-      EXPECT_GT(pair.cut.evictor->spent().cut, 10);
+      EXPECT_GT(pair.cut.evictor->spent().cut, 5);
       EXPECT_GT(copies, 0);
       EXPECT_GT(rolled, 0);
     }
