@@ -48,6 +48,12 @@ inline constexpr const char* kMoved =
     ": its positions were moved, or removed in the middle (llama_memory_seq_rm, _add, _div), which cannot be followed; "
     "allowed removing the newest, or all of them (llama_memory_seq_rm(memory, id, -1, -1)) to decode it anew";
 
+/// The fewest tokens of a sequence behind which layers that slide over `window` tokens lack none of them, where
+/// llama.cpp holds theirs from position `oldest` on.
+[[nodiscard]] inline llama_pos least_for_window(llama_pos oldest, std::int32_t window) {
+  return oldest <= 0 ? 0 : oldest + window - 1;
+}
+
 /// Time that the evictor took, and how often it acted.
 struct Spent {
   double observing = 0;      ///< seconds inside callbacks and between decodes, without events
@@ -275,15 +281,18 @@ class Evictor {
   }
 
   /// Takes back all but the first `tokens` tokens of a sequence with llama_memory_seq_rm(). False, and nothing has
-  /// changed: those are fewer than least_length(). Who removes them himself is followed as far as queries of older
-  /// tokens are remembered, 32 tokens. This goes further: the window then begins with the sequence's next tokens,
-  /// behind which an event that waits comes; one that no event has cut begins as after copy(), without pins. Throws
-  /// StateError for a sequence without tokens, or one that cannot be followed, InvalidArgument for more tokens than it
-  /// has, Unsupported if mixed().
-  bool go_back(llama_seq_id sequence, std::int64_t tokens);
+  /// changed: those are fewer than least_length(), or layers have states, of which llama.cpp takes nothing back (unless
+  /// the context has `n_rs_seq`). Who removes them himself is followed as far as queries of older tokens are
+  /// remembered, 32 tokens. This goes further: the window then begins with the sequence's next tokens, behind which an
+  /// event that waits comes; one that no event has cut begins as after copy(), without pins. Throws StateError for a
+  /// sequence without tokens, or one that cannot be followed, InvalidArgument for more tokens than it has.
+  /// `full`: as in least_length().
+  bool go_back(llama_seq_id sequence, std::int64_t tokens, bool full = false);
   /// The fewest tokens that go_back() can leave: 0 while the cache holds all of the sequence, else as
-  /// Keeper::least_length(). Throws StateError for a sequence without tokens.
-  [[nodiscard]] std::int64_t least_length(llama_seq_id sequence) const;
+  /// Keeper::least_length(). Where layers slide also the fewest behind which their window lacks nothing: llama.cpp
+  /// holds their cells little further back than that of the newest token. `full`: without that, as layers that do not
+  /// slide allow. Throws StateError for a sequence without tokens.
+  [[nodiscard]] std::int64_t least_length(llama_seq_id sequence, bool full = false) const;
 
 #if KVKEEP_FILES
   /// What must be kept beside the bytes of llama_state_seq_get_data() to go on with a sequence later, in this context
@@ -297,7 +306,7 @@ class Evictor {
   /// cells() is empty until then, and an event that waits comes behind that batch. Throws, and the sequence is not
   /// followed: InvalidArgument for bytes that are damaged, of other Positions, or as Keeper::restore(); StateError if
   /// llama.cpp holds other positions than were saved; Unsupported if the state of this llama.cpp does not list them in
-  /// a way that is understood, and if mixed(). Cost: asks llama.cpp for the sequence's state once.
+  /// a way that is understood. Cost: asks llama.cpp for the sequence's state once.
   void restore(llama_seq_id sequence, std::span<const std::byte> bytes);
 #endif
 
@@ -331,8 +340,10 @@ class Evictor {
   /// queries and whose trigger is not `named`, as those of tokens far from its own events were not read.
   void cut(llama_seq_id sequence);
 
-  /// Layers slide or have states, beside those that are cut.
-  [[nodiscard]] bool mixed() const { return facts_.mixed(); }
+  /// Tokens over which layers slide, beside those that are cut; 0: none does.
+  [[nodiscard]] std::int32_t window() const { return facts_.window; }
+  /// Layers have states, beside those that are cut.
+  [[nodiscard]] bool has_states() const { return facts_.states; }
   /// A context is attached: no error has ended that.
   [[nodiscard]] bool attached() const { return context_ != nullptr; }
   /// What the newest settle(), or begin() and end(), did.
@@ -502,7 +513,6 @@ class Evictor {
   void forget(llama_seq_id sequence);
   void shorten(llama_seq_id sequence, std::int64_t tokens);
   void require_between(const char* operation, llama_seq_id sequence);
-  void require_alone(const char* operation) const;
   static void take_newest(Held& held, Owners& owners, std::int64_t tokens);
   bool place_restored(Held& held);
   [[nodiscard]] bool may_cut(const Held& held) const;

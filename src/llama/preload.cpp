@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "followed.h"
 #include "kvkeep/llama.h"
 #include "kvkeep/policy/registry.h"
 #include "library.h"
@@ -28,82 +29,12 @@ namespace {
 
 constexpr std::int32_t kInvalidBatch = -1;  // llama_decode(): nothing has changed
 
-std::string setting(const char* name) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
-bool verbose() { return setting("KVKEEP_VERBOSE") == "1"; }
-
 /// A program's own choice (kvkeep_llama_policy()), instead of KVKEEP_POLICY.
 std::optional<std::string>& chosen() {
   static std::optional<std::string> policy;
   return policy;
 }
 std::string policy_text() { return chosen() ? *chosen() : setting("KVKEEP_POLICY"); }
-
-/// A context under a policy.
-struct Followed {
-  llama_context* context = nullptr;
-  llama_memory_t memory = nullptr;
-  std::string policy;
-  Evictor evictor;
-  std::uint32_t asked = 0;  ///< cells that the program believes in; 0: as many as there are
-  bool alone = false;       ///< llama.cpp goes on alone
-  std::int64_t tokens = 0, events = 0, most = 0;
-
-  Followed(llama_model* model, llama_context_params& params, std::string text)
-      : policy(std::move(text)), evictor(model, params, make_policy(policy)) {}
-
-  void let_go(const std::exception& error) {
-    evictor.detach();
-    alone = true;
-    say(policy, " ends here, and llama.cpp goes on alone: ", error.what());
-  }
-  [[nodiscard]] bool has(llama_seq_id sequence) const {
-    return evictor.keeper().knows(sequence) && KVKEEP_OWN(llama_memory_seq_pos_max)(memory, sequence) >= 0;
-  }
-  void count(std::int32_t batch) {
-    tokens += batch;
-    for (const Cut& cut : evictor.report().cuts) {
-      ++events;
-      if (verbose())
-        say("sequence ", cut.sequence, " was cut at ", cut.logical_length, " tokens: of ", cut.length_before,
-            " cells, ", cut.length_after, " stay");
-    }
-    for (llama_seq_id s = 0; s < static_cast<llama_seq_id>(llama_n_seq_max(context)); ++s)
-      if (evictor.keeper().knows(s)) most = std::max<std::int64_t>(most, std::ssize(evictor.cells(s)));
-  }
-  void sum_up() const {
-    say(policy, ": ", tokens, " tokens, ", events, " events, at most ", most, " cells of a sequence",
-        alone ? ", then alone" : "");
-  }
-};
-
-struct Contexts {
-  std::mutex mutex;
-  std::vector<std::unique_ptr<Followed>> all;
-  std::set<const llama_model*> empty;  ///< models without weights, which measure memory
-
-  template <class Is>
-  Followed* find(Is is) {
-    if (inside) return nullptr;
-    const std::lock_guard lock(mutex);
-    const auto found = std::ranges::find_if(all, [&](const auto& f) { return is(*f); });
-    return found == all.end() || (*found)->alone ? nullptr : found->get();
-  }
-  Followed* of(const llama_context* context) {
-    return find([&](const Followed& f) { return f.context == context; });
-  }
-  Followed* of(llama_memory_t memory) {
-    return find([&](const Followed& f) { return f.memory == memory; });
-  }
-};
-
-/// Never destroyed: a program may end with contexts that are not freed.
-Contexts& contexts() {
-  static auto* const all = new Contexts;
-  return *all;
-}
 
 [[gnu::destructor]] void at_exit() {
   for (const auto& followed : contexts().all) followed->sum_up();
@@ -157,11 +88,6 @@ llama_context* init_followed(llama_model* model, llama_context_params params, co
     KVKEEP_REQUIRE_AS(Unsupported, why.empty(), why);
     const std::uint32_t asked = lower_cells(model, params);
     made = std::make_unique<Followed>(model, params, policy);
-    KVKEEP_REQUIRE_AS(
-        Unsupported, !made->evictor.mixed(),
-        "layers of the model slide or have states, of which programs save and take back parts that cannot "
-        "be followed from outside; allowed models of full layers alone, or kvkeep/llama.h within the "
-        "program");
     made->asked = asked;
     context.reset(KVKEEP_OWN(llama_init_from_model)(model, params));
     KVKEEP_REQUIRE_AS(Unsupported, context != nullptr, "llama.cpp made no context as the policy needs it");
@@ -215,7 +141,12 @@ llama_context* init(llama_model* model, llama_context_params params) {
   }
   if (model == nullptr || is_empty(model)) return alone();
   llama_context* made = init_followed(model, params, policy);
-  return made != nullptr ? made : alone();
+  if (made != nullptr) return made;
+  {
+    const std::lock_guard lock(contexts().mutex);
+    contexts().left.insert(model);
+  }
+  return alone();
 }
 
 void end(llama_context* context) {
@@ -338,7 +269,7 @@ bool may_remove(const Followed& f, llama_seq_id sequence, llama_pos p0, llama_po
     say(what, "the middle is not taken out under a policy; allowed the newest ones (p1 = -1), or all");
     return false;
   }
-  const std::int64_t least = f.evictor.least_length(sequence);
+  const std::int64_t least = f.evictor.least_length(sequence, true);
   if (p0 > 0 && p0 < least) {
     say(what, "an event has cut what comes before; allowed from ", least, " on, or all");
     return false;
@@ -354,8 +285,14 @@ bool remove(Followed& f, llama_seq_id sequence, llama_pos p0, llama_pos p1) {
     for (std::size_t s = 0; s < all.size(); ++s) all[s] = static_cast<llama_seq_id>(s);
   }
   if (!std::ranges::all_of(all, [&](llama_seq_id s) { return may_remove(f, s, p0, p1); })) return false;
-  for (const llama_seq_id s : all)
-    if (p0 > 0 && reaches(f, s, p0, p1) && !f.evictor.go_back(s, p0)) return false;
+  for (const llama_seq_id s : all) {
+    if (p0 == 0 || !reaches(f, s, p0, p1)) continue;
+    const std::int64_t least = f.evictor.least_length(s);
+    if (p0 < least)  // llama.cpp takes them back all the same
+      say("sequence ", s, " goes back to ", p0, " tokens, behind which layers that slide lack ", least - p0,
+          " tokens of their window, as without a policy");
+    if (!f.evictor.go_back(s, p0, true)) return false;
+  }
   return KVKEEP_OWN(llama_memory_seq_rm)(f.memory, sequence, p0, p1);
 }
 
@@ -400,11 +337,27 @@ void say_moved(const Followed* f, llama_seq_id sequence, const char* how) {
         ", which no policy follows: its next batch is refused until all of it is removed");
 }
 
-/// Positions from which on a sequence may be taken back: programs that keep a prefix ask for the smallest one.
+/// The position before which a sequence cannot be taken back: programs that keep a prefix ask for the smallest one, and
+/// whether it lies before their prefix. Where layers slide they would take the window off the prefix first: it is in
+/// this position already, and is shown to them as short as can be (shown_window()).
 llama_pos least_position(Followed& f, llama_seq_id sequence) {
   const llama_pos own = KVKEEP_OWN(llama_memory_seq_pos_min)(f.memory, sequence);
-  if (!f.has(sequence)) return own;
-  return std::max(own, static_cast<llama_pos>(f.evictor.least_length(sequence)) - 1);
+  const bool slides = f.evictor.window() > 0 && !f.evictor.has_states();
+  const bool known = !f.alone && f.has(sequence);
+  const auto least = known    ? static_cast<llama_pos>(f.evictor.least_length(sequence))
+                     : slides ? least_for_window(own, f.evictor.window())
+                              : 0;
+  return slides && own >= 0 ? std::max(least - 1, 0) : std::max(own, least - 1);
+}
+
+/// What is shown instead of a window of `tokens`. Not 0: programs save states to go back to where layers slide. As it
+/// is where another context of the model is left alone.
+std::int32_t shown_window(const llama_model* model, std::int32_t tokens) {
+  const Followed* const f = contexts().told([=](const Followed& one) { return one.model == model; });
+  if (f == nullptr || tokens == 0) return tokens;
+  const std::lock_guard lock(contexts().mutex);
+  if (contexts().left.contains(model)) return tokens;
+  return f->evictor.has_states() ? 0 : 1;
 }
 
 /// Runs what may throw; says why, and returns `otherwise`, if it does.
@@ -421,6 +374,12 @@ T guarded(const F& f, T otherwise) {
 
 // ---- States: llama.cpp's bytes, then ours ----
 
+/// A part of a state, without the cells of full layers, says how a sequence was as long as nothing cuts them: what a
+/// program asks for as a part is the whole.
+llama_state_seq_flags whole(const Followed& f, llama_state_seq_flags flags) {
+  return f.mixed() ? LLAMA_STATE_SEQ_FLAGS_NONE : flags;
+}
+
 /// Before the evictor's bytes.
 struct Tail {
   std::array<char, 8> magic = {'k', 'v', 'k', 't', 'a', 'i', 'l', '1'};
@@ -429,7 +388,7 @@ struct Tail {
 
 /// Nothing for a sequence without tokens.
 std::vector<std::byte> tail_of(Followed& f, llama_seq_id sequence) {
-  if (!f.has(sequence)) return {};
+  if (f.alone || !f.has(sequence)) return {};
   const std::vector<std::byte> saved = f.evictor.save(sequence);
   Tail tail;
   tail.bytes = saved.size();
@@ -448,7 +407,8 @@ std::size_t take_tail(Followed& f, llama_seq_id sequence, std::span<const std::b
   try {
     KVKEEP_REQUIRE(!ours || tail.bytes <= behind.size() - sizeof tail, "llama: the state of sequence ", sequence,
                    " lacks its end; allowed all of its bytes");
-    if (KVKEEP_OWN(llama_memory_seq_pos_max)(f.memory, sequence) < 0) return ours ? sizeof tail + tail.bytes : 0;
+    if (f.alone || KVKEEP_OWN(llama_memory_seq_pos_max)(f.memory, sequence) < 0)
+      return ours ? sizeof tail + tail.bytes : 0;
     f.evictor.restore(sequence, ours ? behind.subspan(sizeof tail, tail.bytes) : std::span<const std::byte>());
   } catch (...) {
     KVKEEP_OWN(llama_memory_seq_rm)(f.memory, sequence, -1, -1);
@@ -475,6 +435,11 @@ std::size_t set_state(Followed& f, llama_seq_id sequence, const std::uint8_t* fr
   return guarded(
       [&]() -> std::size_t {
         const std::size_t read = set();
+        if (read == 0 && f.mixed()) {  // a part of it may have been read
+          KVKEEP_OWN(llama_memory_seq_rm)(f.memory, sequence, -1, -1);
+          say("the bytes of sequence ", sequence,
+              " are no state that this library has given, and the sequence is empty");
+        }
         if (read == 0 || read > size) return read;
         const auto* const bytes = static_cast<const std::byte*>(static_cast<const void*>(from));
         return read + take_tail(f, sequence, {bytes + read, size - read});
@@ -554,9 +519,12 @@ KVKEEP_EXPORT void llama_memory_seq_cp(llama_memory_t memory, llama_seq_id from,
   guarded([&] { return copy(*f, from, to, p0, p1), 0; }, 0);
 }
 KVKEEP_EXPORT llama_pos llama_memory_seq_pos_min(llama_memory_t memory, llama_seq_id sequence) {
-  KVKEEP_FOLLOWED(memory);
+  Followed* const f = contexts().told(Contexts::is(memory));
   if (f == nullptr) return KVKEEP_OWN(llama_memory_seq_pos_min)(memory, sequence);
   return guarded([&] { return least_position(*f, sequence); }, llama_pos{-1});
+}
+KVKEEP_EXPORT std::int32_t llama_model_n_swa(const llama_model* model) {
+  return shown_window(model, KVKEEP_OWN(llama_model_n_swa)(model));
 }
 KVKEEP_EXPORT bool llama_memory_can_shift(llama_memory_t memory) {
   return contexts().of(memory) == nullptr && KVKEEP_OWN(llama_memory_can_shift)(memory);
@@ -638,27 +606,35 @@ KVKEEP_EXPORT bool llama_batch_ext_set_output_embd(llama_batch_ext* batch, std::
 }
 
 // States.
+#define KVKEEP_TOLD(context) Followed* const f = contexts().told(Contexts::is(context))
+
 KVKEEP_EXPORT std::size_t llama_state_seq_get_size_ext(llama_context* context, llama_seq_id sequence,
                                                        llama_state_seq_flags flags) {
-  KVKEEP_FOLLOWED(context);
-  const auto get = [&] { return KVKEEP_OWN(llama_state_seq_get_size_ext)(context, sequence, flags); };
-  if (f == nullptr) return get();
-  return guarded([&] { return get() + tail_of(*f, sequence).size(); }, std::size_t{0});
+  KVKEEP_TOLD(context);
+  if (f == nullptr) return KVKEEP_OWN(llama_state_seq_get_size_ext)(context, sequence, flags);
+  return guarded(
+      [&] {
+        return KVKEEP_OWN(llama_state_seq_get_size_ext)(context, sequence, whole(*f, flags)) +
+               tail_of(*f, sequence).size();
+      },
+      std::size_t{0});
 }
 KVKEEP_EXPORT std::size_t llama_state_seq_get_data_ext(llama_context* context, std::uint8_t* to, std::size_t size,
                                                        llama_seq_id sequence, llama_state_seq_flags flags) {
-  KVKEEP_FOLLOWED(context);
-  const auto get = [&](std::size_t room) {
-    return KVKEEP_OWN(llama_state_seq_get_data_ext)(context, to, room, sequence, flags);
-  };
-  return f == nullptr ? get(size) : get_state(*f, sequence, to, size, get);
+  KVKEEP_TOLD(context);
+  if (f == nullptr) return KVKEEP_OWN(llama_state_seq_get_data_ext)(context, to, size, sequence, flags);
+  return get_state(*f, sequence, to, size, [&](std::size_t room) {
+    return KVKEEP_OWN(llama_state_seq_get_data_ext)(context, to, room, sequence, whole(*f, flags));
+  });
 }
 KVKEEP_EXPORT std::size_t llama_state_seq_set_data_ext(llama_context* context, const std::uint8_t* from,
                                                        std::size_t size, llama_seq_id sequence,
                                                        llama_state_seq_flags flags) {
-  KVKEEP_FOLLOWED(context);
-  const auto set = [&] { return KVKEEP_OWN(llama_state_seq_set_data_ext)(context, from, size, sequence, flags); };
-  return f == nullptr ? set() : set_state(*f, sequence, from, size, set);
+  KVKEEP_TOLD(context);
+  if (f == nullptr) return KVKEEP_OWN(llama_state_seq_set_data_ext)(context, from, size, sequence, flags);
+  return set_state(*f, sequence, from, size, [&] {
+    return KVKEEP_OWN(llama_state_seq_set_data_ext)(context, from, size, sequence, whole(*f, flags));
+  });
 }
 KVKEEP_EXPORT std::size_t llama_state_seq_get_size(llama_context* context, llama_seq_id sequence) {
   return llama_state_seq_get_size_ext(context, sequence, LLAMA_STATE_SEQ_FLAGS_NONE);

@@ -80,7 +80,8 @@ TEST_P(LlamaEvictor, TellsWhichLayersAreFull) {
   }
 }
 
-/// Sequences begin, grow, roll back, are copied and end at random; after each operation both sides agree.
+/// Sequences begin, grow, go back, are copied, saved and put back, and end at random; after each operation both sides
+/// agree.
 TEST_P(LlamaEvictor, AgreesWithMixedMemoriesThroughRandomOperations) {
   if (!exact()) return;
 #ifdef KVKEEP_TEST_FAKE_LLAMA
@@ -107,11 +108,11 @@ TEST_P(LlamaEvictor, AgreesWithMixedMemoriesThroughRandomOperations) {
         const auto up_to = [&](std::int64_t most) {
           return static_cast<std::int64_t>(random() % static_cast<unsigned>(most + 1));
         };
-        std::int64_t refused = 0;
+        std::int64_t refused = 0, back = 0, put_back = 0;
         for (int done = 0, i = 0; done < operations / 8; ++i) {
           const auto s = static_cast<llama_seq_id>(up_to(3));
           const llama_pos length = llama_memory_seq_pos_max(run.memory(), s) + 1;
-          switch (up_to(7)) {
+          switch (up_to(9)) {
             case 0:
               if (length == 0) continue;
               ASSERT_TRUE(llama_memory_seq_rm(run.memory(), s, -1, -1));
@@ -140,6 +141,34 @@ TEST_P(LlamaEvictor, AgreesWithMixedMemoriesThroughRandomOperations) {
               run.evictor->copy(s, to, length);
               break;
             }
+            case 8: {
+              if (length < 3) continue;
+              const std::int64_t least = run.evictor->least_length(s),
+                                 to = std::max<std::int64_t>(1, least + up_to(length - least));
+              ASSERT_EQ(run.evictor->go_back(s, to), window > 0 || to == length) << least << ' ' << to;
+              ASSERT_EQ(run.evictor->next_position(s), window > 0 ? to : length);
+              back += window > 0 && to < length ? 1 : 0;
+              if (least > 0) ASSERT_FALSE(run.evictor->go_back(s, least - 1));
+              break;
+            }
+            case 9: {
+              const auto to = static_cast<llama_seq_id>(up_to(3));
+              if (length == 0) continue;
+              std::vector<std::byte> kept;
+              try {
+                kept = run.evictor->save(s);
+              } catch (const StateError&) {  // of a copy that llama.cpp has yet to make
+                continue;
+              }
+              std::vector<std::uint8_t> state(llama_state_seq_get_size(run.context.get(), s));
+              ASSERT_EQ(llama_state_seq_get_data(run.context.get(), state.data(), state.size(), s), state.size());
+              ASSERT_TRUE(llama_memory_seq_rm(run.memory(), to, -1, -1));
+              ASSERT_EQ(llama_state_seq_set_data(run.context.get(), state.data(), state.size(), to), state.size());
+              run.evictor->restore(to, kept);
+              ASSERT_EQ(run.evictor->next_position(to), length);
+              ++put_back;
+              break;
+            }
             default: {
               std::vector<Engine::Tokens> batch;
               for (llama_seq_id other = s; other < 4; other += 1 + static_cast<llama_seq_id>(up_to(2))) {
@@ -158,6 +187,8 @@ TEST_P(LlamaEvictor, AgreesWithMixedMemoriesThroughRandomOperations) {
         }
         EXPECT_GT(run.evictor->spent().cut, operations / 200);
         EXPECT_EQ(refused > 0, std::string(kind) == "states");
+        EXPECT_EQ(back > 0, std::string(kind) == "swa");
+        EXPECT_GT(put_back, operations / 400);
       }
 }
 

@@ -11,51 +11,13 @@
 #include <string>
 #include <vector>
 
-#include "evictor_engine.h"
-
-extern "C" {
-int kvkeep_llama_bind(const char* path);
-void kvkeep_llama_policy(const char* text);
-const char* kvkeep_llama_said(void);
-std::int64_t kvkeep_llama_events(const llama_context* context);
-}
+#include "preload_engine.h"
 
 namespace kvkeep::llama {
 namespace {
 
 constexpr const char* kHolds = "tova,budget=1000";
 constexpr const char* kCuts = "tova,budget=48,interval=16,prefill=cut,sink=2,recent=4";
-
-/// A context of a program under KVKEEP_POLICY; null: none is set.
-Engine under(const char* policy, const Setting& setting = {.cells = 1024, .sequences = 4, .type = GGML_TYPE_F32}) {
-  policy == nullptr ? unsetenv("KVKEEP_POLICY") : setenv("KVKEEP_POLICY", policy, 1);
-  return Engine("", setting);
-}
-
-/// What is said on stderr meanwhile.
-std::string said(const std::function<void()>& run) {
-  testing::internal::CaptureStderr();
-  run();
-  return testing::internal::GetCapturedStderr();
-}
-#define EXPECT_SAYS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)
-
-class LlamaPreload : public testing::Test {
- protected:
-  void SetUp() override {
-#ifdef KVKEEP_TEST_FAKE_LLAMA
-    model_name = "fake";
-#else
-    model_name = "tiny";
-#endif
-    for (const char* name : {"KVKEEP_POLICY", "KVKEEP_CELLS", "KVKEEP_VERBOSE"}) unsetenv(name);
-    ASSERT_NE(the_model(), nullptr);
-  }
-};
-
-std::int64_t events(const Engine& run) { return kvkeep_llama_events(run.context.get()); }
-llama_pos least(const Engine& run, llama_seq_id s = 0) { return llama_memory_seq_pos_min(run.memory(), s); }
-llama_pos length(const Engine& run, llama_seq_id s = 0) { return llama_memory_seq_pos_max(run.memory(), s) + 1; }
 
 std::vector<llama_token> go_on(const Engine& run, llama_token first, int tokens, llama_seq_id sequence) {
   std::vector<llama_token> made{first};
@@ -120,9 +82,6 @@ TEST_F(LlamaPreload, LeavesContextsAloneThatItCannotFollow) {
   llama_context_params drafts = params_of({});
   drafts.ctx_other = target.get();
   EXPECT_SAYS(said([&] { Context(llama_init_from_model(the_model(), drafts)); }), "serves another context (drafts)");
-  const Model swa = of_kind("swa");
-  EXPECT_SAYS(said([&] { EXPECT_NE(Context(llama_init_from_model(swa.get(), params_of({}))), nullptr); }),
-              "layers of the model slide or have states");
 #endif
   const std::string text = said([&] {
     const Engine transposed = under(kCuts, {.flash = LLAMA_FLASH_ATTN_TYPE_DISABLED});

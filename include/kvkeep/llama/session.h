@@ -6,12 +6,6 @@
 
 namespace kvkeep::llama {
 
-/// Layers that slide or have states keep what cannot be seen from here.
-inline void Evictor::require_alone(const char* operation) const {
-  KVKEEP_REQUIRE_AS(Unsupported, !mixed(), "llama: ", operation, "() over a model whose layers ",
-                    facts_.states ? "have states" : "slide", "; allowed models of full layers alone");
-}
-
 inline void Evictor::take_newest(Held& held, Owners& owners, std::int64_t tokens) {
   for (; tokens > 0; --tokens) {
     if (held.cells.empty()) {
@@ -31,18 +25,24 @@ inline bool Evictor::may_cut(const Held& held) const {
          std::ranges::none_of(held_, [](const auto& h) { return h.second.copying; });
 }
 
-inline std::int64_t Evictor::least_length(llama_seq_id sequence) const {
-  const bool whole = static_cast<std::int64_t>(at(sequence).count()) == keeper_.logical_length(sequence);
-  return whole ? 0 : keeper_.least_length(sequence);
+inline std::int64_t Evictor::least_length(llama_seq_id sequence, bool full) const {
+  const std::int64_t length = keeper_.logical_length(sequence);
+  const bool whole = static_cast<std::int64_t>(at(sequence).count()) == length;
+  const std::int64_t least = whole ? 0 : keeper_.least_length(sequence);
+  if (full || facts_.window == 0) return least;
+  const llama_pos oldest = llama_memory_seq_pos_min(llama_get_memory(context_), sequence);
+  return std::max(least, std::min<std::int64_t>(length, least_for_window(oldest, facts_.window)));
 }
 
-inline bool Evictor::go_back(llama_seq_id sequence, std::int64_t tokens) {
-  require_alone("go_back");
+inline bool Evictor::go_back(llama_seq_id sequence, std::int64_t tokens, bool full) {
   require_between("go_back", sequence);
   const std::int64_t length = keeper_.logical_length(sequence), lag = at(sequence).lag;
   KVKEEP_REQUIRE(tokens >= 0 && tokens <= length, "llama: sequence ", sequence, " goes back to ", tokens,
                  " tokens and has ", length, "; allowed 0 to all of them");
-  if (tokens < least_length(sequence)) return false;
+  if (tokens < least_length(sequence, full)) return false;
+  // Of states llama.cpp takes back nothing, or little, and then says so before it has changed anything.
+  if (!llama_memory_seq_rm(llama_get_memory(context_), sequence, static_cast<llama_pos>(tokens - lag), -1))
+    return false;
   Held& held = held_.at(sequence);
   const bool whole = static_cast<std::int64_t>(held.count()) == length;
   try {
@@ -58,7 +58,6 @@ inline bool Evictor::go_back(llama_seq_id sequence, std::int64_t tokens) {
       keeper_.truncate_with_window(sequence, tokens);
     }
   }
-  llama_memory_seq_rm(llama_get_memory(context_), sequence, static_cast<llama_pos>(tokens - lag), -1);
   sync();
   return true;
 }
@@ -89,7 +88,8 @@ inline bool Evictor::place_restored(Held& held) {
 #if KVKEEP_FILES
 
 /// Positions of a sequence in the order of its cells, as llama.cpp writes them into its state: a count, and per cell a
-/// position, how many sequences (one), perhaps more, and the sequence. `held`: which positions there are.
+/// position, how many sequences (one), perhaps more, and the sequence. `held`: which positions there are. Cells of full
+/// layers come first, before those of layers that slide, and states.
 inline std::vector<llama_pos> Evictor::positions_by_cell(llama_seq_id sequence, std::vector<llama_pos> held) const {
   std::ranges::sort(held);
   std::vector<std::uint8_t> state(llama_state_seq_get_size(context_, sequence));
@@ -141,7 +141,6 @@ struct SessionHead {
 }  // namespace session
 
 inline std::vector<std::byte> Evictor::save(llama_seq_id sequence) {
-  require_alone("save");
   require_between("save", sequence);
   const Held& held = at(sequence);
   const bool turns = std::ranges::any_of(held.cells, [&](std::int32_t cell) {
@@ -169,7 +168,6 @@ inline std::vector<std::byte> Evictor::save(llama_seq_id sequence) {
 }
 
 inline void Evictor::restore(llama_seq_id sequence, std::span<const std::byte> bytes) {
-  require_alone("restore");
   KVKEEP_REQUIRE_AS(StateError, context_ != nullptr && !running_, "llama: restore() of sequence ", sequence,
                     running_ ? " before end(); allowed between batches" : " without a context; call attach() first");
   require_sequence(sequence);

@@ -131,12 +131,7 @@ void occupy(std::vector<Stream>& streams, const std::vector<std::vector<std::siz
   std::size_t t = 0;
   for (std::size_t s = 0; s < micro.streams.size(); ++s) {
     Stream& stream = streams[micro.streams[s]];
-    // What a window left is overwritten, with all that came before it.
-    for (const std::size_t cell : cells[s]) {
-      const Cell was = stream.cells[cell];
-      for (llama_seq_id sequence = 0; was.position >= 0 && z(sequence) < kMostSequences; ++sequence)
-        if (was.sequences.test(z(sequence))) stream.remove(sequence, 0, was.position + 1);
-    }
+    for (const std::size_t cell : cells[s]) stream.remove_cell(cell);
     for (const std::size_t cell : cells[s]) {
       const Token& token = batch[micro.tokens[t++]];
       stream.cells[cell].position = token.position;

@@ -64,6 +64,12 @@ struct Stream {
     }
     if (least < cells.size()) head = std::min(head, least);
   }
+  /// What a window left in a cell is overwritten, with all that came before it.
+  void remove_cell(std::size_t at) {
+    const Cell was = cells[at];
+    for (llama_seq_id sequence = 0; was.position >= 0 && z(sequence) < kMostSequences; ++sequence)
+      if (was.sequences.test(z(sequence))) remove(sequence, 0, was.position + 1);
+  }
   void shift(llama_seq_id sequence, llama_pos p0, llama_pos p1, llama_pos delta) {
     std::size_t least = cells.size();
     for (std::size_t i = 0; i < cells.size(); ++i) {

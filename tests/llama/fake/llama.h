@@ -148,7 +148,7 @@ typedef uint32_t llama_state_seq_flags;
 size_t llama_state_seq_get_size(struct llama_context* context, llama_seq_id sequence);
 size_t llama_state_seq_get_data(struct llama_context* context, uint8_t* to, size_t size, llama_seq_id sequence);
 size_t llama_state_seq_set_data(struct llama_context* context, const uint8_t* from, size_t size, llama_seq_id sequence);
-/// Of mixed memories, what is partial: without the cells of full layers. Their data is not written.
+/// Of mixed memories, what is partial: without the cells of full layers.
 size_t llama_state_seq_get_size_ext(struct llama_context* context, llama_seq_id sequence, llama_state_seq_flags flags);
 size_t llama_state_seq_get_data_ext(struct llama_context* context, uint8_t* to, size_t size, llama_seq_id sequence,
                                     llama_state_seq_flags flags);
