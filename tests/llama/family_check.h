@@ -113,6 +113,13 @@ class Run {
     return {from, from + llama_vocab_n_tokens(llama_model_get_vocab(trial_.model))};
   }
   [[nodiscard]] llama_memory_t memory() const { return llama_get_memory(context_.get()); }
+  /// llama.cpp's own state of what is not cut: rows of the windows with their positions, and states of layers.
+  [[nodiscard]] std::vector<std::byte> uncut_state() const {
+    constexpr llama_state_seq_flags kPart = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    std::vector<std::byte> state(llama_state_seq_get_size_ext(context_.get(), 0, kPart));
+    llama_state_seq_get_data_ext(context_.get(), reinterpret_cast<std::uint8_t*>(state.data()), state.size(), 0, kPart);
+    return state;
+  }
 
  private:
   const Trial& trial_;
@@ -256,9 +263,11 @@ using Rows = std::map<std::tuple<int, int, int>, std::vector<std::byte>>;
   return rows;
 }
 
-/// Every byte of the layers that are not cut.
-[[nodiscard]] inline std::vector<std::byte> others(const Evictor& e, const Watch& watch) {
+/// Every byte of the layers that are not cut, and which of them llama.cpp still has.
+[[nodiscard]] inline std::vector<std::byte> others(const Run& run, const Watch& watch) {
+  const Evictor& e = *run.evictor;
   std::vector<std::byte> all;
+  if (e.mixed()) all = run.uncut_state();
   for (const auto* caches : {&watch.keys, &watch.values})
     for (const auto& [l, t] : *caches) {
       if (e.keeper().spec().layers[static_cast<std::size_t>(l)].kind == LayerKind::full) continue;
@@ -355,10 +364,10 @@ inline void check_heads(const Trial& trial, const Way& way, const std::string& p
     cut.decode(from, to, [&] {
       keys = rows_of(e, watch.keys);
       values = rows_of(e, watch.values);
-      rest = others(e, watch);
+      rest = others(cut, watch);
     });
     for (const float x : cut.logits()) require(std::isfinite(x), policy + ": a logit is not a number");
-    require(others(e, watch) == rest, policy + ": an event wrote to a layer that it does not cut");
+    require(others(cut, watch) == rest, policy + ": an event wrote to a layer that it does not cut");
     for (const auto& [before, now] : {std::pair(&keys, rows_of(e, watch.keys)), {&values, rows_of(e, watch.values)}})
       for (const auto& [key, row] : now)
         require(before->contains(key) && before->at(key) == row,
