@@ -22,14 +22,14 @@ namespace {
 using kvkeep::llama::family::Outcome;
 
 /// In a process of its own: llama.cpp ends the program at what it cannot do.
-Outcome tried(const std::function<Outcome()>& check, bool verbose) {
+Outcome tried(const std::function<Outcome()>& check, bool verbose, unsigned seconds = 500) {
   int ends[2];
   if (pipe(ends) != 0) return {"", "wrong", "no pipe"};
   std::fflush(stdout);
   const pid_t child = fork();
   if (child == 0) {
     close(ends[0]);
-    alarm(500);
+    alarm(seconds);
     static bool loud = false;
     loud = verbose;
     llama_log_set(
@@ -82,7 +82,7 @@ int main(int argc, char** argv) {
       std::printf("skipped: %s is not set; it names a model file\n", variable.c_str());
       return 77;
     }
-    print(file, tried([file] { return kvkeep::llama::family::check_file(file); }, verbose));
+    print(file, tried([file] { return kvkeep::llama::family::check_file(file); }, verbose, 1500));
     return served == 1 ? 0 : 1;
   }
   const std::regex wanted(chosen);

@@ -411,6 +411,17 @@ struct Outcome {
   std::string why = {};
 };
 
+/// What an evictor does not take, it refuses when it is made.
+[[nodiscard]] inline bool takes(const Trial& trial, const std::string& policy) {
+  llama_context_params params = params_of(trial, {});
+  try {
+    const Evictor evictor(trial.model, params, make_policy(policy));
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 [[nodiscard]] inline Outcome check(const Trial& trial) {
   Outcome outcome;
   try {
@@ -438,6 +449,8 @@ struct Outcome {
     check_heads(trial, on, policy_of(trial, "tova", kRecent, ",heads=group"), &scores);
     if (!trial.is_long()) check_heads(trial, on, policy_of(trial, "ams-tova", kRecent, ""), nullptr);
     if (!trial.is_long()) check_heads(trial, on, policy_of(trial, "keydiff", kRecent, ""), nullptr);
+    const std::string expected = policy_of(trial, "expected", kRecent, "");
+    if (!trial.is_long() && takes(trial, expected)) check_heads(trial, on, expected, nullptr);
     // Rows of these move as blocks.
     if (facts.spec.key_dim % 32 == 0 && facts.spec.value_dim % 32 == 0 && !trial.is_long()) {
       check_heads(trial, {.type = GGML_TYPE_Q8_0}, policy_of(trial, "tova", kRecent, ",heads=group"), nullptr);
