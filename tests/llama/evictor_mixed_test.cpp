@@ -271,6 +271,16 @@ TEST_P(LlamaEvictor, SaysWhatMixedModelsCannotDo) {
   const Evictor evictor(model.get(), params, make_policy("tova,sink=1,recent=1,budget=" + std::to_string(window)));
 }
 
+TEST_P(LlamaEvictor, QueriesAreTurnedBackWhereLayersThatSlideTurnOtherwise) {
+  if (!exact()) return;
+  const Model model = of_kind("swa");
+  const Engine run("expected,budget=40,interval=8,sink=2,recent=4,prefill=cut", {}, model.get());
+  ASSERT_EQ(run.decode({{0, words(60)}}), 0);
+  EXPECT_EQ(run.evictor->spent().cut, 1);
+  std::pair<std::size_t, std::size_t> first;
+  expect_mixed_sound(run, 0, window_of(model.get()), first);
+}
+
 TEST_P(LlamaEvictor, AnEventThatTheProgramNamesLeavesTheWindowWhereRowsCannotMove) {
   if (!exact()) return;
   const Model model = of_kind("swa");

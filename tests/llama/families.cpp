@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which of llama.cpp's architectures kvkeep::llama serves: a model of each, tried.
 //   kvkeep_llama_families [--arch REGEX] [--verbose]
-// Prints a table; exits 1 if anything is wrong, or fewer than 100 are served where none was chosen.
+//   kvkeep_llama_families --file-in VARIABLE     the same of the model file that an environment variable names
+// Prints a table; exits 1 if anything is wrong, or fewer than 100 are served where none was chosen; 77 if the variable
+// is not set.
 
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
+#include <functional>
 #include <regex>
+#include <string>
 #include <string_view>
 
 #include "family_check.h"
@@ -17,14 +22,14 @@ namespace {
 using kvkeep::llama::family::Outcome;
 
 /// In a process of its own: llama.cpp ends the program at what it cannot do.
-Outcome tried(const std::string& arch, bool verbose) {
+Outcome tried(const std::function<Outcome()>& check, bool verbose, unsigned seconds = 500) {
   int ends[2];
   if (pipe(ends) != 0) return {"", "wrong", "no pipe"};
   std::fflush(stdout);
   const pid_t child = fork();
   if (child == 0) {
     close(ends[0]);
-    alarm(500);
+    alarm(seconds);
     static bool loud = false;
     loud = verbose;
     llama_log_set(
@@ -34,7 +39,7 @@ Outcome tried(const std::string& arch, bool verbose) {
         nullptr);
     if (!verbose) setenv("GGML_NO_BACKTRACE", "1", 1);
     if (!verbose) static_cast<void>(freopen("/dev/null", "w", stderr));
-    const Outcome outcome = kvkeep::llama::family::check(arch);
+    const Outcome outcome = check();
     const std::string said = outcome.kind + '\n' + outcome.result + '\n' + outcome.why;
     const bool sent = write(ends[1], said.data(), said.size()) == static_cast<ssize_t>(said.size());
     _exit(sent ? 0 : 1);
@@ -56,23 +61,34 @@ Outcome tried(const std::string& arch, bool verbose) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string chosen = ".*";
+  std::string chosen = ".*", variable;
   bool verbose = false;
   for (int i = 1; i < argc; ++i) {
     const std::string_view word(argv[i]);
     if (word == "--verbose") verbose = true;
     if (word == "--arch" && i + 1 < argc) chosen = argv[++i];
+    if (word == "--file-in" && i + 1 < argc) variable = argv[++i];
   }
-  const std::regex wanted(chosen);
   int served = 0, wrong = 0;
-  for (const std::string& arch : kvkeep::llama::family::architectures()) {
-    if (!std::regex_search(arch, wanted)) continue;
-    const Outcome outcome = tried(arch, verbose);
+  const auto print = [&](const std::string& name, const Outcome& outcome) {
     served += outcome.result == "served" || outcome.result == "union" ? 1 : 0;
     wrong += outcome.result == "wrong" || outcome.result == "not built" ? 1 : 0;
-    std::printf("| %s | %s | %s | %s |\n", arch.c_str(), outcome.kind.c_str(), outcome.result.c_str(),
+    std::printf("| %s | %s | %s | %s |\n", name.c_str(), outcome.kind.c_str(), outcome.result.c_str(),
                 outcome.why.c_str());
+  };
+  if (!variable.empty()) {
+    const char* file = std::getenv(variable.c_str());
+    if (file == nullptr) {
+      std::printf("skipped: %s is not set; it names a model file\n", variable.c_str());
+      return 77;
+    }
+    print(file, tried([file] { return kvkeep::llama::family::check_file(file); }, verbose, 1500));
+    return served == 1 ? 0 : 1;
   }
+  const std::regex wanted(chosen);
+  for (const std::string& arch : kvkeep::llama::family::architectures())
+    if (std::regex_search(arch, wanted))
+      print(arch, tried([&arch] { return kvkeep::llama::family::check(arch); }, verbose));
   std::printf("%d served, %d wrong\n", served, wrong);
   return wrong > 0 || (chosen == ".*" && served < 100) ? 1 : 0;
 }

@@ -314,7 +314,7 @@ inline bool Evictor::wants(ggml_tensor* node) {
         return broken_off_;
       }
       cache_[static_cast<std::size_t>(k)].keys = root;
-      if (turns_ && dtype_of(root->type)) check_rope(node->src[0], k);
+      if (turns_ && is_full(k) && dtype_of(root->type)) check_rope(node->src[0], k);
     }
     if (v >= 0 && static_cast<std::size_t>(v) < cache_.size()) {
       cache_[static_cast<std::size_t>(v)].values = root;
