@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -423,7 +424,18 @@ struct Outcome {
   }
 }
 
-[[nodiscard]] inline Outcome check(const Trial& trial) {
+/// An indexer chooses a part of the tokens, so that its keys count.
+inline void check_indexer(const std::string& arch) {
+  constexpr std::uint32_t kChosen = 24;
+  const Model model = make(arch, kChosen);
+  const Trial trial(model.get());
+  check_full(trial);
+  check_union(trial, {.flash = LLAMA_FLASH_ATTN_TYPE_DISABLED},
+              policy_of(trial, "tova", kRecent, ",heads=group,share=union"), 2e-3, nullptr, 0);
+  check_union(trial, {}, policy_of(trial, "keydiff", kRecent, ",share=union"), 1e-2 + 2 * noise_of(trial), nullptr, 0);
+}
+
+[[nodiscard]] inline Outcome check(const Trial& trial, const std::function<void()>& where_indexed = {}) {
   Outcome outcome;
   try {
     const Facts facts = facts_of(trial.model, params_of(trial, {}));
@@ -443,12 +455,8 @@ struct Outcome {
     if (!trial.is_long())
       check_union(trial, on, policy_of(trial, "keydiff", newest, ",share=union"), rounding, nullptr, 0);
     outcome.result = "union";
-    if (facts.indexed) {  // that chooses a part of the tokens, so that its keys count
-      const Model choosy = make(arch, 24);
-      const Trial few(choosy.get());
-      check_full(few);
-      check_union(few, off, policy_of(few, "tova", kRecent, ",heads=group,share=union"), 2e-3, nullptr, 0);
-      check_union(few, on, policy_of(few, "keydiff", newest, ",share=union"), 1e-2 + 2 * noise_of(few), nullptr, 0);
+    if (facts.indexed) {
+      if (where_indexed) where_indexed();
       outcome.why = "an indexer chooses among the same cells in all layers";
       return outcome;
     }
@@ -482,7 +490,7 @@ struct Outcome {
   if (one_of(arch, {"chameleon", "dots3note", "graniteswitch", "plm"})) return {"", "not tried"};
   const Model model = make(arch);
   if (model == nullptr) return {"", "not built", "llama.cpp makes no model of our metadata"};
-  return check(Trial(model.get()));
+  return check(Trial(model.get()), [&] { check_indexer(arch); });
 }
 
 /// A model that was trained. Its text is longer than the cells in which llama.cpp keeps a window of 512 tokens.
