@@ -15,7 +15,7 @@ namespace kvkeep::llama {
 namespace {
 
 const std::string kMixedPolicies[] = {"tova,budget=40,interval=8,sink=2,recent=4,prefill=cut",
-                                     "knorm,budget=40,interval=8,recent=4,share=union", "tova,budget=900"};
+                                      "knorm,budget=40,interval=8,recent=4,share=union", "tova,budget=900"};
 
 /// Of words that each model here knows.
 std::vector<llama_token> words_of(std::size_t count, unsigned seed) {

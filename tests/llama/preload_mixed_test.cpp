@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// libkvkeep_llama_preload.so over models whose layers slide or have states: what a server asks of their memory, and what
-// it saves of it, to go on where texts have parted.
+// libkvkeep_llama_preload.so over models whose layers slide or have states: what a server asks of their memory, and
+// what it saves of it, to go on where texts have parted.
 
 #include <gtest/gtest.h>
 
@@ -54,8 +54,8 @@ struct Slot {
   std::vector<std::uint8_t> state = {};  ///< of one that was put away
 };
 
-/// A server's slots, as llama-server handles them: it asks where a sequence begins, goes back, and saves parts of states
-/// where a part of a memory cannot go back.
+/// A server's slots, as llama-server handles them: it asks where a sequence begins, goes back, and saves parts of
+/// states where a part of a memory cannot go back.
 class Server {
  public:
   Server(const Engine& run, llama_model* model) : run_(run), model_(model), window_(llama_model_n_swa(model)) {
@@ -78,10 +78,9 @@ class Server {
       const llama_pos min = llama_memory_seq_pos_min(run_.memory(), id);
       ASSERT_NE(min, -1);
       if (min >= threshold) {
-        const auto found =
-            std::find_if(slot.checkpoints.rbegin(), slot.checkpoints.rend(), [&](const Checkpoint& c) {
-              return c.max <= next && (c.min < threshold || c.min == 0);
-            });
+        const auto found = std::find_if(slot.checkpoints.rbegin(), slot.checkpoints.rend(), [&](const Checkpoint& c) {
+          return c.max <= next && (c.min < threshold || c.min == 0);
+        });
         begun += found == slot.checkpoints.rend() ? 1 : 0;
         if (found == slot.checkpoints.rend()) {
           next = past = 0;
@@ -169,9 +168,11 @@ std::vector<float> alone_with(const std::vector<llama_token>& text, llama_model*
   const Engine run = under(nullptr, kSetting, model);
   for (std::size_t at = 0; at < text.size(); at += 60) {
     const std::size_t end = std::min(text.size(), at + 60);
-    EXPECT_EQ(run.decode({{0, {text.begin() + static_cast<std::ptrdiff_t>(at),
-                               text.begin() + static_cast<std::ptrdiff_t>(end)}, end == text.size()}}),
-              0);
+    EXPECT_EQ(
+        run.decode({{0,
+                     {text.begin() + static_cast<std::ptrdiff_t>(at), text.begin() + static_cast<std::ptrdiff_t>(end)},
+                     end == text.size()}}),
+        0);
   }
   return logits_of(run, model);
 }
