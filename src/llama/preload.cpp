@@ -110,6 +110,7 @@ llama_context* init_followed(llama_model* model, llama_context_params params, co
 /// A model without weights, which runs no token.
 llama_model* loaded(llama_model* model, const llama_model_params& params) {
   const std::lock_guard lock(contexts().mutex);
+  contexts().left.erase(model);  // another one that was here
   if (params.no_alloc)
     contexts().empty.insert(model);
   else
