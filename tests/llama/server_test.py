@@ -147,7 +147,7 @@ def five_turns_at_a_quarter(o):
     for rest in ((), ("share=union",)):
         policy, times = under(o, "tova", 160, "interval=32", "prefill=cut", *rest)
         with Server(o, policy, ONE) as kept:
-            answers, computed = converse(kept, opening=150 * times, turn=30 * times)
+            answers, computed = converse(kept, opening=(300 if o.window else 150) * times, turn=30 * times)
             cuts = kept.cuts()
             check(cuts >= 5, f"{cuts} events")
             check(all(answers) and kept.process.poll() is None, "an answer is missing")
