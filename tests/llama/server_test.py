@@ -5,6 +5,8 @@
     tests/llama/server_test.py --server llama-server --model model.gguf --preload libkvkeep_llama_preload.so
 
 Of a model whose layers slide, say over how many tokens (`--window 512`): budgets are then no smaller, and texts longer.
+`kvkeep_llama_families --write ARCH FILE` makes one of any architecture, with random weights, whose tokens are characters;
+`--only all_kinds --args "-ctk f32 -ctv f32"` runs over it.
 Prints a line per case, and ends with 1 if one fails. Times are not looked at.
 """
 
@@ -269,6 +271,52 @@ def an_answer_that_the_history_leaves_out(o):
     return f"{computed[0]} tokens computed where nothing was cut, {computed[1]} behind a cut"
 
 
+def talk(server):
+    """Requests of all kinds: answers, and how many tokens of each prompt had to be computed."""
+    answers, computed, text = [], [], story(30, 3)
+
+    def ask(prompt, tokens):
+        answer = server.complete(prompt, tokens)
+        answers.append(answer["content"])
+        computed.append(answer["timings"]["prompt_n"])
+        return prompt + answer["content"]
+
+    for i in range(4):
+        text = ask(f"{text} Q{i} " + story(8, i), 40)
+    prompt = story(40, 9)
+    ask(prompt, 120)
+    for other in (4, 5, 5):  # without the answer; the last one once more
+        ask(prompt + " then " + story(5, other), 30)
+    server.abort(story(60, 11))
+    ask(story(60, 11), 20)
+    ask(text, 20)
+    return answers, computed
+
+
+def requests_of_all_kinds(o):
+    """Policies that cut at each token, too, in the middle of prompts, and with drafts."""
+    drafts = ("--spec-type", "ngram-mod", "--spec-ngram-mod-n-match", 3)
+    for more in ((), ("-ub", 32, "-b", 64), drafts):
+        with Server(o, args=(*ONE, *more)) as alone:
+            want = talk(alone)
+        for name, budget, rest in (
+            ("tova", 7000, ()),
+            ("tova", 64, ("interval=16", "prefill=cut")),
+            ("knorm", 64, ("interval=4", "prefill=pieces", "share=union")),
+            ("streaming", 64, ("interval=1",)),
+        ):
+            policy = under(o, name, budget, *rest)[0]
+            with Server(o, policy, (*ONE, *more)) as kept:
+                answers, computed = talk(kept)
+                check(all(answers) and kept.process.poll() is None, f"{policy}: an answer is missing")
+                if budget < 7000:
+                    check(kept.cuts() > 10 or o.window > 64, f"{policy}: {kept.cuts()} events")
+                    continue
+                check(answers == want[0], f"{answers} instead of {want[0]}")
+                check(all(ours <= alone for ours, alone in zip(computed, want[1])), f"{computed}, alone {want[1]}")
+    return f"prompts computed {computed} where each token is cut, {want[1]} without"
+
+
 def several_answers_of_one_prompt(o):
     cuts, times = under(o, "tova", 64, "interval=16", "prefill=cut")
     for policy in (cuts, cuts + ",share=union", HOLDS):
@@ -364,6 +412,7 @@ CASES = [
     a_session_over_a_restart,
     another_text_with_the_same_beginning,
     an_answer_that_the_history_leaves_out,
+    requests_of_all_kinds,
     several_answers_of_one_prompt,
     shifts_are_refused_by_name,
     drafts_from_the_text,
