@@ -5,8 +5,8 @@
     tests/llama/server_test.py --server llama-server --model model.gguf --preload libkvkeep_llama_preload.so
 
 Of a model whose layers slide, say over how many tokens (`--window 512`): budgets are then no smaller, and texts longer.
-`kvkeep_llama_families --write ARCH FILE` makes one of any architecture, with random weights, whose tokens are characters;
-`--only all_kinds --args "-ctk f32 -ctv f32"` runs over it.
+`kvkeep_llama_families --write ARCH FILE` makes one of any architecture, with random weights, whose tokens are
+characters; `--only all_kinds --args "-ctk f32 -ctv f32"` runs over it.
 Prints a line per case, and ends with 1 if one fails. Times are not looked at.
 """
 
