@@ -117,6 +117,7 @@ inline llama_context_params params_of(const Setting& s) {
   params.type_k = params.type_v = s.type;
   params.flash_attn_type = s.flash;
   params.n_threads = params.n_threads_batch = 1;
+  params.swa_full = false;
   params.abort_callback = s.stop;
   return params;
 }

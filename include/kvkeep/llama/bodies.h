@@ -520,9 +520,10 @@ inline void Evictor::see(const ggml_tensor* mask) {
       visible_.clear();
       for (std::size_t cell = 0; cell < cells && !held.unplaced.empty(); ++cell)
         if (sees(cell)) visible_.push_back(first + static_cast<std::int32_t>(cell));
-      return static_cast<std::size_t>(std::count(row, row + cells, seen)) == held.count() &&
-             std::ranges::all_of(held.cells,
-                                 [&](std::int32_t cell) { return sees(static_cast<std::size_t>(cell - first)); });
+      const auto count = static_cast<std::size_t>(std::count(row, row + cells, seen));
+      const bool all = std::ranges::all_of(
+          held.cells, [&](std::int32_t cell) { return sees(static_cast<std::size_t>(cell - first)); });
+      return count == held.count() && all;
     };
     const bool ours = element == 4 ? shows_ours(std::uint32_t{0}) : shows_ours(std::uint16_t{0});
     if (!ours || !place_restored(held)) moved_.insert(member.sequence);
