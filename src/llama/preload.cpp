@@ -427,7 +427,7 @@ std::size_t get_state(Followed& f, llama_seq_id sequence, std::uint8_t* to, std:
         const std::vector<std::byte> tail = tail_of(f, sequence);
         const std::size_t written = size < tail.size() ? 0 : get(size - tail.size());
         if (written == 0) return 0;
-        std::memcpy(to + written, tail.data(), tail.size());
+        if (!tail.empty()) std::memcpy(to + written, tail.data(), tail.size());
         return written + tail.size();
       },
       std::size_t{0});
