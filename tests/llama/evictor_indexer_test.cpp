@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <random>
 #include <set>
@@ -30,27 +29,20 @@ constexpr float kFlashRounding = 0.1F;
 class Pair {
  public:
   Pair(const Setting& setting, llama_model* model)
-      : vocabulary_(llama_vocab_n_tokens(llama_model_get_vocab(model))),
+      : model_(model),
         cut(kPolicy, setting, model),
         alone("", setting, model),
         held_(setting.sequences),
         share_(setting.flash == LLAMA_FLASH_ATTN_TYPE_ENABLED ? kFlashRounding : 1e-3F) {}
 
   void decode(llama_seq_id sequence, std::size_t count, unsigned seed) {
-    std::mt19937 random(seed);
-    std::vector<llama_token> ids;
-    for (std::size_t i = 0; i < count; ++i)
-      ids.push_back(static_cast<llama_token>(random() % static_cast<unsigned>(vocabulary_)));
+    const std::vector<llama_token> ids = words(count, seed);
     std::set<llama_pos>& held = held_[static_cast<std::size_t>(sequence)];
     llama_pos next = llama_memory_seq_pos_max(cut.memory(), sequence) + 1;
     for (std::size_t i = 0; i < count; ++i) held.insert(next++);
     ASSERT_EQ(cut.decode({{sequence, ids}}), 0);
     ASSERT_EQ(alone.decode({{sequence, ids}}), 0);
-    const float* ours = llama_get_logits_ith(cut.context.get(), -1);
-    const float* wanted = llama_get_logits_ith(alone.context.get(), -1);
-    const float most = std::abs(
-        *std::max_element(wanted, wanted + vocabulary_, [](float a, float b) { return std::abs(a) < std::abs(b); }));
-    for (std::int32_t i = 0; i < vocabulary_; ++i) ASSERT_NEAR(ours[i], wanted[i], share_ * most) << "token " << next;
+    expect_alike(logits_of(cut, model_), logits_of(alone, model_), share_);
     expect_sound(cut, sequence);
     for (const Cut& one : cut.evictor->report().cuts) {
       const auto kept = cut.positions(one.sequence, cut.evictor->keeper().spec().full_layers()[0], 0);
@@ -76,7 +68,7 @@ class Pair {
   }
 
  private:
-  std::int32_t vocabulary_;
+  const llama_model* model_;
 
  public:
   Engine cut, alone;
@@ -197,13 +189,9 @@ TEST_P(LlamaEvictor, ASavedSequenceOfAModelWithAnIndexerGoesOn) {
   for (unsigned i = 0; i < 5; ++i) whole.decode(0, 1, 100 + i);
   for (unsigned i = 0; i < 20; ++i) {
     ASSERT_NO_FATAL_FAILURE(whole.decode(0, 1, 200 + i));
-    const std::vector<float> wanted(
-        llama_get_logits_ith(whole.cut.context.get(), -1),
-        llama_get_logits_ith(whole.cut.context.get(), -1) + llama_vocab_n_tokens(llama_model_get_vocab(model.get())));
-    std::mt19937 random(200 + i);
-    ASSERT_EQ(pair.cut.decode({{3, {static_cast<llama_token>(random() % static_cast<unsigned>(wanted.size()))}}}), 0);
-    const float* ours = llama_get_logits_ith(pair.cut.context.get(), -1);
-    for (std::size_t t = 0; t < wanted.size(); ++t) ASSERT_NEAR(ours[t], wanted[t], kFlashRounding * 3) << i;
+    ASSERT_EQ(pair.cut.decode({{3, words(1, 200 + i)}}), 0);
+    ASSERT_NO_FATAL_FAILURE(
+        expect_alike(logits_of(pair.cut, model.get()), logits_of(whole.cut, model.get()), kFlashRounding));
     EXPECT_EQ(pair.cut.positions(3, 0, 0), whole.cut.positions(0, 0, 0));
   }
 }

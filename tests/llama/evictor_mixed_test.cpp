@@ -16,19 +16,6 @@
 namespace kvkeep::llama {
 namespace {
 
-/// Of words that each model here knows.
-std::vector<llama_token> words(std::size_t count, unsigned seed = 1) {
-  std::mt19937 random(seed);
-  std::vector<llama_token> ids(count);
-  for (llama_token& id : ids) id = static_cast<llama_token>(random() % 60U);
-  return ids;
-}
-
-std::vector<float> logits_of(const Engine& run, const llama_model* model) {
-  const float* from = llama_get_logits_ith(run.context.get(), -1);
-  return {from, from + llama_vocab_n_tokens(llama_model_get_vocab(model))};
-}
-
 /// What llama.cpp holds of a sequence is what the evictor says, and its window lacks nothing.
 /// `first`: cells and bytes of the first state that was asked for.
 void expect_mixed_sound(const Engine& run, llama_seq_id sequence, std::int32_t window,

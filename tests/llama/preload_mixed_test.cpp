@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <random>
 #include <string>
@@ -19,21 +18,6 @@ namespace {
 constexpr const char* kHolds = "tova,budget=2000";
 constexpr const char* kCuts = "tova,budget=40,interval=8,sink=2,recent=4,prefill=cut";
 const Setting kSetting{.cells = 2048, .sequences = 3, .type = GGML_TYPE_F32};
-
-std::vector<llama_token> words(std::size_t count, unsigned seed) {
-  std::mt19937 random(seed);
-  std::vector<llama_token> ids(count);
-  for (llama_token& id : ids) id = static_cast<llama_token>(random() % 60U);
-  return ids;
-}
-std::vector<float> logits_of(const Engine& run, const llama_model* model) {
-  const float* from = llama_get_logits_ith(run.context.get(), -1);
-  return {from, from + llama_vocab_n_tokens(llama_model_get_vocab(model))};
-}
-void expect_alike(const std::vector<float>& got, const std::vector<float>& want) {
-  const float most = std::abs(*std::ranges::max_element(want, {}, [](float x) { return std::abs(x); }));
-  for (std::size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[i], want[i], rounding() * most) << i;
-}
 
 /// What was done to a sequence since it was empty: a batch, or what was taken back.
 struct Step {
