@@ -39,6 +39,7 @@
 
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/keeper/keeper.h"
+#include "kvkeep/keeper/thread_pool.h"
 #include "kvkeep/llama/model.h"
 #include "kvkeep/parts/pins.h"
 
@@ -91,7 +92,8 @@ enum class Positions : std::uint8_t {
 /// the refused ones are taken back: it comes with the next batch of the sequence, or in settle().
 class Evictor {
  public:
-  /// Puts the callback into `params`; one that is there already is called as well. Turns flash attention on if the
+  /// Puts the callback into `params`; one that is there already is called as well. Events run on `params.n_threads`
+  /// threads. Turns flash attention on if the
   /// policy needs it and `params` leaves it open. Throws InvalidArgument, with every reason, if the policy cannot run
   /// on the model, and Unsupported for what facts_of() refuses, which runs one token in a context of its own, for a
   /// policy whose rows end up unequal, for `params` that rule out rewriting (flash attention off, a quantised cache
@@ -103,7 +105,8 @@ class Evictor {
   Evictor(const llama_model* model, llama_context_params& params, std::unique_ptr<KVPolicy> policy,
           Positions positions = Positions::text)
       : facts_(facts_of(model, params)),
-        keeper_(make_keeper(facts_, std::move(policy), positions)),
+        pool_(std::max(1, params.n_threads)),
+        keeper_(make_keeper(facts_, std::move(policy), positions, pool_.threads())),
         needs_(keeper_.policy().needs()),
         full_layers_(keeper_.spec().full_layers()),
         positions_(positions),
@@ -478,7 +481,8 @@ class Evictor {
     return found->second;
   }
 
-  static Keeper make_keeper(const Facts& facts, std::unique_ptr<KVPolicy> policy, Positions positions) {
+  static Keeper make_keeper(const Facts& facts, std::unique_ptr<KVPolicy> policy, Positions positions,
+                            const Threads& threads) {
     const bool read = policy != nullptr && policy->needs().rope;
     if (read || positions == Positions::cache) {
       if (facts.rope_error) std::rethrow_exception(facts.rope_error);
@@ -487,7 +491,7 @@ class Evictor {
                         " in another way than after RoPE alone, and ", read ? policy->name() : "Positions::cache",
                         " turns them; allowed policies that read them as they are, with Positions::text");
     }
-    return Keeper(facts.spec, std::move(policy));
+    return Keeper(facts.spec, std::move(policy), {.threads = threads});
   }
 
   [[nodiscard]] bool in_pieces() const { return keeper_.policy().trigger().prefill == Trigger::Prefill::pieces; }
@@ -537,6 +541,7 @@ class Evictor {
   void remove(llama_seq_id sequence, std::span<const std::int32_t> before, std::vector<std::int32_t> freed);
 
   Facts facts_;
+  ThreadPool pool_;  ///< as many threads as the context decodes on; they sleep but for events
   Keeper keeper_;
   Needs needs_;
   std::vector<std::int32_t> full_layers_;
