@@ -92,16 +92,16 @@ enum class Positions : std::uint8_t {
 /// the refused ones are taken back: it comes with the next batch of the sequence, or in settle().
 class Evictor {
  public:
-  /// Puts the callback into `params`; one that is there already is called as well. Events run on `params.n_threads`
-  /// threads. Turns flash attention on if the
-  /// policy needs it and `params` leaves it open. Throws InvalidArgument, with every reason, if the policy cannot run
-  /// on the model, and Unsupported for what facts_of() refuses, which runs one token in a context of its own, for a
-  /// policy whose rows end up unequal, for `params` that rule out rewriting (flash attention off, a quantised cache
-  /// with heads of no whole blocks or with Positions::cache) under a `share` that needs it, for policies that turn
-  /// queries or keys back over a quantised cache or with Positions::cache, for Positions::cache over a quantised cache
-  /// whose heads are no multiple of 64 (llama.cpp's rotation ends the program there) and over models whose layers slide
-  /// or have states or an indexer, for models with an indexer unless share=union, for a budget of fewer slots than
-  /// layers slide over, and, where queries or keys are turned, for RoPE that cannot be read.
+  /// Puts the callback into `params`; one that is there already is called as well. Turns flash attention on if the
+  /// policy needs it and `params` leaves it open. Events run on `params.n_threads` threads. Throws InvalidArgument,
+  /// with every reason, if the policy cannot run on the model, and Unsupported for what facts_of() refuses, which runs
+  /// one token in a context of its own, for a policy whose rows end up unequal, for `params` that rule out rewriting
+  /// (flash attention off, a quantised cache with heads of no whole blocks or with Positions::cache) under a `share`
+  /// that needs it, for policies that turn queries or keys back over a quantised cache or with Positions::cache, for
+  /// Positions::cache over a quantised cache whose heads are no multiple of 64 (llama.cpp's rotation ends the program
+  /// there) and over models whose layers slide or have states or an indexer, for models with an indexer unless
+  /// share=union, for a budget of fewer slots than layers slide over, and, where queries or keys are turned, for RoPE
+  /// that cannot be read.
   Evictor(const llama_model* model, llama_context_params& params, std::unique_ptr<KVPolicy> policy,
           Positions positions = Positions::text)
       : facts_(facts_of(model, params)),
@@ -343,6 +343,8 @@ class Evictor {
   /// queries and whose trigger is not `named`, as those of tokens far from its own events were not read.
   void cut(llama_seq_id sequence);
 
+  /// Layers slide or have states, beside those that are cut.
+  [[nodiscard]] bool mixed() const { return facts_.mixed(); }
   /// Tokens over which layers slide, beside those that are cut; 0: none does.
   [[nodiscard]] std::int32_t window() const { return facts_.window; }
   /// Layers have states, beside those that are cut.

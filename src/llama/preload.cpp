@@ -380,7 +380,7 @@ T guarded(const F& f, T otherwise) {
 /// A part of a state, without the cells of full layers, says how a sequence was as long as nothing cuts them: what a
 /// program asks for as a part is the whole.
 llama_state_seq_flags whole(const Followed& f, llama_state_seq_flags flags) {
-  return f.mixed() ? LLAMA_STATE_SEQ_FLAGS_NONE : flags;
+  return f.evictor.mixed() ? LLAMA_STATE_SEQ_FLAGS_NONE : flags;
 }
 
 /// Before the evictor's bytes.
@@ -438,7 +438,7 @@ std::size_t set_state(Followed& f, llama_seq_id sequence, const std::uint8_t* fr
   return guarded(
       [&]() -> std::size_t {
         const std::size_t read = set();
-        if (read == 0 && f.mixed()) {  // a part of it may have been read
+        if (read == 0 && f.evictor.mixed()) {  // a part of it may have been read
           KVKEEP_OWN(llama_memory_seq_rm)(f.memory, sequence, -1, -1);
           say("the bytes of sequence ", sequence,
               " are no state that this library has given, and the sequence is empty");

@@ -214,6 +214,25 @@ inline void expect_alike(const std::vector<float>& got, const std::vector<float>
   for (std::size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[i], want[i], share * most) << i;
 }
 
+/// llama.cpp's state of a sequence, and the evictor's.
+struct Session {
+  std::vector<std::uint8_t> cache;
+  std::vector<std::byte> kept;
+};
+inline Session save(const Engine& run, llama_seq_id sequence = 0) {
+  Session session;
+  session.cache.resize(llama_state_seq_get_size(run.context.get(), sequence));
+  EXPECT_EQ(llama_state_seq_get_data(run.context.get(), session.cache.data(), session.cache.size(), sequence),
+            session.cache.size());
+  session.kept = run.evictor->save(sequence);
+  return session;
+}
+inline void restore(const Engine& run, const Session& session, llama_seq_id sequence = 0) {
+  ASSERT_EQ(llama_state_seq_set_data(run.context.get(), session.cache.data(), session.cache.size(), sequence),
+            session.cache.size());
+  run.evictor->restore(sequence, session.kept);
+}
+
 /// What llama.cpp and the evictor know of a sequence agrees.
 inline void expect_sound(const Engine& run, llama_seq_id sequence) {
   const Keeper& keeper = run.evictor->keeper();

@@ -178,14 +178,11 @@ TEST_P(LlamaEvictor, ASavedSequenceOfAModelWithAnIndexerGoesOn) {
   Pair pair(setting_of(true, true), model.get());
   pair.decode(0, 90, 1);
   for (unsigned i = 0; i < 5; ++i) pair.decode(0, 1, 100 + i);
-  std::vector<std::uint8_t> cache(llama_state_seq_get_size(pair.cut.context.get(), 0));
-  cache.resize(llama_state_seq_get_data(pair.cut.context.get(), cache.data(), cache.size(), 0));
-  const std::vector<std::byte> kept = pair.cut.evictor->save(0);
+  const Session session = save(pair.cut);
   pair.decode(1, 30, 7);  // others take cells in between
   ASSERT_NO_FATAL_FAILURE(pair.remove(0, 0));
   pair.decode(2, 25, 8);
-  ASSERT_GT(llama_state_seq_set_data(pair.cut.context.get(), cache.data(), cache.size(), 3), 0U);
-  pair.cut.evictor->restore(3, kept);
+  ASSERT_NO_FATAL_FAILURE(restore(pair.cut, session, 3));
   Pair whole(setting_of(true, true), model.get());
   whole.decode(0, 90, 1);
   for (unsigned i = 0; i < 5; ++i) whole.decode(0, 1, 100 + i);

@@ -15,24 +15,6 @@ namespace {
 const std::string kMixedPolicies[] = {"tova,budget=40,interval=8,sink=2,recent=4,prefill=cut",
                                       "knorm,budget=40,interval=8,recent=4,share=union", "tova,budget=900"};
 
-struct Saved {
-  std::vector<std::uint8_t> cache;
-  std::vector<std::byte> kept;
-};
-Saved saved(const Engine& run, llama_seq_id sequence) {
-  Saved session;
-  session.cache.resize(llama_state_seq_get_size(run.context.get(), sequence));
-  EXPECT_EQ(llama_state_seq_get_data(run.context.get(), session.cache.data(), session.cache.size(), sequence),
-            session.cache.size());
-  session.kept = run.evictor->save(sequence);
-  return session;
-}
-void put_back(const Engine& run, const Saved& session, llama_seq_id sequence) {
-  ASSERT_EQ(llama_state_seq_set_data(run.context.get(), session.cache.data(), session.cache.size(), sequence),
-            session.cache.size());
-  run.evictor->restore(sequence, session.kept);
-}
-
 /// Under another id, in another context whose cells are others; saved in the middle of a prompt, or behind it.
 TEST_P(LlamaEvictor, ASessionOfAMixedModelGoesOnWhereItWasSaved) {
   if (!exact()) return;
@@ -49,7 +31,7 @@ TEST_P(LlamaEvictor, ASessionOfAMixedModelGoesOnWhereItWasSaved) {
           ASSERT_EQ(second.decode({{0, words(230, 3)}, {1, words(20, 4)}}), 0);
           ASSERT_EQ(second.decode({{1, words(200, 5)}}), 0);
           ASSERT_TRUE(llama_memory_seq_rm(second.memory(), 0, -1, -1));
-          put_back(second, saved(first, 0), 2);
+          restore(second, save(first, 0), 2);
           EXPECT_EQ(second.evictor->next_position(2), prompted ? 111 : 90);
           EXPECT_TRUE(second.evictor->cells(2).empty()) << "cells are not known yet";
           ASSERT_EQ(second.decode({{1, words(3, 6)}}), 0) << "others go on meanwhile";
@@ -71,10 +53,10 @@ TEST_P(LlamaEvictor, AStateOfAMixedModelThatLlamaCppAloneSavedIsAPrefix) {
     const Model model = of_kind(kind);
     const Engine alone("", {}, model.get()), kept(kMixedPolicies[0], {}, model.get());
     ASSERT_EQ(alone.decode({{0, words(120, 1)}}), 0);
-    Saved session;
+    Session session;
     session.cache.resize(llama_state_seq_get_size(alone.context.get(), 0));
     llama_state_seq_get_data(alone.context.get(), session.cache.data(), session.cache.size(), 0);
-    put_back(kept, session, 0);
+    restore(kept, session, 0);
     ASSERT_EQ(kept.decode({{0, words(4, 2)}}), 0);
     EXPECT_EQ(kept.evictor->report().cuts.at(0).logical_length, 124) << kind;
     EXPECT_EQ(kept.evictor->cells(0).size(), 40U) << kind;

@@ -268,7 +268,7 @@ using Rows = std::map<std::tuple<int, int, int>, std::vector<std::byte>>;
 [[nodiscard]] inline std::vector<std::byte> others(const Run& run, const Watch& watch) {
   const Evictor& e = *run.evictor;
   std::vector<std::byte> all;
-  if (e.window() > 0 || e.has_states()) all = run.uncut_state();
+  if (e.mixed()) all = run.uncut_state();
   for (const auto* caches : {&watch.keys, &watch.values})
     for (const auto& [l, t] : *caches) {
       if (e.keeper().spec().layers[static_cast<std::size_t>(l)].kind == LayerKind::full) continue;
