@@ -4,10 +4,14 @@
 #   kvkeep_kernels   static library of all cuda/*.cu; only where nvcc was found
 #   kvkeep::cuda     what a program links: the kernels and what lies between them and a Keeper (src/cuda)
 #
-# KVKEEP_CUDA            AUTO (where nvcc is found), ON (an error without it), OFF
+# KVKEEP_CUDA            AUTO (where nvcc is found), ON (an error without it), OFF; OFF in another project unless set
 # CMAKE_CUDA_ARCHITECTURES   80-real and 90-real with code that newer chips translate, unless set
 
-set(KVKEEP_CUDA AUTO CACHE STRING "Compile the CUDA kernels: AUTO, ON or OFF")
+set(by_default OFF)
+if(PROJECT_IS_TOP_LEVEL)
+  set(by_default AUTO)
+endif()
+set(KVKEEP_CUDA ${by_default} CACHE STRING "Compile the CUDA kernels: AUTO, ON or OFF")
 set_property(CACHE KVKEEP_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(KVKEEP_CUDA_FOUND FALSE)
 
@@ -43,12 +47,12 @@ if(KVKEEP_CUDA_FOUND)
     kvkeep_kernels
     PRIVATE -std=c++20 --fmad=false -Xcompiler=-Wall,-Wextra $<$<BOOL:${KVKEEP_WERROR}>:--Werror=all-warnings>
   )
-  # Static: whatever version of the runtime LibTorch brings along, the kernels have theirs.
+  # Static: whatever version of the runtime a program brings along, the kernels have theirs.
   target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart_static)
 
-  kvkeep_add_library(kvkeep_cuda TORCH UNITS 1 STEMS src/cuda LINK kvkeep_torch)
+  kvkeep_add_library(kvkeep_cuda UNITS 1 STEMS src/cuda LINK kvkeep)
   target_include_directories(kvkeep_cuda PRIVATE src/c) # the C interface's half that needs CUDA
-  target_link_libraries(kvkeep_cuda PRIVATE kvkeep_kernels ${CMAKE_DL_LIBS})
+  target_link_libraries(kvkeep_cuda PRIVATE kvkeep_kernels)
 endif()
 
 # The kernels as C++ for the execution model: one file that includes each, since a source has one language in a folder.
@@ -63,12 +67,15 @@ function(kvkeep_model_sources result)
   set(${result} "${sources}" PARENT_SCOPE)
 endfunction()
 
-# kvkeep_cuda_model: the kernels over the execution model of tests/cuda_model, with what lies between them and a Keeper.
-# For tests and benches of a machine without a GPU.
+# The kernels over the execution model of tests/cuda_model, with what lies between them and a Keeper, for tests and
+# benches of a machine without a GPU:
+#
+#   kvkeep_cuda_model     objects that a program links
+#   kvkeep_cuda_modelled  a library that stands for libkvkeep_cuda.so and CUDA's runtime
 function(kvkeep_add_cuda_model headers)
   kvkeep_model_sources(model_sources)
   kvkeep_glob(sources src/cuda tests/cuda_model)
-  list(FILTER sources EXCLUDE REGEX "/src/cuda/torch_memory.cpp$") # the model's own stands for it
+  list(FILTER sources EXCLUDE REGEX "/src/cuda/gpu.cpp$") # the model's own stands for it
   if(KVKEEP_SANITIZE)
     # The check of accesses against sizes that the compiler can work out takes Clang 14 90 s for its unrolled loops; the
     # address sanitizer checks the same accesses when they are made.
@@ -91,7 +98,16 @@ function(kvkeep_add_cuda_model headers)
   target_include_directories(kvkeep_cuda_model SYSTEM PUBLIC ${headers})
   target_compile_definitions(kvkeep_cuda_model PUBLIC KVKEEP_CUDA_MODEL)
   target_compile_options(kvkeep_cuda_model PRIVATE $<$<CONFIG:Release>:-O2>)
-  target_link_libraries(kvkeep_cuda_model PUBLIC kvkeep_torch)
+  target_link_libraries(kvkeep_cuda_model PUBLIC kvkeep)
+
+  add_library(kvkeep_cuda_modelled SHARED $<TARGET_OBJECTS:kvkeep_cuda_model>)
+  target_include_directories(kvkeep_cuda_modelled SYSTEM INTERFACE ${headers})
+  target_link_libraries(kvkeep_cuda_modelled PUBLIC kvkeep)
+  # Its own runtime, whichever one a program has loaded.
+  target_link_options(kvkeep_cuda_modelled PRIVATE -Wl,-Bsymbolic)
+  if(KVKEEP_SANITIZE)
+    target_link_options(kvkeep_cuda_modelled PRIVATE -fsanitize=address,undefined)
+  endif()
 endfunction()
 
 # Headers of the CUDA runtime: of a toolkit, or those that come with LibTorch's CUDA wheels. Empty: there are none.

@@ -57,23 +57,23 @@ if(KVKEEP_HIGHWAY_SOURCE) # it was loaded
     PATTERN tests EXCLUDE
   )
 endif()
+if(TARGET kvkeep_cuda)
+  install(TARGETS kvkeep_cuda EXPORT kvkeepTargets)
+  install(
+    DIRECTORY cuda/
+    DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/kvkeep/cuda"
+    FILES_MATCHING
+    PATTERN "*.h"
+    PATTERN "*.cuh"
+  )
+  if(NOT BUILD_SHARED_LIBS)
+    install(TARGETS kvkeep_kernels EXPORT kvkeepTargets)
+  endif()
+endif()
 install(EXPORT kvkeepTargets NAMESPACE kvkeep:: DESTINATION "${config_dir}")
 if(KVKEEP_TORCH)
   install(TARGETS kvkeep_torch EXPORT kvkeepTorchTargets)
   install(FILES cmake/KvkeepTorch.cmake DESTINATION "${config_dir}")
-  if(TARGET kvkeep_cuda)
-    install(TARGETS kvkeep_cuda EXPORT kvkeepTorchTargets)
-    install(
-      DIRECTORY cuda/
-      DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/kvkeep/cuda"
-      FILES_MATCHING
-      PATTERN "*.h"
-      PATTERN "*.cuh"
-    )
-    if(NOT BUILD_SHARED_LIBS)
-      install(TARGETS kvkeep_kernels EXPORT kvkeepTorchTargets)
-    endif()
-  endif()
   install(EXPORT kvkeepTorchTargets NAMESPACE kvkeep:: DESTINATION "${config_dir}")
 endif()
 if(TARGET kvkeep_command AND NOT SKBUILD) # the wheel has the program alone
@@ -124,13 +124,12 @@ if(KVKEEP_HIGHWAY_SOURCE)
   set(KVKEEP_CONFIG_HIGHWAY OFF)
 endif()
 set(KVKEEP_CONFIG_STATIC_DEPENDENCIES "") # of kvkeepTargets
-set(KVKEEP_CONFIG_STATIC_TORCH_DEPENDENCIES "")
 if(NOT BUILD_SHARED_LIBS)
   if(KVKEEP_CONFIG_HIGHWAY)
     set(KVKEEP_CONFIG_STATIC_DEPENDENCIES "find_dependency(hwy 1.0)")
   endif()
   if(TARGET kvkeep_cuda)
-    string(APPEND KVKEEP_CONFIG_STATIC_TORCH_DEPENDENCIES "\nfind_dependency(CUDAToolkit)")
+    string(APPEND KVKEEP_CONFIG_STATIC_DEPENDENCIES "\nfind_dependency(CUDAToolkit)")
   endif()
 endif()
 configure_package_config_file(cmake/kvkeepConfig.cmake.in kvkeepConfig.cmake INSTALL_DESTINATION "${config_dir}")

@@ -160,6 +160,10 @@ bool StreamMark::reached() const {
   return true;
 }
 
+void StreamMark::hold(Stream stream) const {
+  expect("mark: hold a stream", cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(event_), 0));
+}
+
 void StreamMark::wait() const {
   const BesideCapture beside;
   expect("mark: wait", cudaEventSynchronize(static_cast<cudaEvent_t>(event_)));
@@ -184,14 +188,72 @@ void download(void* to, const void* from, std::size_t bytes, Stream stream) {
   expect("download", cudaStreamSynchronize(stream));
 }
 
-int current_device() {
-  int index = 0;
-  expect("current device", cudaGetDevice(&index));
-  return index;
+void order_after(Stream stream, Stream before) {
+  if (stream == before) return;
+  const StreamMark mark(before);
+  mark.hold(stream);
 }
 
-void make_current(int index) { expect("current device", cudaSetDevice(index)); }
-void give_back_current(int index) noexcept { static_cast<void>(cudaSetDevice(index)); }
+DeviceScope::DeviceScope(int index) : index_(index) {
+  expect("current device", cudaGetDevice(&before_));
+  if (before_ != index_) expect("current device", cudaSetDevice(index_));
+}
+
+DeviceScope::~DeviceScope() {
+  if (before_ != index_) static_cast<void>(cudaSetDevice(before_));
+}
+
+namespace {
+
+/// A pool of CUDA's, whose memory stays with it: an event as large as an earlier one asks the driver for nothing.
+class PoolResources final : public DeviceResources {
+ public:
+  PoolResources(int index, Stream stream) : index_(index), stream_(stream) {
+    int pools = 0;
+    expect("a memory pool", cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, index));
+    KVKEEP_REQUIRE_AS(DeviceError, pools != 0, "accelerator: GPU ", index,
+                      " has no memory pools (cudaMallocAsync); allowed resources of the program's own");
+    cudaMemPoolProps of{};
+    of.allocType = cudaMemAllocationTypePinned;
+    of.location = {.type = cudaMemLocationTypeDevice, .id = index};
+    expect("a memory pool", cudaMemPoolCreate(&pool_, &of));
+    std::uint64_t all = ~std::uint64_t{0};
+    expect("a memory pool", cudaMemPoolSetAttribute(pool_, cudaMemPoolAttrReleaseThreshold, &all));
+  }
+  ~PoolResources() override { cudaMemPoolDestroy(pool_); }
+
+  [[nodiscard]] void* stream() override { return stream_; }
+
+  [[nodiscard]] void* allocate(std::int64_t bytes, void* stream) override {
+    const DeviceScope scope(index_);
+    KVKEEP_REQUIRE_AS(StateError, !is_capturing(static_cast<Stream>(stream)), "accelerator: ", bytes,
+                      " bytes are needed while the stream is being captured; allowed what has run in this size before");
+    const BesideCapture beside;
+    void* memory = nullptr;
+    expect("memory of the accelerator's pool",
+           cudaMallocFromPoolAsync(&memory, static_cast<std::size_t>(bytes), pool_, static_cast<Stream>(stream)));
+    return memory;
+  }
+
+  void free(void* memory, std::int64_t, void* stream) noexcept override {
+    try {
+      const DeviceScope scope(index_);
+      cudaFreeAsync(memory, static_cast<Stream>(stream));
+    } catch (const std::exception&) {  // the device is gone, and its memory with it
+    }
+  }
+
+ private:
+  const int index_;
+  const Stream stream_;
+  cudaMemPool_t pool_ = nullptr;
+};
+
+}  // namespace
+
+std::shared_ptr<DeviceResources> pool_resources(int index, void* stream) {
+  return std::make_shared<PoolResources>(index, static_cast<Stream>(stream));
+}
 
 std::size_t most_shared_bytes(int index) {
   int bytes = 0;

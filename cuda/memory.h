@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "kvkeep/core/device_resources.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {
@@ -63,6 +64,8 @@ class StreamMark {
   /// True if the device has got there. Does not wait.
   [[nodiscard]] bool reached() const;
   void wait() const;
+  /// Work that is launched on `stream` from now on waits for it, on the device.
+  void hold(Stream stream) const;
 
  private:
   void* event_ = nullptr;
@@ -78,14 +81,26 @@ void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t 
 /// Copies to the host and waits.
 void download(void* to, const void* from, std::size_t bytes, Stream stream);
 
-/// The device that launches and events of this thread go to.
-[[nodiscard]] int current_device();
-void make_current(int index);
-/// The same where nothing may fail: a device that was current before.
-void give_back_current(int index) noexcept;
+/// Work that is launched on `stream` from now on comes after what was launched on `before`. Does not wait.
+void order_after(Stream stream, Stream before);
+
+/// Makes a device the current one, to which launches and events of this thread go; afterwards it is the caller's again.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int index);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int before_ = 0, index_;
+};
 
 /// Shared memory that a block of the device can ask for, in bytes.
 [[nodiscard]] std::size_t most_shared_bytes(int index);
+
+/// kvkeep/cuda.h
+[[nodiscard]] std::shared_ptr<DeviceResources> pool_resources(int index, void* stream);
 
 /// Throws DeviceError if there is no GPU with that number, or if it is too old for the kernels.
 void require_device(int index);

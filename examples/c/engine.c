@@ -41,8 +41,8 @@ static kvkeep_tensor f32(void* data, int32_t ndim, int64_t* shape) {
 static void run(const char* policy) {
   const double inv_freq[DIM / 2] = {1.0, 0.1, 0.01, 0.001};
   const int64_t id = 7;
-  kvkeep_model model = {sizeof model, LAYERS,   QUERY_HEADS, HEADS, DIM,  DIM,  KVKEEP_ROPE_HALF,
-                        DIM / 2,      inv_freq, 0,           0,     NULL, NULL, 0};
+  kvkeep_model model = {sizeof model, LAYERS, QUERY_HEADS, HEADS, DIM, DIM, KVKEEP_ROPE_HALF, DIM / 2, inv_freq, 0, 0,
+                        NULL,         NULL,   0,           NULL,  0,   0};
   kvkeep_keeper* keeper = NULL;
   int32_t length = 0, token = 0;
   int64_t events = 0, cache_shape[4] = {1, HEADS, CAPACITY, DIM};

@@ -61,8 +61,9 @@ static void write_rows(const kvkeep_tensor* rows, int32_t length, int32_t tokens
 int main(void) {
   const double inv_freq[DIM / 2] = {1.0, 0.1, 0.01, 0.001};
   const int64_t id = 7;
-  const kvkeep_model model = {sizeof model, LAYERS,   QUERY_HEADS, HEADS, DIM,  DIM,  KVKEEP_ROPE_HALF,
-                              DIM / 2,      inv_freq, 0,           0,     NULL, NULL, 0};
+  const kvkeep_model model = {
+      sizeof model, LAYERS, QUERY_HEADS, HEADS, DIM, DIM, KVKEEP_ROPE_HALF, DIM / 2, inv_freq, 0, 0,
+      NULL,         NULL,   0,           NULL,  0,   0};
   int64_t query_shape[3] = {PROMPT, QUERY_HEADS, DIM}, cache_shape[4] = {1, HEADS, CAPACITY, DIM};
   static float asked[PROMPT * QUERY_HEADS * DIM], held[HEADS][CAPACITY][DIM];
   kvkeep_tensor keys[LAYERS], values[LAYERS], queries;

@@ -384,7 +384,7 @@ KVKEEP_C_API kvkeep_status kvkeep_finish(kvkeep_keeper* keeper, const kvkeep_cac
 KVKEEP_C_API kvkeep_status kvkeep_workspace_bytes(const kvkeep_keeper* keeper, const kvkeep_cache* cache,
                                                   int64_t* bytes);
 /// From now on events work in `memory`: contiguous u8 [bytes] on the GPU, at a multiple of 256. It must stay until the
-/// keeper is freed or other memory is given. Without this call memory comes from LibTorch's allocator.
+/// keeper is freed or other memory is given. Without this call memory comes from the accelerator's resources.
 KVKEEP_C_API kvkeep_status kvkeep_use_workspace(kvkeep_accelerator* accelerator, const kvkeep_tensor* memory);
 /// At any time: a keeper that was made with it goes on. NULL is allowed.
 KVKEEP_C_API void kvkeep_accelerator_free(kvkeep_accelerator* accelerator);

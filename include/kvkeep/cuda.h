@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "kvkeep/core/compiled_only.h"
+#include "kvkeep/core/device_resources.h"
 #include "kvkeep/policy/machine.h"
 
 namespace kvkeep::cuda {
@@ -14,11 +15,21 @@ namespace kvkeep::cuda {
 ///     auto policy = kvkeep::make_policy("ams-tova,budget=1024");
 ///     kvkeep::Keeper keeper(spec, std::move(policy), {.accelerator = kvkeep::cuda::accelerator(0)});
 ///
-/// Kernels run on that GPU's current stream (c10::cuda::CUDAStreamGuard). An event copies one small table from
-/// page-locked memory to the GPU, launches a handful of kernels for all layers and sequences, and neither waits nor
-/// copies back. An event no larger than an earlier one allocates nothing either, so it can be captured. Keeper::observe
-/// cannot be captured. Loads libtorch_cuda if the program has not: call this before anything asks LibTorch for CUDA, or
-/// link libtorch_cuda. Throws DeviceError if there is no such GPU, or if this LibTorch has no CUDA.
-[[nodiscard]] std::shared_ptr<Machine> accelerator(int index = 0);
+/// `resources`: its memory, and the stream that its work goes to. Null: LibTorch's after use_torch() (kvkeep/torch.h),
+/// else pool_resources(index). An event copies one small table from page-locked memory to the GPU, launches a handful
+/// of kernels for all layers and sequences, and neither waits nor copies back. An event no larger than an earlier one
+/// allocates nothing either, so it can be captured. Keeper::observe cannot be captured. Throws DeviceError if there is
+/// no such GPU, or if it is older than compute capability 8.0.
+[[nodiscard]] std::shared_ptr<Machine> accelerator(int index = 0, std::shared_ptr<DeviceResources> resources = nullptr);
+
+/// Memory by cudaMallocAsync, from a pool that is made here and keeps what is given back to it; work goes to `stream`,
+/// a cudaStream_t of that GPU, null: the default stream. The stream must outlive whatever uses them. allocate() throws
+/// StateError while the stream is captured. Throws DeviceError for a GPU without memory pools.
+[[nodiscard]] std::shared_ptr<DeviceResources> pool_resources(int index, void* stream = nullptr);
+
+/// From now on, in every thread, the keeper of `accelerator` launches on `stream`, a cudaStream_t of its GPU that must
+/// outlive the keeper, whatever the resources say. Work that was launched before is not waited for. Throws
+/// InvalidArgument for a machine that accelerator() did not make.
+void use_stream(Machine& accelerator, void* stream);
 
 }  // namespace kvkeep::cuda

@@ -8,7 +8,10 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
+#include <memory>
+
 #include "kvkeep/core/compiled_only.h"
+#include "kvkeep/core/device_resources.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/tensor.h"
 
@@ -37,9 +40,14 @@ struct TensorBackend<at::Tensor> {
 /// LibTorch's intra-op threads, for Provided::threads and UsingThreads: at::get_num_threads() of them.
 [[nodiscard]] Threads torch_threads();
 
-/// From now on kvkeep's copies between devices and bf16 products on a matrix unit (AMX) are LibTorch's, in the whole
-/// process. Without it copies off the CPU are refused, and products are kvkeep's own. Call it once, at the start of the
-/// program.
+/// LibTorch's memory and current stream (c10::cuda::CUDAStreamGuard) for cuda::accelerator(). Loads libtorch_cuda if
+/// the program has not: call this before anything asks LibTorch for CUDA, or link libtorch_cuda. Throws DeviceError if
+/// this LibTorch has no CUDA.
+[[nodiscard]] std::shared_ptr<DeviceResources> torch_resources(const Device& device);
+
+/// From now on kvkeep's copies between devices, bf16 products on a matrix unit (AMX), and memory and streams of
+/// accelerators that are given none (torch_resources()) are LibTorch's, in the whole process. Without it copies off the
+/// CPU are refused, and products are kvkeep's own. Call it once, at the start of the program.
 void use_torch();
 
 /// For use_device_copy(): copies between tensors of one shape and dtype.

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "accelerator.h"
 
-#include <ATen/Context.h>
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -15,7 +12,6 @@
 #include "kvkeep/cuda.h"
 #include "kvkeep/keep/pages.h"
 #include "kvkeep/policy/policy.h"
-#include "kvkeep/torch.h"
 #include "page_counts.h"
 
 namespace kvkeep::cuda {
@@ -25,11 +21,11 @@ class CudaAccelerator final : public MachineMemory, public Machine {
  public:
   using MachineMemory::device, MachineMemory::is_host;
 
-  CudaAccelerator(Device device, FoldBounds bounds)
+  CudaAccelerator(Device device, std::shared_ptr<DeviceResources> resources, FoldBounds bounds)
       : MachineMemory(device, false),
         Machine(static_cast<MachineMemory&>(*this)),
         bounds_(bounds),
-        pool_(device),
+        pool_(device, std::move(resources)),
         memory_(pool_),
         layer_memory_(pool_),
         event_table_(pool_),
@@ -153,7 +149,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
 
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
             std::span<const ColumnTarget> columns) override {
-    const DeviceScope scope(device());
+    const DeviceScope scope(device().index);
     require_newest(decision);
     const Stream stream = pool_.stream();
     const KeepSet& keep = *decision.keep;
@@ -195,7 +191,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
   }
 
   void read_counts(std::span<std::int32_t> counts) override {
-    const DeviceScope scope(device());
+    const DeviceScope scope(device().index);
     counts_.finish(counts.data(), counts.size_bytes());
   }
 
@@ -216,7 +212,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
 
   void write(void* to, const void* from, std::int64_t bytes) override {
     constexpr std::int64_t kPiece = std::int64_t{4} << 20;  // no more page-locked memory than that stays
-    const DeviceScope scope(device());
+    const DeviceScope scope(device().index);
     for (std::int64_t at = 0; at < bytes; at += kPiece)
       staging_.upload(static_cast<std::byte*>(to) + at, static_cast<const std::byte*>(from) + at,
                       static_cast<std::size_t>(std::min(kPiece, bytes - at)), pool_.stream());
@@ -224,13 +220,13 @@ class CudaAccelerator final : public MachineMemory, public Machine {
 
   void copy_rows(void* to, std::int64_t to_stride, const void* from, std::int64_t from_stride, std::int64_t bytes,
                  std::int64_t rows) override {
-    const DeviceScope scope(device());
+    const DeviceScope scope(device().index);
     cuda::copy_rows(to, to_stride, from, from_stride, bytes, rows, pool_.stream());
   }
 
   void push_queries(const QueryTargets& to, const QueryLayout& layout) override {
     if (const auto* const table = std::get_if<QueryTable>(&to)) {
-      const DeviceScope scope(device());
+      const DeviceScope scope(device().index);
       launch_push_step({.places = table->places, .tokens = table->tokens, .layout = layout, .offset = table->offset},
                        pool_.stream());
       return;
@@ -250,7 +246,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
   /// Launches as often as the arrivals do not fit the arguments of one launch.
   template <class Arguments, class Arrival>
   void push(void (*launcher)(const Arguments&, Stream), Arguments& arguments, std::span<const Arrival> arrivals) {
-    const DeviceScope scope(device());
+    const DeviceScope scope(device().index);
     while (!arrivals.empty()) {
       const std::size_t count = std::min(std::size(arguments.arrivals), arrivals.size());
       arguments.count = static_cast<std::int32_t>(count);
@@ -261,7 +257,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
   }
 
   void read(void* to, const void* from, std::int64_t bytes) override {
-    const DeviceScope scope(device());
+    const DeviceScope scope(device().index);
     download(to, from, static_cast<std::size_t>(bytes), pool_.stream());
   }
 
@@ -326,8 +322,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     for (const RowGroup& group : table.groups) {
       const RopeSpec& rope = spec.rope_of(group.layer);
       turns = turns || !rope.inv_freq.empty();
-      ropes.push_back(
-          rope.view(rope.inv_freq.empty() ? nullptr : event.constant<double>(&rope, [&] { return rope.inv_freq; })));
+      ropes.push_back(rope.view(rope.inv_freq.empty() ? nullptr : event.constant(rope.inv_freq)));
       queries.push_back(group.queries);
       next.push_back(group.next_position);
       auto [at, fresh] = runs_of.try_emplace(group.sequence, runs.size(), 0);
@@ -402,16 +397,15 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     event.next_positions = event_table_.there<std::int32_t>(next_at);
     event.newest_positions = event_table_.there<NewestPositions>(newest_at);
     if (turns) event.arguments.ropes = event_table_.there<RopeView>(ropes_at);
-    if (std::ranges::any_of(spec.layers, [](const LayerSpec& of) { return !of.sinks.empty(); }))
-      event.arguments.sinks = event.constant<float>(spec.layers.data(), [&] {
-        std::vector<float> all;
-        for (const LayerSpec& of : spec.layers) {
-          all.insert(all.end(), of.sinks.begin(), of.sinks.end());
-          all.resize(all.size() + static_cast<std::size_t>(spec.query_heads) - of.sinks.size(),
-                     -std::numeric_limits<float>::infinity());
-        }
-        return all;
-      });
+    if (std::ranges::any_of(spec.layers, [](const LayerSpec& of) { return !of.sinks.empty(); })) {
+      std::vector<float> all;
+      for (const LayerSpec& of : spec.layers) {
+        all.insert(all.end(), of.sinks.begin(), of.sinks.end());
+        all.resize(all.size() + static_cast<std::size_t>(spec.query_heads) - of.sinks.size(),
+                   -std::numeric_limits<float>::infinity());
+      }
+      event.arguments.sinks = event.constant(all);
+    }
   }
 
   static constexpr std::int32_t kMostDim = 256;  ///< numbers of a head that kernels read
@@ -429,22 +423,26 @@ class CudaAccelerator final : public MachineMemory, public Machine {
 
 }  // namespace
 
-std::shared_ptr<Machine> make_accelerator(Device device, FoldBounds bounds) {
-  use_device_copy(copy_by_torch);
-  return std::make_shared<CudaAccelerator>(device, bounds);
+std::shared_ptr<Machine> make_accelerator(Device device, std::shared_ptr<DeviceResources> resources,
+                                          FoldBounds bounds) {
+  return std::make_shared<CudaAccelerator>(device, std::move(resources), bounds);
 }
 
-void use_stream(Machine& accelerator, Stream stream) { static_cast<CudaAccelerator&>(accelerator).use_stream(stream); }
-
-std::shared_ptr<Machine> accelerator(int index) {
+std::shared_ptr<Machine> accelerator(int index, std::shared_ptr<DeviceResources> resources) {
   require_device(index);
-  // LibTorch's CUDA half takes half a second to load, and only programs that need it from the start link it. It must be
-  // loaded before its first use.
-  const bool loaded = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) != nullptr;
-  KVKEEP_REQUIRE_AS(DeviceError, at::globalContext().hasCUDA(), "accelerator: this LibTorch has no CUDA",
-                    loaded ? "" : " (libtorch_cuda was not found)", "; allowed a LibTorch with CUDA");
-  at::globalContext().lazyInitDevice(c10::kCUDA);
-  return make_accelerator({.kind = Device::Kind::cuda, .index = index});
+  const Device device = gpu(index);
+  if (resources == nullptr) {
+    const MakeDeviceResources make = detail::device_resources.load(std::memory_order_acquire);
+    resources = make == nullptr ? pool_resources(index) : make(device);
+  }
+  return make_accelerator(device, std::move(resources));
+}
+
+void use_stream(Machine& accelerator, void* stream) {
+  auto* const own = dynamic_cast<CudaAccelerator*>(&accelerator);
+  KVKEEP_REQUIRE(own != nullptr, "use_stream: the machine on ", accelerator.device().str(),
+                 " has no stream of its own; allowed what cuda::accelerator() made");
+  own->use_stream(static_cast<Stream>(stream));
 }
 
 }  // namespace kvkeep::cuda

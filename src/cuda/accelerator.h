@@ -2,6 +2,7 @@
 #pragma once
 /// The accelerator of kvkeep::cuda. In the tests' execution model its device is the host.
 
+#include "kvkeep/core/device_resources.h"
 #include "kvkeep/policy/machine.h"
 #include "stream.h"
 
@@ -14,9 +15,10 @@ struct FoldBounds {
   std::int64_t near_bytes = std::int64_t{64} << 20;    ///< of a layer's opened factors; the rest is read over the bus
 };
 
-[[nodiscard]] std::shared_ptr<Machine> make_accelerator(Device device, FoldBounds bounds = {});
+[[nodiscard]] std::shared_ptr<Machine> make_accelerator(Device device, std::shared_ptr<DeviceResources> resources,
+                                                        FoldBounds bounds = {});
 
-/// From now on an accelerator that was made above launches on `stream`, whatever LibTorch's current one is.
-void use_stream(Machine& accelerator, Stream stream);
+/// The GPU of that number. Under the execution model it can be the host.
+[[nodiscard]] Device gpu(int index);
 
 }  // namespace kvkeep::cuda

@@ -3,9 +3,32 @@
 
 #include "kvkeep/c_cuda.h"
 
-#include "accelerator.h"
 #include "boundary.h"
 #include "kvkeep/cuda.h"
+
+namespace kvkeep::cuda {
+namespace {
+
+class ResourcesOfC final : public DeviceResources {
+ public:
+  explicit ResourcesOfC(const kvkeep_cuda_resources& of) : of_(of) {
+    KVKEEP_REQUIRE(of.allocate != nullptr && of.free != nullptr,
+                   "resources: allocate or free is NULL; allowed both, or no resources");
+  }
+  [[nodiscard]] void* stream() override { return of_.stream == nullptr ? nullptr : of_.stream(of_.context); }
+  [[nodiscard]] void* allocate(std::int64_t bytes, void* stream) override {
+    return of_.allocate(of_.context, static_cast<std::size_t>(bytes), stream);
+  }
+  void free(void* memory, std::int64_t bytes, void* stream) noexcept override {
+    of_.free(of_.context, memory, static_cast<std::size_t>(bytes), stream);
+  }
+
+ private:
+  const kvkeep_cuda_resources of_;
+};
+
+}  // namespace
+}  // namespace kvkeep::cuda
 
 extern "C" {
 
@@ -16,11 +39,18 @@ kvkeep_status kvkeep_cuda_accelerator_make(int32_t index, kvkeep_accelerator** a
   });
 }
 
-kvkeep_status kvkeep_cuda_use_stream(kvkeep_accelerator* accelerator, void* stream) {
+kvkeep_status kvkeep_cuda_accelerator_make_with(int32_t index, const kvkeep_cuda_resources* resources,
+                                                kvkeep_accelerator** accelerator) {
   return kvkeep::guarded([&] {
-    kvkeep::cuda::use_stream(*kvkeep::required(accelerator, "accelerator").machine,
-                             static_cast<kvkeep::cuda::Stream>(stream));
+    kvkeep::required(accelerator, "accelerator") = nullptr;
+    auto given = std::make_shared<kvkeep::cuda::ResourcesOfC>(kvkeep::given(resources, "resources"));
+    *accelerator = new kvkeep_accelerator{kvkeep::cuda::accelerator(index, std::move(given))};
   });
+}
+
+kvkeep_status kvkeep_cuda_use_stream(kvkeep_accelerator* accelerator, void* stream) {
+  return kvkeep::guarded(
+      [&] { kvkeep::cuda::use_stream(*kvkeep::required(accelerator, "accelerator").machine, stream); });
 }
 
 }  // extern "C"

@@ -12,7 +12,6 @@
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/mass_segmented.h"
 #include "kvkeep/allot/threshold.h"
-#include "kvkeep/torch.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -78,7 +77,7 @@ LeavingRooms::~LeavingRooms() {
 
 void LeavingRooms::mark() {
   if (unmarked_.empty()) return;
-  const DeviceScope scope(pool_.device());
+  const DeviceScope scope(pool_.device().index);
   std::vector<std::unique_ptr<StreamMark>> marks;
   for (const Stream stream : pool_.used()) {
     if (is_capturing(stream)) return;
@@ -171,7 +170,7 @@ void DeviceFolds::require_no_capture(const char* operation) const {
 }
 
 Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::span<const FoldTarget> targets) {
-  const DeviceScope scope(pool_.device());
+  const DeviceScope scope(pool_.device().index);
   require_newest_(decision);
   require_no_capture("fold");
   const Fold& fold = *decision.fold;
@@ -395,7 +394,7 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
 }
 
 ReadCounts DeviceFolds::view(const FoldedReading& reading) {
-  const DeviceScope scope(pool_.device());
+  const DeviceScope scope(pool_.device().index);
   require_no_capture("view");
   leaving_.mark();
   prepare(reading);

@@ -1,69 +1,79 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device_pool.h"
 
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 
-#include "kvkeep/torch.h"
+#include "kvkeep/core/error.h"
 #include "memory.h"
-#include "torch_memory.h"
 
 namespace kvkeep::cuda {
-namespace {
 
-/// Memory from LibTorch's allocator, which assumes that it is used on the stream that was current at allocation.
-struct Held {
-  c10::DataPtr memory;
-  c10::Stream home;
-  std::shared_ptr<const std::vector<c10::Stream>> streams;
+/// What allocated memory needs to be given back, which may be after the pool.
+struct DevicePool::Home {
+  struct Piece {
+    void* memory;
+    std::int64_t bytes;
+    Stream stream;  ///< that it was allocated for
+  };
+  Device device;
+  std::shared_ptr<DeviceResources> resources;
+  std::vector<Stream> streams;
+  std::vector<Piece> left = {};  ///< goes back once no stream is being captured: a replay would repeat it
+
+  ~Home() {
+    for (const Piece& piece : left) free(piece);
+  }
+  void give_back() noexcept {
+    try {
+      if (std::ranges::any_of(streams, [](Stream stream) { return is_capturing(stream); })) return;
+    } catch (const std::exception&) {  // the device is gone, and whatever used the memory
+    }
+    for (const Piece& piece : std::exchange(left, {})) free(piece);
+  }
+  void free(const Piece& piece) const noexcept {
+    try {
+      const DeviceScope scope(device.index);
+      for (const Stream stream : streams) order_after(piece.stream, stream);
+    } catch (const std::exception&) {
+    }
+    resources->free(piece.memory, piece.bytes, piece.stream);
+  }
 };
 
-void release(void* context) {
-  const std::unique_ptr<Held> held(static_cast<Held*>(context));
-  const c10::impl::VirtualGuardImpl guard(held->home.device_type());
-  for (const c10::Stream& stream : *held->streams)
-    if (stream != held->home) guard.recordDataPtrOnStream(held->memory, stream);
-}
+DevicePool::DevicePool(Device device, std::shared_ptr<DeviceResources> resources)
+    : home_(std::make_shared<Home>(Home{device, std::move(resources), {}})) {}
 
-}  // namespace
+Device DevicePool::device() const { return home_->device; }
 
-c10::Stream DevicePool::now() const {
-  const at::Device device = torch_device(device_);
-  return own_ ? *own_ : c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
+Stream DevicePool::current() const { return own_ ? *own_ : static_cast<Stream>(home_->resources->stream()); }
 
 Stream DevicePool::stream() {
-  const c10::Stream now = this->now();
-  if (std::ranges::find(*streams_, now) == streams_->end()) streams_->push_back(now);
-  const auto stream = static_cast<Stream>(now.native_handle());
-  captured_ = captured_ || is_capturing(stream);
-  return stream;
+  const Stream now = current();
+  if (std::ranges::find(home_->streams, now) == home_->streams.end()) home_->streams.push_back(now);
+  captured_ = captured_ || is_capturing(now);
+  return now;
 }
 
-void DevicePool::use_stream(Stream stream) {
-  // As c10::cuda::getStreamFromExternal() makes it, without libc10_cuda: the id of a stream that LibTorch did not make
-  // is its address. Ids of LibTorch's own are odd, as is cudaStreamLegacy, another name of the default stream.
-  auto id = reinterpret_cast<c10::StreamId>(stream);
-  constexpr c10::StreamId kLegacy = 1;
-  if (id == kLegacy) id = 0;
-  own_.emplace(c10::Stream::UNSAFE, torch_device(device_), id);
-}
-
-std::vector<Stream> DevicePool::used() const {
-  std::vector<Stream> all;
-  for (const c10::Stream& stream : *streams_) all.push_back(static_cast<Stream>(stream.native_handle()));
-  return all;
-}
+const std::vector<Stream>& DevicePool::used() const { return home_->streams; }
 
 DeviceMemory DevicePool::allocate(std::int64_t bytes) const {
   constexpr std::int64_t kLeast = 64;
-  const c10::StreamGuard guard(now());
-  c10::DataPtr memory = memory_of_torch(device_, static_cast<std::size_t>(std::max(bytes, kLeast)));
-  void* const data = memory.get();
-  auto held = std::make_unique<Held>(Held{std::move(memory), guard.current_stream(), streams_});
-  return {data, {held.release(), release}};
+  home_->give_back();
+  struct Held {
+    std::shared_ptr<Home> home;
+    Home::Piece piece;
+  };
+  auto held = std::make_unique<Held>(Held{home_, {nullptr, std::max(bytes, kLeast), current()}});
+  Home::Piece& piece = held->piece;
+  piece.memory = home_->resources->allocate(piece.bytes, piece.stream);
+  KVKEEP_REQUIRE_AS(DeviceError, piece.memory != nullptr, "accelerator: its resources gave no memory for ", piece.bytes,
+                    " bytes on ", device().str(), "; allowed an address, or an exception");
+  void* const memory = piece.memory;
+  return {memory, {held.release(), [](void* context) {
+                     const std::unique_ptr<Held> freed(static_cast<Held*>(context));
+                     freed->home->left.push_back(freed->piece);
+                     freed->home->give_back();
+                   }}};
 }
 
 }  // namespace kvkeep::cuda

@@ -2,12 +2,11 @@
 #pragma once
 /// Memory of an accelerator: the streams that used it, and how long graphs need it.
 
-#include <c10/core/Stream.h>
-
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "kvkeep/core/device_resources.h"
 #include "kvkeep/core/machine_memory.h"
 #include "stream.h"
 
@@ -16,28 +15,28 @@ namespace kvkeep::cuda {
 /// Allocates and frees an accelerator's memory. Not thread safe.
 class DevicePool {
  public:
-  explicit DevicePool(Device device) : device_(device), streams_(std::make_shared<std::vector<c10::Stream>>()) {}
+  DevicePool(Device device, std::shared_ptr<DeviceResources> resources);
 
-  [[nodiscard]] Device device() const { return device_; }
+  [[nodiscard]] Device device() const;
 
-  /// The stream for work that is about to be launched: that of use_stream(), else LibTorch's current one. The pool
-  /// remembers it: it may use any memory of this pool.
+  /// The stream for work that is about to be launched: that of use_stream(), else of the resources. The pool remembers
+  /// it: it may use any memory of this pool.
   [[nodiscard]] Stream stream();
 
   /// The same without remembering it.
-  [[nodiscard]] Stream current() const { return static_cast<Stream>(now().native_handle()); }
+  [[nodiscard]] Stream current() const;
 
-  void use_stream(Stream stream);
+  void use_stream(Stream stream) { own_ = stream; }
 
   /// Those that it remembers.
-  [[nodiscard]] std::vector<Stream> used() const;
+  [[nodiscard]] const std::vector<Stream>& used() const;
 
   /// True once work was launched on a stream while it was captured: a graph then knows addresses, and may run again at
   /// any time.
   [[nodiscard]] bool captured() const { return captured_; }
 
-  /// At least 64 bytes. LibTorch's allocator reuses freed memory only after every remembered stream has finished the
-  /// work it had at that point.
+  /// At least 64 bytes. What is freed is used again only after every remembered stream has finished the work it had at
+  /// that point, which the stream that it was allocated for waits for. It goes back once none of them is captured.
   [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) const;
 
   /// Takes memory that was replaced: frees it, or keeps it as long as this pool lives if a graph may use it.
@@ -46,11 +45,9 @@ class DevicePool {
   }
 
  private:
-  [[nodiscard]] c10::Stream now() const;
-
-  Device device_;
-  std::optional<c10::Stream> own_;                     ///< of use_stream()
-  std::shared_ptr<std::vector<c10::Stream>> streams_;  ///< allocated memory may outlive the pool
+  struct Home;
+  std::shared_ptr<Home> home_;  ///< allocated memory may outlive the pool
+  std::optional<Stream> own_;   ///< of use_stream()
   bool captured_ = false;
   std::vector<DeviceMemory> retired_;
 };

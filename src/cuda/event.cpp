@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "kvkeep/torch.h"
 #include "share.h"
 #include "window_attention.h"
 
@@ -169,7 +168,7 @@ CudaEvent::CudaEvent(const Evidence& given, const Limits& limits_given, DevicePo
                      Staging& staging, Constants& constants, bool dry)
     : evidence(given),
       limits(limits_given),
-      scope_(pool.device()),
+      scope_(pool.device().index),
       pool_(pool),
       memory_(memory),
       staging_(staging),

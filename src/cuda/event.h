@@ -4,9 +4,9 @@
 
 #include <cstring>
 #include <map>
+#include <span>
 
 #include "device_pool.h"
-#include "device_scope.h"
 #include "evidence.h"
 #include "expected.h"
 #include "kvkeep/core/limits.h"
@@ -108,8 +108,11 @@ struct DeviceWindow {
   float* normalisers = nullptr;  ///< f32 [groups, Hq, window] if the engine gave all of them; else null
 };
 
-/// Numbers that stay the same from event to event, by owner.
-using Constants = std::map<const void*, DeviceMemory>;
+/// Numbers that stay the same from event to event.
+struct Constants {
+  std::map<const void*, DeviceMemory> by_owner;
+  std::map<std::string, DeviceMemory> by_content;  ///< bytes
+};
 
 /// An event on a device. Launches go to the stream that was current when it began.
 class CudaEvent final : public Event {
@@ -176,24 +179,43 @@ class CudaEvent final : public Event {
   /// f32 [slots]. Two launches.
   [[nodiscard]] float* attend_history(const DeviceWindow& window, const WindowReading& reading) const;
 
-  /// Numbers that stay the same from event to event, by owner: uploaded the first time.
+  /// Numbers that stay the same as long as `owner` lives, which is as long as the machine: made and uploaded the first
+  /// time.
   template <class T, class Make>
   [[nodiscard]] const T* constant(const void* owner, Make&& make) const {
     if (dry_) return nullptr;
-    const auto found = constants_.find(owner);
-    if (found != constants_.end()) return static_cast<const T*>(found->second.get());
+    const auto found = constants_.by_owner.find(owner);
+    if (found != constants_.by_owner.end()) return static_cast<const T*>(found->second.get());
     const std::vector<T> values = make();
-    DeviceMemory memory = pool_.allocate(static_cast<std::int64_t>(values.size() * sizeof(T)));
-    const auto* there = static_cast<const T*>(memory.get());
-    staging_.upload(memory.get(), values.data(), values.size() * sizeof(T), stream_);
-    if (is_capturing(stream_))
-      pool_.retire(std::move(memory));  // filled only by a replay
-    else
-      constants_.emplace(owner, std::move(memory));
-    return there;
+    return static_cast<const T*>(constant(std::as_bytes(std::span(values)), [&](DeviceMemory memory) {
+      constants_.by_owner.emplace(owner, std::move(memory));
+    }));
+  }
+  /// A few numbers, whoever holds them: uploaded the first time that they are seen.
+  template <class T>
+  [[nodiscard]] const T* constant(const std::vector<T>& values) const {
+    if (dry_) return nullptr;
+    const auto bytes = std::as_bytes(std::span(values));
+    std::string key(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    const auto found = constants_.by_content.find(key);
+    if (found != constants_.by_content.end()) return static_cast<const T*>(found->second.get());
+    return static_cast<const T*>(constant(
+        bytes, [&](DeviceMemory memory) { constants_.by_content.emplace(std::move(key), std::move(memory)); }));
   }
 
  private:
+  /// Uploads, and has `hold` keep the memory.
+  template <class Keep>
+  [[nodiscard]] const void* constant(std::span<const std::byte> bytes, Keep&& hold) const {
+    DeviceMemory memory = pool_.allocate(std::ssize(bytes));
+    const void* const there = memory.get();
+    staging_.upload(memory.get(), bytes.data(), bytes.size(), stream_);
+    if (is_capturing(stream_))
+      pool_.retire(std::move(memory));  // filled only by a replay
+    else
+      hold(std::move(memory));
+    return there;
+  }
   [[nodiscard]] std::int32_t length_of(std::size_t group) const {
     return evidence.table.rows[static_cast<std::size_t>(evidence.table.groups[group].first_row)].length;
   }

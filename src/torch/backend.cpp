@@ -100,6 +100,7 @@ Threads torch_threads() { return {run, nullptr}; }
 
 void use_torch() {
   use_device_copy(copy_by_torch);
+  use_device_resources(torch_resources);
   cpu::use_matrix_unit(torch_matrix_unit());
 }
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Fails unless LIBRARY exports exactly the functions of the C interface that RECORD names, which HEADER declares, under
-# the name SONAME. A function that is gone breaks programs that were built before; a new one is written down.
+# the name SONAME, and links nothing of LibTorch. A function that is gone breaks programs that were built before; a new
+# one is written down.
 
 execute_process(
   COMMAND "${NM}" -D --defined-only --format=posix "${LIBRARY}"
@@ -24,5 +25,8 @@ endif()
 execute_process(COMMAND "${READELF}" -d "${LIBRARY}" OUTPUT_VARIABLE dynamic COMMAND_ERROR_IS_FATAL ANY)
 if(NOT dynamic MATCHES "\\(SONAME\\)[^[]*\\[${SONAME}\\]")
   message(FATAL_ERROR "${LIBRARY} is not called ${SONAME}, which programs that link it look for:\n${dynamic}")
+endif()
+if(dynamic MATCHES "NEEDED[^\n]*(torch|libc10)")
+  message(FATAL_ERROR "${LIBRARY} links LibTorch, which a program must not need:\n${dynamic}")
 endif()
 message(STATUS "${RECORD}: all functions are there, and no others")

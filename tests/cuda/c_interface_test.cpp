@@ -8,6 +8,7 @@
 #if defined(KVKEEP_CUDA_MODEL)
 #include "accelerator.h"
 #include "boundary.h"
+#include "torch_streams.h"
 #endif
 
 namespace kvkeep::cuda::c_interface_test {
@@ -21,7 +22,8 @@ class CAccelerator {
  public:
   CAccelerator() {
 #if defined(KVKEEP_CUDA_MODEL)
-    gpu = new kvkeep_accelerator{make_accelerator(Device{})};  // the model's device memory is the host's
+    gpu = new kvkeep_accelerator{
+        make_accelerator(Device{}, model::resources())};  // the model's device memory is the host's
     device = Device{};
 #else
     EXPECT_EQ(kvkeep_cuda_accelerator_make(0, &gpu), KVKEEP_OK) << kvkeep_last_error();

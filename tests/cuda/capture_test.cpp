@@ -439,43 +439,6 @@ TEST_F(CapturedEvents, FreeWhatIsReplacedWhereNothingWasCaptured) {
       << "positions and credit of two sequences";
 }
 
-TEST_F(CapturedEvents, RunOnStreamsThatTheAllocatorIsToldOf) {
-  if (model::settings().guard) GTEST_SKIP() << "device memory is not LibTorch's";
-  const WatchedMemory watched;
-  model::recorded().clear();
-  Twins twins;
-  twins.warm_up(2);
-  twins.expect_cut({1, 2});
-  twins.feed({{1, 40}});
-  static_cast<void>(watched.freed());
-  EXPECT_TRUE(model::recorded().empty()) << "one stream is what memory is allocated for";
-
-  const c10::Stream other = side_stream(twins.device->keeper.device());
-  const auto is_told = [&](const void* memory) {
-    return std::ranges::any_of(model::recorded(), [&](const model::Recorded& one) {
-      return one.memory == memory && one.stream == other.native_handle();
-    });
-  };
-  {
-    const c10::StreamGuard guard(other);
-    twins.feed({{2, 12}});
-    twins.expect_cut({2});
-    twins.feed({{2, 60}});
-  }
-  const std::vector<const void*> grown = watched.freed();
-  EXPECT_EQ(std::ranges::count_if(grown, is_told), 2)
-      << "positions and credit, allocated on the first stream and replaced on the second";
-  twins.device->keeper.leave(1);
-  const std::vector<const void*> left = watched.freed();
-  EXPECT_GE(left.size(), 3U);
-  for (const void* memory : left) EXPECT_TRUE(is_told(memory)) << "columns and queries of a sequence";
-  model::recorded().clear();
-  static_cast<void>(watched.freed());
-  twins.device.reset();
-  const std::vector<const void*> last = watched.freed();
-  EXPECT_GE(std::ranges::count_if(last, is_told), 4) << "tables, workspace, constants, the other sequence";
-}
-
 #endif
 
 }  // namespace

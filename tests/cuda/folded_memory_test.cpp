@@ -18,6 +18,7 @@
 #include "device_folds.h"
 #include "held_memory.h"
 #include "kvkeep/parts/folds.h"
+#include "torch_streams.h"
 #endif
 
 namespace kvkeep::cuda::folded_memory_test {
@@ -182,7 +183,7 @@ TEST_F(DeviceFolds, AreTheSameWhenTheDeviceIsFarBehind) {
 TEST_F(DeviceFolds, AreMadeAndReadInTurnsWhereMemoryIsBounded) {
   const std::string policy = kTova + ",memory.rank=max,memory.max_rank=3";
   const auto run = [&](FoldBounds bounds) {
-    Engines both(policy, 3, 0, Dtype::f32, make_accelerator(Device{}, bounds));
+    Engines both(policy, 3, 0, Dtype::f32, make_accelerator(Device{}, model::resources(), bounds));
     for (const SequenceId id : {1, 2, 3}) both.join(id);
     const std::int64_t before = model::counters().launches;
     both.step({{1, 40}, {2, 80}, {3, 7}}, 1e-5);
@@ -218,7 +219,7 @@ TEST_F(DeviceFolds, TellWhereArraysMoved) {
 }
 
 TEST_F(DeviceFolds, LeaveRoomThatTheDeviceMayStillUse) {
-  DevicePool pool({});
+  DevicePool pool(Device{}, model::resources());
   const Stream stream = pool.stream();
   PageLocked store(std::int64_t{1} << 30);
   LeavingRooms leaving(pool);

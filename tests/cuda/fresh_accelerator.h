@@ -4,6 +4,7 @@
 
 #if defined(KVKEEP_CUDA_MODEL)
 #include "accelerator.h"
+#include "torch_streams.h"
 #else
 #include "kvkeep/cuda.h"
 #endif
@@ -12,7 +13,7 @@ namespace kvkeep::cuda {
 
 inline std::shared_ptr<Machine> fresh_accelerator() {
 #if defined(KVKEEP_CUDA_MODEL)
-  return make_accelerator(Device{});  // the model's device memory is the host's
+  return make_accelerator(Device{}, model::resources());  // the model's device memory is the host's
 #else
   return accelerator(0);
 #endif

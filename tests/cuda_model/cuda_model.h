@@ -59,11 +59,12 @@ struct Place {
 [[nodiscard]] const Place& here();
 
 /// Harsher ways to run, from the variable KVKEEP_CUDA_MODEL: words of `truncate`, `exp2`, `guard`, `seed=N`,
-/// `shared=N`, with commas between them.
+/// `shared=N`, `host`, with commas between them.
 struct Settings {
   bool truncate = false;   ///< matrix units cut the addends of a sum off where the largest one ends, as hardware does
   bool exp2 = false;       ///< approximate functions are off by up to two units in the last place, either way
   bool guard = false;      ///< the host cannot touch device memory but by copies: see device_memory.h
+  bool host = false;       ///< accelerators are on the CPU, whose tensors are then device memory
   std::uint64_t seed = 0;  ///< not 0: Order::random, from this number
 };
 /// What KVKEEP_CUDA_MODEL says; a test may change it for a while.
@@ -92,13 +93,6 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
 
 /// While true, what streams are given waits until somebody waits for it. Else it runs at once.
 void hold_streams(bool hold);
-
-/// LibTorch's allocator was told that `memory` is used on `stream`.
-struct Recorded {
-  const void* memory = nullptr;
-  cudaStream_t stream = nullptr;
-};
-[[nodiscard]] std::vector<Recorded>& recorded();
 
 /// What the runtime says that the chip has, and a launch is held to.
 struct Chip {

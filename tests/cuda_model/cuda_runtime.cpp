@@ -2,12 +2,8 @@
 // CUDA's runtime for the execution model, as far as kvkeep and its tests use it: memory that is the host's, streams
 // whose work runs at once or, while they are held, when somebody waits for it, captures that record kernels with their
 // arguments and copies with their addresses, graphs that run them again. What waits or allocates is refused while a
-// stream is captured, unless the thread has said otherwise, and ends that capture, as with CUDA. LibTorch sees these
-// streams as those of the CPU. For one thread. Any device can be current, but streams are those of device 0, and take
-// no work while another one is.
-
-#include <c10/core/Allocator.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
+// stream is captured, unless the thread has said otherwise, and ends that capture, as with CUDA. For one thread. Any
+// device can be current, but streams are those of device 0, and take no work while another one is.
 
 #include <chrono>
 #include <map>
@@ -33,9 +29,13 @@ struct CUstream_st {
   bool spoilt = false;  ///< the capture, by what it does not allow
 };
 struct CUevent_st {
+  struct Reached {
+    bool yes = true;
+    std::chrono::steady_clock::time_point at;
+  };
   cudaStream_t stream = nullptr;
-  bool in_capture = false, reached = true;
-  std::chrono::steady_clock::time_point at;
+  bool in_capture = false;
+  std::shared_ptr<Reached> reached = std::make_shared<Reached>();  ///< work that is held may outlive the event
 };
 
 namespace kvkeep::cuda::model {
@@ -45,10 +45,8 @@ struct Runtime {
   CUstream_st null;
   std::vector<std::unique_ptr<CUstream_st>> streams;
   cudaStreamCaptureMode thread = cudaStreamCaptureModeGlobal;
-  cudaStream_t current = nullptr;
   bool held = false;
   int device = 0;  ///< the current one; streams are those of device 0
-  std::vector<Recorded> recorded;
   cudaError_t last_error = cudaSuccess;
   const char* launching = "";
   std::map<const void*, std::size_t> shared_bytes;  ///< dynamic, that kernels asked for
@@ -56,6 +54,12 @@ struct Runtime {
 
 Runtime& runtime() {
   static auto* const only = new Runtime;  // outlives what is freed at the end of the program
+  return *only;
+}
+
+/// Of what cudaMallocFromPoolAsync() gave.
+std::map<void*, cudaMemPool_t>& pools() {
+  static auto* const only = new std::map<void*, cudaMemPool_t>;
   return *only;
 }
 
@@ -99,31 +103,6 @@ void copy(void* to, const void* from, std::size_t bytes) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
 
-cudaStream_t new_stream() { return runtime().streams.emplace_back(std::make_unique<CUstream_st>()).get(); }
-
-/// The streams above as LibTorch's, under the device that the model's memory is on.
-struct HostStreams final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CPU> {
-  const c10::impl::DeviceGuardImplInterface* before =
-      c10::impl::getDeviceGuardImpl(c10::DeviceType::CPU);  // what this takes the place of, held for the leak sanitizer
-
-  static c10::Stream as_torch(cudaStream_t stream) {
-    return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCPU), reinterpret_cast<c10::StreamId>(stream));
-  }
-  static cudaStream_t as_cuda(const c10::Stream& stream) { return reinterpret_cast<cudaStream_t>(stream.id()); }
-
-  c10::Stream getStream(c10::Device) const noexcept override { return as_torch(runtime().current); }
-  c10::Stream getDefaultStream(c10::Device) const override { return as_torch(nullptr); }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return as_torch(new_stream()); }
-  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
-    return as_torch(std::exchange(runtime().current, as_cuda(stream)));
-  }
-  void* getStreamNativeHandle(const c10::Stream stream) const override { return as_cuda(stream); }
-  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
-    runtime().recorded.push_back({memory.get(), as_cuda(stream)});
-  }
-};
-const c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CPU, new HostStreams);
-
 }  // namespace
 
 void name_launch(const char* name) { runtime().launching = name; }
@@ -148,11 +127,14 @@ void hold_streams(bool hold) {
   if (!hold) static_cast<void>(cudaDeviceSynchronize());
 }
 
-std::vector<Recorded>& recorded() { return runtime().recorded; }
-
 }  // namespace kvkeep::cuda::model
 
 using namespace kvkeep::cuda::model;  // NOLINT(google-build-using-namespace)
+
+struct CUmemPoolHandle_st {
+  std::int64_t given = 0;  ///< pieces that are out
+  bool destroyed = false;
+};
 
 extern "C" {
 
@@ -210,6 +192,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = chip().shared_bytes;
       return cudaSuccess;
+    case cudaDevAttrMemoryPoolsSupported:
+      *value = 1;
+      return cudaSuccess;
     case cudaDevAttrMultiProcessorCount:
       *value = chip().multiprocessors;
       return cudaSuccess;
@@ -229,6 +214,36 @@ cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
   const cudaError_t status = beside_captures();
   if (status == cudaSuccess) *memory = take_device_memory(bytes);
   return status;
+}
+cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps* of) {
+  if (of->allocType != cudaMemAllocationTypePinned || of->location.type != cudaMemLocationTypeDevice)
+    return told(cudaErrorInvalidValue);
+  *pool = new CUmemPoolHandle_st;
+  return cudaSuccess;
+}
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr attribute, void*) {
+  return told(attribute == cudaMemPoolAttrReleaseThreshold ? cudaSuccess : cudaErrorInvalidValue);
+}
+cudaError_t cudaMemPoolDestroy(cudaMemPool_t pool) {
+  pool->destroyed = true;
+  if (pool->given == 0) delete pool;
+  return cudaSuccess;
+}
+// Stands for memory that a graph would own in a capture, which is never what is meant here.
+cudaError_t cudaMallocFromPoolAsync(void** memory, std::size_t bytes, cudaMemPool_t pool, cudaStream_t stream) {
+  if (stream_of(stream).captured != nullptr) return told(cudaErrorStreamCaptureUnsupported);
+  allocated();
+  *memory = take_device_memory(bytes);
+  pools()[*memory] = pool;
+  ++pool->given;
+  return cudaSuccess;
+}
+cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
+  if (stream_of(stream).captured != nullptr || !pools().contains(memory)) return told(cudaErrorInvalidValue);
+  const cudaMemPool_t pool = pools().extract(memory).mapped();
+  if (--pool->given == 0 && pool->destroyed) delete pool;
+  add(stream, cudaGraphNodeTypeMemFree, [=] { give_device_memory(static_cast<std::byte*>(memory)); });
+  return cudaSuccess;
 }
 cudaError_t cudaMallocHost(void** memory, std::size_t bytes) {
   const cudaError_t status = beside_captures();
@@ -264,6 +279,16 @@ cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_stride, const void* from,
   return cudaSuccess;
 }
 
+cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = runtime().streams.emplace_back(std::make_unique<CUstream_st>()).get();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  finish(stream_of(stream));
+  std::erase_if(runtime().streams, [&](const auto& one) { return one.get() == stream; });
+  return cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   waited();
   const cudaError_t status = beside_captures();
@@ -304,24 +329,29 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   event->stream = stream;
   event->in_capture = stream_of(stream).captured != nullptr;
-  event->reached = false;
-  add(stream, cudaGraphNodeTypeEventRecord, [=] {
-    event->at = std::chrono::steady_clock::now();
-    event->reached = true;
+  event->reached = std::make_shared<CUevent_st::Reached>(CUevent_st::Reached{.yes = false, .at = {}});
+  add(stream, cudaGraphNodeTypeEventRecord, [reached = event->reached] {
+    reached->at = std::chrono::steady_clock::now();
+    reached->yes = true;
   });
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const cudaError_t status = event->in_capture ? told(cudaErrorCapturedEvent) : beside_captures();
-  return status != cudaSuccess ? status : event->reached ? cudaSuccess : cudaErrorNotReady;
+  return status != cudaSuccess ? status : event->reached->yes ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const cudaError_t status = event->in_capture ? told(cudaErrorCapturedEvent) : beside_captures();
   if (status == cudaSuccess) finish(stream_of(event->stream));
   return status;
 }
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if (stream_of(stream).captured != nullptr || event->in_capture) return told(cudaErrorStreamCaptureUnsupported);
+  add(stream, cudaGraphNodeTypeWaitEvent, [from = event->stream] { finish(stream_of(from)); });
+  return cudaSuccess;
+}
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
-  *milliseconds = std::chrono::duration<float, std::milli>(end->at - begin->at).count();
+  *milliseconds = std::chrono::duration<float, std::milli>(end->reached->at - begin->reached->at).count();
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
