@@ -7,6 +7,9 @@
 #
 #   tests/python_test.sh [TORCH_FOLDER]   the site-packages that have torch, .venv's unless given
 #
+#   KVKEEP_TEST_MODELLED  the lib folder of a build of the tests that has libkvkeep_cuda_modelled.so: the tests of a GPU
+#                         pass over the execution model, and those of attach() on what is then device memory
+#   KVKEEP_TEST_KERNELS   ON: the wheel has kernels, which takes nvcc minutes; OFF unless set
 #   KVKEEP_TEST_PYTHONS   further Pythons of the same version, separated by blanks, each with a torch of its own, numpy,
 #                         transformers 5 and pytest: the same wheel passes its tests over each
 set -euo pipefail
@@ -42,7 +45,7 @@ if ! "$own" -m pip install --quiet ipykernel matplotlib nbmake numpy pytest 'tra
   exit 77
 fi
 
-PYTHON="$python" "$source_dir/cmake/wheel.sh" "$scratch/dist" || fail "there is no wheel"
+KVKEEP_CUDA="${KVKEEP_TEST_KERNELS:-OFF}" PYTHON="$python" "$source_dir/cmake/wheel.sh" "$scratch/dist" || fail "there is no wheel"
 "$own" -m pip install --quiet --no-deps "$scratch"/dist/*.whl || fail "the wheel does not install"
 ls -l "$scratch"/dist
 
@@ -113,6 +116,27 @@ for further in ${KVKEEP_TEST_PYTHONS:-}; do
     fail "the wheel does not install over $further"
   over "$venv/bin/python"
 done
+
+# The same package over the execution model of CUDA.
+if [[ -n "${KVKEEP_TEST_MODELLED:-}" ]]; then
+  "$own" -m pip install --quiet nanobind > log 2>&1 || fail "there is no nanobind"
+  {
+    cmake -G Ninja -S "$source_dir/tests/python/modelled" -B modelled -DCMAKE_BUILD_TYPE=Release \
+      "-DPython_EXECUTABLE=$own" "-DKVKEEP_LIBRARIES=$KVKEEP_TEST_MODELLED" &&
+      cmake --build modelled
+  } > log 2>&1 || {
+    cat log
+    fail "the package does not build over the execution model"
+  }
+  modelled() {
+    env -u LD_LIBRARY_PATH OMP_NUM_THREADS=1 KVKEEP_CUDA_MODEL=host \
+      "PYTHONPATH=$scratch/modelled:$source_dir/tests/python" "$own" -m pytest -q -p no:cacheprovider "$@"
+  }
+  cd -- "$source_dir/tests/python"
+  modelled test_cuda.py || fail "the tests of a GPU fail over the execution model"
+  modelled -p over_device test_hf.py test_pieces.py || fail "those of attach() fail where caches are on a device"
+  cd -- "$scratch"
+fi
 
 # The notebook, on a model of random weights.
 PYTHONPATH="$source_dir/tests/python" "$own" -m tiny_model "$scratch/tiny" > log 2>&1 || {

@@ -7,6 +7,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
@@ -203,6 +204,15 @@ Tensor view_of(const Array& array, const char* what, Access access = Access::rea
   else if (a.device_type() != nb::device::cpu::value)
     device = {.kind = Device::Kind::other, .index = a.device_id()};
   return {const_cast<void*>(a.data()), dtype_of(a.dtype(), what), Shape(sizes), Shape(strides), device};
+}
+
+/// What a keeper goes on reading: a copy, or on a GPU the array itself.
+Tensor projection_of(const std::optional<Array>& given) {
+  if (!given) return {};
+  const Tensor seen = view_of(*given, "output_projections");
+  if (seen.device().is_cpu()) return clone(seen);
+  auto held = std::make_unique<nb::ndarray<nb::ro>>(*given->held);
+  return {seen.bytes(), seen.dtype(), seen.sizes(), seen.strides(), seen.device(), Owner::of(std::move(held))};
 }
 
 template <class E>
@@ -439,6 +449,8 @@ void bind_keeper(nb::module_& m) {
   nb::class_<ThreadPool>(m, "ThreadPool", "Threads that wait for the loops of one keeper or several.")
       .def(nb::init<std::int32_t>(), "count"_a, "count: with the calling thread.")
       .def_prop_ro("count", &ThreadPool::count);
+  nb::class_<Machine>(m, "Machine", "Where a keeper's events run: see kvkeep.cuda.")
+      .def_prop_ro("device", [](const Machine& self) { return self.device().str(); });
   using Layers = std::vector<std::optional<std::vector<Array>>>;
   nb::class_<Keeper>(
       m, "Keeper",
@@ -448,24 +460,26 @@ void bind_keeper(nb::module_& m) {
           "__init__",
           [](Keeper* self, const ModelSpec& spec, const PolicyArgument& policy, bool queries, bool layer_by_layer,
              bool surprisal, bool given_scores, bool reads_folded,
-             const std::vector<std::optional<Array>>& output_projections, ThreadPool* threads) {
+             const std::vector<std::optional<Array>>& output_projections, ThreadPool* threads,
+             std::shared_ptr<Machine> accelerator) {
             Provided provided{.queries = queries,
                               .layer_by_layer = layer_by_layer,
                               .surprisal = surprisal,
                               .given_scores = given_scores,
                               .reads_folded = reads_folded};
             for (const std::optional<Array>& one : output_projections)
-              provided.output_projections.push_back(one ? clone(view_of(*one, "output_projections")) : Tensor());
+              provided.output_projections.push_back(projection_of(one));
             if (threads != nullptr) provided.threads = threads->threads();
+            provided.accelerator = std::move(accelerator);
             new (self) Keeper(spec, policy.made(), std::move(provided));
           },
           "spec"_a, "policy"_a.none(), nb::kw_only(), "queries"_a = true, "layer_by_layer"_a = false,
           "surprisal"_a = false, "given_scores"_a = false, "reads_folded"_a = false,
-          "output_projections"_a = nb::list(), "threads"_a = nb::none(), nb::keep_alive<1, 10>(),
+          "output_projections"_a = nb::list(), "threads"_a = nb::none(), "accelerator"_a = nb::none(),
+          nb::keep_alive<1, 10>(),
           "policy: 'name,key=value,...' or a JSON object, as text or a dict. The flags say what the engine supplies. "
-          "threads: a "
-          "ThreadPool, "
-          "None: the calling thread.")
+          "threads: a ThreadPool, None: the calling thread. accelerator: kvkeep.cuda.accelerator() of the GPU that "
+          "has cache and queries, None: the CPU.")
       .def("join", &Keeper::join, "sequence"_a, "tokens"_a = 0, "prompt"_a = nb::none(),
            "A sequence begins. tokens: already cached; prompt: tokens of its prompt, None: the first step tells, "
            "OPEN_PROMPT: end_prompt() does.")
@@ -653,6 +667,8 @@ void bind_keeper(nb::module_& m) {
             return prometheus_metrics({&own, 1});
           },
           "labels"_a = "", "Totals and times of events as Prometheus reads them. labels: of every sample.")
+      .def_prop_ro(
+          "device", [](const Keeper& self) { return self.device().str(); }, "Of cache and queries: 'cpu', or 'cuda:0'.")
       .def_prop_ro("policy_json", [](const Keeper& self) { return self.policy().to_json(); })
       .def_prop_ro("totals", [](const Keeper& self) { return self.totals(); })
       .def_prop_ro("spec", [](const Keeper& self) { return self.spec(); });

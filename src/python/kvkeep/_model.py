@@ -422,8 +422,9 @@ def describe(model):
                 f"attention of layer {index} does not come through transformers' attention interface, or not to the "
                 "keys that the cache returned; allowed models where it does",
             )
-        if layer.new.device.type != "cpu":
-            refuse(Unsupported, f"the cache is on {layer.new.device}; allowed the CPU in this build of the package")
+    devices = sorted({str(layer.new.device) for layer in here.values()})
+    if len(devices) > 1 or devices[0].split(":")[0] not in ("cpu", "cuda"):
+        refuse(Unsupported, f"the cache is on {', '.join(devices)}; allowed the CPU, or one GPU of NVIDIA")
     modules = {index: layer.readers[0].module for index, layer in here.items()}
     shared = [(getattr(r.module, "layer_idx", -1), index) for index, layer in here.items() for r in layer.readers[1:]]
     # Caches of releases before 5.20 end before the layers that read those of others.
@@ -454,4 +455,4 @@ def describe(model):
         layer_sinks=sinks,
         logit_cap=_one("logits capped at", of(lambda l: l.readers[0].cap)),
     )
-    return spec, modules
+    return spec, modules, devices[0]

@@ -131,6 +131,7 @@ class Rows:
 
     def __init__(self, owner, layers, prompt=None):
         self.owner, self.keeper, self.spec = owner, owner.keeper, owner.keeper.spec
+        self.device = torch.device(self.keeper.device)
         self.full = self.spec.full_layers
         self.cut_rows = [index * self.spec.kv_heads + head for index in self.full for head in range(self.spec.kv_heads)]
         self.layers = [
@@ -150,6 +151,7 @@ class Rows:
         self.pending = None  # a step that the keeper has not been shown: its tokens may be taken back
         self.broken = None
         self.named = ()  # sequences whose event the program has named
+        self.at = None  # positions of a step on their way from a GPU, and what they should be
         self.quit_step()
 
     def quit_step(self):
@@ -189,6 +191,7 @@ class Rows:
 
     def confirm(self):
         """What was computed is confirmed, and what is due is cut."""
+        self.check_arrived()
         with self.owner.lock:
             if self.pending is not None:
                 self.show(*self.pending)
@@ -210,8 +213,8 @@ class Rows:
         if layer.new is not None or layer.index in self.held:
             refuse(Unsupported, f"layer {layer.index} updates its cache twice in a step; allowed once")
         self.owner.require_block()
-        if keys.device.type != "cpu":
-            refuse(Unsupported, f"the cache is on {keys.device}; allowed the CPU in this build of the package")
+        if keys.device != self.device:
+            refuse(Unsupported, f"the cache is on {keys.device}; allowed {self.device}, where the model was")
         layer.new = keys, values
 
     def attend(self, layer, module, query, key, value, mask, dropout, scaling, kwargs):
@@ -282,7 +285,7 @@ class Rows:
             self.plan_queries(columns)
 
     def bools(self, mask, columns):
-        """The model's mask as bool [batch or 1, 1, columns, all columns]; True: is seen."""
+        """The model's mask as bool [batch or 1, 1, columns, all columns] on the CPU; True: is seen."""
         if mask is None:
             return None
         width = self.columns + columns
@@ -294,6 +297,7 @@ class Rows:
         ):
             shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
             refuse(Unsupported, f"the model's mask of a full layer is {shape}; allowed [batch, 1, {columns}, {width}]")
+        mask = mask.detach().cpu()
         if mask.dtype == torch.bool:
             return mask
         least = torch.finfo(mask.dtype).min / 2
@@ -341,19 +345,29 @@ class Rows:
             given = torch.arange(self.columns, self.columns + columns)
         if given.shape[-1] != columns:
             refuse(Unsupported, f"position_ids are {list(given.shape)} for {columns} tokens; allowed one position each")
-        given = given.cpu().reshape(-1, *([1] if given.dim() == 1 else given.shape[-2:-1]), columns)
+        given = given.reshape(-1, *([1] if given.dim() == 1 else given.shape[-2:-1]), columns)
+        self.at = Arriving(given), [(first[b] + np.arange(row.sum()), row) for b, row in enumerate(new)]
+        if self.device.type == "cpu":
+            self.check_arrived()
+
+    def check_arrived(self):
+        """On a GPU a step's positions are read when the next one begins, before anything is cut."""
+        if self.at is None:
+            return
+        (given, wanted), self.at = self.at, None
         for axis in given.numpy():
-            for b, row in enumerate(new):
+            for b, (want, row) in enumerate(wanted):
                 at = axis[b if len(axis) > 1 else 0][row]
-                want = first[b] + np.arange(len(at))
                 if (at != want).any():
                     wrong = int(np.flatnonzero(at != want)[0])
-                    refuse(
-                        Unsupported,
+                    what = (
                         f"token {int(want[wrong])} of sequence {self.ids[b]} is at position {int(at[wrong])}, and the "
                         "policy turns queries or keys from where they are in the text; allowed position_ids that "
-                        "count the tokens of each sequence",
+                        "count the tokens of each sequence"
                     )
+                    if self.device.type != "cpu":
+                        self.broken = what
+                    refuse(Unsupported, what)
 
     def plan_queries(self, columns):
         """Which of the newest columns keep their queries for the keeper: those that an event may read."""
@@ -389,21 +403,21 @@ class Rows:
             if self.flat is not None:
                 buffer[:, :, longest:needed] = new
             elif most == 1:  # one token each, at places of their own; for none, behind what is held
-                newest = new[torch.arange(len(self.ids)), :, torch.from_numpy(self.new.argmax(1))]
-                buffer.scatter_(
-                    2,
-                    torch.from_numpy(held.astype(np.int64))[:, :, None, None].expand(
-                        *newest.shape[:2], 1, newest.shape[2]
-                    ),
-                    newest[:, :, None],
-                )
+                newest = new[self.there(np.arange(len(self.ids))), :, self.there(self.new.argmax(1))]
+                places = self.there(held.astype(np.int64))[:, :, None, None]
+                buffer.scatter_(2, places.expand(*newest.shape[:2], 1, newest.shape[2]), newest[:, :, None])
             else:
                 for b, row in enumerate(self.new):
-                    fresh = new[b][:, torch.from_numpy(row)]
+                    fresh = new[b][:, self.there(np.flatnonzero(row))]
                     for h in range(held.shape[1]):
                         buffer[b, h, held[b, h] : held[b, h] + len(fresh[h])] = fresh[h]
         layer.keys, layer.values = both[0][:, :, :needed], both[1][:, :, :needed]
         layer.new = None
+
+    def there(self, numbers):
+        """An array of NumPy where the cache is, without waiting for what is queued there."""
+        tensor = torch.from_numpy(np.ascontiguousarray(numbers))
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def give_room(self, layer, like, room, held):
         """Buffers of `room` slots, with the first `held` of those before. Values of latent rows lie within the keys."""
@@ -445,10 +459,10 @@ class Rows:
         if self.mask is not None:
             return self.by_column(index, held, slots)[:, :, -columns:]
         ragged = bool((held != held[:, :1]).any())
-        after = torch.from_numpy(np.ascontiguousarray(held if ragged else held[:, :1])).long()[:, :, None, None]
-        later = torch.from_numpy(self.tokens[:, None] - self.new.cumsum(1))  # tokens of the step behind each column
-        later = later.long()[:, None, -columns:, None]
-        seen = torch.arange(slots) < (after - later).clamp(min=1)  # padding sees something, and is never read
+        after = (held if ragged else held[:, :1]).astype(np.int64)[:, :, None, None]
+        later = self.tokens[:, None] - self.new.cumsum(1)  # tokens of the step behind each column
+        last = self.there((after - later[:, None, -columns:, None]).clip(min=1))  # padding sees something unread
+        seen = torch.arange(slots, device=self.device) < last
         return seen.repeat_interleave(self.spec.query_heads // self.spec.kv_heads, dim=1) if ragged else seen
 
     def by_column(self, index, held, slots):
@@ -466,7 +480,7 @@ class Rows:
         seen = self.mask.expand(batch, -1, -1, -1).expand(-1, heads, -1, -1).gather(3, at)
         seen = seen & (torch.arange(slots) < torch.from_numpy(held.astype(np.int64))[:, :, None, None])
         seen[..., :1] |= ~seen.any(-1, keepdim=True)  # padding sees something, and is never read
-        return seen.repeat_interleave(self.spec.query_heads // self.spec.kv_heads, dim=1)
+        return seen.repeat_interleave(self.spec.query_heads // self.spec.kv_heads, dim=1).to(self.device)
 
     # ---- Between forwards
 
@@ -514,7 +528,9 @@ class Rows:
             self.keeper.observe(index, self.ids, indptr, unread=True)
             return
         by_token = query.detach().transpose(1, 2)
-        queries = by_token.reshape(-1, *by_token.shape[2:]) if new.all() else by_token[torch.from_numpy(new)]
+        queries = by_token.reshape(-1, *by_token.shape[2:])
+        if not new.all():
+            queries = queries[self.there(np.flatnonzero(new))]
         self.keeper.observe(index, self.ids, indptr, queries, basis="post_rope")
 
     def cut(self):
@@ -554,6 +570,23 @@ class Rows:
         with self.owner.lock:
             self.history.note(self)
         self.quit_step()
+
+
+class Arriving:
+    """A small tensor on its way to the CPU."""
+
+    def __init__(self, tensor):
+        self.tensor, self.done = tensor, None
+        if tensor.device.type == "cuda":
+            self.tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.tensor.copy_(tensor, non_blocking=True)
+            self.done = torch.cuda.Event()
+            self.done.record(torch.cuda.current_stream(tensor.device))
+
+    def numpy(self):
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tensor.numpy()
 
 
 def moved(old, like, room, held):

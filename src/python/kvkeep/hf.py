@@ -7,14 +7,14 @@
     kept.plot()
     open("kept.html", "w").write(kept.html(tokenizer, out))
 
-Decoder models whose attention goes through transformers' attention interface, on the CPU, in f32, f16 or bf16: what a
-model does is learned from three short forwards, and a text is compared with that of the model alone. Layers with a
+Decoder models whose attention goes through transformers' attention interface, on the CPU or on a GPU of NVIDIA, in f32,
+f16 or bf16: what a model does is learned from three short forwards, and a text is compared with that of the model alone. Layers with a
 sliding window or a state keep their own cache. Batches may be padded; prompts may come in pieces; drafts may be taken
 back. Refused by name: beam search, caches other than DynamicCache or with tokens already, and attention that is more
 than the softmax of scaled products under a mask.
 
 An event happens at the start of the forward that follows the tokens it counts, so that it sees confirmed tokens alone;
-or where the program says so (attach.cut). Under prefill=pieces generate(prefill_chunk_size=N) cuts between the pieces.
+or where the program says so (attach.cut). On a GPU it is queued on the current stream, as the forward is. Under prefill=pieces generate(prefill_chunk_size=N) cuts between the pieces.
 """
 
 import threading
@@ -22,7 +22,7 @@ import warnings
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 
 import numpy as np
@@ -36,7 +36,7 @@ except ModuleNotFoundError as error:
         f'kvkeep.hf: there is no module {error.name}; allowed after pip install "kvkeep[hf]"', name=error.name
     ) from error
 
-from . import InvalidArgument, Keeper, StateError, Unsupported
+from . import InvalidArgument, Keeper, StateError, Unsupported, cuda
 from ._kvkeep import _policy_text
 from ._model import (
     CACHE_NAMES,
@@ -83,23 +83,34 @@ class attach:
     the policy each layer's W_o, which CriticalKV reads. check: False leaves out the comparison with the model alone,
     which costs six short forwards. remember: of how many sequences, the newest, html() and plot() know which token
     each row dropped: two bytes for each token of each layer and KV head, and 20 us for each such row of 4,000 tokens
-    in an event. A batch is remembered whole. Raises InvalidArgument for a wrong policy, Unsupported for a model or a
+    in an event. A batch is remembered whole; None: 16 on the CPU, none on a GPU, where an event would wait to read
+    positions back. accelerator: makes what events run on, kvkeep.cuda.accelerator(index) for a model on a GPU unless
+    given. Raises InvalidArgument for a wrong policy, Unsupported for a model or a
     policy that cannot be served: policies that narrow prompts or fold need an engine that runs layer by layer,
     StateError for a model that is under a policy already. A warning says that no `with` block was entered.
     Threads may share it.
     """
 
-    def __init__(self, model, policy, output_projections=False, check=True, remember=16):
+    def __init__(self, model, policy, output_projections=False, check=True, remember=None, accelerator=None):
         policy = _policy_text(policy)  # what is wrong with it is said before the model runs
         _refuse_nested(model)
-        (spec, modules), projections = describe(model), []
+        (spec, modules, device), projections = describe(model), []
+        if accelerator is None and device != "cpu":
+            accelerator = partial(cuda.accelerator, torch.device(device).index or 0)
+        self._accelerator = accelerator or (lambda: None)
         if output_projections and any(hasattr(m, "expand_kv") for m in modules.values()):
             refuse(Unsupported, "output_projections: rows are latent, and values have no projection; allowed without")
         if output_projections:
             projections = [modules[i].o_proj.weight.detach() if i in modules else None for i in range(spec.num_layers)]
+        remember = (0 if accelerator else 16) if remember is None else remember
         if isinstance(remember, bool) or not isinstance(remember, int) or remember < 0:
             refuse(InvalidArgument, f"remember is {remember!r}; allowed 0 and above, a number of sequences")
-        self._start(model, policy, Keeper(spec, policy, output_projections=projections), remember)
+        keeper = Keeper(spec, policy, output_projections=projections, accelerator=self._accelerator())
+        if keeper.device != device:
+            refuse(
+                InvalidArgument, f"the cache is on {device}, and the accelerator on {keeper.device}; allowed its own"
+            )
+        self._start(model, policy, keeper, remember)
         if check:
             self._check()
         self._unused = weakref.finalize(
@@ -128,7 +139,7 @@ class attach:
         """The model computes under `full` what it computes alone."""
         ids = short_text(self.model, 12)
         under_full = object.__new__(attach)
-        under_full._start(self.model, "full", Keeper(self.keeper.spec, "full"))
+        under_full._start(self.model, "full", Keeper(self.keeper.spec, "full", accelerator=self._accelerator()))
         with quietly(self.model):
             alone = self._try(ids, _plain_cache(self.model), "alone")
             with under_full:
@@ -285,6 +296,11 @@ class attach:
         self._here.running = None  # of a forward that did not end
         if module is not self._decoder:  # of a copy of the model
             return None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            refuse(
+                Unsupported,
+                "the forward is captured in a CUDA graph, and lengths change from step to step; allowed without",
+            )
         if kwargs.get("output_attentions"):
             refuse(Unsupported, "output_attentions: weights are not formed under a policy; allowed without")
         name = next((n for n in CACHE_NAMES if kwargs.get(n) is not None), None)
