@@ -98,8 +98,8 @@ LOOPS = [
     (
         "window_attention_matrix.cu",
         "attention_split_queries_kernel<__nv_bfloat16, 4>",
-        "eight components of a query split, bf16",
-        {"STG": 6, "BAR": 2, "SHFL": 4},
+        "eight queries of a tile split, bf16",
+        {"STG": 4, "SHFL": 24},
     ),
     ("mass_segmented.cu", "mass_segmented_kernel", "a slot's mass as an integer", {"DMUL": 2, "F2I.U64": 1, "LDG": 1}),
     ("mass_segmented.cu", "mass_segmented_kernel", "a slot's prefix sum", {"SHFL": 24, "BAR": 1, "F2I": 1, "LDG": 1}),
@@ -114,7 +114,7 @@ LOOPS = [
         "compact.cu",
         "compact_kernel",
         "four words of 16 bytes moved",
-        {"LDG.E.128": 4, "ST.E.128": 4, "BAR": 1, "MUFU": 4},
+        {"LDG.E.128": 4, "ST.E.128": 4, "BAR": 1},
     ),
 ]
 SHOWN = (
