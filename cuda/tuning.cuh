@@ -14,7 +14,7 @@ inline constexpr std::int32_t kMostThreads = 512;
 constexpr std::int32_t threads_for(std::int32_t longest) { return longest <= 4096 ? 256 : kMostThreads; }
 
 inline constexpr std::int32_t kNearSlots =
-    3072;  ///< of the longest row whose AMS runs in shared memory: two blocks per multiprocessor have room
+    3072;  ///< of the longest row whose AMS runs in shared memory: four blocks per multiprocessor have room
 inline constexpr std::int32_t kWarpSegment = 4096;  ///< longest segment that is left to one warp
 
 inline constexpr std::int32_t kTurnThreads = 128;

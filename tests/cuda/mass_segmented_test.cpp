@@ -258,6 +258,38 @@ TEST_F(MassSegmentedKernel, TakesRowsThatNeedTheLargestBlockAndSegmentsTooLongFo
   }
 }
 
+TEST_F(MassSegmentedKernel, TakesSegmentsOfEveryLengthThatOneWarpRanksInItsOwnWay) {
+  oracle::Random random(26);
+  for (const int slots : {1, 2, 31, 32, 33, 63, 64, 65, 128, 255, 256, 257, 600})
+    for (int round = 0; round < 3; ++round) {
+      Case c = random_case(random, {600});
+      c.options.segments = Segmentation::fixed;
+      c.options.fixed = slots;
+      if (round == 0)
+        for (float& score : c.scores) score = static_cast<float>(random.between(0, 1));  // most of them are equal
+      compare(c, std::to_string(slots) + " slots a segment, round " + std::to_string(round));
+    }
+}
+
+TEST_F(MassSegmentedKernel, TakesAsManySegmentsAndThresholdsAsFitSharedMemoryAndMore) {
+  oracle::Random random(27);
+  for (const int parts : {127, 128, 129, 130, 1024, 1025, 1026})
+    for (const int length : {100, 600}) {
+      Case c = random_case(random, {length});
+      c.options.segments = Segmentation::mass;
+      c.options.segment_mass = 1.0 / parts;
+      c.options.min_segment = 1;
+      c.options.max_segment = length;
+      compare(c, std::to_string(parts) + " parts of " + std::to_string(length) + " slots");
+    }
+  for (const int length : {255, 256, 257, 258}) {
+    Case c = random_case(random, {length});
+    c.options.segments = Segmentation::fixed;
+    c.options.fixed = 2;
+    compare(c, "segments of two of " + std::to_string(length) + " slots");
+  }
+}
+
 TEST_F(MassSegmentedKernel, TakesTheLargestUsageOfAllHeadsFromThoseThatAreDue) {
   oracle::Random random(23);
   int mixed = 0;

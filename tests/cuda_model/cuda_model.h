@@ -221,6 +221,27 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0 ? 1 : 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask ? 1 : 0; }
+template <class T, class Combine>
+T reduce_warp(unsigned mask, T value, T neutral, const Combine& combine) {
+  const std::byte* all = kvkeep::cuda::model::exchange(mask, &value, sizeof value);
+  T out = neutral;
+  for (unsigned i = 0; i < 32; ++i) {
+    T other = 0;
+    std::memcpy(&other, all + i * sizeof other, sizeof other);
+    if ((mask >> i & 1U) != 0) out = combine(out, other);
+  }
+  return out;
+}
+inline unsigned __reduce_add_sync(unsigned mask, unsigned value) { return reduce_warp(mask, value, 0U, std::plus<>{}); }
+inline int __reduce_max_sync(unsigned mask, int value) {
+  return reduce_warp(mask, value, std::numeric_limits<int>::min(), [](int a, int b) { return std::max(a, b); });
+}
+inline unsigned __reduce_and_sync(unsigned mask, unsigned value) {
+  return reduce_warp(mask, value, ~0U, std::bit_and<>{});
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+  return reduce_warp(mask, value, 0U, std::bit_or<>{});
+}
 inline unsigned __activemask() = delete;  // says nothing that a kernel may rely on
 
 inline int __popc(unsigned x) { return std::popcount(x); }
