@@ -273,25 +273,29 @@ __global__ void __launch_bounds__(kNear ? tuning::threads_for(tuning::kNearSlots
       const QueryView& queries = a.queries[r / a.heads];
       newest = queries.position(queries.count - 1);
     }
-    const auto bring_orders = [&] {
+    const float* scores = a.scores + row.first;
+    const auto bring_orders = [&](const auto& score_of) {
       const bool official = a.variant == Variant::official;
       const Protected first = official ? Protected{a.padding.oldest, a.padding.newest} : limit.guarded;
-      const float* scores = a.scores + row.first;
-      for (std::int32_t t = team.thread(); t < length; t += team.size())
-        own.orders[t] = !first.holds(t, length) ? order_of(scores[t]) : official ? ~0U : kIn;
+      for (std::int32_t t = team.thread(); t < length; t += team.size()) {
+        const float score = score_of(t);
+        own.orders[t] = !first.holds(t, length) ? order_of(score) : official ? ~0U : kIn;
+      }
     };
-    const float* old = row.credit;
     float *usage = mass_out, *used = used_out, *credit = credit_out;
     if constexpr (kNear) {  // all that is read is asked for at once
       usage = own.usage;
       used = a.used != nullptr ? own.used : usage;
       credit = a.credit != nullptr ? own.credit : nullptr;
-      KVKEEP_UNROLL(2) for (std::int32_t t = team.thread(); t < length; t += team.size()) {
+      const float* given = row.credit;
+      const std::int32_t known = credit == nullptr || given == nullptr ? 0 : row.credit_length;
+      KVKEEP_UNROLL(3) for (std::int32_t t = team.thread(); t < length; t += team.size()) {
+        const float score = scores[t];
         usage[t] = mass_out[t];
-        if (credit != nullptr && old != nullptr && t < row.credit_length) credit[t] = old[t];
+        if (t < known) credit[t] = given[t];
+        own.orders[t] = __float_as_uint(score);
       }
-      if (old != nullptr) old = credit;
-      if (a.used == nullptr) bring_orders();
+      if (a.used == nullptr) bring_orders([&](std::int32_t t) { return __uint_as_float(own.orders[t]); });
       team.sync();
     }
     float top = 0;
@@ -305,7 +309,8 @@ __global__ void __launch_bounds__(kNear ? tuning::threads_for(tuning::kNearSlots
     }
     if (seen.queries > 0)
       fill_suffix(a.options.suffix_fill, row.positions, length, newest, seen.history, top, usage, team);
-    weigh_row(a.options, old, row.credit_length, length, usage, own.fed, credit, used, team);
+    weigh_row(a.options, kNear && row.credit != nullptr ? credit : row.credit, row.credit_length, length, usage,
+              own.fed, credit, used, team);
     if constexpr (kNear) {
       KVKEEP_UNROLL(2) for (std::int32_t t = team.thread(); t < length; t += team.size()) {
         mass_out[t] = usage[t];
@@ -316,7 +321,7 @@ __global__ void __launch_bounds__(kNear ? tuning::threads_for(tuning::kNearSlots
     }
 
     prefix_mass(used, length, own.prefix, team, left_out(a.options, limit.guarded));
-    if (!kNear || a.used != nullptr) bring_orders();
+    if (!kNear || a.used != nullptr) bring_orders([&](std::int32_t t) { return scores[t]; });
     const SegmentOptions options = segments_of(a.options, a.variant);
     const std::int64_t thresholds = options.kind == Segmentation::mass ? detail::thresholds(options.segment_mass) : 0;
     const bool is_cached = kNear || thresholds <= kCachedCuts;
