@@ -255,6 +255,21 @@ end_sharing() {
   rm -rf -- "$sockets"
 }
 
+# A test that ends its process takes those after it along: they run now, and it alone, for its stack.
+after_a_crash() {
+  local crashed test unbegun
+  crashed="$(python3 bench/gpu_report.py crashed "$folder"/tests.*.log)"
+  if [[ -z $crashed ]]; then return; fi
+  unbegun="$("$tests" --gtest_list_tests | python3 bench/gpu_report.py unbegun "$folder"/tests.*.log)"
+  if [[ -n $unbegun ]]; then step tests.left "$(left)" "$tests" --gtest_color=no "--gtest_filter=$unbegun"; fi
+  if ! command -v cuda-gdb > /dev/null; then return; fi
+  for test in $crashed; do
+    start "stack.$test" 60 cuda-gdb -batch -ex 'set cuda break_on_launch none' -ex run -ex bt -ex 'x/3i $rip' \
+      -ex 'thread apply all bt 8' --args "$tests" --gtest_color=no "--gtest_filter=$test"
+  done
+  gather
+}
+
 stage_test() {
   local i limit shared=0
   if begin_sharing; then
@@ -272,6 +287,7 @@ stage_test() {
   done
   gather
   if [[ $shared == 1 ]]; then end_sharing; fi
+  after_a_crash
   step repeated "$(left)" "$tests" --gtest_color=no --gtest_repeat="$([[ $rehearsal == 1 ]] && echo 2 || echo 20)" \
     "--gtest_filter=$repeated"
 }
@@ -279,7 +295,13 @@ stage_test() {
 report_test() {
   local i logs=()
   for ((i = 0; i < shards; ++i)); do logs+=("tests.$i"); done
-  say_tests "${logs[@]}"
+  say_tests "${logs[@]}" tests.left
+  for i in "$folder"/stack.*.log; do
+    if [[ -s $i ]]; then
+      basename "$i" .log
+      grep -E '^(#[0-9]+ |=> |Thread .* received signal|\[Inferior .* exited)' "$i" | cut -c 1-150 | head -n 14 || true
+    fi
+  done
   say_tests repeated
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds here what runs on a machine with a GPU that has neither a network nor Debian's packages: tests, benches, the
-# command and kvkeep's libraries for one chip, stripped, with the few libraries that LibTorch does not bring.
+# command and kvkeep's libraries for one chip, with the names of functions for stacks, with the few libraries that LibTorch does not bring.
 #
 #   bash bench/gpu_kit.sh             build/gpu-kit -> .gpu/kit.tar.xz, below 15 MB; tried from a foreign folder
 #   bash bench/gpu_kit.sh --sources   the checksum of the sources that a kit of this tree would have
@@ -52,7 +52,7 @@ kvkeep_build release "$kvkeep_root/build/gpu-kit" kvkeep_gpu_tests kvkeep_gpu_be
 kit="$(mktemp -d)"
 trap 'rm -rf -- "$kit"' EXIT
 mkdir -p "$kit/kit/bin" "$kit/kit/lib"
-for program in "${programs[@]}"; do strip -o "$kit/kit/bin/$program" "build/gpu-kit/bin/$program"; done
+for program in "${programs[@]}"; do strip --strip-debug -o "$kit/kit/bin/$program" "build/gpu-kit/bin/$program"; done
 # Ours, and what the system has of the libraries that LibTorch and a bare machine lack.
 ldd "${programs[@]/#/build/gpu-kit/bin/}" |
   awk '$2 == "=>" && $1 ~ /^lib(kvkeep|hwy|utf8proc)/ { print $1, $3 }' | sort -u |

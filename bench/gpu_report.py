@@ -3,6 +3,8 @@
 """What bench/gpu.sh prints of its results: whatever is there of them, also of a run that was stopped.
 
     bench/gpu_report.py tests LOG...             logs of GoogleTest
+    bench/gpu_report.py crashed LOG...           tests that began and did not end, a line each
+    bench/gpu_report.py unbegun LOG... < LIST    a filter of those of --gtest_list_tests that did not begin
     bench/gpu_report.py bench LINES [FOLDER]     lines of JSON from kvkeep_gpu_bench; FOLDER: gpu.txt and clock.csv
     bench/gpu_report.py profile FOLDER           ncu's pages as CSV
 
@@ -134,24 +136,47 @@ def bench(path, folder):
     return 1 if not rows else 0
 
 
+BEGAN = re.compile(r"^\[ RUN      \] (\S+)", re.M)
+
+
+def unfinished(text):
+    """The test that began last, if it did not end; else None."""
+    began = BEGAN.findall(text)
+    after = text[text.rfind("[ RUN      ] " + began[-1]) + 12 :] if began else ""
+    return began[-1] if began and not re.search(r"^\[ .{8} \] " + re.escape(began[-1]) + r"\b", after, re.M) else None
+
+
+def crashed(paths):
+    print("\n".join(filter(None, (unfinished(path.read_text(errors="replace")) for path in paths))))
+    return 0
+
+
+def unbegun(paths):
+    began = {name for path in paths for name in BEGAN.findall(path.read_text(errors="replace"))}
+    suite, names = "", []
+    for line in sys.stdin:
+        word = line.split("#")[0].strip()
+        if line.startswith(" "):
+            names.append(suite + word)
+        elif word.endswith("."):
+            suite = word
+    print(":".join(name for name in names if name not in began))
+    return 0
+
+
 def tests(paths):
     """All logs together: the shards of one run, or one."""
     began, passed, skipped, failed, runs, end = [], 0, 0, [], 0, []
     for path in paths:
         text = path.read_text(errors="replace")
-        began_here = re.findall(r"^\[ RUN      \] (\S+)", text, re.M)
-        began += began_here
+        began += BEGAN.findall(text)
         passed += len(re.findall(r"^\[       OK \] (\S+)", text, re.M))
         skipped += len(set(re.findall(r"^\[  SKIPPED \] (\S+?)(?: \(|$)", text, re.M)))
         runs = max(runs, len(re.findall(r"^Repeating all tests", text, re.M)))
         names = sorted({name.rstrip(",") for name in re.findall(r"^\[  FAILED  \] (\w[\w./]*\.\w[\w/]*)", text, re.M)})
         failed += names
-        if began_here and not re.search(
-            r"^\[ .{8} \] " + re.escape(began_here[-1]) + r"\b",
-            text[text.rfind("[ RUN      ] " + began_here[-1]) + 12 :],
-            re.M,
-        ):
-            end.append(f"STOPPED in {began_here[-1]}: it began and did not end")
+        if unfinished(text):
+            end.append(f"STOPPED in {unfinished(text)}: it began and did not end")
         for name in names:
             body = re.search(r"^\[ RUN      \] " + re.escape(name) + r"$(.*?)^\[  FAILED  \] ", text, re.M | re.S)
             end.append(
@@ -260,11 +285,12 @@ def say(body, end, limit=LIMIT):
 
 
 def main():
-    if len(sys.argv) < 3 or sys.argv[1] not in ("tests", "bench", "profile"):
+    of_logs = {"tests": tests, "crashed": crashed, "unbegun": unbegun}
+    if len(sys.argv) < 3 or sys.argv[1] not in (*of_logs, "bench", "profile"):
         sys.exit(__doc__)
     paths = [pathlib.Path(given) for given in sys.argv[2:]]
-    if sys.argv[1] == "tests":
-        return tests(paths)
+    if sys.argv[1] in of_logs:
+        return of_logs[sys.argv[1]](paths)
     if sys.argv[1] == "bench":
         return bench(paths[0], paths[-1] if len(paths) > 1 else paths[0].parent)
     return profile(paths[0])
