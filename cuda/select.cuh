@@ -83,10 +83,11 @@ __device__ std::uint64_t least_kept(const Team& team, std::int32_t* histogram, s
 template <class Team>
 __device__ std::uint64_t least_by_order(const Team& team, std::int32_t* histogram, const std::uint32_t* orders,
                                         std::uint32_t least, std::int32_t from, std::int32_t to, std::int32_t wanted) {
-  const std::uint32_t order = last_of_largest<std::uint32_t>(team, histogram, wanted, [&](const auto& add) {
+  std::uint32_t order = last_of_largest<std::uint32_t>(team, histogram, wanted, [&](const auto& add) {
     for (std::int32_t t = from + team.thread(); t < to; t += team.size())
       if (orders[t] >= least) add(orders[t]);
   });
+  if (order < least) order = least;  // low bits are 0 of what all candidates are at or above
   std::uint32_t slot = 0;
   if (wanted > 0)
     slot = last_of_largest<std::uint32_t>(team, histogram, wanted, [&](const auto& add) {

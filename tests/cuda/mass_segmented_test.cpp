@@ -7,6 +7,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "device.h"
@@ -303,6 +304,28 @@ TEST_F(MassSegmentedKernel, TakesTheLargestUsageOfAllHeadsFromThoseThatAreDue) {
     compare(c, "round " + std::to_string(round));
   }
   EXPECT_GT(mixed, 10);
+}
+
+TEST_F(MassSegmentedKernel, TakesScoresAndUsageThatAreNoNumbersOrAsLowAsCanBe) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity(), kMost = std::numeric_limits<float>::max(),
+                  kNan = std::numeric_limits<float>::quiet_NaN();
+  oracle::Random random(28);
+  for (int round = 0; round < 90; ++round) {
+    Case c = random_case(random, {2, 31, 97, 256, 300, 600});
+    if (round % 3 == 0) c.variant = Variant::official;
+    if (c.variant == Variant::official) {
+      c.options.coverage = 1.0;
+      c.options.coverage_auto = false;
+      c.options.protected_mass = true;
+      for (RowLimit& limit : c.limits) limit.guarded = {};  // then all candidates of the segments may stay
+    }
+    const bool every = random.chance(0.5);
+    for (float& score : c.scores)
+      if (every || random.chance(0.3)) score = random.one_of({kNan, kNan, -kInfinity, -kMost, kInfinity});
+    for (float& usage : c.usage)
+      if (random.chance(0.05)) usage = random.one_of({kNan, -1.0F, -kInfinity, kInfinity, kMost, 1e-45F, -0.0F});
+    compare(c, "round " + std::to_string(round));
+  }
 }
 
 }  // namespace
