@@ -158,8 +158,7 @@ class Selection {
   }
 
   __device__ void write(std::int32_t* slots) const {
-    write_kept(
-        team_, length_, [&](std::int32_t t) { return orders_[t] == kIn; }, slots);
+    write_kept(team_, length_, [&](std::int32_t t) { return orders_[t] == kIn; }, slots);
   }
 
  private:

@@ -84,8 +84,10 @@ __global__ void __launch_bounds__(kTurnThreads)
       append_positions(e.rows[n], a.newest[n / e.kv_heads]);
       __syncthreads();
     }
+    if (threadIdx.x >= 32) continue;
     if (a.pins != nullptr && threadIdx.x == 0) settle_limit(a, n);
-    if (a.windows != nullptr && threadIdx.x < 32) {
+    __syncwarp();  // e.limits are what was settled
+    if (a.windows != nullptr) {
       const Row& row = e.rows[n];
       const QueryView& view = e.queries[n / e.kv_heads];
       const RowWindow seen = a.fresh ? fresh_window_of(row, view, a.window, WarpTeam{})

@@ -179,8 +179,7 @@ __device__ void write_best(const Team& team, std::int32_t* histogram, std::int32
   const std::int32_t wanted = kept - guarded.count();
   const auto key_of = [&](std::int32_t t) { return guarded.holds(t, length) ? 0 : rank_key(scores[t], t); };
   const std::uint64_t least = wanted > 0 ? least_kept(team, histogram, 0, length, wanted, key_of) : ~std::uint64_t{0};
-  write_kept(
-      team, length, [&](std::int32_t t) { return guarded.holds(t, length) || key_of(t) >= least; }, slots);
+  write_kept(team, length, [&](std::int32_t t) { return guarded.holds(t, length) || key_of(t) >= least; }, slots);
 }
 
 }  // namespace kvkeep::cuda
