@@ -92,7 +92,7 @@ if command -v pkg-config > /dev/null; then
   # Alone: no package of another library is there.
   flags="$(PKG_CONFIG_LIBDIR="$pc" pkg-config --cflags --libs kvkeep)" || fail "pkg-config does not find kvkeep"
   # pkg-config escapes the space of the prefix for a shell.
-  eval "${CC:-cc} -std=c99 '$source_dir/tests/c/engine.c' -o '$scratch/engine' $flags '-Wl,-rpath,${pc%/*}'" ||
+  eval "${CC:-cc} -std=c99 '$source_dir/examples/c/engine.c' -o '$scratch/engine' $flags '-Wl,-rpath,${pc%/*}'" ||
     fail "an engine in C does not build with pkg-config"
   env -u LD_LIBRARY_PATH "$scratch/engine" || fail "an engine in C does not run"
   # The example that is installed, in a program without RTTI.

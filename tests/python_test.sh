@@ -128,7 +128,7 @@ cat > engine/CMakeLists.txt << CMAKE
 cmake_minimum_required(VERSION 3.22)
 project(engine LANGUAGES C CXX)
 find_package(kvkeep 0.1 REQUIRED COMPONENTS kvkeep)
-add_executable(engine "$source_dir/tests/c/engine.c")
+add_executable(engine "$source_dir/examples/c/engine.c")
 target_link_libraries(engine PRIVATE kvkeep::kvkeep)
 CMAKE
 cmake -S engine -B engine/build "-DCMAKE_PREFIX_PATH=$found" > log 2>&1 || {

@@ -449,7 +449,7 @@ Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const RowTable table = rows_of(e);
   const Decision decision = policy.decide({e.spec, table, e.basis, Moment::step_end, true, e.output_projections});
   const KeepSet keep = decision.keep ? *decision.keep : keep_everything(table);
-  check_keep(policy.name(), table, keep);
+  check_keep(policy.name(), table, keep, true);
   compact(table, keep);
 
   Result result;

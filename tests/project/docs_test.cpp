@@ -150,7 +150,8 @@ TEST(Docs, ThePageOfEnginesShowsTheLinesThatTheEmbeddingExampleCompiles) {
 }
 
 TEST(Docs, ThePageOfTheCInterfaceShowsTheLinesThatTheEngineOnAGpuCompiles) {
-  const std::string lines = lines_of("tests/c/gpu_engine.c", "  check(kvkeep_cuda_accelerator_make(", "  /* ---- */\n");
+  const std::string lines =
+      lines_of("examples/c/gpu_engine.c", "  check(kvkeep_cuda_accelerator_make(", "  /* ---- */\n");
   EXPECT_NE(read(root() / "docs/reference/c.md").find(lines + "```"), std::string::npos)
       << "docs/reference/c.md should hold:" << lines;
 }

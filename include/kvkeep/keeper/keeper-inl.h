@@ -236,7 +236,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
 
   if (!plan.decision.keep) return plan;  // nothing to carry out
   const KeepSet& keep = *plan.decision.keep;
-  check_keep(policy_->name(), plan.table, keep);
+  check_keep(policy_->name(), plan.table, keep, provided_.machine().is_host());
   for (const std::int32_t i : due) {
     const SequenceId id = view.sequences[static_cast<std::size_t>(i)];
     plan.cuts.push_back({.sequence = id, .logical_length = sequences_->at(id).logical});

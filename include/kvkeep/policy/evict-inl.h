@@ -39,7 +39,8 @@ inline void check_pinned(std::string_view who, const Row& row, const RowGroup& g
 }
 
 /// An allocator keeps all slots of a row that is not due, and of any other those that stay whatever they score.
-inline void check_allotted(std::string_view who, const RowTable& table, const Limits& limits, const KeepSet& keep) {
+inline void check_allotted(std::string_view who, const RowTable& table, const Limits& limits, const KeepSet& keep,
+                           bool written) {
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     const Row& row = table.rows[r];
     const RowLimit& limit = limits.rows[r];
@@ -49,7 +50,7 @@ inline void check_allotted(std::string_view who, const RowTable& table, const Li
     };
     KVKEEP_REQUIRE(limit.due || count == row.length, of_row(), ", which is not due; allowed all ", row.length,
                    " slots (RowLimit::due)");
-    if (!limit.due || !table.device.is_cpu()) continue;
+    if (!limit.due || !written) continue;
     const std::span<const std::int32_t> kept = keep.row(r);
     const bool whole = count >= sinks + recents &&
                        (sinks == 0 || kept[static_cast<std::size_t>(sinks) - 1] == sinks - 1) &&
@@ -63,7 +64,7 @@ inline void check_allotted(std::string_view who, const RowTable& table, const Li
 
 }  // namespace evict_detail
 
-KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep) {
+KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep, bool written) {
   const std::size_t rows = table.rows.size(), heads = table.groups.empty() ? 1 : rows / table.groups.size();
   KVKEEP_REQUIRE(keep.indptr.size() == rows + 1 && keep.indptr.front() == 0, "step: ", who, " gave ",
                  keep.indptr.size(), " offsets of kept slots; allowed ", rows + 1,
@@ -74,7 +75,7 @@ KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const
     const std::int64_t count = keep.count(r);
     KVKEEP_REQUIRE(count <= row.length && count >= std::min(row.length, 1), "step: ", who, " keeps ", count,
                    " slots of layer ", row.layer, ", head ", row.head, "; allowed 1 to all ", row.length);
-    if (!table.device.is_cpu()) continue;
+    if (!written) continue;
     const std::span<const std::int32_t> kept = keep.row(r);
     std::int32_t before = -1;
     bool ascend = true;
@@ -304,8 +305,8 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
       " chose no slots; allowed one whose allot() fills Decision::keep, with every slot of a row that is not "
       "due");
   const std::string who = text("allocator ", allocator_->name(), " of ", name_);
-  check_keep(who, evidence.table, *decision.keep);
-  evict_detail::check_allotted(who, evidence.table, limits, *decision.keep);
+  check_keep(who, evidence.table, *decision.keep, machine.is_host());
+  evict_detail::check_allotted(who, evidence.table, limits, *decision.keep, machine.is_host());
 #if KVKEEP_FOLDING
   if (retention_.rest != nullptr) fold_rest(machine, evidence.table, retention_.rest->cut(), decision);
 #endif

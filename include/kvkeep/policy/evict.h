@@ -115,9 +115,9 @@ class Evict final : public KVPolicy {
 };
 
 /// What an event keeps: of every row some slots, ascending and below its length, and all pinned ones. `who` chose them.
-/// Throws InvalidArgument, and Unsupported if a pinned slot goes. Of rows on a device only the counts are looked at.
-/// Cost: O(kept slots).
-void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep);
+/// `written`: the slots are there to be read; else only their counts are looked at. Throws InvalidArgument, and
+/// Unsupported if a pinned slot goes. Cost: O(kept slots).
+void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep, bool written);
 
 }  // namespace kvkeep
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /* A small engine in C: random keys, values and queries, a prompt and 200 tokens after it. The first number of each key
  * and value is its token, so what the rows hold can be compared with what the keeper says. Ends with 0 if they agree.
+ *
+ *   cc -std=c99 engine.c $(pkg-config --cflags --libs kvkeep) -Wl,-rpath,$(pkg-config --variable=libdir kvkeep)
  */
 #include <kvkeep/c.h>
 #include <stdio.h>
