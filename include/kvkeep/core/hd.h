@@ -19,7 +19,7 @@
 #endif
 
 // Before a loop: how often a GPU's compiler writes it out. Without, it may be four times or more, for few rounds.
-#if defined(__CUDACC__)
+#if defined(__CUDA_ARCH__)
 #define KVKEEP_PRAGMA(x) _Pragma(#x)
 #define KVKEEP_UNROLL(times) KVKEEP_PRAGMA(unroll times)
 #else
