@@ -231,6 +231,7 @@ class WarpState {
   /// Adds what `count` tiles of queries give the slots.
   __device__ void give(std::int32_t count, Sums& columns) const {
     bool clear = clear_;
+    __syncwarp();
     for (std::int32_t tile = 0; tile < count;) {
       Products x;
       multiply(tile, x);
