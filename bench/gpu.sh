@@ -93,13 +93,14 @@ stop() {
   exit 2
 }
 
-usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '3,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
 # ---- What every stage does -------------------------------------------------------------------------------------------
 
 failed=()
 children=()
 names=()
+died=() # logs of what a signal ended, but for want of time
 end=0
 stage=""
 
@@ -132,6 +133,7 @@ gather() {
   for i in "${!children[@]}"; do
     status=0 verdict=passed
     wait "${children[$i]}" || status=$?
+    if [[ $status -gt 128 && $status -ne 137 ]]; then died+=("$folder/${names[$i]}.log"); fi
     if [[ $status -eq 124 || $status -eq 137 ]]; then
       verdict="STOPPED for want of time"
     elif [[ $status -ne 0 ]]; then
@@ -258,8 +260,8 @@ end_sharing() {
 # A test that ends its process takes those after it along: they run now, and it alone, for its stack.
 after_a_crash() {
   local crashed test unbegun
-  crashed="$(python3 bench/gpu_report.py crashed "$folder"/tests.*.log)"
-  if [[ -z $crashed ]]; then return; fi
+  if [[ ${#died[@]} -eq 0 ]]; then return; fi
+  crashed="$(python3 bench/gpu_report.py crashed "${died[@]}")"
   unbegun="$("$tests" --gtest_list_tests | python3 bench/gpu_report.py unbegun "$folder"/tests.*.log)"
   if [[ -n $unbegun ]]; then step tests.left "$(left)" "$tests" --gtest_color=no "--gtest_filter=$unbegun"; fi
   if ! command -v cuda-gdb > /dev/null; then return; fi
@@ -272,6 +274,7 @@ after_a_crash() {
 
 stage_test() {
   local i limit shared=0
+  died=()
   if begin_sharing; then
     shared=1
     say "test: the shards share the GPU by MPS"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds here what runs on a machine with a GPU that has neither a network nor Debian's packages: tests, benches, the
-# command and kvkeep's libraries for one chip, with the names of functions for stacks, with the few libraries that LibTorch does not bring.
+# command and kvkeep's libraries for one chip, which keep the names of their functions, with the few libraries that
+# LibTorch does not bring.
 #
 #   bash bench/gpu_kit.sh             build/gpu-kit -> .gpu/kit.tar.xz, below 15 MB; tried from a foreign folder
 #   bash bench/gpu_kit.sh --sources   the checksum of the sources that a kit of this tree would have
@@ -27,7 +28,7 @@ case "${1:-}" in
     exit
     ;;
   --help | -h)
-    sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '3,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit
     ;;
   *)

@@ -128,15 +128,21 @@ expect "a failing test fails its stage and says why" a_failing_test_fails_the_st
 
 a_test_that_crashes_takes_no_others_along() {
   # shellcheck disable=SC2016
-  stand_in kvkeep_cuda_model_tests 'if [[ $* == *list_tests* ]]; then printf "Select.\n  One\n  Two  # of 2\n  Three\n"; exit; fi
-if [[ $* == *gtest_filter=Select.Three ]]; then echo "[ RUN      ] Select.Three"; echo "[       OK ] Select.Three (1 ms)"; exit; fi
+  stand_in kvkeep_cuda_model_tests 'if [[ $* == *list_tests* ]]; then
+  printf "Select.\n  One\n  Two  # of 2\n  Three\n"
+  exit
+fi
 if [[ ${GTEST_SHARD_INDEX:-} == 1 ]]; then echo "[ RUN      ] Select.Two"; kill -SEGV $$; fi
-echo "[ RUN      ] Select.One"; echo "[       OK ] Select.One (1 ms)"'
-  stand_in ../../gdb/cuda-gdb 'echo "Thread 1 received signal SIGSEGV, Segmentation fault."; echo "#0  0x12 in ${*: -1}"'
+test=One
+if [[ $* == *gtest_filter=Select.Three ]]; then test=Three; fi
+printf "[ RUN      ] Select.%s\n[       OK ] Select.%s (1 ms)\n" $test $test'
+  # shellcheck disable=SC2016
+  stand_in ../../gdb/cuda-gdb 'echo "Thread 1 received signal SIGSEGV."; echo "#0  0x12 in ${*: -1}"'
   local status=0
   PATH="$work/gdb:$PATH" stage test "$work/out" > "$work/crashed" 2>&1 || status=$?
-  [[ $status -eq 1 ]] && says 'tests: 2 passed, 0 failed' "$work/crashed" && says 'tests.left .* passed' "$work/crashed" &&
-    says 'STOPPED in Select.Two' "$work/crashed" && says '#0 .*gtest_filter=Select.Two' "$work/crashed"
+  [[ $status -eq 1 ]] && says 'tests: 2 passed, 0 failed' "$work/crashed" &&
+    says 'tests.left .* passed' "$work/crashed" && says 'STOPPED in Select.Two' "$work/crashed" &&
+    says '#0 .*gtest_filter=Select.Two' "$work/crashed"
 }
 mkdir -p "$work/gdb"
 expect "a test that crashes is named with its stack, and those after it run" a_test_that_crashes_takes_no_others_along

@@ -42,6 +42,9 @@ if(NOT SKBUILD) # the wheel has them where wheels have them
   endif()
 endif()
 install(TARGETS kvkeep_core kvkeep_header_only kvkeep EXPORT kvkeepTargets)
+if(TARGET kvkeep_llama_preload AND NOT SKBUILD)
+  install(TARGETS kvkeep_llama_preload)
+endif()
 if(KVKEEP_HIGHWAY_SOURCE) # it was loaded
   install(TARGETS hwy EXPORT kvkeepTargets)
   install(
@@ -81,11 +84,20 @@ if(TARGET kvkeep_cli AND NOT KVKEEP_BUILD_LAB)
   install(TARGETS kvkeep_cli)
 endif()
 if(TARGET kvkeep_cli AND NOT SKBUILD)
-  install(
-    FILES src/cli/completion.bash
-    DESTINATION "${CMAKE_INSTALL_DATADIR}/bash-completion/completions"
-    RENAME kvkeep
-  )
+  set(completed "${CMAKE_INSTALL_DATADIR}")
+  install(FILES src/cli/completion.bash DESTINATION "${completed}/bash-completion/completions" RENAME kvkeep)
+  install(FILES src/cli/completion.zsh DESTINATION "${completed}/zsh/site-functions" RENAME _kvkeep)
+  install(FILES src/cli/completion.fish DESTINATION "${completed}/fish/vendor_completions.d" RENAME kvkeep.fish)
+  if(NOT CMAKE_CROSSCOMPILING)
+    add_custom_command(
+      OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/kvkeep.1"
+      COMMAND kvkeep_cli help --man > "${CMAKE_CURRENT_BINARY_DIR}/kvkeep.1"
+      DEPENDS kvkeep_cli
+    )
+    add_custom_target(kvkeep_man ALL DEPENDS "${CMAKE_CURRENT_BINARY_DIR}/kvkeep.1")
+    # A build of some targets alone may lack it.
+    install(FILES "${CMAKE_CURRENT_BINARY_DIR}/kvkeep.1" DESTINATION "${CMAKE_INSTALL_MANDIR}/man1" OPTIONAL)
+  endif()
 endif()
 
 # For programs that do not use CMake: kvkeep.pc, found from where it lies.

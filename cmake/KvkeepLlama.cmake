@@ -3,6 +3,29 @@
 
 set(KVKEEP_LLAMA_VERSION 0.3.36) # of llama-cpp-python, which carries llama.cpp's source
 
+# A library that a program which is linked to llama.cpp loads before it (docs/reference/llama.md#any-program): the
+# structures of llama.h are compiled in, its functions are those of the program's.
+function(kvkeep_add_llama_preload target)
+  add_library(${target} SHARED "${PROJECT_SOURCE_DIR}/src/llama/preload.cpp")
+  kvkeep_own_code(${target})
+  set_target_properties(${target} PROPERTIES CXX_VISIBILITY_PRESET hidden)
+  target_include_directories(${target} SYSTEM PRIVATE ${ARGN})
+  target_link_libraries(${target} PRIVATE kvkeep ${CMAKE_DL_LIBS})
+  # Programs without llama.cpp, which inherit LD_PRELOAD, load it as well.
+  target_link_options(${target} PRIVATE -Wl,-z,lazy)
+endfunction()
+
+set(KVKEEP_LLAMA_HEADERS "" CACHE STRING "Folders of llama.h and ggml.h, for libkvkeep_llama_preload.so alone")
+set(kvkeep_llama_headers ${KVKEEP_LLAMA_HEADERS})
+foreach(name IN ITEMS llama ggml-base ggml::ggml-base)
+  if(NOT KVKEEP_LLAMA_HEADERS)
+    list(
+      APPEND kvkeep_llama_headers
+      "$<$<TARGET_EXISTS:${name}>:$<TARGET_PROPERTY:${name},INTERFACE_INCLUDE_DIRECTORIES>>"
+    )
+  endif()
+endforeach()
+
 if(NOT KVKEEP_LLAMA)
   find_package(llama CONFIG QUIET)
   return()

@@ -65,7 +65,7 @@ __device__ SlotAddress column(const void* base) {
   return {reinterpret_cast<std::byte*>(const_cast<void*>(base)), 4, 4};
 }
 
-constexpr unsigned kSides = Row::kSides + 4;  ///< keys, values, their scales, positions, credit, tally, given scores
+constexpr unsigned kSides = Row::kSides + 4;  ///< those of a row, positions, credit, tally, given scores
 
 __global__ void __launch_bounds__(tuning::kCompactThreads, 5) compact_kernel(CompactArguments a) {
   for (unsigned r = blockIdx.x; r < static_cast<unsigned>(a.count); r += gridDim.x) {
@@ -86,14 +86,15 @@ __global__ void __launch_bounds__(tuning::kCompactThreads, 5) compact_kernel(Com
       });
     } else if (a.columns != nullptr && blockIdx.z == 0) {
       const ColumnMove& move = a.columns[r];
-      const void* from = blockIdx.y == 4   ? static_cast<const void*>(move.positions)
-                         : blockIdx.y == 5 ? move.new_credit
-                         : blockIdx.y == 6 ? move.new_tally
-                                           : move.given;
-      const void* to = blockIdx.y == 4   ? static_cast<const void*>(move.positions)
-                       : blockIdx.y == 5 ? move.credit
-                       : blockIdx.y == 6 ? move.tally
-                                         : move.given;
+      const unsigned n = blockIdx.y - Row::kSides;
+      const void* from = n == 0   ? static_cast<const void*>(move.positions)
+                         : n == 1 ? move.new_credit
+                         : n == 2 ? move.new_tally
+                                  : move.given;
+      const void* to = n == 0   ? static_cast<const void*>(move.positions)
+                       : n == 1 ? move.credit
+                       : n == 2 ? move.tally
+                                : move.given;
       if (from == nullptr || to == nullptr) continue;
       move_side<std::uint32_t>(column(from), column(to), kept, count, 0, 1);
     }

@@ -38,9 +38,15 @@ struct EvidenceArguments {
   Element keys = Element::f32;
   Element query = Element::f32;  ///< f32, f16 or bf16
   float scale = 1;               ///< of the softmax
+  float logit_cap = 0;           ///< ModelSpec::logit_cap
+  const float* sinks = nullptr;  ///< f32 [layers, Hq] sink logits, minus infinity where there is none; null: none
 
   [[nodiscard]] KVKEEP_HD bool due(std::int64_t row) const { return limits == nullptr || limits[row].due; }
   [[nodiscard]] KVKEEP_HD std::int32_t query_heads() const { return kv_heads * group; }
+  /// Sink logits of the query heads of a row, [group]; null: none.
+  [[nodiscard]] KVKEEP_HD const float* sinks_of(const Row& row) const {
+    return sinks == nullptr ? nullptr : sinks + std::int64_t{row.layer} * query_heads() + row.head * group;
+  }
 };
 
 }  // namespace kvkeep::cuda

@@ -325,6 +325,7 @@ __global__ void __launch_bounds__(kKeyThreads, 4) expected_scores_kernel(Expecte
       return;
     }
     const std::int32_t chunks = (length + kExpectedChunk - 1) / kExpectedChunk;
+    const float* const sinks = e.sinks_of(row);
     for (std::int32_t h = thread / 32; h < e.group; h += kKeyThreads / 32) {
       Running seen;
       for (std::int32_t c = thread % 32; c < chunks; c += 32) {
@@ -335,8 +336,9 @@ __global__ void __launch_bounds__(kKeyThreads, 4) expected_scores_kernel(Expecte
         seen.add(other);
       }
       seen = over_lanes<32>(seen);
+      const float sum = seen.sum + (sinks == nullptr ? 0.0F : expf(sinks[h] - seen.top));
       if (thread % 32 == 0)
-        standard[h] = seen.sum > 0 ? float2{seen.top, 1.0F / (seen.sum * static_cast<float>(e.group))} : float2{0, 0};
+        standard[h] = seen.sum > 0 ? float2{seen.top, 1.0F / (sum * static_cast<float>(e.group))} : float2{0, 0};
     }
     __syncthreads();
     const float* logits = task.logits_of(r);
@@ -435,6 +437,7 @@ void launch_expected(const ExpectedArguments& a, Stream stream) {
   require_aligned("expected", a.workspace);
   const EvidenceArguments& e = a.evidence;
   check_dim("expected", e.dim);
+  KVKEEP_REQUIRE(e.logit_cap == 0, "expected: logit_cap; given ", e.logit_cap, "; allowed 0");
   if (a.value_norm) check_dim("expected: values", a.value_dim);
   KVKEEP_REQUIRE(a.future >= 1 && a.sink >= 0 && a.queries >= 1, "expected: future ", a.future, ", sink ", a.sink,
                  ", queries ", a.queries, "; allowed from 1, 0 and 1 on");

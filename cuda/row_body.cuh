@@ -64,14 +64,15 @@ __global__ void __launch_bounds__(BodyTraits<Body>::kEachSlot ? tuning::kKeyThre
       slots.from = static_cast<std::int32_t>(work - r * chunks) * tuning::kKeyChunk;
       if (row.length - slots.from > tuning::kKeyChunk) slots.to = slots.from + tuning::kKeyChunk;
     }
-    if ((!a.rows.sum && !e.due(r)) || slots.from >= row.length) continue;
+    if ((!a.rows.sum && !a.rows.accumulates && !e.due(r)) || slots.from >= row.length) continue;
     const std::int32_t next = a.rows.next_positions == nullptr ? 0 : a.rows.next_positions[r / e.kv_heads];
     const DeviceRow<Key, Value> scored(ScoredRow<Key, Value>(row, e.limits == nullptr ? nullptr : e.limits + r,
                                                              {e.dim, a.rows.value_dim, e.first_head, next}, slots),
                                        e.keys, histogram);
     float* const g = a.rows.scores + row.first;
     if constexpr (Traits::kWindow)
-      finish_row(a.body, a.rows.sum, scored, a.rows.windows[r], a.rows.attention + row.first, g, team);
+      finish_row(a.body, a.rows.sum, a.rows.accumulates, scored, a.rows.windows[r], a.rows.attention + row.first, g,
+                 team);
     else
       a.body.score(scored, g, team);
     if constexpr (!Traits::kEachSlot) __syncthreads();

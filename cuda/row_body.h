@@ -19,6 +19,7 @@ struct ScoredRows {
   const RowWindow* windows = nullptr;            ///< [count] of a window body
   float* attention = nullptr;                    ///< f32 [slots] what a window body finishes
   bool sum = false;                              ///< that is WindowReading::Kind::sum: rows that are not due count, too
+  bool accumulates = false;                      ///< rows that are not due count, too: scores are the next tally
   float* scores = nullptr;                       ///< f32 [slots]; under kInPlace the same memory as `attention`
 };
 

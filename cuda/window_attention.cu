@@ -60,7 +60,8 @@ __device__ float2 standard_of(const AttentionTask& task, const AttentionPlan& pl
       seen = {{of_part.x, of_part.y}, of_part.z, of_part.w};
     }
     seen = over_lanes<32>(seen);
-    return seen.pooled > 0 ? float2{seen.all.top, seen.older / seen.all.sum / seen.pooled} : float2{0, 0};
+    if (!(seen.pooled > 0)) return {0, 0};
+    return {seen.all.top, seen.older / (seen.all.sum + sink_of(task, plan, n, seen.all.top)) / seen.pooled};
   }
   Running seen;
   if (lane < parts) {
@@ -69,7 +70,8 @@ __device__ float2 standard_of(const AttentionTask& task, const AttentionPlan& pl
     seen.sum = of_part.y;
   }
   seen = over_lanes<32>(seen);
-  return seen.sum > 0 ? float2{seen.top, 1.0F / seen.sum} : float2{0, 0};
+  if (!(seen.sum > 0)) return {0, 0};
+  return {seen.top, 1.0F / (seen.sum + sink_of(task, plan, n, seen.top))};
 }
 
 /// Fills the arrays with rows [n0, n0 + count) of the product, and after the last one with rows that count nothing. A
@@ -260,7 +262,8 @@ __global__ void __launch_bounds__(kAttentionTile, 4) attention_f32_kernel(Attent
         float column = 0, of_newest = 0;
 #pragma unroll
         for (int q = 0; q < kQ; ++q) {
-          const float logit = x[q] * scale;
+          float logit = x[q] * scale;
+          if (task.e.logit_cap > 0 && is_number(logit)) logit = task.e.logit_cap * tanhf(logit / task.e.logit_cap);
           if constexpr (kApply && kWorst) {
             shares[q * parts.around + slot - begin + halo] = is_number(logit) ? __expf(logit - arrays.shift[q]) : 0.0F;
           } else if constexpr (kApply) {

@@ -8,13 +8,15 @@
 /// rows are many. Statistics of whole chunks are combined in a fixed order. A row's bits depend only on the row, not on
 /// the batch, the pages, or the machine's size. Slots with equal keys that the same queries see get equal bits.
 ///
-/// Products: f32 keys, windows of fewer than 16 queries in a group, head sizes that are not a multiple of 16 and
-/// max_logit run in f32, one chain of multiply-adds over the head dimension as on the CPU. Else on matrix units, in the
-/// keys' own dtype (8 bits: f16), each query as the sum of two such numbers times a power of two, or as one if 16
-/// queries next to each other come in that dtype (after RoPE): for f16 and 8-bit keys as exact as f32, but that matrix
-/// units may cut sums off, about 1e-6 of the partial sums, and that a share is a power of two of one rounded exponent,
-/// which is off by 1e-7 of the logit; for bf16 keys a query that needs two keeps 16 bits, a logit is off by about 4e-6
-/// |q| |k| scale / sqrt(D), and a share by as much of itself. Shares below 1e-38 are 0.
+/// A sink logit adds to the sum of a softmax where its parts are combined. Logits are capped in f32.
+///
+/// Products: f32 keys, a cap on logits, windows of fewer than 16 queries in a group, head sizes that are not a multiple
+/// of 16 and max_logit run in f32, one chain of multiply-adds over the head dimension as on the CPU. Else on matrix
+/// units, in the keys' own dtype (8 bits: f16), each query as the sum of two such numbers times a power of two, or as
+/// one if 16 queries next to each other come in that dtype (after RoPE): for f16 and 8-bit keys as exact as f32, but
+/// that matrix units may cut sums off, about 1e-6 of the partial sums, and that a share is a power of two of one
+/// rounded exponent, which is off by 1e-7 of the logit; for bf16 keys a query that needs two keeps 16 bits, a logit is
+/// off by about 4e-6 |q| |k| scale / sqrt(D), and a share by as much of itself. Shares below 1e-38 are 0.
 
 #include "evidence.h"
 #include "kvkeep/score/window.h"
@@ -30,7 +32,7 @@ struct WindowAttentionArguments {
   const float* queries = nullptr;      ///< f32 [groups, Hq, window, D] from launch_prepare; null: those of `evidence`
                                        ///< as they are, after RoPE, where window_attention_reads_views()
   const float* log_sum_exp = nullptr;  ///< f32 [groups, Hq, window] of the logits of every slot that the query sees,
-                                       ///< natural logarithm; null: the keys are read once more
+                                       ///< and of the sink of its head, natural; null: the keys are read once more
   float* usage = nullptr;              ///< f32 [slots] at Row::first, as WindowAttention::usage; null: not asked for
   float* newest = nullptr;             ///< f32 [slots], as WindowAttention::newest
   float* sum = nullptr;                ///< f32 [slots], as attention_sum(); not together with usage

@@ -5,7 +5,8 @@
 //   T  slots of the row (row.length), t and u               G  query heads that read its KV head (e.group)
 //   D  components of a head (e.dim)                         n  a query of one head; G W of them (plan.total)
 //
-//   share[n, t] = exp(scale q_n.k_t) / (sum of exp(scale q_n.k_u) over the slots u that n sees: those at or before it)
+//   share[n, t] = exp(scale q_n.k_t) / (exp(sink of n's head) + sum of exp(scale q_n.k_u) over the slots u that n sees:
+//                 those at or before it)
 //   usage[t]    = mean of share[n, t] over all n; on the suffix, t >= plan.history, over those later than t
 //   newest[t]   = mean over the G heads of the newest query's share
 //   sum[t]      = sum over the W queries of the mean over the G heads
@@ -19,7 +20,7 @@
 //                 each warp, for its 32 slots in every 256, for every 16 queries:
 //                   x = q.k; top = max(old, x * factor); sum = sum * 2^(old - top) + sum of 2^(x * factor - top)
 //                 the 8 warps of the block join their (top, sum), the last block that arrives at a row joins the parts:
-//                   shift = -(top + log2(sum))
+//                   shift = -(top + log2(sum + 2^(sink log2(e) - top)))
 //   columns     each warp, for its 32 slots in every 256, for every 16 queries:
 //                   x = q.k; s = 2^(x * factor + shift); column[t] += s; for the newest query newest[t] += s / G
 //                 write_slot() divides column[t] by the queries that count
@@ -587,6 +588,7 @@ __device__ void arrive(const AttentionMatrixTask& m, const BlockWork& work) {
       const float2 of = __ldcg(task.partial + (r * task.parts + p) * task.most + n);
       sum = fmaf(of.y, exp2_of(of.x - top), sum);
     }
+    sum += sum > 0 ? sink_of(task, plan, n, top / kLog2OfE) : 0.0F;
     float shift = sum > 0 ? -(top + log2f(sum)) : kNothing;
     if (task.kind == Kind::history && plan.query_of(n) == plan.window - 1)
       shift += log2f(static_cast<float>(task.newest_counts));

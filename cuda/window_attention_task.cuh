@@ -81,6 +81,16 @@ __device__ inline AttentionPlan plan_of(const AttentionTask& task, std::int64_t 
   return plan;
 }
 
+/// What the sink logit of row n of the product adds to a sum of exponentials below `top`; under max_logit the largest
+/// of the group is a row's. 0: there is none.
+__device__ inline float sink_of(const AttentionTask& task, const AttentionPlan& plan, std::int32_t n, float top) {
+  const float* const sinks = task.e.sinks_of(*plan.row);
+  if (sinks == nullptr) return 0;
+  float sink = sinks[task.max_logit ? 0 : n / plan.window];
+  for (std::int32_t h = 1; task.max_logit && h < task.e.group; ++h) sink = fmaxf(sink, sinks[h]);
+  return expf(sink - top);
+}
+
 /// Where the next query head's queries begin, in floats.
 __device__ inline std::int64_t head_stride(const AttentionTask& task) { return std::int64_t{task.window} * task.e.dim; }
 
@@ -128,7 +138,7 @@ __device__ inline void write_slot(const AttentionTask& task, const AttentionPlan
 
 /// True if matrix units can multiply the keys with so many queries.
 [[nodiscard]] inline bool suits_matrix_units(const EvidenceArguments& e, std::int32_t queries) {
-  return e.keys != Element::f32 && queries >= 16 && e.dim % 16 == 0;
+  return e.keys != Element::f32 && queries >= 16 && e.dim % 16 == 0 && e.logit_cap == 0;
 }
 /// Workspace of launch_on_matrix_units() for rows of up to `parts` parts.
 [[nodiscard]] std::int64_t matrix_workspace_bytes(const EvidenceArguments& e, std::int32_t window, std::int32_t parts);

@@ -99,11 +99,13 @@ int main() {
   // ---- The lines of README.md
   kvkeep::Keeper keeper(model, kvkeep::make_policy("ams-tova,budget=64,interval=32,recent=8"));
   keeper.bind(engine.cache());  // once: where the keys and values of each layer are
-  for (const kvkeep::SequenceId id : engine.sequences) keeper.join(id);
+  const std::vector<kvkeep::SequenceId>& ids = engine.sequences;
+  const std::vector<std::int32_t>& indptr = engine.indptr;  // which tokens are whose
+  for (const kvkeep::SequenceId id : ids) keeper.join(id);
   for (int step = 0; step < 200; ++step, engine.begin_next_step()) {
     for (std::int32_t l = 0; l < model.num_layers(); ++l)
-      keeper.observe({.layer = l, .sequences = engine.sequences, .indptr = engine.indptr, .queries = engine.run(l)});
-    const kvkeep::Report report = keeper.step({engine.sequences, {engine.lengths}});  // cuts what is due
+      keeper.observe({.layer = l, .sequences = ids, .indptr = indptr, .queries = engine.run(l)});
+    const kvkeep::Report report = keeper.step({ids, {engine.lengths}});  // cuts what is due
     for (const kvkeep::Cut& cut : report.cuts) print(cut);
   }
   // ----

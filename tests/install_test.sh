@@ -110,12 +110,21 @@ fi
 if [[ -x "$prefix/bin/kvkeep" ]]; then
   env -u LD_LIBRARY_PATH "$prefix/bin/kvkeep" policies ams-vmax --plugin "$scratch/plugin/libvmax.so" > /dev/null ||
     fail "the installed command does not load a plug-in"
-  completed="$(
-    # shellcheck disable=SC2016
-    bash -c 'source "$1"; COMP_WORDS=("$2" plan --sh) COMP_CWORD=2; _kvkeep; echo "${COMPREPLY[*]}"' - \
-      "$prefix/share/bash-completion/completions/kvkeep" "$prefix/bin/kvkeep"
-  )"
-  [[ "$completed" == --shape ]] || fail "bash completes 'kvkeep plan --sh' to '$completed'"
+  for asked in "--sh=--shape" "--dtype bf=bf16" "--policy ams-to=ams-tova"; do
+    completed="$(
+      # shellcheck disable=SC2016
+      bash -c 'source "$1"; COMP_WORDS=("$2" plan $3) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _kvkeep
+        echo "${COMPREPLY[*]}"' - \
+        "$prefix/share/bash-completion/completions/kvkeep" "$prefix/bin/kvkeep" "${asked%=*}"
+    )"
+    [[ "$completed" == "${asked#*=}" ]] || fail "bash completes 'kvkeep plan ${asked%=*}' to '$completed'"
+  done
+  if command -v fish > /dev/null; then
+    completed="$(PATH="$prefix/bin:$PATH" fish -N -c 'source "$argv[1]"; complete -C "kvkeep plan --dtype bf"' \
+      "$prefix/share/fish/vendor_completions.d/kvkeep.fish")"
+    [[ "$completed" == bf16 ]] || fail "fish completes 'kvkeep plan --dtype bf' to '$completed'"
+  fi
+  grep -q '^\.SH kvkeep plan$' "$prefix/share/man/man1/kvkeep.1" || fail "the manual page does not say what plan does"
 fi
 # The laboratory links nothing but the installed targets. Compiled quickly, for one instruction set: what it computes,
 # its tests tell.

@@ -3,7 +3,6 @@
 // cut, finish, are aborted or preempted. See --help.
 
 #include <ATen/Parallel.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -250,8 +249,8 @@ struct Numbers {
 /// A bar on a terminal, nothing elsewhere.
 class Bar {
  public:
-  Bar(std::string label, std::int64_t total, bool quiet)
-      : label_(std::move(label)), total_(total), shown_(!quiet && total > 0 && ::isatty(STDERR_FILENO) == 1) {}
+  Bar(std::string what, std::int64_t all, bool quiet)
+      : label_(std::move(what)), total_(all), shown_(!quiet && all > 0 && kvkeep::io::moves_cursor(STDERR_FILENO)) {}
   ~Bar() {
     if (shown_) std::fputs("\r\033[K", stderr);
   }

@@ -84,12 +84,16 @@ inline int cells_of(const Options& o, const llama_model* model) {
 }
 
 /// A model, its context, and the policy over its cache. Two names are no policies: `alone` is llama.cpp without an
-/// evictor, and `shift` is that with context shift.
+/// evictor, and `shift` is that with context shift. `no-flash:` before a name turns flash attention off for it.
 class Engine {
  public:
-  Engine(llama_model* model, const Options& o, const std::string& policy, int cells)
-      : vocab_(llama_model_get_vocab(model)), shifts_(policy == "shift") {
+  Engine(llama_model* model, const Options& o, std::string policy, int cells) : vocab_(llama_model_get_vocab(model)) {
     llama_context_params params = llama_context_default_params();
+    if (constexpr std::string_view kNoFlash = "no-flash:"; policy.starts_with(kNoFlash)) {
+      policy.erase(0, kNoFlash.size());
+      params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    }
+    shifts_ = policy == "shift";
     params.n_ctx = static_cast<std::uint32_t>(cells);
     params.n_batch = params.n_ubatch = static_cast<std::uint32_t>(o.batch);
     params.n_seq_max = 1;
@@ -145,7 +149,10 @@ class Engine {
   /// A prompt, or the next turn of a chat, in batches.
   void feed(std::vector<llama_token> ids) {
     const auto most = static_cast<std::size_t>(llama_n_batch(context_.get()));
-    if (evictor_ && !evictor_->keeper().knows(0)) evictor_->prompt(0, static_cast<std::int32_t>(ids.size()));
+    if (evictor_ && !evictor_->keeper().knows(0)) {
+      say_pieces(ids.size(), most);
+      evictor_->prompt(0, static_cast<std::int32_t>(ids.size()));
+    }
     for (std::size_t at = 0; at < ids.size() && interrupted == 0; at += most)
       decode(ids.data() + at, std::min(most, ids.size() - at));
   }
@@ -158,6 +165,11 @@ class Engine {
       fail("the cache of " + std::to_string(llama_n_ctx(context_.get())) +
            " cells is full; allowed a larger --context, or a --policy with a smaller budget");
     if (status != 0) fail("llama_decode ended with " + std::to_string(status));
+  }
+
+  /// With trigger=named, the event of a turn comes at its end.
+  void end_turn() {
+    if (evictor_ && evictor_->keeper().policy().trigger().kind == kvkeep::Trigger::Kind::named) evictor_->cut(0);
   }
 
   /// The text is `position` tokens long again.
@@ -231,6 +243,18 @@ class Engine {
       if (byte >= 0xC0) return back < (byte >= 0xF0 ? 4U : byte >= 0xE0 ? 3U : 2U) ? text.size() - back : text.size();
     }
     return text.size();
+  }
+
+  /// A prompt that is longer than the cache runs in pieces, or not at all.
+  void say_pieces(std::size_t tokens, std::size_t batch) const {
+    const std::size_t cells = llama_n_ctx(context_.get());
+    if (tokens <= cells) return;
+    const std::string said = "the prompt of " + std::to_string(tokens) + " tokens is longer than the cache of " +
+                             std::to_string(cells) + " cells";
+    if (evictor_->keeper().policy().trigger().prefill != kvkeep::Trigger::Prefill::pieces)
+      fail(said + "; allowed a larger --context, or a --policy with prefill=pieces, which cuts it while it comes in");
+    std::cerr << "kvkeep-llama: " << said << ": it runs in pieces of " << batch
+              << " tokens, and is cut to the budget after each (prefill=pieces)\n";
   }
 
   /// llama.cpp's own way: the oldest half goes, but for those that are held, and the others move up.

@@ -60,6 +60,7 @@ void chat(const Options& o) {
     const std::string text = rendered(true);
     engine.feed(engine.tokenize(text.substr(fed), fed == 0));
     said.emplace_back("assistant", engine.answer(o.tokens, true));
+    engine.end_turn();
     fed = rendered(false).size();
     std::cout << '\n';
   }
@@ -125,7 +126,9 @@ int main(int argc, char** argv) {
   rate->add_option("--prompt-tokens", o.prompt_tokens, "random tokens before the decoded ones")
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();
-  rate->add_option("--policy", o.policies, "one per row; alone: without an evictor; default: full, tova,budget=1024");
+  rate->add_option("--policy", o.policies,
+                   "one per row; alone: without an evictor; no-flash:POLICY: without "
+                   "flash attention; default: full, tova,budget=1024");
   rate->add_option("--rounds", o.rounds, "times that each policy runs, in turns; rows are medians")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();

@@ -59,7 +59,11 @@ void Engine::Thread::serve() {
 }
 
 Engine::Engine(const Settings& settings, Limits limits, Look look)
-    : settings_(settings), limits_(limits), available_(settings.pages), thread_(settings, std::move(look)) {
+    : settings_(settings),
+      limits_(limits),
+      trigger_(kvkeep::make_policy(settings.policy)->trigger()),
+      available_(settings.pages),
+      thread_(settings, std::move(look)) {
   KVKEEP_REQUIRE(limits.in_flight >= 1 && limits.in_flight <= 2, "steps in flight: ", limits.in_flight,
                  "; allowed 1 and 2");
   KVKEEP_REQUIRE(limits.chunk >= settings.page_size && limits.chunk % settings.page_size == 0, "chunk: ", limits.chunk,
@@ -72,14 +76,21 @@ std::int32_t Engine::pages_for(std::int32_t slots) const {
   return (slots + settings_.page_size - 1) / settings_.page_size;
 }
 
+std::int32_t Engine::most_slots(std::int32_t prompt) const {
+  const bool bounded = trigger_.prefill == kvkeep::Trigger::Prefill::pieces && !trigger_.ragged &&
+                       trigger_.budget.unit != kvkeep::Budget::Unit::bytes;
+  return bounded ? std::min(prompt, trigger_.budget.resolve({prompt}, {prompt}, 0) + limits_.chunk) : prompt;
+}
+
 void Engine::submit(Request request) {
   const auto prompt = static_cast<std::int32_t>(request.prompt.size());
   KVKEEP_REQUIRE(prompt > 0 && request.new_tokens > 0 && request.samples > 0 && request.drafts >= 0, "request ",
                  request.id, ": ", prompt, " tokens of a prompt, ", request.new_tokens, " of an answer, ",
                  request.samples, " samples, ", request.drafts, " drafts; allowed 1 or more, and 0 or more drafts");
-  KVKEEP_REQUIRE(2 * pages_for(prompt) + 2 <= settings_.pages, "request ", request.id, ": a prompt of ", prompt,
-                 " tokens, and copies of its pages, take ", 2 * pages_for(prompt) + 2, " pages; the pool has ",
-                 settings_.pages);
+  const std::int32_t pages = 2 * pages_for(most_slots(prompt)) + 2;
+  KVKEEP_REQUIRE(pages <= settings_.pages, "request ", request.id, ": a prompt of ", prompt,
+                 " tokens, and copies of its pages, take ", pages, " pages; the pool has ", settings_.pages,
+                 "; allowed shorter prompts, more pages, or a policy with a small budget and prefill=pieces");
   waiting_.push_back(std::move(request));
 }
 
@@ -136,7 +147,7 @@ void Engine::bring_back(Orders& orders) {
 
 void Engine::admit(Orders& orders) {
   while (!waiting_.empty() && away_.empty() &&
-         reserve(pages_for(static_cast<std::int32_t>(waiting_.front().prompt.size())))) {
+         reserve(pages_for(most_slots(static_cast<std::int32_t>(waiting_.front().prompt.size()))))) {
     orders.admit.push_back(std::move(waiting_.front()));
     waiting_.pop_front();
   }

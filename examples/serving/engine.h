@@ -99,6 +99,8 @@ class Engine {
   void leave(SequenceId id, Orders& orders);
   void absorb(Outcome outcome);
   [[nodiscard]] std::int32_t pages_for(std::int32_t slots) const;
+  /// The most slots of a row while a prompt comes in: under prefill=pieces the budget and a chunk.
+  [[nodiscard]] std::int32_t most_slots(std::int32_t prompt) const;
   /// The most pages that a step of so many tokens takes.
   [[nodiscard]] std::int32_t need(const Planned& one, std::int32_t tokens) const;
   /// Pages that no step on its way may take.
@@ -107,6 +109,7 @@ class Engine {
 
   Settings settings_;
   Limits limits_;
+  kvkeep::Trigger trigger_;
   std::deque<Request> waiting_;
   std::map<SequenceId, Planned> running_;
   std::deque<SequenceId> order_;        ///< of running_, as they came

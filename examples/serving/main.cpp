@@ -2,8 +2,6 @@
 // An engine's day: requests that share prompts, several samples of one, drafts, preemption, and a page of metrics. See
 // --help, and docs/reference/engines.md.
 
-#include <unistd.h>
-
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
@@ -20,6 +18,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "kvkeep/io/run_files.h"
 #include "kvkeep/keeper/metrics.h"
 #include "kvkeep/keeper/thread_pool.h"
 #ifdef KVKEEP_HAS_HTTPLIB
@@ -133,7 +132,7 @@ int serve(const Options& o) {
   Engine engine(settings, o.limits);
   std::mt19937 bits(o.seed);
   const auto start = std::chrono::steady_clock::now();
-  const bool bar = isatty(STDERR_FILENO) == 1 && o.metrics == 0;
+  const bool bar = kvkeep::io::moves_cursor(STDERR_FILENO) && o.metrics == 0;
   SequenceId next = 0;
   std::int64_t answers = 0;
   for (int submitted = 0; interrupted == 0;) {

@@ -10,19 +10,6 @@ namespace {
 
 using kvkeep::Dtype;
 
-std::uint64_t chain_of(std::span<const Token> text) {
-  std::uint64_t chain = 0;
-  for (const Token token : text) chain = chained(chain, token);
-  return chain;
-}
-
-/// Guesses what follows: what followed the last token where the text had it before.
-Token guess(std::span<const Token> text) {
-  for (std::size_t i = text.size() - 1; i-- > 0;)
-    if (text[i] == text.back()) return text[i + 1];
-  return (text.back() + 1) % Model::kVocabulary;
-}
-
 std::unique_ptr<PrefixCache> cache_of(const std::string& kind, kvkeep::PagePool& pool, bool needs_window) {
   if (kind == "hash") return std::make_unique<HashCache>(pool, needs_window);
   if (kind == "radix") return std::make_unique<RadixCache>(pool, needs_window);
@@ -64,10 +51,9 @@ kvkeep::CacheView Worker::view_of(const std::vector<SequenceId>& ids) {
   flat_lengths_.clear();
   for (const SequenceId id : ids)
     flat_lengths_.insert(flat_lengths_.end(), living_.at(id).lengths.begin(), living_.at(id).lengths.end());
-  block_table_ = sequences_.table(ids);
   return {.sequences = ids,
           .lengths = {flat_lengths_, kRows},
-          .block_table = block_table_,
+          .block_table = sequences_.table(ids, block_table_),
           .pages = &pool_};  // (2) who counts holders: sequences and the prefix cache
 }
 

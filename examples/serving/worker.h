@@ -14,20 +14,10 @@
 
 #include "kvkeep/keeper/copy_rows.h"
 #include "kvkeep/kvkeep.h"
-#include "model.h"
 #include "prefix_cache.h"
+#include "request.h"
 
 namespace serving {
-
-using kvkeep::SequenceId;
-
-struct Request {
-  SequenceId id = 0;  ///< of its first sample; the others have the ids after it
-  std::vector<Token> prompt = {};
-  std::int32_t new_tokens = 0;
-  std::int32_t samples = 1;
-  std::int32_t drafts = 0;  ///< tokens guessed in each step, verified in the next
-};
 
 /// What a step is to do, in this order. Upper bounds: a prompt that is cached needs fewer steps than ordered.
 struct Orders {

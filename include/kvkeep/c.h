@@ -19,7 +19,8 @@
 ///
 /// Compatibility: functions, values and fields at the end of structs are added, never changed or removed. A struct that
 /// begins with `size` is sizeof of it where the caller was compiled: fields that it lacks count as 0, which is always
-/// what an absent field means. KVKEEP_C_VERSION counts additions.
+/// what an absent field means: `kvkeep_cache cache = {.size = sizeof cache};` sets all others to 0.
+/// KVKEEP_C_VERSION counts additions.
 ///
 /// Threads: one at a time per keeper, as in C++; any number of keepers.
 #ifndef KVKEEP_C_H
@@ -28,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVKEEP_C_VERSION 3
+#define KVKEEP_C_VERSION 5
 
 #if defined(__GNUC__)
 #define KVKEEP_C_API __attribute__((visibility("default")))
@@ -123,6 +124,13 @@ typedef struct kvkeep_layer_rope {
   double attention_scaling;  ///< of cos and sin; 0: 1
 } kvkeep_layer_rope;
 
+/// Sink logits of one layer (kvkeep::LayerSpec::sinks).
+typedef struct kvkeep_layer_sinks {
+  int32_t layer;       ///< whose query heads have them
+  int32_t heads;       ///< numbers of sinks: Hq
+  const float* sinks;  ///< [heads] logits that join the softmax of each query head; minus infinity: none
+} kvkeep_layer_sinks;
+
 /// Shapes and conventions of one model (kvkeep::ModelSpec).
 typedef struct kvkeep_model {
   size_t size;                           ///< sizeof(kvkeep_model)
@@ -139,6 +147,9 @@ typedef struct kvkeep_model {
   const kvkeep_layer* layers;            ///< [num_layers]; NULL: all full
   const kvkeep_layer_rope* layer_ropes;  ///< [num_layer_ropes] of layers whose RoPE is not the model's; NULL: none
   int64_t num_layer_ropes;
+  const kvkeep_layer_sinks* layer_sinks;  ///< [num_layer_sinks] of layers with sink logits (gpt-oss); NULL: none
+  int64_t num_layer_sinks;
+  double logit_cap;  ///< c: logits are c tanh(q.k scale / c) (Gemma 2, Grok); 0: none
 } kvkeep_model;
 
 /* ---- The keeper ------------------------------------------------------------------------------------------------- */
@@ -204,8 +215,15 @@ typedef struct kvkeep_layer_cache {
 /// The cache: layers [num_layers], each where the keys and values of a layer are (kvkeep::Keeper::bind()). Once, and
 /// again whenever memory moves or grows; it must stay valid until the keeper is freed or another cache is bound.
 KVKEEP_C_API kvkeep_status kvkeep_bind(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers);
+/// The same, with extras (kvkeep::DenseKv::extra): [num_layers] what else the slots of a layer have, such as the keys
+/// of an indexer, which move with them; NULL entries: nothing.
+KVKEEP_C_API kvkeep_status kvkeep_bind_extra(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers,
+                                             const kvkeep_tensor* const* extra);
 
-/// tokens: already cached; prompt: tokens of the prompt, -1 if the first step tells.
+/// The prompt of a sequence goes on until kvkeep_end_prompt().
+#define KVKEEP_OPEN_PROMPT ((1 << 30) - 1)
+
+/// tokens: already cached; prompt: tokens of the prompt, -1 if the first step tells, or KVKEEP_OPEN_PROMPT.
 KVKEEP_C_API kvkeep_status kvkeep_join(kvkeep_keeper* keeper, int64_t sequence, int32_t tokens, int32_t prompt);
 KVKEEP_C_API kvkeep_status kvkeep_leave(kvkeep_keeper* keeper, int64_t sequence);
 KVKEEP_C_API kvkeep_status kvkeep_reset(kvkeep_keeper* keeper, int64_t sequence);
@@ -224,6 +242,10 @@ KVKEEP_C_API kvkeep_status kvkeep_save_bytes(kvkeep_keeper* keeper, int64_t sequ
 /// prompt: tokens of its prompt, -1: as it was saved.
 KVKEEP_C_API kvkeep_status kvkeep_restore_bytes(kvkeep_keeper* keeper, int64_t sequence, const void* bytes,
                                                 size_t count, int32_t prompt);
+/// The same of the first `tokens` that were saved alone, as kvkeep_fork(): a prefix hit that is shorter than what was
+/// saved. -1: all.
+KVKEEP_C_API kvkeep_status kvkeep_restore_prefix(kvkeep_keeper* keeper, int64_t sequence, const void* bytes,
+                                                 size_t count, int64_t tokens, int32_t prompt);
 
 /* ---- In every layer --------------------------------------------------------------------------------------------- */
 
@@ -277,7 +299,9 @@ KVKEEP_C_API kvkeep_status kvkeep_view(kvkeep_keeper* keeper, const kvkeep_obser
 
 /* ---- Once a step ------------------------------------------------------------------------------------------------ */
 
-/// Who holds which page (kvkeep::PageAllocator). Called from kvkeep_step() and kvkeep_apply() alone, on their thread.
+/// Who holds which page (kvkeep::PageAllocator). Called on the thread of the call alone: references() in kvkeep_step(),
+/// kvkeep_plan() and kvkeep_apply(), take() in kvkeep_step() and kvkeep_apply(), give_back() there and, of an event
+/// that was pending, in kvkeep_finish().
 typedef struct kvkeep_page_allocator {
   void* context;                                       ///< passed to each
   int32_t (*references)(void* context, int32_t page);  ///< holders of a page
@@ -300,6 +324,8 @@ typedef struct kvkeep_cache {
   const int32_t* starts;               ///< [n] first valid slot of each sequence; NULL: 0
   const kvkeep_tensor* block_table;    ///< i32 or i64 [n, max_pages] on the host; NULL: dense
   const kvkeep_page_allocator* pages;  ///< NULL: every page belongs to one sequence
+  int64_t num_named;                   ///< sequences whose event comes now, by your word: the end of a turn, say
+  const int64_t* named;                ///< [num_named] of `sequences`
 } kvkeep_cache;
 
 /// What an event did to one sequence (kvkeep::Cut).
@@ -395,7 +421,14 @@ KVKEEP_C_API kvkeep_status kvkeep_physical_length(const kvkeep_keeper* keeper, i
 /// Logical positions of the slots of one row, ascending.
 KVKEEP_C_API kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t sequence, int32_t layer, int32_t head,
                                             const int32_t** positions, int64_t* count);
-/// Tokens before an event may cut the sequence; KVKEEP_NO_EVENT: none will.
+/// Its newest tokens that kvkeep_truncate() can take back; 0 right after an event.
+KVKEEP_C_API kvkeep_status kvkeep_rollback_limit(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
+/// Its oldest tokens that no event has touched, in any row: a prefix cache may take in whole pages of them.
+KVKEEP_C_API kvkeep_status kvkeep_whole_prefix(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
+/// Its tokens that are in no row any more: logical less cached length. KVKEEP_STATE_ERROR where rows have different
+/// lengths.
+KVKEEP_C_API kvkeep_status kvkeep_evicted(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
+/// Tokens before an event may cut the sequence, for calls between steps; KVKEEP_NO_EVENT: none will.
 KVKEEP_C_API kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens);
 /// Newest queries that an event reads; 0: none.
 KVKEEP_C_API kvkeep_status kvkeep_queries_read(const kvkeep_keeper* keeper, int64_t* queries);
@@ -426,12 +459,25 @@ typedef struct kvkeep_totals {
   size_t size;  ///< sizeof(kvkeep_totals); fields beyond it are not written
   int64_t steps, events, sequences_cut, slots_dropped, bytes_moved, pages_freed, slots_folded, slots_kept, slots_chosen,
       unscored;
+  double event_seconds;       ///< host time of all events
+  int64_t event_buckets[15];  ///< events that took up to 50, 100, 250, 500 us, 1, 2.5, 5, 10, 25, 50, 100, 500 ms,
+                              ///< 1, 2.5, 5 s
 } kvkeep_totals;
 KVKEEP_C_API kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals);
 /// The same, and the times of events, as Prometheus reads them (kvkeep::prometheus_metrics()). labels: of every sample,
 /// as in `worker="0"`, KVKEEP_INVALID_ARGUMENT for others; NULL: none. *text is the keeper's, valid until the next call
 /// with it.
 KVKEEP_C_API kvkeep_status kvkeep_metrics(kvkeep_keeper* keeper, const char* labels, const char** text);
+
+/// One keeper of the process (kvkeep::KeeperMetrics).
+typedef struct kvkeep_keeper_metrics {
+  const kvkeep_totals* totals;  ///< from kvkeep_read_totals(), on the keeper's thread
+  const char* labels;           ///< of its samples, as in worker="0"; NULL: none
+} kvkeep_keeper_metrics;
+/// One page of `count` keepers, each with labels of its own; needs none of them, so any thread may call it. *text is
+/// valid until the thread's next call of this function.
+KVKEEP_C_API kvkeep_status kvkeep_prometheus_metrics(const kvkeep_keeper_metrics* keepers, size_t count,
+                                                     const char** text);
 
 #ifdef __cplusplus
 }

@@ -40,12 +40,19 @@
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/keeper/keeper.h"
 #include "kvkeep/llama/model.h"
+#include "kvkeep/parts/pins.h"
 
 namespace kvkeep::llama {
 
 inline constexpr const char* kMoved =
     ": its positions were moved, or removed in the middle (llama_memory_seq_rm, _add, _div), which cannot be followed; "
     "allowed removing the newest, or all of them (llama_memory_seq_rm(memory, id, -1, -1)) to decode it anew";
+
+/// The fewest tokens of a sequence behind which layers that slide over `window` tokens lack none of them, where
+/// llama.cpp holds theirs from position `oldest` on.
+[[nodiscard]] inline llama_pos least_for_window(llama_pos oldest, std::int32_t window) {
+  return oldest <= 0 ? 0 : oldest + window - 1;
+}
 
 /// Time that the evictor took, and how often it acted.
 struct Spent {
@@ -54,6 +61,9 @@ struct Spent {
   std::int64_t decodes = 0;  ///< batches
   std::int64_t read = 0;     ///< micro-batches whose queries were read
   std::int64_t cut = 0;      ///< events
+  std::int64_t drafted =
+      0;  ///< times that a batch left a sequence whose prompt has ended between draft() and settle(),
+          ///< where no event cuts it: it grows with every batch if settle() is never called
 };
 
 /// Which positions tokens have after an event.
@@ -70,7 +80,7 @@ enum class Positions : std::uint8_t {
 /// - `union`, `union_mean`: every layer and head keeps the same tokens. The others are dropped with
 ///   llama_memory_seq_rm(), whatever the backend and the type of the cache.
 /// - `none`, `per_head`: each layer and head keeps tokens of its own, equally many. Rows are rewritten, so the cache
-///   must be f32, f16 or bf16, in host memory, with flash attention.
+///   must be in host memory, with flash attention; a quantised one needs heads of whole blocks.
 ///
 /// A sequence that llama.cpp has not seen begins at position 0. Its next token is at next_position(). Whoever removes
 /// the newest positions of a sequence (speculative decoding), or all of them, is followed. Positions that were moved,
@@ -83,14 +93,17 @@ class Evictor {
  public:
   /// Puts the callback into `params`; one that is there already is called as well. Turns flash attention on if the
   /// policy needs it and `params` leaves it open. Throws InvalidArgument, with every reason, if the policy cannot run
-  /// on the model, and Unsupported for what spec_of() refuses, for a policy whose rows end up unequal, and for
-  /// `params` that rule out rewriting (flash attention off, a quantised cache) under a `share` that needs it, for
-  /// policies that turn queries or keys back over a quantised cache or with Positions::cache, for Positions::cache
-  /// over a quantised cache whose heads are no multiple of 64 (llama.cpp's rotation ends the program there), and, where
-  /// queries or keys are turned, for RoPE that read_rope() cannot read. That runs one token in a context of its own.
+  /// on the model, and Unsupported for what facts_of() refuses, which runs one token in a context of its own, for a
+  /// policy whose rows end up unequal, for `params` that rule out rewriting (flash attention off, a quantised cache
+  /// with heads of no whole blocks or with Positions::cache) under a `share` that needs it, for policies that turn
+  /// queries or keys back over a quantised cache or with Positions::cache, for Positions::cache over a quantised cache
+  /// whose heads are no multiple of 64 (llama.cpp's rotation ends the program there) and over models whose layers slide
+  /// or have states or an indexer, for models with an indexer unless share=union, for a budget of fewer slots than
+  /// layers slide over, and, where queries or keys are turned, for RoPE that cannot be read.
   Evictor(const llama_model* model, llama_context_params& params, std::unique_ptr<KVPolicy> policy,
           Positions positions = Positions::text)
-      : keeper_(make_keeper(model, params, std::move(policy), positions)),
+      : facts_(facts_of(model, params)),
+        keeper_(make_keeper(facts_, std::move(policy), positions)),
         needs_(keeper_.policy().needs()),
         full_layers_(keeper_.spec().full_layers()),
         positions_(positions),
@@ -111,15 +124,38 @@ class Evictor {
         positions == Positions::text || !ggml_get_type_traits(params.type_k)->is_quantized || dim % 64 == 0,
         "llama: llama.cpp cannot change positions in a cache of ", ggml_type_name(params.type_k), " with ", dim,
         " elements a head; allowed f32, f16, bf16, heads of a multiple of 64, or ", "Positions::text");
+    KVKEEP_REQUIRE_AS(Unsupported, positions == Positions::text || !(facts_.mixed() || facts_.indexed), "llama: ",
+                      facts_.states    ? "layers of this model have states"
+                      : facts_.indexed ? "this model has an indexer"
+                                       : "layers of this model slide",
+                      ", whose positions do not follow those of the cache; allowed Positions::text");
+    KVKEEP_REQUIRE_AS(
+        Unsupported,
+        trigger.never || trigger.budget.unit != Budget::Unit::slots || trigger.budget.slots >= facts_.window,
+        "llama: layers of this model slide over ", facts_.window, " tokens, whose cells must stay, and the budget of ",
+        name, " is ", trigger.budget.slots, " slots; allowed ", facts_.window, " or more");
     const Sharing share = keeper_.policy().sharing();
     one_set_ = trigger.never || share == Sharing::all || share == Sharing::all_mean;
+    KVKEEP_REQUIRE_AS(Unsupported, one_set_ || !facts_.indexed,
+                      "llama: an indexer of this model chooses cells, for several layers at once, and under ", name,
+                      " a cell has another token in each; allowed share=union");
     if (!one_set_) {
       for (const ggml_type type : {params.type_k, params.type_v})
-        KVKEEP_REQUIRE_AS(Unsupported, dtype_of(type), "llama: the cache is ", ggml_type_name(type), ", and ", name,
-                          " rewrites rows of each layer and head; allowed f32, f16, bf16, or share=union");
+        KVKEEP_REQUIRE_AS(
+            Unsupported, dtype_of(type) || (positions == Positions::text && moves_as_blocks(type)),
+            "llama: the cache is ", ggml_type_name(type), ", heads have ", keeper_.spec().key_dim, " and ",
+            keeper_.spec().value_dim, " elements, and ", name,
+            " rewrites rows of each layer and head; allowed f32, f16, bf16, with Positions::text heads of "
+            "whole blocks, or share=union");
       KVKEEP_REQUIRE_AS(Unsupported, params.flash_attn_type != LLAMA_FLASH_ATTN_TYPE_DISABLED,
                         "llama: flash attention is off, so values are stored transposed, and ", name,
                         " rewrites rows of each layer and head; allowed with flash attention, or share=union");
+      KVKEEP_REQUIRE_AS(Unsupported, facts_.flash,
+                        "llama: llama.cpp has no flash attention for this model, so values "
+                        "are stored transposed, and ",
+                        name,
+                        " rewrites rows of each layer and head; allowed "
+                        "share=union");
       params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     }
     next_ = std::exchange(params.cb_eval, &Evictor::on_node);
@@ -185,24 +221,29 @@ class Evictor {
     require_followed(from);
     require_followed(to);
     const Held& source = at(from);
+    KVKEEP_REQUIRE_AS(StateError, source.unplaced.empty(), "llama: sequence ", from,
+                      " was restored, and its cells are not known yet; allowed after its next batch");
     KVKEEP_REQUIRE_AS(StateError, !held_.contains(to) && from != to, "llama: sequence ", to,
                       " has tokens already; allowed an empty one");
     KVKEEP_REQUIRE(tokens > 0 && tokens <= keeper_.logical_length(from), "llama: ", tokens, " tokens of sequence ",
                    from, ", which has ", keeper_.logical_length(from), "; allowed 1 to all of them");
-    KVKEEP_REQUIRE_AS(StateError, static_cast<std::int64_t>(source.cells.size()) == keeper_.logical_length(from),
-                      "llama: sequence ", from,
+    KVKEEP_REQUIRE_AS(StateError, std::ssize(source.cells) == keeper_.logical_length(from), "llama: sequence ", from,
                       " was cut, so its copy could not be told from a whole prefix; allowed "
                       "before its first event");
     KVKEEP_REQUIRE(streams_ == 1 || tokens == keeper_.logical_length(from), "llama: ", tokens, " of ",
                    keeper_.logical_length(from), " tokens of sequence ", from,
                    ", which has a buffer of its own; allowed all of them, or kv_unified");
-    KVKEEP_REQUIRE_AS(Unsupported, streams_ > 1 || (one_set_ && positions_ == Positions::text), "llama: sequences ",
-                      from, " and ", to,
-                      " would share cells that events rewrite; allowed with kv_unified = false, or "
-                      "share=union and Positions::text");
+    KVKEEP_REQUIRE(!facts_.mixed() || tokens == keeper_.logical_length(from), "llama: ", tokens, " of ",
+                   keeper_.logical_length(from), " tokens of sequence ", from, ", whose layers ",
+                   facts_.states ? "have states" : "slide", "; allowed all of them");
+    KVKEEP_REQUIRE_AS(
+        Unsupported, streams_ > 1 || (one_set_ && positions_ == Positions::text && facts_.window == 0),
+        "llama: sequences ", from, " and ", to,
+        " would share cells that events rewrite; allowed with kv_unified = false, or share=union and Positions::text "
+        "over a model without layers that slide");
     llama_memory_seq_cp(llama_get_memory(context_), from, to, 0, streams_ == 1 ? tokens : -1);
     keeper_.join(to, tokens, kOpenPrompt);
-    Held copied;
+    Held copied{.copying = streams_ > 1};
     for (std::int32_t t = 0; t < tokens; ++t) {
       const std::int32_t cell = streams_ == 1 ? source.cells[static_cast<std::size_t>(t)]
                                               : source.cells[static_cast<std::size_t>(t)] % per_stream_ +
@@ -214,9 +255,9 @@ class Evictor {
     held_.emplace(to, std::move(copied));
   }
 
-  /// The tokens of a sequence that follow are drafts, one or several a batch: no event cuts it until settle(). For
-  /// contexts that draft token by token; batches that verify drafts need no call. Throws StateError for a sequence that
-  /// has no tokens.
+  /// The tokens of a sequence that follow are drafts, one or several a batch, or a turn in whose middle no event may
+  /// come: none cuts it until settle() or cut(), which Spent::drafted shows. For contexts that draft token by token;
+  /// batches that verify drafts need no call. Throws StateError for a sequence that has no tokens.
   void draft(llama_seq_id sequence) {
     sync();
     require_followed(sequence);
@@ -225,20 +266,49 @@ class Evictor {
   }
 
   /// The drafts of a sequence that were refused are taken back, and its tokens are final: an event that is due comes
-  /// now. With Positions::cache it changes next_position(), so call it before the next batch is built; else the next
+  /// now; behind the next batch if llama.cpp copies rows with that, or shows the cells of a sequence that was restored.
+  /// With Positions::cache it changes next_position(), so call it before the next batch is built; else the next
   /// batch of the sequence does the same. report() says what it did. Throws as begin() and end() do.
   void settle(llama_seq_id sequence) {
-    KVKEEP_REQUIRE_AS(StateError, !running_, "llama: settle() of sequence ", sequence,
-                      " before end(); allowed between batches");
-    sync();
-    require_followed(sequence);
-    const bool waits = at(sequence).waits;
-    KVKEEP_REQUIRE_AS(StateError, !waits || holds(sequence, at(sequence).cells.size()), "llama: sequence ", sequence,
+    require_between("settle", sequence);
+    const bool waits = at(sequence).waits, now = may_cut(at(sequence));
+    KVKEEP_REQUIRE_AS(StateError, !waits || holds(sequence, at(sequence).count()), "llama: sequence ", sequence,
                       kMoved);
-    held_.at(sequence).waits = held_.at(sequence).drafts = false;
+    held_.at(sequence).drafts = false;
+    held_.at(sequence).waits = waits && !now;
     report_ = {};
-    if (waits) evict({sequence});
+    if (waits && now) evict({sequence});
   }
+
+  /// Takes back all but the first `tokens` tokens of a sequence with llama_memory_seq_rm(). False, and nothing has
+  /// changed: those are fewer than least_length(), or layers have states, of which llama.cpp takes nothing back (unless
+  /// the context has `n_rs_seq`). Who removes them himself is followed as far as queries of older tokens are
+  /// remembered, 32 tokens. This goes further: the window then begins with the sequence's next tokens, behind which an
+  /// event that waits comes; one that no event has cut begins as after copy(), without pins. Throws StateError for a
+  /// sequence without tokens, or one that cannot be followed, InvalidArgument for more tokens than it has.
+  /// `full`: as in least_length().
+  bool go_back(llama_seq_id sequence, std::int64_t tokens, bool full = false);
+  /// The fewest tokens that go_back() can leave: 0 while the cache holds all of the sequence, else as
+  /// Keeper::least_length(). Where layers slide also the fewest behind which their window lacks nothing: llama.cpp
+  /// holds their cells little further back than that of the newest token. `full`: without that, as layers that do not
+  /// slide allow. Throws StateError for a sequence without tokens.
+  [[nodiscard]] std::int64_t least_length(llama_seq_id sequence, bool full = false) const;
+
+#if KVKEEP_FILES
+  /// What must be kept beside the bytes of llama_state_seq_get_data() to go on with a sequence later, in this context
+  /// or another, in this process or another: the keeper's state (Keeper::save), and which position of llama.cpp's each
+  /// slot has. Throws StateError for a sequence without tokens or one that cannot be followed, between begin() and
+  /// end(), while the cells of a copy() or keys to be turned wait for llama.cpp's next batch, and as Keeper::save().
+  [[nodiscard]] std::vector<std::byte> save(llama_seq_id sequence);
+  /// A sequence that llama_state_seq_set_data() has just put back goes on where it was saved, under any id; what was
+  /// known of the id is forgotten. No bytes: a sequence that llama.cpp alone has saved, with all of its tokens from
+  /// position 0 on; it begins as after copy(). Which cells the slots are in is learnt from the sequence's next batch:
+  /// cells() is empty until then, and an event that waits comes behind that batch. Throws, and the sequence is not
+  /// followed: InvalidArgument for bytes that are damaged, of other Positions, or as Keeper::restore(); StateError if
+  /// llama.cpp holds other positions than were saved; Unsupported if the state of this llama.cpp does not list them in
+  /// a way that is understood. Cost: asks llama.cpp for the sequence's state once.
+  void restore(llama_seq_id sequence, std::span<const std::byte> bytes);
+#endif
 
   /// llama_decode(), between begin() and end(). Returns what it returns: no event happens unless that is 0. Throws as
   /// both do. report() says what events did.
@@ -250,7 +320,8 @@ class Evictor {
   }
 
   /// Before llama_decode() of this batch: cuts sequences of it whose events waited for drafts to be taken back. Throws,
-  /// and nothing has changed: StateError without a context, for a sequence that begins after position 0, goes back past
+  /// and nothing has changed: Unsupported for embeddings instead of tokens where positions have several dimensions
+  /// (images under M-RoPE); StateError without a context, for a sequence that begins after position 0, goes back past
   /// its last event, was decoded past the evictor or whose positions were moved, and with Positions::cache for one
   /// whose event is due and for which settle() was not called; InvalidArgument for a sequence that the context does not
   /// have, and for positions that do not ascend by one; Unsupported for a token of several sequences. If an event
@@ -259,10 +330,22 @@ class Evictor {
   /// After it: cuts the sequences of the batch that are due. `status`: what llama_decode() returned. If that is not 0,
   /// takes back what is not in the cache. Throws StateError if the graph showed that positions of a sequence of the
   /// batch were moved: the batch was not computed, and nothing of it is in the cache; other sequences go on. Throws
-  /// Unsupported if the graph showed something that spec_of() could not know, or the cache is in memory that rows
+  /// Unsupported if the graph showed something else than facts_of() saw, or the cache is in memory that rows
   /// cannot be rewritten in; StateError if attention was not seen. The sequences are then no longer watched.
   void end(std::int32_t status);
 
+  /// The event of a sequence comes now, by the program's word (the end of a turn), if it holds more than the budget;
+  /// its drafts are settled. With Positions::cache it changes next_position(). report() says what it did. Throws as
+  /// settle(), and StateError in the middle of a prompt, but with prefill=pieces; Unsupported under a policy that reads
+  /// queries and whose trigger is not `named`, as those of tokens far from its own events were not read.
+  void cut(llama_seq_id sequence);
+
+  /// Tokens over which layers slide, beside those that are cut; 0: none does.
+  [[nodiscard]] std::int32_t window() const { return facts_.window; }
+  /// Layers have states, beside those that are cut.
+  [[nodiscard]] bool has_states() const { return facts_.states; }
+  /// A context is attached: no error has ended that.
+  [[nodiscard]] bool attached() const { return context_ != nullptr; }
   /// What the newest settle(), or begin() and end(), did.
   [[nodiscard]] const Report& report() const { return report_; }
   /// Sequences are llama.cpp's ids: keeper().positions(id, layer, head), pin(id, begin, end) and so on.
@@ -286,6 +369,12 @@ class Evictor {
     bool drafts = false;    ///< until settle()
     std::int64_t lag = 0;   ///< by which positions are behind the text
     llama_pos least = 0;    ///< of its positions
+    bool copying = false;   ///< llama.cpp copies its rows with the next batch
+    bool blind = false;     ///< its window has no query until its next batch
+    // Of a sequence that was restored, until its next batch: positions under which llama.cpp knows its cells.
+    std::vector<llama_pos> unplaced = {};  ///< in the order of its slots
+    std::vector<llama_pos> by_cell = {};   ///< the same, in the order of cells
+    [[nodiscard]] std::size_t count() const { return cells.size() + unplaced.size(); }
   };
 
   /// Sequences that hold a cell. Events take none: rows are rewritten within the cells of their sequence.
@@ -315,6 +404,13 @@ class Evictor {
     bool last_output = false;
   };
 
+  /// Tokens that stay in an event because their cells must.
+  struct PinnedWindow {
+    SequenceId sequence = 0;
+    std::int64_t begin = 0, end = 0;     ///< positions
+    std::vector<PositionSpan> own = {};  ///< what the program has pinned
+  };
+
   /// How the size of a sequence's saved state grows with its cells.
   struct StateSize {
     std::size_t cells = 0, bytes = 0;  ///< of the first that was asked for; 0: none was
@@ -325,6 +421,7 @@ class Evictor {
   struct LayerCache {
     ggml_tensor* keys = nullptr;
     ggml_tensor* values = nullptr;
+    ggml_tensor* indexer = nullptr;  ///< its keys; null: the layer has none
     std::vector<std::byte> key_mirror = {}, value_mirror = {};
   };
 
@@ -336,11 +433,30 @@ class Evictor {
     ~Timer() { seconds += std::chrono::duration<double>(Clock::now() - begun).count(); }
   };
 
-  /// Keys, and values, of every layer that is cut.
+  /// Keys, values that are not within them, and those of indexers, of every layer that is cut.
   template <class F>
   void each_stored(const F& f) const {
-    for (const std::int32_t l : full_layers_)
-      f(cache_[static_cast<std::size_t>(l)].keys), f(cache_[static_cast<std::size_t>(l)].values);
+    for (const std::int32_t l : full_layers_) {
+      const LayerCache& own = cache_[static_cast<std::size_t>(l)];
+      for (ggml_tensor* t : {own.keys, own.values, own.indexer})
+        if (t != nullptr) f(t);
+    }
+  }
+  /// Heads are whole blocks of a type, so that rows of a head move as they are.
+  [[nodiscard]] bool moves_as_blocks(ggml_type type) const {
+    const std::int64_t block = ggml_get_type_traits(type)->blck_size;
+    return keeper_.spec().key_dim % block == 0 && keeper_.spec().value_dim % block == 0;
+  }
+  /// Events give slots the positions of their places, and turn keys to them.
+  [[nodiscard]] bool places() const { return positions_ == Positions::cache && rewritable_ && numbers_; }
+  /// Queries of the layer were read in this micro-batch.
+  [[nodiscard]] bool layer_is_seen(std::int32_t layer) const {
+    return static_cast<std::size_t>(layers_seen_) >= full_layers_.size() ||
+           layer < full_layers_[static_cast<std::size_t>(layers_seen_)];
+  }
+  [[nodiscard]] bool is_full(std::int32_t layer) const {
+    return layer >= 0 && layer < keeper_.spec().num_layers() &&
+           keeper_.spec().layers[static_cast<std::size_t>(layer)].kind == LayerKind::full;
   }
   [[nodiscard]] static std::byte* row_at(const ggml_tensor* t, std::int32_t cell) {
     return static_cast<std::byte*>(t->data) + static_cast<std::size_t>(cell) * t->nb[1];
@@ -362,53 +478,65 @@ class Evictor {
     return found->second;
   }
 
-  static Keeper make_keeper(const llama_model* model, const llama_context_params& params,
-                            std::unique_ptr<KVPolicy> policy, Positions positions) {
-    ModelSpec spec = spec_of(model);
+  static Keeper make_keeper(const Facts& facts, std::unique_ptr<KVPolicy> policy, Positions positions) {
     const bool read = policy != nullptr && policy->needs().rope;
     if (read || positions == Positions::cache) {
-      read_rope(spec, model, params);
-      const std::int32_t open = spec.first_without_rope();
+      if (facts.rope_error) std::rethrow_exception(facts.rope_error);
+      const std::int32_t open = facts.spec.first_without_rope();
       KVKEEP_REQUIRE_AS(Unsupported, open < 0, "llama: the graph stores keys of layer ", open,
                         " in another way than after RoPE alone, and ", read ? policy->name() : "Positions::cache",
                         " turns them; allowed policies that read them as they are, with Positions::text");
     }
-    return Keeper(std::move(spec), std::move(policy));
+    return Keeper(facts.spec, std::move(policy));
   }
 
+  [[nodiscard]] bool in_pieces() const { return keeper_.policy().trigger().prefill == Trigger::Prefill::pieces; }
   static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
   bool wants(ggml_tensor* node);
   void meet(const ggml_tensor* stored);
   void see(const ggml_tensor* mask);
   void see_shift(const ggml_tensor* node, const ggml_tensor* keys);
-  void check_attention(const ggml_tensor* node) const;
+  void check_attention(const Attention& seen, std::int32_t layer) const;
   void check_rope(const ggml_tensor* node, std::int32_t layer);
   void observe(const ggml_tensor* node);
   void observe_unread();
   void complete();
   void require_sequence(llama_seq_id sequence) const;
   void require_followed(llama_seq_id sequence) const;
+  [[nodiscard]] std::size_t full_bytes(llama_seq_id sequence) const;
   [[nodiscard]] bool holds(llama_seq_id sequence, std::size_t cells) const;
+  [[nodiscard]] std::vector<std::size_t> owners_of(std::size_t tokens);
   void learn_state_size(llama_seq_id sequence);
   void forget_moved();
   void break_off();
   void sync(bool failed = false);
   void forget(llama_seq_id sequence);
   void shorten(llama_seq_id sequence, std::int64_t tokens);
+  void require_between(const char* operation, llama_seq_id sequence);
+  static void take_newest(Held& held, Owners& owners, std::int64_t tokens);
+  bool place_restored(Held& held);
+  [[nodiscard]] bool may_cut(const Held& held) const;
+  [[nodiscard]] std::vector<llama_pos> positions_by_cell(llama_seq_id sequence, std::vector<llama_pos> held) const;
   void make_view(std::span<const SequenceId> due);
   [[nodiscard]] LayerKv shown(std::int32_t layer, bool refresh);
   [[nodiscard]] Tensor mirrored(const ggml_tensor* from, std::vector<std::byte>& mirror, std::int32_t heads,
                                 std::int32_t dim, bool read, bool refresh) const;
-  void evict(std::vector<SequenceId> due);
+  [[nodiscard]] std::vector<PinnedWindow> pin_windows();
+  void unpin(std::span<const PinnedWindow> windows);
+  void evict(std::vector<SequenceId> due, bool named = false);
   void cut(const Plan& plan);
+  [[nodiscard]] llama_pos oldest_fixed(std::span<const std::int32_t> cells) const;
+  void require_window(const PageMove& move) const;
   void rearrange(llama_seq_id sequence, const PageMove& move, const Plan& plan);
   void lower(Held& held, const PageMove& move, std::vector<std::int32_t>& freed);
+  void move_blocks(const PageMove& move, const Plan& plan);
   void place(Held& held, const PageMove& move, const Plan& plan, std::vector<std::int32_t>& freed);
   void require_plain_shift() const;
   void renumber(llama_seq_id sequence);
   void move_cell(std::int32_t from, std::int32_t to);
   void remove(llama_seq_id sequence, std::span<const std::int32_t> before, std::vector<std::int32_t> freed);
 
+  Facts facts_;
   Keeper keeper_;
   Needs needs_;
   std::vector<std::int32_t> full_layers_;
@@ -416,7 +544,8 @@ class Evictor {
   bool turns_;               ///< queries or keys: RoPE of the graph must be that of the spec
   bool one_set_ = false;     ///< all rows of a sequence hold the same tokens
   bool value_rows_ = true;   ///< not transposed
-  bool rewritable_ = false;  ///< rows lie in host memory, as numbers
+  bool rewritable_ = false;  ///< rows lie in host memory
+  bool numbers_ = false;     ///< they are numbers, not blocks, and events read and write them where they are
   llama_context* context_ = nullptr;
   ggml_backend_sched_eval_callback next_ = nullptr;  ///< the program's own callback
   void* next_data_ = nullptr;
@@ -447,6 +576,7 @@ class Evictor {
   std::vector<std::int32_t> owner_;                   ///< [tokens] index in members_
   std::vector<std::int64_t> stored_;                  ///< [tokens] cells
   std::vector<std::byte> gathered_, fetched_, seen_;  ///< scratch
+  std::vector<std::int32_t> visible_;                 ///< scratch: cells that a token sees, ascending
   std::exception_ptr error_;
   struct NodeRope {
     std::array<std::int32_t, 16> params = {};
@@ -466,3 +596,4 @@ class Evictor {
 
 #include "kvkeep/llama/bodies.h"
 #include "kvkeep/llama/events.h"
+#include "kvkeep/llama/session.h"

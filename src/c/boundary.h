@@ -3,15 +3,47 @@
 // Where C begins: what is thrown becomes a status, structs of other versions, and what a C program holds of a GPU.
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "kvkeep/c.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/keeper/keeper.h"
+#include "kvkeep/parts/prompts.h"
 #include "kvkeep/policy/machine.h"
 
 struct kvkeep_accelerator {
   std::shared_ptr<kvkeep::Machine> machine;
+};
+
+/// A keeper with what its newest result points to.
+struct kvkeep_keeper {
+  kvkeep_keeper(kvkeep::ModelSpec spec, std::unique_ptr<kvkeep::KVPolicy> policy, kvkeep::Provided provided)
+      : accelerator(provided.accelerator),
+        keeper(std::move(spec), std::move(policy), std::move(provided)),
+        json(keeper.policy().to_json()) {}
+
+  [[nodiscard]] kvkeep::MachineMemory& memory() const {
+    return accelerator == nullptr ? kvkeep::host_memory() : accelerator->memory();
+  }
+
+  std::shared_ptr<kvkeep::Machine> accelerator;
+  kvkeep::Keeper keeper;
+  std::string json;
+  std::vector<std::byte> bytes;
+  std::string text;
+  std::optional<kvkeep::Plan> plan;
+  std::vector<kvkeep::PageMove> moves;
+  std::vector<kvkeep::Narrowing> narrowed;
+  std::vector<kvkeep_cut> cuts;
+  std::vector<kvkeep_page_move> pages;
+  std::vector<kvkeep_unscored> unscored;
+  std::vector<kvkeep_narrowing> prompts;
 };
 
 namespace kvkeep {

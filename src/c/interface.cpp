@@ -14,7 +14,6 @@
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/keeper/copy_rows.h"
 #include "kvkeep/keeper/keeper.h"
-#include "kvkeep/keeper/metrics.h"
 #include "kvkeep/parts/given.h"
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/parts/prompts.h"
@@ -27,31 +26,6 @@
 #if KVKEEP_FILES
 #include "kvkeep/policy/plugin.h"
 #endif
-
-/// A keeper with what its newest result points to.
-struct kvkeep_keeper {
-  kvkeep_keeper(kvkeep::ModelSpec spec, std::unique_ptr<kvkeep::KVPolicy> policy, kvkeep::Provided provided)
-      : accelerator(provided.accelerator),
-        keeper(std::move(spec), std::move(policy), std::move(provided)),
-        json(keeper.policy().to_json()) {}
-
-  [[nodiscard]] kvkeep::MachineMemory& memory() const {
-    return accelerator == nullptr ? kvkeep::host_memory() : accelerator->memory();
-  }
-
-  std::shared_ptr<kvkeep::Machine> accelerator;
-  kvkeep::Keeper keeper;
-  std::string json;
-  std::vector<std::byte> bytes;
-  std::string text;
-  std::optional<kvkeep::Plan> plan;
-  std::vector<kvkeep::PageMove> moves;
-  std::vector<kvkeep::Narrowing> narrowed;
-  std::vector<kvkeep_cut> cuts;
-  std::vector<kvkeep_page_move> pages;
-  std::vector<kvkeep_unscored> unscored;
-  std::vector<kvkeep_narrowing> prompts;
-};
 
 namespace kvkeep {
 namespace {
@@ -170,12 +144,19 @@ ModelSpec spec_of(const kvkeep_model* model) {
     spec.layers[l] = {.kind = one_of(m.layers[l].kind, LayerKind::other, "model: kind of a layer"),
                       .window = m.layers[l].window,
                       .source = m.layers[l].source};
-  for (const kvkeep_layer_rope& own : array(m.layer_ropes, m.num_layer_ropes, "model: layer_ropes")) {
-    KVKEEP_REQUIRE(own.layer >= 0 && own.layer < m.num_layers, "model: layer_ropes names layer ", own.layer,
-                   "; allowed 0 to ", m.num_layers - 1);
-    spec.layers[static_cast<std::size_t>(own.layer)].rope = rope_of(
-        own.style, own.inv_freq, own.pairs, own.attention_scaling, text("model: RoPE of layer ", own.layer).c_str());
+  const auto named = [&](std::int32_t layer, const char* list) -> LayerSpec& {
+    KVKEEP_REQUIRE(layer >= 0 && layer < m.num_layers, "model: ", list, " names layer ", layer, "; allowed 0 to ",
+                   m.num_layers - 1);
+    return spec.layers[static_cast<std::size_t>(layer)];
+  };
+  for (const kvkeep_layer_rope& own : array(m.layer_ropes, m.num_layer_ropes, "model: layer_ropes"))
+    named(own.layer, "layer_ropes").rope = rope_of(own.style, own.inv_freq, own.pairs, own.attention_scaling,
+                                                   text("model: RoPE of layer ", own.layer).c_str());
+  for (const kvkeep_layer_sinks& own : array(m.layer_sinks, m.num_layer_sinks, "model: layer_sinks")) {
+    const auto sinks = array(own.sinks, own.heads, text("model: sinks of layer ", own.layer).c_str());
+    named(own.layer, "layer_sinks").sinks.assign(sinks.begin(), sinks.end());
   }
+  spec.logit_cap = m.logit_cap;
   return spec;
 }
 
@@ -198,9 +179,14 @@ Provided provided_of(const kvkeep_provided* provided, std::int32_t layers) {
   return all;
 }
 
+static_assert(KVKEEP_OPEN_PROMPT == kOpenPrompt);
+
 /// -1: not given.
 std::optional<std::int32_t> prompt_of(std::int32_t prompt) {
   return prompt == -1 ? std::nullopt : std::optional(prompt);
+}
+std::optional<std::int64_t> tokens_of(std::int64_t tokens) {
+  return tokens == -1 ? std::nullopt : std::optional(tokens);
 }
 
 std::span<const std::byte> bytes_of(const void* bytes, std::size_t count) {
@@ -279,18 +265,18 @@ class Pages final : public PageAllocator {
   kvkeep_page_allocator own_{};
 };
 
-LayerKv layer_of(const kvkeep_layer_cache& layer) {
+LayerKv layer_of(const kvkeep_layer_cache& layer, const kvkeep_tensor* extra) {
   if (layer.form == KVKEEP_NO_ROWS) return {};
   KVKEEP_REQUIRE(layer.form >= KVKEEP_DENSE && layer.form <= KVKEEP_PAGES_HEAD_SLOT, "cache: form of a layer is ",
                  layer.form, "; allowed 0 to ", static_cast<int>(KVKEEP_PAGES_HEAD_SLOT));
-  Tensor keys = view_of(required(layer.keys, "cache: keys"), "cache: keys"),
-         values = view_of(required(layer.values, "cache: values"), "cache: values"),
-         key_scales = view_if(layer.key_scales, "cache: key_scales"),
-         value_scales = view_if(layer.value_scales, "cache: value_scales");
-  if (layer.form == KVKEEP_DENSE) return DenseKv{std::move(keys), std::move(values), key_scales, value_scales};
-  return PagedKv{std::move(keys), std::move(values),
-                 layer.form == KVKEEP_PAGES_SLOT_HEAD ? PageLayout::slot_head : PageLayout::head_slot, key_scales,
-                 value_scales};
+  const Tensor keys = view_of(required(layer.keys, "cache: keys"), "cache: keys"),
+               values = view_of(required(layer.values, "cache: values"), "cache: values"),
+               key_scales = view_if(layer.key_scales, "cache: key_scales"),
+               value_scales = view_if(layer.value_scales, "cache: value_scales"),
+               extras = view_if(extra, "cache: extra");
+  if (layer.form == KVKEEP_DENSE) return DenseKv{keys, values, key_scales, value_scales, 0, 0, extras};
+  const auto layout = layer.form == KVKEEP_PAGES_SLOT_HEAD ? PageLayout::slot_head : PageLayout::head_slot;
+  return PagedKv{keys, values, layout, key_scales, value_scales, 0, 0, extras};
 }
 
 CacheView view_of(const kvkeep_cache& c, Pages& pages, const ModelSpec& spec) {
@@ -304,6 +290,7 @@ CacheView view_of(const kvkeep_cache& c, Pages& pages, const ModelSpec& spec) {
   view.starts = array_if(c.starts, c.num_sequences);
   view.block_table = view_if(c.block_table, "cache: block_table");
   view.pages = pages.here();
+  view.named = ids(c.named, c.num_named, "cache: named");
   view.shared_pages = one_of(c.shared_pages, SharedPages::refuse, "cache: shared_pages");
   return view;
 }
@@ -379,7 +366,8 @@ void check_unread(const char* operation, const Keeper& keeper, const Observation
                  " is out of range; allowed 0 to ", keeper.spec().num_layers() - 1);
   KVKEEP_REQUIRE(o.indptr.front() == 0 && std::ranges::is_sorted(o.indptr), operation,
                  ": indptr does not ascend from 0; allowed one entry more than sequences, the first one 0");
-  for (const SequenceId id : o.sequences) static_cast<void>(keeper.logical_length(id));
+  for (const SequenceId id : o.sequences)
+    if (!keeper.knows(id)) refuse_unknown(operation, id);
 }
 
 void check_shapes(const char* operation, const Observation& o, const ModelSpec& spec, const Attended& attended) {
@@ -426,14 +414,14 @@ kvkeep_status status_of_exception() noexcept {
   try {
     throw;
   } catch (const Error& error) {
-    return failed(static_cast<kvkeep_status>(error.code()), error.what());
+    return failed(static_cast<kvkeep_status>(error.code()), said_by(error));
   } catch (const std::bad_alloc&) {
     last_words = "out of memory";
     return KVKEEP_OUT_OF_MEMORY;
   } catch (const std::exception& error) {
-    return failed(KVKEEP_INTERNAL, error.what());
+    return failed(KVKEEP_INTERNAL, said_by(error));
   } catch (...) {
-    last_words = "an exception of an unknown type, perhaps from a page allocator";
+    last_words = "an exception of an unknown type, perhaps of a page allocator or a plug-in";
     return KVKEEP_INTERNAL;
   }
 }
@@ -472,11 +460,15 @@ kvkeep_status kvkeep_join(kvkeep_keeper* keeper, int64_t sequence, int32_t token
   return guarded([&] { required(keeper, "keeper").keeper.join(sequence, tokens, prompt_of(prompt)); });
 }
 kvkeep_status kvkeep_bind(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers) {
+  return kvkeep_bind_extra(keeper, layers, nullptr);
+}
+kvkeep_status kvkeep_bind_extra(kvkeep_keeper* keeper, const kvkeep_layer_cache* layers,
+                                const kvkeep_tensor* const* extra) {
   return guarded([&] {
     Keeper& own = required(keeper, "keeper").keeper;
     std::vector<LayerKv> all;
     for (const kvkeep_layer_cache& layer : array(layers, own.spec().num_layers(), "cache: layers"))
-      all.push_back(layer_of(layer));
+      all.push_back(layer_of(layer, extra == nullptr ? nullptr : extra[all.size()]));
     own.bind(std::move(all));
   });
 }
@@ -503,10 +495,7 @@ kvkeep_status kvkeep_truncate(kvkeep_keeper* keeper, int64_t sequence, int64_t l
   return guarded([&] { required(keeper, "keeper").keeper.truncate(sequence, logical_length); });
 }
 kvkeep_status kvkeep_fork(kvkeep_keeper* keeper, int64_t child, int64_t parent, int64_t tokens, int32_t prompt) {
-  return guarded([&] {
-    required(keeper, "keeper")
-        .keeper.fork(child, parent, tokens == -1 ? std::nullopt : std::optional(tokens), prompt_of(prompt));
-  });
+  return guarded([&] { required(keeper, "keeper").keeper.fork(child, parent, tokens_of(tokens), prompt_of(prompt)); });
 }
 kvkeep_status kvkeep_save_bytes(kvkeep_keeper* keeper, int64_t sequence, const void** bytes, size_t* count) {
   return with_files("save", keeper,
@@ -516,6 +505,12 @@ kvkeep_status kvkeep_restore_bytes(kvkeep_keeper* keeper, int64_t sequence, cons
                                    int32_t prompt) {
   return with_files("restore", keeper,
                     [&](auto& k) { k.restore(sequence, bytes_of(bytes, count), prompt_of(prompt)); });
+}
+kvkeep_status kvkeep_restore_prefix(kvkeep_keeper* keeper, int64_t sequence, const void* bytes, size_t count,
+                                    int64_t tokens, int32_t prompt) {
+  return with_files("restore", keeper, [&](auto& k) {
+    k.restore(sequence, bytes_of(bytes, count), prompt_of(prompt), tokens_of(tokens));
+  });
 }
 kvkeep_status kvkeep_save(const kvkeep_keeper* keeper, int64_t sequence, const char* file) {
   return with_files("save", keeper, [&](auto& k) { k.save(sequence, &required(file, "file")); });
@@ -686,6 +681,15 @@ kvkeep_status kvkeep_positions(const kvkeep_keeper* keeper, int64_t sequence, in
     required(count, "count") = std::ssize(held);
   });
 }
+kvkeep_status kvkeep_rollback_limit(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
+  return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.rollback_limit(sequence); });
+}
+kvkeep_status kvkeep_whole_prefix(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
+  return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.whole_prefix(sequence); });
+}
+kvkeep_status kvkeep_evicted(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
+  return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.evicted(sequence); });
+}
 kvkeep_status kvkeep_tokens_to_event(const kvkeep_keeper* keeper, int64_t sequence, int64_t* tokens) {
   return guarded([&] { required(tokens, "tokens") = required(keeper, "keeper").keeper.tokens_to_event(sequence); });
 }
@@ -710,11 +714,11 @@ kvkeep_status kvkeep_pages_needed(const kvkeep_keeper* keeper, int64_t sequence,
                                   int32_t* event) {
   return guarded([&] {
     std::int32_t &to_append = required(append, "append"), &to_event = required(event, "event");
-    LengthForecast ahead = required(keeper, "keeper").keeper.forecast(sequence);
-    const auto of_steps = array(tokens, static_cast<std::int64_t>(steps), "tokens");
-    KVKEEP_REQUIRE(!of_steps.empty(), "pages_needed: no step; allowed 1 or more");
-    ahead.step(of_steps.first(of_steps.size() - 1));
-    const PageNeed need = ahead.need(of_steps.back(), page_size, shared_pages, last_shared != 0);
+    const PageNeed need =
+        required(keeper, "keeper")
+            .keeper.forecast(sequence)
+            .need(std::span<const std::int32_t>(array(tokens, static_cast<std::int64_t>(steps), "tokens")), page_size,
+                  shared_pages, last_shared != 0);
     to_append = need.append, to_event = need.event;
   });
 }
@@ -737,35 +741,6 @@ kvkeep_status kvkeep_restore_rows(kvkeep_keeper* keeper, const kvkeep_cache* cac
     const View view(cache, k.keeper.spec());
     restore_rows(k.keeper.spec(), k.keeper.layers(), view.view, static_cast<std::size_t>(index), bytes_of(bytes, count),
                  k.memory());
-  });
-}
-
-kvkeep_status kvkeep_metrics(kvkeep_keeper* keeper, const char* labels, const char** text) {
-  return guarded([&] {
-    kvkeep_keeper& k = required(keeper, "keeper");
-    const char*& to = required(text, "text");
-    const KeeperMetrics own{k.keeper.totals(), labels == nullptr ? "" : labels};
-    k.text = prometheus_metrics({&own, 1});
-    to = k.text.c_str();
-  });
-}
-
-kvkeep_status kvkeep_read_totals(const kvkeep_keeper* keeper, kvkeep_totals* totals) {
-  return guarded([&] {
-    static_cast<void>(size_of(required(totals, "totals"), "totals"));
-    const Totals& t = required(keeper, "keeper").keeper.totals();
-    give_back({.size = 0,
-               .steps = t.steps,
-               .events = t.events,
-               .sequences_cut = t.sequences_cut,
-               .slots_dropped = t.slots_dropped,
-               .bytes_moved = t.bytes_moved,
-               .pages_freed = t.pages_freed,
-               .slots_folded = t.slots_folded,
-               .slots_kept = t.slots_kept,
-               .slots_chosen = t.slots_chosen,
-               .unscored = t.unscored},
-              totals);
   });
 }
 

@@ -48,9 +48,7 @@ class Ledger {
   }
 
   // K and V of one slot of one row.
-  [[nodiscard]] std::int64_t slot() const {
-    return std::int64_t{plan_.element_bytes} * (spec_.key_dim + spec_.value_dim);
-  }
+  [[nodiscard]] std::int64_t slot() const { return plan_.slot_bytes(spec_); }
   [[nodiscard]] const std::vector<std::int32_t>& full_layers() const { return full_; }
 
   // One full layer at some moment. `slots`: of its longest row; `held`: K and V of all rows; `folded`: near.

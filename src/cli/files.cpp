@@ -17,7 +17,8 @@ namespace {
 
 // As the option's type, which no help shows: option_text() replaces it.
 constexpr const char *kInput = "READS FILE", *kInputOrFolder = "READS FILE OR FOLDER", *kOutput = "WRITES FILE",
-                     *kPolicy = "HOLDS POLICY", *kShape = "HOLDS SHAPE";
+                     *kPolicy = "HOLDS POLICY", *kShape = "HOLDS SHAPE", *kPolicyName = "NAMES POLICY",
+                     *kOneOf = "ONE OF ";
 
 void each_option(const CLI::App& app, const std::function<void(const CLI::Option&)>& visit) {
   for (const CLI::Option* option : app.get_options()) visit(*option);
@@ -50,6 +51,26 @@ void require_content(const std::string& option, const std::string& file, io::Sou
                  ": '", file, "' is empty; allowed a file that is not");
 }
 
+// What an item of a policy may become: the name of an option, or behind its = the words that the option takes.
+std::vector<std::string> items_begun(const PolicyInfo& policy, const std::string& item) {
+  std::vector<std::string> all;
+  const std::size_t equals = item.find('=');
+  for (const OptionInfo& option : policy.options) {
+    if (equals == std::string::npos) {
+      all.push_back(option.name + "=");
+      continue;
+    }
+    const std::string name = item.substr(0, equals);
+    if (name != option.name && !option.name.ends_with("." + name)) continue;
+    const std::vector<std::string> parts = split(option.allowed, ',');  // "keep, cut, only", or "an integer, 1 or more"
+    const bool lists = std::ranges::all_of(parts, [](const std::string& p) { return p.find(' ', 1) == p.npos; });
+    for (const std::string& part : parts)
+      if (lists && parts.size() > 1 && part.find('<') == std::string::npos)
+        all.push_back(name + "=" + part.substr(part.starts_with(' ') ? 1 : 0));
+  }
+  return all;
+}
+
 }  // namespace
 
 CLI::Option* as_input(CLI::Option* option, io::Source source) {
@@ -58,6 +79,36 @@ CLI::Option* as_input(CLI::Option* option, io::Source source) {
 CLI::Option* as_output(CLI::Option* option) { return option->type_name(kOutput); }
 CLI::Option* as_policy(CLI::Option* option) { return option->type_name(kPolicy); }
 CLI::Option* as_shape(CLI::Option* option) { return option->type_name(kShape); }
+CLI::Option* as_policy_name(CLI::Option* option) { return option->type_name(kPolicyName); }
+CLI::Option* as_names(CLI::Option* option, const std::vector<std::string>& names) {
+  std::string all = kOneOf;
+  for (const std::string& name : names) all += (all == kOneOf ? "" : " ") + name;
+  return option->type_name(all);
+}
+
+std::vector<std::string> values_of(const CLI::Option& option, const std::string& begun) {
+  const std::string &kind = option.get_type_name(), &shown = option.get_option_text();
+  std::size_t items = begun.find_last_of(",+") + 1;  // after the last comma
+  std::vector<std::string> values;
+  if (kind == kPolicyName || (kind == kPolicy && (items == 0 || begun[items - 1] == '+'))) {
+    for (const PolicyInfo& policy : policies()) values.push_back(policy.name);
+  } else if (kind == kPolicy) {
+    const std::string policy = begun.substr(begun.rfind('+') + 1);
+    for (const PolicyInfo& known : policies())
+      if (policy.starts_with(known.name + ",")) append(values, items_begun(known, begun.substr(items)));
+  } else if (kind == kShape) {
+    values = names_of_shapes();
+  } else if (kind.starts_with(kOneOf)) {
+    values = split(kind.substr(std::string_view(kOneOf).size()), ' ');
+  } else {
+    items = 0;
+    for (const std::string& word : split(shown.substr(0, shown.find(' ')), '|'))
+      if (!word.empty() && std::ranges::none_of(word, [](char c) { return c == ',' || (c >= 'A' && c <= 'Z'); }))
+        values.push_back(word);
+  }
+  for (std::string& value : values) value.insert(0, begun, 0, items);
+  return values;
+}
 
 void require_marked_files(const CLI::App& app) {
   each_option(app, [](const CLI::Option& option) {

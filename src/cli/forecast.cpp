@@ -21,8 +21,8 @@ class Rows {
     lengths_.assign(layers_.size() * static_cast<std::size_t>(spec.kv_heads), 0);
   }
 
-  void begin() {
-    if (plan_.held.empty()) return grow(plan_.prompt);
+  void begin(std::int32_t tokens) {
+    if (plan_.held.empty()) return grow(tokens);
     for (std::size_t r = 0; r < lengths_.size(); ++r)
       lengths_[r] = plan_.held[static_cast<std::size_t>(layers_[r / static_cast<std::size_t>(spec_.kv_heads)])];
     slots_ = std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0});
@@ -50,8 +50,8 @@ class Rows {
                             .head = head,
                             .length = lengths_[r],
                             .first = table.slots,
-                            .keys = {.width = std::int64_t{spec_.key_dim} * plan_.element_bytes},
-                            .values = {.width = std::int64_t{spec_.value_dim} * plan_.element_bytes},
+                            .keys = {.width = plan_.row_bytes(spec_.key_dim)},
+                            .values = {.width = plan_.row_bytes(spec_.value_dim)},
                             .positions = positions_.data()});
       table.slots += lengths_[r];
     }
@@ -86,8 +86,7 @@ class Rows {
  private:
   [[nodiscard]] LayerSlots held(std::int32_t least, std::int32_t most) const {
     const std::int64_t pages = (std::int64_t{most} + plan_.page_size - 1) / plan_.page_size;
-    return {least, most,
-            pages * plan_.page_size * spec_.kv_heads * (spec_.key_dim + spec_.value_dim) * plan_.element_bytes};
+    return {least, most, pages * plan_.page_size * spec_.kv_heads * plan_.slot_bytes(spec_)};
   }
 
   const ModelSpec& spec_;
@@ -126,8 +125,7 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
                     " does not say what its rows may keep; allowed a policy that evicts, or full");
   Forecast result;
   result.layers.resize(spec.layers.size());
-  result.slot_bytes = static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads *
-                      (spec.key_dim + spec.value_dim) * plan.element_bytes;
+  result.slot_bytes = static_cast<std::int64_t>(spec.full_layers().size()) * spec.kv_heads * plan.slot_bytes(spec);
   Rows whole(spec, plan), rows(spec, plan);
   whole.grow(plan.length);
   result.full_bytes = look(whole, plan.length, &LayerForecast::full, result.layers);
@@ -140,10 +138,10 @@ Forecast forecast(const ModelSpec& spec, const KVPolicy& policy, const SequenceP
   const auto show = [&](ForecastMoment moment, std::int32_t seen) {
     if (watch) watch(moment, seen, rows.lengths());
   };
-  rows.begin();
-  for (std::int32_t seen = plan.prompt; seen <= plan.length; ++seen) {
-    const std::int32_t step = seen == plan.prompt ? plan.prompt : 1;
-    if (seen > plan.prompt) rows.grow(1);
+  const std::int32_t first = plan.prompt > 0 ? plan.step_after(0) : 0;
+  rows.begin(first);
+  for (std::int32_t seen = first, step = first; seen <= plan.length; step = plan.step_after(seen), seen += step) {
+    if (seen > first) rows.grow(step);
     const Occasion occasion{.slots = rows.slots(),
                             .rows = rows.rows(),
                             .seen = seen,

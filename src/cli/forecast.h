@@ -2,11 +2,13 @@
 #pragma once
 // What a policy will hold of a sequence, from its trigger and limits alone: no weights, no cache.
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <span>
 #include <vector>
 
+#include "kvkeep/core/dtype.h"
 #include "kvkeep/core/model_spec.h"
 #include "kvkeep/policy/policy.h"
 
@@ -15,9 +17,23 @@ namespace kvkeep::cli {
 // One sequence as it grows, and how it is stored.
 struct SequencePlan {
   std::int32_t prompt = 0, length = 1;  // tokens; `length` counts the prompt
-  std::int32_t element_bytes = 2;       // of K and V
+  Dtype dtype = Dtype::bf16;            // of K and V
   std::int32_t page_size = 16;          // slots; 1: no pages
   std::vector<std::int32_t> held = {};  // [layers] slots of every row once the prompt has ended; empty: all of it
+  std::int32_t piece = 0;               // tokens of each step of the prompt; 0: it comes in one
+
+  // Tokens of the step that follows the first `seen`.
+  [[nodiscard]] std::int32_t step_after(std::int32_t seen) const {
+    if (seen >= prompt) return 1;
+    return piece > 0 ? std::min(piece, prompt - seen) : prompt - seen;
+  }
+
+  // Of `dim` numbers; whole blocks, if they are stored in blocks.
+  [[nodiscard]] std::int64_t row_bytes(std::int32_t dim) const { return dim / numbers_of(dtype) * element_size(dtype); }
+  // K and V of one slot of one row.
+  [[nodiscard]] std::int64_t slot_bytes(const ModelSpec& spec) const {
+    return row_bytes(spec.key_dim) + row_bytes(spec.value_dim);
+  }
 };
 
 // Slots of the rows of one layer, and K and V bytes of all of them with pages rounded up. A layer's heads share its

@@ -5,6 +5,7 @@
 #include <CLI/Validators.hpp>
 #include <algorithm>
 #include <array>
+#include <map>
 
 #include "forecast.h"
 #include "kvkeep/cli/options.h"
@@ -19,12 +20,18 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+// What --dtype takes. 8bit: whichever, without its scales.
+const std::map<std::string, Dtype> kDtypes{{"f32", Dtype::f32}, {"f16", Dtype::f16},   {"bf16", Dtype::bf16},
+                                           {"8bit", Dtype::i8}, {"q8_0", Dtype::q8_0}, {"q4_0", Dtype::q4_0}};
+
 constexpr const char* kPlanExamples = R"(
 Examples:
   kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
   kvkeep plan --shape qwen3-32b --policy snapkv,budget=4096 --length 131072 --dtype 8bit
+  kvkeep plan --shape llama8b --policy ams-expected,preset=question,ratio=0.5 --dtype q4_0
   kvkeep plan --shape 32:32:8:128 --policy tova,ratio=0.75,interval=256 --length 16384 --prompt 4000 --page-size 1
   kvkeep plan --model examples/model --policy streaming,bytes=200000 --length 1024 --dtype f32 -o json
+  kvkeep plan --shape qwen7b --policy snapkv,budget=8192,prefill=pieces --length 101000 --prompt 100000 --piece 512
   kvkeep plan --shape qwen7b --policy sekv,budget=2048 --prompt 32000
   kvkeep plan --shape qwen7b --policy asl,budget=2048+tova,budget=1024,rest=fold --prompt 32000
 
@@ -54,6 +61,8 @@ ModelSpec spec_of(const PlanOptions& o) {
 }
 
 using PlannedExactly = Planned<Forecast>;
+
+constexpr std::int32_t kPiece = 2048;  // llama.cpp's n_batch
 
 // Bytes are per layer.
 Table layer_table(const PlannedExactly& out) {
@@ -97,6 +106,8 @@ std::string markdown(const PlanOptions& o, const PlannedExactly& out) {
     head += text(s.events, s.events == 1 ? " event" : " events", ", the first at token ", s.first_event,
                  ", the last at token ", s.last_event, ". Of the slots that it keeps, the scorer chooses ",
                  share_cell(static_cast<double>(s.chosen_slots) / static_cast<double>(s.kept_slots)).shown, ".\n");
+  if (out.policy.trigger().kind == Trigger::Kind::named)
+    head += "After the prompt the program names its events, and none is counted here.\n";
   if (out.policy.trigger().thins)
     head += "Rows keep what passes, and may end up unequal: slots are the most that they may hold.\n";
   else if (out.policy.trigger().ragged)
@@ -155,19 +166,33 @@ void run(const PlanOptions& o) {
                  "; allowed at most --length");
   const ModelSpec spec = spec_of(o);
   const std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
-  const std::int32_t bytes = o.dtype == "f32" ? 4 : o.dtype == "8bit" ? 1 : 2;
-  const double most = static_cast<double>(spec.num_layers()) * spec.kv_heads * (spec.key_dim + spec.value_dim) * bytes *
-                      (static_cast<double>(o.length) + o.page_size) * o.batch;
+  const bool in_pieces = policy->trigger().prefill == Trigger::Prefill::pieces;
+  KVKEEP_REQUIRE(o.piece == 0 || in_pieces, "--piece: ", o.piece, " tokens, but ", policy->name(),
+                 " cuts no prompt before it has ended; allowed with prefill=pieces");
+  const SequencePlan plan{.prompt = o.prompt,
+                          .length = o.length,
+                          .dtype = kDtypes.at(o.dtype),
+                          .page_size = o.page_size,
+                          .piece = !in_pieces    ? 0
+                                   : o.piece > 0 ? o.piece
+                                                 : kPiece};
+  for (const std::int32_t dim : {spec.key_dim, spec.value_dim})
+    KVKEEP_REQUIRE(dim % numbers_of(plan.dtype) == 0, "--dtype: ", o.dtype, " stores blocks of ",
+                   numbers_of(plan.dtype), " numbers; the head size is ", dim, "; allowed a multiple of ",
+                   numbers_of(plan.dtype), ", or another dtype");
+  const double most = static_cast<double>(spec.num_layers()) * spec.kv_heads *
+                      static_cast<double>(plan.slot_bytes(spec)) * (static_cast<double>(o.length) + o.page_size) *
+                      o.batch;
   KVKEEP_REQUIRE(most < 1e18, "--batch: the full caches of ", o.batch,
                  " sequences would take more than 1e18 bytes; allowed less");
-  const SequencePlan plan{.prompt = o.prompt, .length = o.length, .element_bytes = bytes, .page_size = o.page_size};
   const auto* prefill = dynamic_cast<const Prefill*>(policy.get());
   const KVPolicy& decoding = prefill != nullptr ? prefill->decoding() : *policy;
   const bool bounded = policy->narrows() || policy->memory() != nullptr;
   const auto planned = [&]<class Sequence>(const Sequence& sequence, std::int64_t peak_bytes) {
     Planned<Sequence> out{spec, *policy, sequence, {}, decoding.trigger().ragged, 0};
     if (bounded || !policy->trigger().never)  // else an engine without kvkeep
-      out.own = own_bytes(spec, decoding, sequence.peak_slots, o.length, std::max(bytes, 2));  // queries: not quantised
+      out.own =
+          own_bytes(spec, decoding, sequence.peak_slots, o.length, plan.dtype == Dtype::f32 ? 4 : 2);  // not quantised
     const std::int64_t each = peak_bytes + out.own.sum();
     out.fits = each > 0 ? sequence.full_bytes * o.batch / each : 0;
     return out;
@@ -212,7 +237,7 @@ void each_own(const OwnBytes& own, const std::function<void(const char* what, st
 Run add_plan(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("plan", "memory under a policy, by layer and batch, from shapes alone");
   auto o = std::make_shared<PlanOptions>();
-  CLI::Option_group* model = sub->add_option_group("model (one of)");
+  CLI::Option_group* model = sub->add_option_group("model");
   as_input(
       model->add_option("--model", o->model, "a config.json or its folder (weights are not needed), or a GGUF file"),
       io::Source::file_or_folder)
@@ -224,13 +249,19 @@ Run add_plan(CLI::App& app) {
   sub->add_option("--length", o->length, "tokens of a sequence, prompt and answer")
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("N [32768]");
-  sub->add_option("--prompt", o->prompt, "how many of them are the prompt, cached in one step")
+  sub->add_option("--prompt", o->prompt, "how many of them are the prompt, cached in one step, or in pieces")
       ->check(CLI::Range(0, 1 << 24))
       ->option_text("N [0]");
+  sub->add_option("--piece", o->piece,
+                  text("with prefill=pieces: tokens of each step of the prompt, ", kPiece, " if left out"))
+      ->check(CLI::Range(1, 1 << 24))
+      ->option_text("N");
   sub->add_option("--batch", o->batch, "sequences")->check(CLI::Range(1, 1 << 20))->option_text("N [1]");
-  sub->add_option("--dtype", o->dtype, "data type of K and V")
-      ->check(one_of({"f32", "f16", "bf16", "8bit"}))
-      ->option_text("f32|f16|bf16|8bit [bf16]");
+  sub->add_option(
+         "--dtype", o->dtype,
+         "data type of K and V; 8bit has scales elsewhere, q8_0 and q4_0 are blocks of 32 numbers with their scale")
+      ->check(one_of({"f32", "f16", "bf16", "8bit", "q8_0", "q4_0"}))
+      ->option_text("f32|f16|bf16|8bit|q8_0|q4_0 [bf16]");
   sub->add_option("--page-size", o->page_size, "slots per page; 1 for a dense cache")
       ->check(CLI::Range(1, 1 << 20))
       ->option_text("N [16]");

@@ -17,7 +17,7 @@ namespace kvkeep::cli {
 
 struct PlanOptions {
   std::string model, shape, policy, dtype = "bf16";
-  std::int32_t batch = 1, length = 32768, prompt = 0, page_size = 16;
+  std::int32_t batch = 1, length = 32768, prompt = 0, piece = 0, page_size = 16;
   OutputOptions output;
 };
 

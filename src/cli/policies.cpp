@@ -56,41 +56,47 @@ Table overview(const std::vector<PolicyInfo>& known) {
   return table;
 }
 
-// For people: a line for each scorer with the allocators it goes with, then a line for each allocator.
+// For people: a line for each scorer with the allocators it goes with, then a line for each allocator. A terminal has
+// no room for sources.
 std::string survey(const std::vector<PolicyInfo>& known) {
+  const bool sources = io::terminal_width(STDOUT_FILENO) == 0;
+  const auto table_of = [&](std::initializer_list<const char*> keys) {
+    std::vector<Column> columns = columns_of(keys);
+    if (sources) append(columns, columns_of({"source"}));
+    return Table(std::move(columns));
+  };
+  const auto add = [&](Table& table, std::vector<Cell> row, const std::string& source) {
+    if (sources) row.emplace_back(source);
+    table.add(std::move(row));
+  };
   std::vector<std::string> allocators;
   for (const PolicyInfo& p : known)
     if (!p.allocator.empty() && std::find(allocators.begin(), allocators.end(), p.allocator) == allocators.end())
       allocators.push_back(p.allocator);
-  std::vector<Column> columns = columns_of({"policy"});
-  for (const std::string& a : allocators) columns.push_back({a, a + "-", false});
-  append(columns, columns_of({"needs", "what", "source"}));
-  Table scorers(columns);
+  Table scorers = table_of({"policy", "prefixes", "needs", "what"});
   for (const PolicyInfo& p : known) {
     if (!p.allocator.empty() || p.narrows) continue;
-    std::vector<Cell> row{p.name};
+    std::vector<std::string> prefixes;
     for (const std::string& a : allocators)
-      row.emplace_back(
-          std::any_of(known.begin(), known.end(), [&](const PolicyInfo& o) { return o.name == a + "-" + p.scorer; })
-              ? "yes"
-              : "");
-    for (const std::string& cell : {p.needs, p.what, p.source}) row.emplace_back(cell);
-    scorers.add(std::move(row));
+      if (std::ranges::find(known, a + "-" + p.scorer, &PolicyInfo::name) != known.end()) prefixes.push_back(a + "-");
+    const bool all = prefixes.size() == allocators.size();
+    add(scorers, {p.name, all ? "all" : joined(prefixes), p.needs, p.what}, p.source);
   }
-  Table table(columns_of({"name", "alone", "what", "source"}));
+  Table table = table_of({"name", "alone", "what"});
   for (const std::string& a : allocators) {
     const auto bare = std::find_if(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.name == a; });
     const auto any = std::find_if(known.begin(), known.end(), [&](const PolicyInfo& p) { return p.allocator == a; });
-    table.add({a + "-<scorer>", bare == known.end() ? std::string("-") : text("`", a, "` is ", a, "-", bare->scorer),
-               any->what.substr(0, any->what.rfind(": ")), any->source.substr(0, any->source.find(", over "))});
+    add(table,
+        {a + "-<scorer>", bare == known.end() ? std::string("-") : text("`", a, "` is ", a, "-", bare->scorer),
+         any->what.substr(0, any->what.rfind(": "))},
+        any->source.substr(0, any->source.find(", over ")));
   }
-  Table prompts(columns_of({"policy", "what", "source"}));
+  Table prompts = table_of({"policy", "what"});
   for (const PolicyInfo& p : known)
-    if (p.narrows) prompts.add({p.name, p.what, p.source});
+    if (p.narrows) add(prompts, {p.name, p.what}, p.source);
   return text(
-      "Every policy may read keys and values. A \"yes\" means that the name with that prefix is a policy too, such as "
-      "`ams-tova`.\n\n",
-      scorers.markdown(), "\n", table.markdown(),
+      "Every policy may read keys and values. A name with one of its prefixes is a policy too, such as `ams-tova`.",
+      sources ? "\n\n" : "\n`kvkeep policies NAME` names the source.\n\n", scorers.markdown(), "\n", table.markdown(),
       "\nThese narrow prompts while they run, layer by layer; any policy above may take over afterwards "
       "(`asl,budget=2048+ams-tova,budget=1024`):\n\n",
       prompts.markdown(), kAdvice);
@@ -111,6 +117,7 @@ std::string page(const PolicyInfo& policy) {
                          "\nNeeds:  ", policy.needs.empty() ? "nothing" : policy.needs, "\n");
   if (!policy.chooses.empty())
     out += text("Chooses by score: ", policy.chooses, " slots; the others are sinks and recents\n");
+  if (!policy.pieces.empty()) out += text("Reads in pieces of a prompt (prefill=pieces): ", policy.pieces, "\n");
   if (policy.options.empty()) return out + "No options.\n";
   Table table(columns_of({"option", "default", "allowed", "what"}));
   for (const OptionInfo& option : policy.options)
@@ -119,18 +126,11 @@ std::string page(const PolicyInfo& policy) {
 }
 
 void run(const PoliciesOptions& o) {
-  const std::vector<PolicyInfo> known = policies();
-  std::vector<PolicyInfo> shown;
-  for (const PolicyInfo& policy : known)
-    if (o.name.empty() || policy.name == o.name) shown.push_back(policy);
-  if (shown.empty()) {
-    const std::string nearest = did_you_mean(o.name.substr(0, o.name.find(',')), known, &PolicyInfo::name);
-    refuse("policies: there is no policy \"", shortened(o.name), "\"", nearest,
-           nearest.empty() ? "; allowed " + joined(known, &PolicyInfo::name) : "; kvkeep policies lists all");
-  }
+  const std::vector<PolicyInfo> shown = o.name.empty() ? policies() : std::vector{policy_called(o.name)};
+  const bool briefly = o.name.empty() && !o.all;
   if (o.output.format != Format::md)
-    return print((o.name.empty() && !o.all ? overview(known) : options_of(shown)).text(o.output.format));
-  if (o.name.empty() && !o.all) return print(survey(known));
+    return print((briefly ? overview(shown) : options_of(shown)).text(o.output.format));
+  if (briefly) return print(survey(shown));
   std::string out;
   for (const PolicyInfo& policy : shown) out += (out.empty() ? "" : "\n") + page(policy);
   print(out);
@@ -141,7 +141,7 @@ void run(const PoliciesOptions& o) {
 Run add_policies(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("policies", "every policy with its options, defaults, ranges and source");
   auto o = std::make_shared<PoliciesOptions>();
-  sub->add_option("name", o->name, "one policy")->option_text("NAME");
+  as_policy_name(sub->add_option("name", o->name, "one policy"))->option_text("NAME");
   sub->add_flag("--all", o->all, "the options of every policy");
   o->output.add(*sub);
   sub->footer(kPoliciesExamples);

@@ -12,12 +12,14 @@
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <span>
 #include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "help.h"
 #include "kvkeep/cli/options.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/run_files.h"
@@ -31,11 +33,6 @@ constexpr int kRefused = 2, kFailed = 1, kSignalled = 128;
 constexpr const char* kHowToGetThem =
     "this kvkeep was built without the laboratory, which needs LibTorch; build kvkeep from its sources with LibTorch "
     "(examples/lab/README.md)";
-
-constexpr const char* kConventions = R"(
-Results go to stdout (-o md|csv|json), everything else to stderr.
-Exit status: 0 done; 2 the input was refused; 1 any other failure; 130 Ctrl-C; 141 nobody reads stdout any more.
-)";
 
 void stop_with(int signal, std::string_view line) {
   if (io::leaves_core(signal)) return;
@@ -54,27 +51,62 @@ void occupy_closed_streams() {
           ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY));  // gets the lowest free number
 }
 
-std::vector<std::string> subcommands_of(const CLI::App& app) {
-  std::vector<std::string> names;
-  for (const CLI::App* command : app.get_subcommands([](const CLI::App* c) { return !c->get_group().empty(); }))
-    names.push_back(command->get_name());
-  return names;
-}
-
-// Of the options of `app` and its groups.
-void append_options(const CLI::App& app, std::vector<std::string>& names) {
-  for (const CLI::Option* option : app.get_options())
-    if (!option->get_positional()) names.push_back(option->get_name());
-  for (const CLI::App* group : app.get_subcommands([](const CLI::App* c) { return c->get_name().empty(); }))
-    append_options(*group, names);
-}
-
 // In our words where CLI11 has "--plugin: 1 required FILE missing".
 std::string said_of(const CLI::ParseError& error) {
   const std::string said = error.what();
-  const std::size_t name = said.find(": 1 required "), missing = said.rfind(" missing");
-  if (name == std::string::npos || missing == std::string::npos) return said;
+  const std::size_t name = said.find(": 1 required ");
+  if (name == std::string::npos) return said;
   return text(said.substr(0, name), " has no value; allowed one after it");
+}
+
+std::string no_option(const CLI::App& command, const std::string& given, const std::string& full) {
+  const std::string option = given.substr(0, given.find('='));
+  const bool version = command.get_parent() == nullptr && (option == "-v" || option == "-V");
+  return text("there is no option '", shortened(option), "'",
+              version ? " (did you mean \"--version\"?)" : did_you_mean(option, option_names_of(command)), "; see ",
+              full, " --help");
+}
+
+// CLI11 never ends on an empty word that no option takes: it is the name of option groups, which have none.
+void refuse_empty_words(const CLI::App& app, std::span<char* const> words) {
+  const CLI::App* command = &app;
+  std::string full = app.get_name(), unknown;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const std::string word = words[i];
+    if (word.empty()) {
+      if (!unknown.empty()) refuse(no_option(*command, unknown, full));
+      refuse("word ", i + 1, " after ", app.get_name(), " is empty",
+             i > 0 ? text(" (behind '", words[i - 1], "')") : "",
+             "; allowed an empty word as the value of an option only; see ", full, " --help");
+    }
+    if (word == "--" || !word.starts_with('-')) {
+      const CLI::App* const below = command == &app ? subcommand(app, word) : nullptr;
+      if (below == nullptr) continue;
+      if (below->get_prefix_command()) return;  // says itself that it cannot run
+      command = below;
+      full += " " + word;
+      continue;
+    }
+    const bool is_long = word.starts_with("--");
+    const std::string name = is_long ? word.substr(0, word.find('=')) : word.substr(0, 2);
+    const CLI::Option* const option = command->get_option_no_throw(name);
+    if (option == nullptr && unknown.empty()) unknown = word;
+    if (option != nullptr && is_long && word == name + "=" && option->get_items_expected_min() > 0)
+      refuse(name, " has no value behind its =; allowed one");  // CLI11 would take the next word
+    if (option != nullptr && word == name) i += static_cast<std::size_t>(std::max(0, option->get_items_expected_min()));
+  }
+}
+
+// "--policy and one of --model, --shape", of what the command needs and was not given.
+std::string missing_of(const CLI::App& command) {
+  std::string all;
+  const auto add = [&](const std::string& one) { all += (all.empty() ? "" : " and ") + one; };
+  for (const CLI::Option* option : command.get_options())
+    if (option->get_required() && option->count() == 0) add(option->get_name());
+  for (const CLI::App* group : command.get_subcommands([](const CLI::App* c) { return c->get_name().empty(); }))
+    if (group->get_require_option_min() == 1 && group->count_all() == 0)
+      add("one of " + joined(choices_of(*group), [](const CLI::Option* o) { return o->get_name(); }));
+  return all;
 }
 
 // What is unknown is named before what may be missing because of it.
@@ -87,16 +119,14 @@ int refuse_usage(const CLI::App& app, const CLI::ParseError& error) {
   const std::vector<std::string> rest = app.remaining(true);
   const auto unknown = std::ranges::find_if(rest, [](const std::string& word) { return word.starts_with("-"); });
   if (where == &app && !rest.empty() && unknown != rest.begin()) {
-    const std::vector<std::string> names = subcommands_of(app);
-    note(text("there is no sub-command '", shortened(rest.front()), "'", did_you_mean(rest.front(), names),
-              "; allowed ", joined(names)));
+    note(no_subcommand(app, rest.front()));
   } else if (unknown != rest.end()) {
-    const std::string option = unknown->substr(0, unknown->find('='));
-    std::vector<std::string> names;
-    append_options(*where, names);
-    note(text("there is no option '", shortened(option), "'", did_you_mean(option, names), "; see ", full, " --help"));
+    note(no_option(*where, *unknown, full));
   } else {
-    note(text(said_of(error), "; see ", full, " --help"));
+    const std::string missing = error.get_name() == "RequiredError" ? missing_of(*where) : "";
+    const bool several = missing.find(" and ") != std::string::npos;
+    note(text(missing.empty() ? said_of(error) : missing + (several ? " are required" : " is required"), "; see ", full,
+              " --help"));
   }
   return kRefused;
 }
@@ -105,16 +135,23 @@ int run_once(const Program& program, int argc, char** argv) {
   CLI::App app("Decides which entries of a language model's key-value cache stay, and moves them.", "kvkeep");
   app.set_version_flag("--version", std::string("kvkeep ") + kVersion, "print the version");
   app.require_subcommand(1);
-  app.footer(text(program.examples(), kConventions));
-  app.get_formatter()->column_width(42);
-  const std::vector<Run> runs = program.add_commands(app);
+  app.footer(text(program.examples(), "\n", kStreams, "\nExit status: ", kExitStatus, "\n"));
+  app.formatter(help_formatter());
+  std::vector<Run> runs = program.add_commands(app);
   const Run load_plugins = add_plugins(app);
+  runs.push_back(add_help(app));
   require_decimal_integers(app);
   require_marked_files(app);
   if (argc <= 1) {
     std::fputs(app.help().c_str(), stderr);
     return kRefused;
   }
+  if (argv[1] == std::string_view("__complete")) {
+    load_plugins();
+    print(completions(app, {argv + 2, argv + argc}));
+    return 0;
+  }
+  refuse_empty_words(app, {argv + 1, argv + argc});
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& help) {
@@ -197,6 +234,9 @@ int run(const Program& program, int argc, char** argv) {
     return kFailed;
   } catch (const std::exception& error) {
     note(program.reason(error));
+    return kFailed;
+  } catch (...) {
+    note("an exception that is no std::exception, perhaps of a plug-in");
     return kFailed;
   }
 }

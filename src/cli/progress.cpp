@@ -7,11 +7,12 @@
 #include <cstdio>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/run_files.h"
 
 namespace kvkeep::cli {
 
 Progress::Progress(std::int64_t total, bool quiet)
-    : total_(total), shown_(total > 0 && !quiet && ::isatty(STDERR_FILENO) == 1) {}
+    : total_(total), shown_(total > 0 && !quiet && io::moves_cursor(STDERR_FILENO)) {}
 
 void Progress::label(std::string what) {
   label_ = std::move(what);
@@ -27,20 +28,26 @@ void Progress::advance(std::int64_t done) {
 }
 
 void Progress::draw() {
+  const std::chrono::duration<double> elapsed = Clock::now() - start_;
+  const double share = static_cast<double>(done_) / static_cast<double>(total_);
+  std::fputs(("\r\033[K" + line(std::min(1.0, share), elapsed.count(), label_)).c_str(), stderr);
+  std::fflush(stderr);
+  drawn_ = true;
+}
+
+std::string Progress::line(double share, double elapsed, const std::string& label) {
   constexpr int kWidth = 30;
-  const double share = std::min(1.0, static_cast<double>(done_) / static_cast<double>(total_));
-  const double elapsed = std::chrono::duration<double>(Clock::now() - start_).count();
+  constexpr double kTells = 0.02;  // what came before is mostly the start, not the pace
   const int full = static_cast<int>(share * kWidth);
   const std::string bar =
       std::string(static_cast<std::size_t>(full), '#') + std::string(static_cast<std::size_t>(kWidth - full), '.');
-  std::fprintf(stderr, "\r\033[K[%s] %3.0f %%  ", bar.c_str(), 100 * share);
-  if (share > 0) {
+  char percent[16], time[32] = "";
+  std::snprintf(percent, sizeof percent, "] %3.0f %%  ", 100 * share);
+  if (share >= kTells) {
     const int left = static_cast<int>(elapsed / share - elapsed + 0.5);
-    std::fprintf(stderr, "%d:%02d left  ", left / 60, left % 60);
+    std::snprintf(time, sizeof time, "%d:%02d left  ", left / 60, left % 60);
   }
-  std::fputs(escaped(label_).c_str(), stderr);
-  std::fflush(stderr);
-  drawn_ = true;
+  return text("[", bar, percent, time, escaped(label));
 }
 
 void Progress::clear() {

@@ -74,12 +74,6 @@ ModelSpec spec_of(const ModelShape& shape, const std::string& where) {
   return spec;
 }
 
-std::vector<std::string> names_of_shapes() {
-  std::vector<std::string> names;
-  for (const ModelShape& known : kShapes) names.emplace_back(known.name);
-  return names;
-}
-
 // The fields of a config.json that say what is cached. One field has different names in different models.
 class ConfigShape {
  public:
@@ -201,6 +195,12 @@ class ConfigShape {
 };
 
 }  // namespace
+
+std::vector<std::string> names_of_shapes() {
+  std::vector<std::string> names;
+  for (const ModelShape& known : kShapes) names.emplace_back(known.name);
+  return names;
+}
 
 std::string known_shapes() {
   constexpr std::size_t kWidth = 116;

@@ -3,12 +3,14 @@
 // What kvkeep plan plans for: the layers and heads of a model, by its name, by numbers, or from a file.
 
 #include <string>
+#include <vector>
 
 #include "kvkeep/core/model_spec.h"
 
 namespace kvkeep::cli {
 
-// The names that shape_called() knows, for help.
+// The names that shape_called() knows; and in lines, for help.
+std::vector<std::string> names_of_shapes();
 std::string known_shapes();
 
 // A known name, or layers:query heads:KV heads:head size. Throws InvalidArgument for anything else.

@@ -42,6 +42,23 @@ std::string padded(const std::string& given, std::size_t to, bool right) {
   return right ? space + text : text + space;
 }
 
+// Broken where it is wider than `most`: at a blank, or within a word that is.
+std::vector<std::string> lines_of(const std::string& given, std::size_t most) {
+  std::vector<std::string> lines;
+  std::string text = escaped(given);
+  while (width(text) > most) {
+    std::size_t end = 0;
+    for (std::size_t shown = 0; end < text.size(); ++end)
+      if ((static_cast<unsigned char>(text[end]) & 0xC0U) != 0x80U && shown++ == most) break;
+    const std::size_t blank = text.rfind(' ', end);
+    const bool whole = blank != std::string::npos && blank > 0;
+    lines.push_back(text.substr(0, whole ? blank : end));
+    text.erase(0, whole ? blank + 1 : end);
+  }
+  lines.push_back(std::move(text));
+  return lines;
+}
+
 }  // namespace
 
 Cell bytes_cell(std::int64_t bytes) {
@@ -74,25 +91,51 @@ void Table::add(std::vector<Cell> row) {
   rows_.push_back(std::move(row));
 }
 
-std::string Table::markdown() const {
-  constexpr std::size_t kWidest = 60;  // longer texts in the last column are not padded to one length
-  std::vector<std::size_t> widths;
+std::vector<std::size_t> Table::widths(std::size_t most) const {
+  constexpr std::size_t kNarrowest = 12;
+  std::vector<std::size_t> wide, least;
+  std::size_t all = 1, needed = 1;
   for (std::size_t c = 0; c < columns_.size(); ++c) {
-    std::size_t widest = std::max<std::size_t>(3, width(columns_[c].title));
-    for (const auto& row : rows_) widest = std::max(widest, width(row[c].shown));
-    widths.push_back(c + 1 < columns_.size() ? widest : std::min(widest, kWidest));
+    wide.push_back(std::max<std::size_t>(3, width(columns_[c].title)));
+    const std::size_t narrow = std::max(kNarrowest, wide[c]);
+    for (const auto& row : rows_) wide[c] = std::max(wide[c], width(row[c].shown));
+    least.push_back(c == 0 || columns_[c].number ? wide[c] : std::min(wide[c], narrow));
+    all += wide[c] + 3;
+    needed += least[c] + 3;
   }
+  const auto room = [&](std::size_t c) { return wide[c] > least[c] ? wide[c] : 0; };
+  for (; needed <= most && all > most; --all) {  // the widest that can be narrower gives way
+    std::size_t widest = 0;
+    for (std::size_t c = 1; c < wide.size(); ++c)
+      if (room(c) > room(widest)) widest = c;
+    --wide[widest];
+  }
+  return wide;
+}
+
+std::string Table::markdown(std::size_t most) const {
+  constexpr std::size_t kWidest = 60;  // longer texts in the last column are not padded to one length
+  const std::vector<std::size_t> all = widths(most);
+  const auto padding = [&](std::size_t c) {
+    return most > 0 || c + 1 < all.size() ? all[c] : std::min(all[c], kWidest);
+  };
   std::ostringstream out;
   out << "|";
   for (std::size_t c = 0; c < columns_.size(); ++c)
-    out << " " << padded(columns_[c].title, widths[c], columns_[c].number) << " |";
+    out << " " << padded(columns_[c].title, padding(c), columns_[c].number) << " |";
   out << "\n|";
   for (std::size_t c = 0; c < columns_.size(); ++c)
-    out << std::string(widths[c] + 1, '-') << (columns_[c].number ? ":|" : "-|");
+    out << std::string(padding(c) + 1, '-') << (columns_[c].number ? ":|" : "-|");
   for (const auto& row : rows_) {
-    out << "\n|";
+    std::vector<std::vector<std::string>> cells;
+    std::size_t lines = 1;
     for (std::size_t c = 0; c < row.size(); ++c)
-      out << " " << padded(row[c].shown, widths[c], columns_[c].number) << " |";
+      lines = std::max(lines, cells.emplace_back(lines_of(row[c].shown, all[c])).size());
+    for (std::size_t line = 0; line < lines; ++line) {
+      out << "\n|";
+      for (std::size_t c = 0; c < row.size(); ++c)
+        out << " " << padded(line < cells[c].size() ? cells[c][line] : "", padding(c), columns_[c].number) << " |";
+    }
   }
   out << "\n";
   return out.str();

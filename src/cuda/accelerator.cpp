@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "arrivals.h"
@@ -300,7 +301,8 @@ class CudaAccelerator final : public MachineMemory, public Machine {
                        .dim = spec.key_dim,
                        .keys = needs.keys ? element_of_keys(table) : Element::f32,
                        .query = element_of("queries", query_dtype),
-                       .scale = static_cast<float>(spec.scale())};
+                       .scale = static_cast<float>(spec.scale()),
+                       .logit_cap = static_cast<float>(spec.logit_cap)};
     event.value_element = needs.values ? element_of_values(table) : Element::f32;
     if (pinned > 0) {
       event.pinned_ranges = event.take<SlotRange>(pinned * spec.kv_heads);
@@ -375,7 +377,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     }
     for (std::size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = event_table_.here<Row>(rows_at)[r];
-      for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales})
+      for (SlotAddress* side : {&row.keys, &row.values, &row.key_scales, &row.value_scales, &row.extra})
         if (side->pages != nullptr) side->pages = event_table_.there<std::int32_t>(pages.at(side->pages));
     }
     for (std::size_t g = 0; g < newest.size(); ++g) {
@@ -400,6 +402,16 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     event.next_positions = event_table_.there<std::int32_t>(next_at);
     event.newest_positions = event_table_.there<NewestPositions>(newest_at);
     if (turns) event.arguments.ropes = event_table_.there<RopeView>(ropes_at);
+    if (std::ranges::any_of(spec.layers, [](const LayerSpec& of) { return !of.sinks.empty(); }))
+      event.arguments.sinks = event.constant<float>(spec.layers.data(), [&] {
+        std::vector<float> all;
+        for (const LayerSpec& of : spec.layers) {
+          all.insert(all.end(), of.sinks.begin(), of.sinks.end());
+          all.resize(all.size() + static_cast<std::size_t>(spec.query_heads) - of.sinks.size(),
+                     -std::numeric_limits<float>::infinity());
+        }
+        return all;
+      });
   }
 
   static constexpr std::int32_t kMostDim = 256;  ///< numbers of a head that kernels read

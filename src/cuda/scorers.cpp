@@ -116,6 +116,7 @@ float* score_row_by_row(CudaEvent& event, const Scorer& scorer, const WindowAtte
   rows.values = event.value_element;
   rows.value_dim = event.evidence.spec.value_dim;
   rows.next_positions = event.next_positions;
+  rows.accumulates = scorer.accumulates();
   rows.scores = launch.in_place ? rows.attention : event.flat();
   if (!launch.as_read || !all_ask(event)) event.launch(launch, scorer, rows);
   return rows.scores;

@@ -31,6 +31,9 @@ std::string model_json(const ModelSpec& spec) {
   for (const LayerSpec& layer : spec.layers) {
     layers.push_back({{"kind", static_cast<int>(layer.kind)}, {"window", layer.window}, {"source", layer.source}});
     if (layer.rope) layers.back()["rope"] = rope_json(*layer.rope);
+    if (layer.sinks.empty()) continue;
+    Json& sinks = layers.back()["sinks"] = Json::array();  // JSON has no infinity: null stands for it
+    for (const float sink : layer.sinks) sinks.push_back(std::isfinite(sink) ? Json(sink) : Json());
   }
   Json model{{"query_heads", spec.query_heads},
              {"kv_heads", spec.kv_heads},
@@ -39,6 +42,7 @@ std::string model_json(const ModelSpec& spec) {
              {"softmax_scale", spec.softmax_scale},
              {"rope", rope_json(spec.rope)},
              {"layers", layers}};
+  if (spec.logit_cap > 0) model["logit_cap"] = spec.logit_cap;
   if (spec.model_heads > 0) model["ranks"] = {{"first_head", spec.first_head}, {"model_heads", spec.model_heads}};
   return model.dump();
 }
@@ -221,14 +225,16 @@ void Keeper::save(SequenceId sequence, const std::filesystem::path& file) const 
   write_state(file, state_of(sequence));
 }
 
-void Keeper::restore(SequenceId sequence, std::span<const std::byte> state, std::optional<std::int32_t> prompt) {
+void Keeper::restore(SequenceId sequence, std::span<const std::byte> state, std::optional<std::int32_t> prompt,
+                     std::optional<std::int64_t> tokens) {
   require_restorable(sequence);
-  restore(sequence, StateFile::from_bytes(state), prompt);
+  restore(sequence, StateFile::from_bytes(state), prompt, tokens);
 }
 
-void Keeper::restore(SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt) {
+void Keeper::restore(SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt,
+                     std::optional<std::int64_t> tokens) {
   require_restorable(sequence);
-  restore(sequence, StateFile::open(file), prompt);
+  restore(sequence, StateFile::open(file), prompt, tokens);
 }
 
 /// Before anything is read.
@@ -238,7 +244,8 @@ void Keeper::require_restorable(SequenceId sequence) const {
   require_no_capture("restore");
 }
 
-void Keeper::restore(SequenceId sequence, const StateFile& state, std::optional<std::int32_t> prompt) {
+void Keeper::restore(SequenceId sequence, const StateFile& state, std::optional<std::int32_t> prompt,
+                     std::optional<std::int64_t> tokens) {
   state.expect_same("policy", policy_->to_json(), kPlaces);
   state.expect_same("model", model_json(spec()));
   std::optional<QueryBasis> basis;
@@ -259,7 +266,11 @@ void Keeper::restore(SequenceId sequence, const StateFile& state, std::optional<
       if (what.find(state.where()) != std::string::npos) throw;
       refuse("restore: ", state.where(), " does not hold a sequence: ", what);
     }
-    if (prompt) sequences_->set_prompt("restore", sequence, s, *prompt);
+    if (tokens) sequences_->truncate(sequence, *tokens, "restore");
+    if (prompt) {
+      sequences_->set_prompt("restore", sequence, s, *prompt);
+      part<parts::Pins>().unpin(sequence, 0, kMostPositions);  // of another request
+    }
   } catch (...) {
     sequences_->forget(sequence);
     throw;

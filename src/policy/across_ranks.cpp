@@ -27,6 +27,7 @@ class Whole {
     heads_ = std::exchange(spec.kv_heads, spec.whole_heads());
     spec.query_heads = spec.query_heads / heads_ * spec.kv_heads;
     spec.model_heads = 0;
+    for (LayerSpec& layer : spec.layers) layer.sinks.clear();  // of these heads alone, and nothing attends here
     table.rows.clear();
     table.slots = 0;
     std::size_t ranges = 0;

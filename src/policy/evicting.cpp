@@ -31,6 +31,14 @@ std::string choices_of(const Evict& policy) {
   return words;
 }
 
+std::string pieces_of(const EvictParts& parts) {
+  const Needs needs = needs_of(parts.retention, *parts.scorer, *parts.allocator);
+  std::string words = needs.queries > 0 ? in_words({.queries = needs.queries}) : "the slots that are held";
+  if (needs.given_scores) words += ", with the scores that the engine gave them";
+  if (parts.scorer->accumulates()) words += ", added to what pieces before it gave";
+  return words + (parts.retention.protect_prompt ? "; allowed with protect_prompt=false" : "");
+}
+
 }  // namespace
 
 KnownPolicy evicting(std::string name, const ScorerEntry& scorer, const AllocatorEntry& allocator) {
@@ -58,6 +66,10 @@ KnownPolicy evicting(std::string name, const ScorerEntry& scorer, const Allocato
     OptionFields lister = OptionFields::lister();
     EvictParts parts = read_parts(lister, scorer, allocator);
     return choices_of(Evict(name, std::move(parts.scorer), std::move(parts.allocator), parts.retention));
+  };
+  known.pieces = [scorer, allocator] {
+    OptionFields lister = OptionFields::lister();
+    return pieces_of(read_parts(lister, scorer, allocator));
   };
   return known;
 }

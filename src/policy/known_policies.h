@@ -21,6 +21,7 @@ struct KnownPolicy {
   std::string scorer = {}, allocator = {};    ///< as PolicyInfo
   std::function<std::string()> needs = {};    ///< in words, instead of entry.needs
   std::function<std::string()> chooses = {};  ///< as PolicyInfo
+  std::function<std::string()> pieces = {};   ///< the same
 };
 
 /// Policies are never removed, so pointers to them stay valid. Thread-safe.
@@ -44,6 +45,7 @@ class KnownPolicies {
   /// Adds what `name` makes, or throws if `name` or a name that it makes is taken.
   void add(std::string_view operation, std::string_view name, std::vector<KnownPolicy> more);
 
+  bool complete_ = false;  ///< the library's own are all there
   mutable std::mutex mutex_;
   std::vector<ScorerEntry> scorers_;
   std::vector<AllocatorEntry> allocators_;

@@ -160,6 +160,7 @@ KnownPolicies::KnownPolicies() {
 #if KVKEEP_FOLDING
   add(sekv());
 #endif
+  complete_ = true;
 }
 
 }  // namespace kvkeep

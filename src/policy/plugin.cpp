@@ -57,7 +57,7 @@ void add(const std::filesystem::path& file, const Plugin& plugin) {
   try {
     plugin.add();
   } catch (const std::exception& e) {
-    refuse("load_plugin: ", file.string(), " did not register: ", e.what());
+    refuse("load_plugin: ", file.string(), " did not register: ", said_by(e));
   } catch (...) {
     refuse("load_plugin: ", file.string(), " did not register: it threw what is no std::exception");
   }
@@ -76,6 +76,9 @@ void load_plugin(const std::filesystem::path& given) {
   const Plugin& plugin = opened(file);
   std::vector<Loaded>& all = all_loaded();
   if (std::ranges::find(all, &plugin, &Loaded::plugin) != all.end()) return;
+  KVKEEP_REQUIRE(plugin.layout == plugin_layout(), "load_plugin: ", file.string(),
+                 " was compiled with flags under which strings, containers or structs have other sizes than in this "
+                 "kvkeep; allowed the same standard library and its ABI, without _GLIBCXX_DEBUG and -fpack-struct");
   KVKEEP_REQUIRE(plugin.registry() == registry_of_this_process(), "load_plugin: ", file.string(),
                  " is linked to another kvkeep than this program, which would not see its policies; allowed the one "
                  "shared library kvkeep::kvkeep in both (BUILD_SHARED_LIBS=ON)");

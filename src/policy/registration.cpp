@@ -6,6 +6,7 @@
 
 #include "known_policies.h"
 #include "kvkeep/core/error.h"
+#include "kvkeep/policy/evict_options.h"
 #include "kvkeep/policy/option_fields.h"
 
 namespace kvkeep {
@@ -35,19 +36,35 @@ KnownPolicy composed(const ScorerEntry& scorer, const AllocatorEntry& allocator)
 void require_name(std::string_view operation, std::string_view name) {
   const bool plain =
       std::ranges::all_of(name, [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-'; });
-  KVKEEP_REQUIRE(!name.empty() && plain, operation, ": this is no name for a policy; given \"", shortened(name),
-                 "\"; allowed lower-case letters, digits and hyphens, at least one");
+  const bool whole = !name.empty() && !name.starts_with('-') && !name.ends_with('-');  // hyphens join names
+  KVKEEP_REQUIRE(whole && plain, operation, ": this is no name for a policy; given \"", shortened(name),
+                 "\"; allowed lower-case letters, digits, and hyphens within");
 }
 
-/// Throws if what describes options gives one a default that is not allowed.
+/// The names of the options that `describe` describes. Throws if one has a name or a default that is not allowed, and
+/// if the defaults make null.
 template <class Describe>
-void require_defaults(std::string_view operation, std::string_view name, const Describe& describe) {
+std::vector<std::string> option_names(std::string_view operation, std::string_view name, const Describe& describe) {
   OptionFields lister = OptionFields::lister();
+  bool made = false;
   try {
-    static_cast<void>(describe(lister));
+    made = describe(lister) != nullptr;
   } catch (const InvalidArgument& error) {
-    refuse(operation, ": the default of an option of ", name, " is not allowed: ", error.what(),
-           "; one that must be given has a `fallback` instead");
+    refuse(operation, ": an option of ", name, " is not allowed: ", error.what());
+  }
+  KVKEEP_REQUIRE(made, operation, ": the default options of ", name,
+                 " make null; allowed a scorer, an allocator, or a function that makes a policy");
+  return lister.names();
+}
+
+/// Throws for an option of a scorer, or of an allocator, under a name that means one of every policy.
+void require_apart(std::string_view operation, std::string_view name, const std::vector<std::string>& options) {
+  OptionFields common = OptionFields::lister();
+  describe_common_options(common);
+  for (const std::string& option : options) {
+    const std::string_view last = std::string_view(option).substr(option.rfind('.') + 1);
+    KVKEEP_REQUIRE(std::ranges::find(common.names(), last) == common.names().end() && last != "policy", operation,
+                   ": option \"", last, "\" of ", name, " is an option of every policy; allowed another name");
   }
 }
 
@@ -69,7 +86,11 @@ void KnownPolicies::add(PolicyEntry entry) {
   const std::string name = entry.name;
   require_name("register_policy", name);
   KVKEEP_REQUIRE(entry.describe != nullptr, "register_policy: describe of ", name, " is empty; allowed a function");
-  require_defaults("register_policy", name, entry.describe);
+  const std::vector<std::string> options = option_names("register_policy", name, entry.describe);
+  const auto has = [&](const char* option) { return std::ranges::find(options, option) != options.end(); };
+  KVKEEP_REQUIRE(!has("policy") && !(entry.narrows && has("decode")), "register_policy: an option of ", name,
+                 " is called policy or decode, where JSON names the policy, and what decides after it; allowed another "
+                 "name");
   const std::lock_guard lock(mutex_);
   std::vector<KnownPolicy> one;
   one.push_back({std::move(entry)});
@@ -80,7 +101,8 @@ void KnownPolicies::add(ScorerEntry entry) {
   const std::string_view name = entry.traits.name;
   require_name("register_scorer", name);
   KVKEEP_REQUIRE(entry.make != nullptr, "register_scorer: make of ", name, " is empty; allowed a function");
-  require_defaults("register_scorer", name, entry.make);
+  const std::vector<std::string> options = option_names("register_scorer", name, entry.make);
+  if (complete_) require_apart("register_scorer", name, options);
   const std::lock_guard lock(mutex_);
   AllocatorEntry flat = allocator_entry<Flat>({});
   std::vector<KnownPolicy> more{evicting(std::string(name), entry, flat)};
@@ -94,7 +116,9 @@ void KnownPolicies::add(AllocatorEntry entry) {
   const std::string_view name = entry.traits.name, alone = entry.traits.scorer;
   require_name("register_allocator", name);
   KVKEEP_REQUIRE(entry.make != nullptr, "register_allocator: make of ", name, " is empty; allowed a function");
-  require_defaults("register_allocator", name, [&](Fields& f) { return entry.make(f, {}); });
+  const std::vector<std::string> options =
+      option_names("register_allocator", name, [&](Fields& f) { return entry.make(f, {}); });
+  if (complete_) require_apart("register_allocator", name, options);
   const std::lock_guard lock(mutex_);
   std::vector<KnownPolicy> more;
   bool found = alone.empty();
@@ -136,9 +160,9 @@ const KnownPolicy& KnownPolicies::named(std::string_view name) const {
                       "policy: ", name, one.why, ", which this build leaves out; allowed in a build with ", one.option,
                       "=ON");
   refuse_misfit(name);
-  const std::string nearest = did_you_mean(name, all(), kNameOfPolicy);
-  refuse("policy: there is no policy \"", shortened(name), "\"", nearest,
-         nearest.empty() ? "; allowed " + names() : "; kvkeep policies lists all");
+  const std::string nearest = did_you_mean(name.substr(0, name.find_first_of(",:=")), all(), kNameOfPolicy);
+  refuse("policy: there is no policy \"", shortened(name), "\"", nearest, "; kvkeep policies lists all",
+         nearest.empty() ? ", and --plugin FILE adds a plug-in's" : "");
 }
 
 void KnownPolicies::refuse_misfit(std::string_view name) const {

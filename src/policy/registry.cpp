@@ -32,6 +32,8 @@ MakePolicy described(const KnownPolicy& known, const OptionValue& options, Optio
   try {
     MakePolicy make = known.entry.describe(reader);
     reader.finish(known.entry.name);
+    KVKEEP_REQUIRE(make != nullptr, "policy: describe of ", known.entry.name,
+                   " returned an empty function; allowed one that makes the policy");
     return make;
   } catch (const InvalidArgument&) {
     OptionFields lister = OptionFields::lister();
@@ -55,7 +57,8 @@ PolicyInfo info_of(const KnownPolicy& known) {
                   known.allocator,
                   known.needs ? known.needs() : entry.needs,
                   entry.narrows,
-                  known.chooses ? known.chooses() : std::string()};
+                  known.chooses ? known.chooses() : std::string(),
+                  known.pieces ? known.pieces() : std::string()};
   if (entry.narrows)
     info.options.push_back({"decode", "full", "a policy object",
                             "the policy that decides once the prompt has ended; in text, the part after a +"});
@@ -82,7 +85,9 @@ std::unique_ptr<KVPolicy> policy_of(const OptionValue& object, const std::filesy
     decoding = decoding_of(name, object, folder, reader.uneven_heads);
     if (decoding->name() != "full") resolved["decode"] = OptionValue::Json{decoding->to_json()};
   }
-  return make(resolved.json(), std::move(decoding));
+  std::unique_ptr<KVPolicy> made = make(resolved.json(), std::move(decoding));
+  KVKEEP_REQUIRE(made != nullptr, "policy: what describe of ", name, " returned made null; allowed a policy");
+  return made;
 }
 
 std::vector<PolicyInfo> policies() {
@@ -90,6 +95,8 @@ std::vector<PolicyInfo> policies() {
   for (const KnownPolicy* known : known_policies().all()) all.push_back(info_of(*known));
   return all;
 }
+
+PolicyInfo policy_called(std::string_view name) { return info_of(known_policies().named(name)); }
 
 std::vector<PolicyFile> files_of(const OptionValue& object, const std::filesystem::path& folder) {
   std::vector<PolicyFile> files;

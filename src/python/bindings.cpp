@@ -243,14 +243,16 @@ class View {
         layers.emplace_back();
         continue;
       }
-      KVKEEP_REQUIRE(layer->size() == 2 || layer->size() == 4, "layers: a layer has ", layer->size(),
-                     " arrays; allowed (keys, values) or (keys, values, key_scales, value_scales)");
-      Tensor all[4];
+      KVKEEP_REQUIRE(layer->size() == 2 || layer->size() == 4 || layer->size() == 5, "layers: a layer has ",
+                     layer->size(),
+                     " arrays; allowed (keys, values), (keys, values, key_scales, value_scales), or these and extras; "
+                     "None: no scales");
+      Tensor all[5];
       for (std::size_t i = 0; i < layer->size(); ++i) all[i] = view_of((*layer)[i], "layers", Access::write);
       if (view.block_table.defined())
-        layers.emplace_back(PagedKv{all[0], all[1], layout, all[2], all[3]});
+        layers.emplace_back(PagedKv{all[0], all[1], layout, all[2], all[3], 0, 0, all[4]});
       else
-        layers.emplace_back(DenseKv{all[0], all[1], all[2], all[3]});
+        layers.emplace_back(DenseKv{all[0], all[1], all[2], all[3], 0, 0, all[4]});
     }
     const std::span<std::int32_t> lengths = lengths_of(lengths_in);
     const auto n = static_cast<std::int64_t>(sequences_.size());
@@ -320,7 +322,8 @@ ModelSpec make_spec(std::int32_t query_heads, std::int32_t kv_heads, std::int32_
                     double attention_scaling, double softmax_scale,
                     const std::vector<std::pair<std::int32_t, std::int32_t>>& sliding,
                     const std::vector<std::pair<std::int32_t, std::int32_t>>& shared, const Ints& other,
-                    const std::map<std::int32_t, RopeSpec>& layer_ropes) {
+                    const std::map<std::int32_t, RopeSpec>& layer_ropes,
+                    const std::map<std::int32_t, std::vector<float>>& layer_sinks, double logit_cap) {
   ModelSpec spec;
   spec.query_heads = query_heads;
   spec.kv_heads = kv_heads;
@@ -338,6 +341,8 @@ ModelSpec make_spec(std::int32_t query_heads, std::int32_t kv_heads, std::int32_
   for (const auto& [layer, source] : shared) at(layer, "shared") = {.kind = LayerKind::shared, .source = source};
   for (const std::int32_t layer : other) at(layer, "other") = {.kind = LayerKind::other};
   for (const auto& [layer, rope] : layer_ropes) at(layer, "layer_ropes").rope = rope;
+  for (const auto& [layer, sinks] : layer_sinks) at(layer, "layer_sinks").sinks = sinks;
+  spec.logit_cap = logit_cap;
   spec.check();
   return spec;
 }
@@ -412,7 +417,8 @@ void bind_results(nb::module_& m) {
       .def_ro("slots_dropped", &Totals::slots_dropped)
       .def_ro("bytes_moved", &Totals::bytes_moved)
       .def_ro("pages_freed", &Totals::pages_freed)
-      .def_ro("slots_folded", &Totals::slots_folded);
+      .def_ro("slots_folded", &Totals::slots_folded)
+      .def_ro("unscored", &Totals::unscored, "sequences that were due and were not cut, at each step anew");
 }
 
 void bind_pages(nb::module_& m) {
@@ -497,17 +503,18 @@ void bind_keeper(nb::module_& m) {
           "sequence"_a, "file"_a = nb::none(), "The keeper's state of a sequence: bytes, or in a file.")
       .def(
           "restore",
-          [](Keeper& self, SequenceId sequence, const nb::bytes& state, std::optional<std::int32_t> prompt) {
-            self.restore(sequence, {static_cast<const std::byte*>(state.data()), state.size()}, prompt);
+          [](Keeper& self, SequenceId sequence, const nb::bytes& state, std::optional<std::int32_t> prompt,
+             std::optional<std::int64_t> tokens) {
+            self.restore(sequence, {static_cast<const std::byte*>(state.data()), state.size()}, prompt, tokens);
           },
-          "sequence"_a, "state"_a, "prompt"_a = nb::none(),
-          "From what save() gave: bytes, or the path of a file. prompt: tokens of its prompt, None: as it was saved.")
+          "sequence"_a, "state"_a, "prompt"_a = nb::none(), "tokens"_a = nb::none(),
+          "From what save() gave: bytes, or the path of a file. prompt: tokens of its prompt, None: as it was saved. "
+          "tokens: of those saved, the first ones that it begins with, as in fork(); None: all.")
       .def(
           "restore",
-          [](Keeper& self, SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt) {
-            self.restore(sequence, file, prompt);
-          },
-          "sequence"_a, "file"_a, "prompt"_a = nb::none())
+          [](Keeper& self, SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt,
+             std::optional<std::int64_t> tokens) { self.restore(sequence, file, prompt, tokens); },
+          "sequence"_a, "file"_a, "prompt"_a = nb::none(), "tokens"_a = nb::none())
       .def(
           "observe",
           [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& queries,
@@ -552,9 +559,11 @@ void bind_keeper(nb::module_& m) {
           "step",
           [](Keeper& self, const Layers& layers, IdList sequences, const Array& lengths, IntList places, IntList starts,
              const Array& block_table, const std::string& page_layout, PageAllocator* pages,
-             const std::string& shared_pages) {
+             const std::string& shared_pages, IdList named_in) {
             View view(self.spec(), layers, std::move(sequences).of("sequences"), lengths, std::move(places),
                       std::move(starts), block_table, page_layout, pages, shared_pages);
+            const Ids named = std::move(named_in).of("named");
+            view.view.named = named;
             return without_gil([&] {
               self.bind(std::move(view.layers));
               return self.step(view.view).wait();
@@ -562,10 +571,11 @@ void bind_keeper(nb::module_& m) {
           },
           "layers"_a, "sequences"_a, "lengths"_a, nb::kw_only(), "places"_a = nb::none(), "starts"_a = nb::none(),
           "block_table"_a = nb::none(), "page_layout"_a = "slot_head", "pages"_a = nb::none(),
-          "shared_pages"_a = "copy",
+          "shared_pages"_a = "copy", "named"_a = nb::none(),
           "Cuts what is due. layers: (keys, values) of each, [B, Hkv, capacity, D] or in pages, None: no rows of its "
           "own; lengths: int32 [n] or [n, layers * Hkv], contiguous, this step's tokens included: an event writes the "
-          "new ones.")
+          "new ones. named: sequences whose event comes now, by the program's word, if they hold more than the "
+          "budget.")
       .def(
           "narrow",
           [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& queries,
@@ -587,6 +597,12 @@ void bind_keeper(nb::module_& m) {
           "Under a policy that narrows prompts: after the attention of each layer, which tokens continue.")
       .def("logical_length", &Keeper::logical_length, "sequence"_a, "Tokens seen; the position of the next one.")
       .def("physical_length", &Keeper::physical_length, "sequence"_a, "layer"_a, "head"_a, "Slots of one row.")
+      .def("rollback_limit", &Keeper::rollback_limit, "sequence"_a,
+           "Its newest tokens that truncate() can take back; 0 right after an event.")
+      .def("whole_prefix", &Keeper::whole_prefix, "sequence"_a,
+           "Its oldest tokens that no event has touched, in any row: a prefix cache may take in whole pages of them.")
+      .def("evicted", &Keeper::evicted, "sequence"_a,
+           "Its tokens that are in no row any more: logical less cached length. Refused where rows differ in length.")
       .def(
           "tokens_to_event",
           [](const Keeper& self, SequenceId sequence) -> std::optional<std::int64_t> {
@@ -619,18 +635,16 @@ void bind_keeper(nb::module_& m) {
           "pages_needed",
           [](const Keeper& self, SequenceId sequence, const Steps& tokens, std::int32_t page_size,
              std::int32_t shared_pages, bool last_shared) {
-            LengthForecast ahead = self.forecast(sequence);
             const Ints of_steps = steps_of(tokens);
-            KVKEEP_REQUIRE(!of_steps.empty(), "pages_needed: no step; allowed 1 or more");
-            ahead.step(std::span(of_steps).first(of_steps.size() - 1));
-            const PageNeed need = ahead.need(of_steps.back(), page_size, shared_pages, last_shared);
+            const PageNeed need = self.forecast(sequence).need(std::span<const std::int32_t>(of_steps), page_size,
+                                                               shared_pages, last_shared);
             return std::tuple(need.append, need.event);
           },
           "sequence"_a, "tokens"_a, "page_size"_a, "shared_pages"_a, "last_shared"_a = true,
           "The most pages that a step of so many tokens, or the last of a list of steps, takes: (for its tokens and "
-          "for "
-          "copies of shared pages that they are written to, for copies that its event writes). shared_pages: how many "
-          "of the sequence's pages others will hold too by then. last_shared: False if its last page is none of them, "
+          "for copies of shared pages that they are written to, for copies that its event writes). shared_pages: how "
+          "many of the sequence's pages others will hold too by then. last_shared: False if its last page is none of "
+          "them, "
           "as under a cache of whole pages.")
       .def(
           "metrics",
@@ -669,10 +683,21 @@ NB_MODULE(_kvkeep, m) {
            "softmax_scale"_a = 0.0, "sliding"_a = std::vector<std::pair<std::int32_t, std::int32_t>>(),
            "shared"_a = std::vector<std::pair<std::int32_t, std::int32_t>>(), "other"_a = std::vector<std::int32_t>(),
            "layer_ropes"_a = std::map<std::int32_t, RopeSpec>(),
+           "layer_sinks"_a = std::map<std::int32_t, std::vector<float>>(), "logit_cap"_a = 0.0,
            "inv_freq: radians per position of each RoPE pair, after scaling; rope_style: 'half', 'interleaved' or "
            "'none'; layer_ropes: {layer: Rope} where a layer's differs. sliding: (layer, window) of the layers that "
            "attend to the newest tokens only; shared: (layer, source) of those that read an earlier layer's cache; "
-           "other: those without keys and values.")
+           "other: those without keys and values. layer_sinks: {layer: a logit for each query head} that joins the "
+           "softmax beside the keys (gpt-oss), -inf: none; logit_cap: c of logits c tanh(x / c) (Gemma 2), 0: none.")
+      .def_ro("logit_cap", &ModelSpec::logit_cap)
+      .def(
+          "sinks",
+          [](const ModelSpec& spec, std::int32_t layer) {
+            KVKEEP_REQUIRE(layer >= 0 && layer < spec.num_layers(), "sinks: layer ", layer, "; allowed 0 to ",
+                           spec.num_layers() - 1);
+            return spec.layers[static_cast<std::size_t>(layer)].sinks;
+          },
+          "layer"_a, "Sink logits of one layer, one for each query head; empty: none.")
       .def(
           "rope",
           [](const ModelSpec& spec, std::int32_t layer) {
@@ -739,6 +764,17 @@ NB_MODULE(_kvkeep, m) {
         return all;
       },
       "Every policy that this process knows, with its options.");
+  m.def(
+      "prometheus_metrics",
+      [](std::vector<std::pair<Totals, std::string>> keepers) {
+        std::vector<KeeperMetrics> all;
+        for (auto& [totals, labels] : keepers) all.push_back({totals, std::move(labels)});
+        return prometheus_metrics(all);
+      },
+      "keepers"_a,
+      "One page of several keepers as Prometheus reads it: [(keeper.totals, 'worker=\"0\"'), ...], each with labels of "
+      "its "
+      "own. Take the totals on the keeper's thread.");
   m.def("load_plugin", &load_plugin, "file"_a,
         "Loads a shared library whose scorers, allocators and policies are then known by name (KVKEEP_PLUGIN() of "
         "kvkeep/policy/plugin.h). Raises InvalidArgument for one that was compiled for another version of kvkeep, that "

@@ -158,6 +158,8 @@ void read_layer(const io::SafetensorsFile& file, const std::string& prefix, Reco
     e.output_projections[layer] = contiguous(projection);
   }
   e.spec.layers[layer].kind = LayerKind::full;
+  if (const Tensor sinks = find(file, prefix, "sinks", false); sinks.defined())
+    e.spec.layers[layer].sinks = sink_logits(file, "sinks", sinks, e.spec.query_heads);
   e.rows[layer] = DenseKv{clone(keys), clone(values)};
   e.positions.push_back(as<std::int32_t>(positions));
   e.query_positions.push_back(queries.defined() ? as<std::int32_t>(query_positions) : Tensor());
@@ -263,6 +265,7 @@ RecordedEvent read_event(const io::SafetensorsFile& file) {
   e.spec.rope.inv_freq = frequencies_of(file, "metadata \"inv_freq\"", parsed(file, "inv_freq"));
   e.spec.rope.attention_scaling = number(file, "attention_scaling", 1.0);
   e.spec.softmax_scale = number(file, "softmax_scale", 0.0);
+  e.spec.logit_cap = number(file, "logit_cap", 0.0);
 
   if (file.has("lengths")) {
     const Tensor lengths = integers(file, "lengths", file.tensor("lengths"));
@@ -392,8 +395,8 @@ void add_layer(RecordedEvent& e, const RowTable& table, const Decision& decision
   }
   if (decision.allotment) {
     const Allotment& a = *decision.allotment;
-    add("mass", flat(a.mass.data));
-    add("mass_used", flat(a.mass_used.data));
+    if (a.mass.data.defined()) add("mass", flat(a.mass.data));
+    if (a.mass_used.data.defined()) add("mass_used", flat(a.mass_used.data));
     std::size_t segments = 0;
     for (std::size_t r = first; r < last; ++r) segments = std::max(segments, a.ends[r].size());
     add("segment_ends", stack<std::int32_t>(e, first, static_cast<std::int64_t>(segments), -1,
@@ -426,6 +429,14 @@ const std::string& metadata(const io::SafetensorsFile& file, const std::string& 
   return found->second;
 }
 
+std::vector<float> sink_logits(const io::SafetensorsFile& file, const std::string& name, const Tensor& t,
+                               std::int32_t heads) {
+  want(file, name, t, heads > 0 && t.sizes() == Shape({heads}) && is_scorable(t.dtype()),
+       text("f32, f16 or bf16 [Hq = ", heads, "], beside queries"));
+  const Tensor floats = as<float>(t);
+  return {floats.data<float>(), floats.data<float>() + heads};
+}
+
 double number(const io::SafetensorsFile& file, const std::string& key, double fallback) {
   if (!file.metadata().contains(key)) return fallback;
   const Json value = parsed(file, key);
@@ -449,7 +460,8 @@ Result replay_event(const io::SafetensorsFile& file, const KVPolicy& policy) {
   const RowTable table = rows_of(e);
   const Decision decision = policy.decide({e.spec, table, e.basis, Moment::step_end, true, e.output_projections});
   const KeepSet keep = decision.keep ? *decision.keep : keep_everything(table);
-  check_keep(policy.name(), table, keep, true);
+  check_keep(policy.name(), table, keep);
+  check_decision(policy.name(), table, decision);
   compact(table, keep);
 
   Result result;

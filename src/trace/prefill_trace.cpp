@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "kvkeep/layers/layer_selector.h"
+#include "kvkeep/policy/evict.h"
 #include "kvkeep/version.h"
 
 #include "kvkeep/io/untrusted_json.h"
@@ -39,6 +40,7 @@ Prompt read_prompt(const io::SafetensorsFile& file) {
   Prompt prompt;
   prompt.spec.layers.resize(static_cast<std::size_t>(layers_of(file)));
   prompt.spec.softmax_scale = number(file, "softmax_scale", 0.0);
+  prompt.spec.logit_cap = number(file, "logit_cap", 0.0);
   for (std::int32_t l = 0; l < prompt.spec.num_layers(); ++l) {
     const auto tensor = [&](const char* name) {
       const std::string full = text("layer.", l, ".", name);
@@ -69,6 +71,8 @@ Prompt read_prompt(const io::SafetensorsFile& file) {
              queries.size(1) <= prompt.tokens && queries.size(2) == s.key_dim,
          text("[Hq, the newest of ", prompt.tokens, " tokens, ", s.key_dim, "] with Hq a multiple of ", s.kv_heads,
               ", as the first layer's"));
+    if (const std::string name = text("layer.", l, ".sinks"); file.has(name))
+      prompt.spec.layers[static_cast<std::size_t>(l)].sinks = sink_logits(file, name, file.tensor(name), s.query_heads);
     prompt.layer_keys.push_back(keys);
     prompt.layer_queries.push_back(queries);
   }
@@ -157,11 +161,13 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
   std::int64_t dropped = 0;
   std::vector<std::int32_t> present(static_cast<std::size_t>(prompt.tokens));
   std::iota(present.begin(), present.end(), 0);
-  const std::unique_ptr<PromptPass> pass = policy.begin_prompt(host(), prompt.spec, prompt.tokens);
+  const std::unique_ptr<PromptPass> pass =
+      policy.narrows() ? begun_prompt("replay", policy, host(), prompt.spec, prompt.tokens) : nullptr;
   for (std::int32_t l = 0; l < layers && !restart; ++l) {
     const std::int32_t there = recorded(prompt, present);
-    const std::int32_t wanted = pass == nullptr ? std::min(policy.needs().queries, prompt.tokens)
-                                                : pass->wants(l, static_cast<std::int32_t>(present.size()));
+    const std::int32_t wanted =
+        pass == nullptr ? std::min(policy.needs().queries, prompt.tokens)
+                        : wanted_queries("replay", policy, *pass, l, static_cast<std::int32_t>(present.size()));
     KVKEEP_REQUIRE(wanted <= there, file.where(), ": layer ", l, " holds the newest ", there,
                    " queries of the tokens that reach it; ", policy.name(), " reads ", wanted,
                    "; allowed at most those recorded");
@@ -172,7 +178,12 @@ Result replay_prefill(const io::SafetensorsFile& file, const KVPolicy& policy) {
                               .table = layer.table,
                               .basis = QueryBasis::post_rope,
                               .moment = pass == nullptr ? Moment::prefill_end : Moment::prefill_layer};
-      decision = pass == nullptr ? policy.decide(evidence) : policy.decide(*pass, evidence);
+      decision = pass == nullptr ? policy.decide(evidence) : policy.decide(*pass, evidence);  // which looks at it
+      if (pass == nullptr) {
+        if (decision.keep) check_keep(policy.name(), layer.table, *decision.keep);
+        check_decision(policy.name(), layer.table, decision);
+        decision.narrow.reset();
+      }
     }
     if (decision.relative_variance) variance.data<double>()[l] = *decision.relative_variance;
     if (decision.reason == Reason::select_layer) selection_layer = l;

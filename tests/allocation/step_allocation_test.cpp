@@ -246,5 +246,22 @@ TEST(IdleStep, AllocatesNothing) {
     }
 }
 
+TEST(BlockTable, AllocatesNothingWhereOneIsHeld) {
+  PagePool pool(64, kPageSize);
+  PagedSequences sequences(pool);
+  const std::vector<SequenceId> ids{1, 2, 3};
+  for (const SequenceId id : ids) static_cast<void>(sequences.admit(id, kPageSize));
+  Tensor held;
+  long made = 0;
+  for (std::int32_t step = 0; step < 40; ++step) {
+    static_cast<void>(sequences.append(ids[static_cast<std::size_t>(step % 3)], 1));
+    const long before = allocations;
+    const Tensor table = sequences.table(ids, held);
+    made += allocations > before ? 1 : 0;
+    ASSERT_EQ(table.size(0), 3);
+  }
+  EXPECT_LE(made, 3) << "1 page at first, 5 pages at last, and half as many again each time";
+}
+
 }  // namespace
 }  // namespace kvkeep

@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cstring>
+#include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -49,6 +51,16 @@ TEST(CInterface, ForksAndKeepsStateInMemory) {
     EXPECT_EQ(kvkeep_restore_bytes(other.keeper.get(), 6, state.data(), state.size() - 1, -1), KVKEEP_INVALID_ARGUMENT);
     EXPECT_EQ(kvkeep_restore_bytes(other.keeper.get(), 6, state.data(), state.size(), 99), KVKEEP_STATE_ERROR);
     for (std::int32_t r = 0; r < kRows; ++r) EXPECT_EQ(other.positions(5, r), c.positions(1, r));
+    std::int64_t length = 0;
+    ASSERT_EQ(kvkeep_logical_length(keeper, 1, &length), KVKEEP_OK);
+    ASSERT_EQ(kvkeep_restore_prefix(other.keeper.get(), 7, state.data(), state.size(), length - 1, -1), KVKEEP_OK)
+        << kvkeep_last_error();
+    for (std::int32_t r = 0; r < kRows; ++r) EXPECT_EQ(other.positions(7, r).size() + 1, c.positions(1, r).size());
+    ASSERT_EQ(kvkeep_restore_prefix(other.keeper.get(), 8, state.data(), state.size(), -1, -1), KVKEEP_OK);
+    EXPECT_EQ(other.positions(8, 0), c.positions(1, 0));
+    EXPECT_EQ(kvkeep_restore_prefix(other.keeper.get(), 6, state.data(), state.size(), length + 1, -1),
+              KVKEEP_INVALID_ARGUMENT);
+    EXPECT_EQ(kvkeep_restore_prefix(other.keeper.get(), 6, state.data(), state.size(), 1, -1), KVKEEP_STATE_ERROR);
 
     std::vector<std::byte> rows;
     const auto copy = [&](const kvkeep_cache& cache) {
@@ -57,7 +69,7 @@ TEST(CInterface, ForksAndKeepsStateInMemory) {
       return status;
     };
     ASSERT_EQ(c.call(copy, {1}, report, false), KVKEEP_OK) << kvkeep_last_error();
-    ASSERT_EQ(std::ssize(rows), c.lengths.at(1)[0] * kRows * (kKeyDim + kValueDim) * 4);
+    ASSERT_EQ(std::ssize(rows), c.lengths.at(1)[0] * kRows * (kKeyDim + kValueDim + kExtraDim) * 4);
     other.lengths[5] = c.lengths.at(1);
     while (page_size > 0 && std::ssize(other.pages[5]) * page_size < other.lengths.at(5)[0])
       other.pages[5].push_back(other.pool.take());
@@ -67,9 +79,9 @@ TEST(CInterface, ForksAndKeepsStateInMemory) {
     ASSERT_EQ(other.call(bring, {5}, report, false), KVKEEP_OK) << kvkeep_last_error();
     for (std::int32_t r = 0; r < kRows; ++r)
       for (std::int32_t t = 0; t < c.lengths.at(1)[0]; ++t)
-        for (const bool value : {false, true})
-          ASSERT_TRUE(same_bits(c.slot_of(1, r / kHeads, r % kHeads, t, value),
-                                other.slot_of(5, r / kHeads, r % kHeads, t, value)));
+        for (const Sided side : kAllSides)
+          ASSERT_TRUE(same_bits(c.slot_of(1, r / kHeads, r % kHeads, t, side),
+                                other.slot_of(5, r / kHeads, r % kHeads, t, side)));
   }
 }
 
@@ -194,14 +206,82 @@ TEST(CInterface, RefusesLabelsThatPrometheusCannotRead) {
   for (const char* labels : {"", R"(a="")", R"(_a1="x y",B="\\ \" \n")", R"(a="{,}", b="2")", "a=\"\xc3\xa9\""})
     EXPECT_EQ(kvkeep_metrics(c.keeper.get(), labels, &page), KVKEEP_OK) << labels << ": " << kvkeep_last_error();
   EXPECT_EQ(kvkeep_metrics(c.keeper.get(), nullptr, &page), KVKEEP_OK);
-  for (const char* labels :
-       {"bad label",     "a",         "a=",         "a=1",     R"(a="1)",        R"(a="1",)",
-        R"(a="1"b="2")", R"(1a="1")", R"(a-b="1")", R"(="1")", R"({a="1"})",     R"(a="\t")",
-        "a=\"\n\"",      R"(a="\)",   R"(le="1")",  " ",       R"(a="1",a="2")", R"(a="1",b="2",a="1")",
-        "a=\"\xff\"",    "a=\"\xc3\""}) {
+  for (const char* labels : {"bad label",
+                             "a",
+                             "a=",
+                             "a=1",
+                             R"(a="1)",
+                             R"(a="1",)",
+                             R"(a="1"b="2")",
+                             R"(1a="1")",
+                             R"(a-b="1")",
+                             R"(="1")",
+                             R"({a="1"})",
+                             R"(a="\t")",
+                             "a=\"\n\"",
+                             R"(a="\)",
+                             R"(le="1")",
+                             " ",
+                             R"(a="1",a="2")",
+                             R"(a="1",b="2",a="1")",
+                             "a=\"\xff\"",
+                             "a=\"\xc3\"",
+                             R"(__name__="x")",
+                             R"(a="1",)"}) {
     EXPECT_EQ(kvkeep_metrics(c.keeper.get(), labels, &page), KVKEEP_INVALID_ARGUMENT) << labels;
     EXPECT_TRUE(std::string(kvkeep_last_error()).starts_with("metrics: labels are no list that Prometheus reads"));
   }
+}
+
+TEST(CInterface, WritesOnePageOfSeveralKeepers) {
+  CEngine c(kPolicy), idle(kPolicy);
+  oracle::Random random(5);
+  kvkeep_report report{};
+  c.join(1);
+  for (int i = 0; i < 30; ++i) {
+    c.feed(numbers_of(random, {{1, i == 0 ? 30 : 1}}));
+    ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  }
+  kvkeep_totals totals[2] = {{}, {}};
+  totals[0].size = totals[1].size = sizeof totals[0];
+  ASSERT_EQ(kvkeep_read_totals(c.keeper.get(), &totals[0]), KVKEEP_OK);
+  ASSERT_EQ(kvkeep_read_totals(idle.keeper.get(), &totals[1]), KVKEEP_OK);
+  ASSERT_GT(totals[0].events, 2);
+  EXPECT_GT(totals[0].event_seconds, 0);
+  kvkeep_keeper_metrics keepers[] = {{&totals[0], R"(worker="0")"}, {&totals[1], R"(worker="1")"}};
+  const char* text = nullptr;
+  ASSERT_EQ(kvkeep_prometheus_metrics(keepers, 2, &text), KVKEEP_OK) << kvkeep_last_error();
+  const std::string page = text;
+
+  const char* alone = nullptr;
+  ASSERT_EQ(kvkeep_metrics(c.keeper.get(), R"(worker="0")", &alone), KVKEEP_OK);
+  const auto lines = [](const std::string& of) {
+    std::multiset<std::string> all;
+    std::istringstream in(of);
+    for (std::string line; std::getline(in, line);) all.insert(line);
+    return all;
+  };
+  std::multiset<std::string> both = lines(page);
+  for (const std::string& line : lines(alone)) {
+    ASSERT_EQ(both.count(line), 1U) << line << " is not there once in\n" << page;
+    both.erase(line);
+  }
+  for (const std::string& line : both) EXPECT_NE(line.find(R"({worker="1")"), std::string::npos) << line;
+  EXPECT_EQ(std::ranges::count_if(lines(alone), [](const std::string& l) { return l[0] != '#'; }), std::ssize(both));
+
+  keepers[1].labels = keepers[0].labels;
+  EXPECT_EQ(kvkeep_prometheus_metrics(keepers, 2, &text), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_TRUE(std::string(kvkeep_last_error()).starts_with("metrics: keepers 0 and 1 have the same labels"));
+  keepers[1] = {nullptr, nullptr};
+  EXPECT_EQ(kvkeep_prometheus_metrics(keepers, 2, &text), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_STREQ(kvkeep_last_error(), "metrics: totals is NULL; allowed an address");
+  EXPECT_EQ(kvkeep_prometheus_metrics(nullptr, 1, &text), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_STREQ(kvkeep_last_error(), "metrics: keepers is NULL; allowed an address of 1 entries");
+  totals[1].size = offsetof(kvkeep_totals, event_seconds);  // times of which it would say that all are above 5 s
+  keepers[1] = {&totals[1], nullptr};
+  EXPECT_EQ(kvkeep_prometheus_metrics(keepers, 2, &text), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_STREQ(kvkeep_last_error(),
+               "metrics: totals have a size of 88, without the times of events; allowed 216 or more");
 }
 
 TEST(CInterface, RunsOnTheThreadsThatItIsLentAndIsWatched) {
@@ -244,6 +324,24 @@ TEST(CInterface, RunsOnTheThreadsThatItIsLentAndIsWatched) {
   kvkeep_keeper* made = nullptr;
   EXPECT_EQ(kvkeep_keeper_make(&model.of_c, kPolicy, &provided, &made), KVKEEP_INVALID_ARGUMENT);
   EXPECT_STREQ(kvkeep_last_error(), "provided: threads: run is NULL; allowed an address");
+}
+
+TEST(CInterface, SaysSomethingOfAnExceptionThatSaysNothing) {
+  const kvkeep_trace_hook trace{nullptr, [](void*, const char*) { throw std::runtime_error(""); },
+                                [](void*, const char*) {}};
+  kvkeep_provided provided{};
+  provided.size = sizeof provided;
+  provided.queries = 1;
+  provided.trace = &trace;
+  CEngine c(kPolicy, 0, &provided);
+  oracle::Random random(5);
+  kvkeep_report report{};
+  c.join(1);
+  c.feed(numbers_of(random, {{1, 40}}));
+  ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  c.feed(numbers_of(random, {{1, 1}}));
+  EXPECT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_INTERNAL);
+  EXPECT_STREQ(kvkeep_last_error(), "an exception that says nothing, perhaps of a plug-in");
 }
 
 }  // namespace

@@ -19,17 +19,17 @@ using namespace engines;
 using namespace c_engine;
 
 // Structs of version 3: fields may be added at their ends, nothing else.
-static_assert(sizeof(kvkeep_layer) == 12 && offsetof(kvkeep_model, layers) == 64 && sizeof(kvkeep_model) == 88 &&
+static_assert(sizeof(kvkeep_layer) == 12 && offsetof(kvkeep_model, layers) == 64 && sizeof(kvkeep_model) == 112 &&
               sizeof(kvkeep_layer_rope) == 32);
 static_assert(offsetof(kvkeep_provided, accelerator) == 40 && sizeof(kvkeep_provided) == 64);
 static_assert(offsetof(kvkeep_observation, unread) == 64 && sizeof(kvkeep_observation) == 72);
 static_assert(offsetof(kvkeep_step_tokens, log_sum_exp) == 52 && sizeof(kvkeep_step_tokens) == 56);
 static_assert(sizeof(kvkeep_layer_cache) == 40 && sizeof(kvkeep_page_allocator) == 32);
-static_assert(offsetof(kvkeep_cache, pages) == 64 && sizeof(kvkeep_cache) == 72);
+static_assert(offsetof(kvkeep_cache, named) == 80 && sizeof(kvkeep_cache) == 88);
 static_assert(sizeof(kvkeep_cut) == 40 && sizeof(kvkeep_page_move) == 48 && sizeof(kvkeep_unscored) == 16);
 static_assert(offsetof(kvkeep_report, pending) == 112 && offsetof(kvkeep_report, slots_chosen) == 128);
-static_assert(sizeof(kvkeep_report) == 136 && offsetof(kvkeep_totals, slots_chosen) == 72);
-static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 88);
+static_assert(sizeof(kvkeep_report) == 136 && offsetof(kvkeep_totals, event_seconds) == 88);
+static_assert(sizeof(kvkeep_narrowing) == 32 && sizeof(kvkeep_layer_report) == 40 && sizeof(kvkeep_totals) == 216);
 
 constexpr const char* kPolicy = "ams-tova,budget=48,interval=12,recent=4,window=8,min_segment=2,max_segment=16";
 
@@ -130,6 +130,13 @@ TEST(CInterface, RecordsAStepThatBeganAndTakesTokensBack) {
     std::int64_t tokens = 0;
     ASSERT_EQ(kvkeep_tokens_to_event(c.keeper.get(), 1, &tokens), KVKEEP_OK);
     EXPECT_EQ(tokens, cpp.keeper.tokens_to_event(1));
+    ASSERT_EQ(kvkeep_rollback_limit(c.keeper.get(), 1, &tokens), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(tokens, cpp.keeper.rollback_limit(1));
+    ASSERT_EQ(kvkeep_whole_prefix(c.keeper.get(), 1, &tokens), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(tokens, cpp.keeper.whole_prefix(1));
+    ASSERT_EQ(kvkeep_evicted(c.keeper.get(), 1, &tokens), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(tokens, cpp.keeper.evicted(1));
+    EXPECT_EQ(kvkeep_evicted(c.keeper.get(), 2, &tokens), KVKEEP_STATE_ERROR);
   }
   ASSERT_NO_FATAL_FAILURE(expect_same(cpp, c));
   std::int64_t queries = 0;
@@ -185,6 +192,33 @@ TEST(CInterface, HasNothingPendingAndNoWorkspaceOnTheCpu) {
   EXPECT_EQ(c.call(older, {1}, report, false), KVKEEP_OK) << "a program that was compiled before slots were counted";
   EXPECT_EQ(report.slots_kept, -1);
   kvkeep_accelerator_free(nullptr);
+}
+
+TEST(CInterface, CutsAPromptInPiecesAndWhatTheProgramNames) {
+  CEngine c("tova,budget=48,interval=12,recent=4,prefill=pieces,trigger=named");
+  oracle::Random random(8);
+  ASSERT_EQ(kvkeep_join(c.keeper.get(), 1, 0, 100), KVKEEP_OK);
+  c.lengths[1] = Ints(kRows, 0);
+  kvkeep_report report{};
+  for (int i = 0; i < 4; ++i) {
+    c.feed(numbers_of(random, {{1, 25}}));
+    ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+    EXPECT_EQ(c.lengths.at(1)[0], i == 0 ? 25 : 48);
+  }
+  c.feed(numbers_of(random, {{1, 40}}));
+  ASSERT_EQ(c.call(kvkeep_step, {1}, report), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(c.lengths.at(1)[0], 88);
+  std::int64_t name = 2;
+  const auto named = [&](kvkeep_cache cache) {
+    cache.named = &name;
+    cache.num_named = 1;
+    return kvkeep_step(c.keeper.get(), &cache, &report);
+  };
+  EXPECT_EQ(c.call(named, {1}, report, true), KVKEEP_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(kvkeep_last_error()).find("sequence 2 is named for an event"), std::string::npos);
+  name = 1;
+  ASSERT_EQ(c.call(named, {1}, report, true), KVKEEP_OK) << kvkeep_last_error();
+  EXPECT_EQ(c.lengths.at(1)[0], 48);
 }
 
 TEST(CInterface, SavesAndRestoresASequence) {
@@ -291,6 +325,23 @@ TEST(CInterface, SaysWhatIsWrong) {
   wrong.rope_attention_scaling = std::numeric_limits<double>::quiet_NaN();
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
                 "rope.attention_scaling is nan");
+  wrong = model.of_c;
+  wrong.logit_cap = -1;
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "logit_cap must be finite and not negative (0 means none); given -1");
+  wrong.logit_cap = 50;
+  expect_failed(kvkeep_keeper_make(&wrong, "expected,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "expects attention of logits that are not capped; given 50");
+  const float sinks[] = {1, 2, 3};
+  kvkeep_layer_sinks few{.layer = 0, .heads = 3, .sinks = sinks};
+  wrong = model.of_c;
+  wrong.layer_sinks = &few;
+  wrong.num_layer_sinks = 1;
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "layer 0 has 3 sink logits; allowed none, or one for each of the 4 query heads");
+  few.layer = 2;
+  expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
+                "layer_sinks names layer 2; allowed 0 to 1");
   wrong = model.of_c;
   wrong.num_layers = 0;
   expect_failed(kvkeep_keeper_make(&wrong, "tova,budget=8", nullptr, &keeper), KVKEEP_INVALID_ARGUMENT,
@@ -405,19 +456,62 @@ TEST(CInterface, RefusesWhatNoPolicyReadsAndChecksWhatItPassesBy) {
   EXPECT_EQ(kvkeep_narrow(keeper, &seen, &cache, nullptr), KVKEEP_OK) << kvkeep_last_error();
   const auto both_fail = [&](kvkeep_status status, const std::string& words) {
     expect_failed(kvkeep_view(keeper, &seen, out, log_sum_exp), status, words);
+    EXPECT_TRUE(words[0] != ':' || std::string(kvkeep_last_error()).starts_with("view:")) << kvkeep_last_error();
     expect_failed(kvkeep_narrow(keeper, &seen, &cache, nullptr), status, words);
   };
   seen.layer = 77;
   both_fail(KVKEEP_INVALID_ARGUMENT, "layer 77 is out of range");
   seen.layer = 0;
   seen.sequences = &stranger;
-  both_fail(KVKEEP_STATE_ERROR, "sequence 2 is not known");
+  both_fail(KVKEEP_STATE_ERROR, ": sequence 2 is not known; allowed after join(2)");
   seen.sequences = &id;
   const std::int32_t falling[] = {5, 0};
   seen.indptr = falling;
   both_fail(KVKEEP_INVALID_ARGUMENT, "indptr does not ascend from 0");
   seen.size = 0;
   both_fail(KVKEEP_INVALID_ARGUMENT, "observation: size is 0");
+}
+
+TEST(CInterface, MovesWhatElseASlotHas) {
+  const CModel model;
+  kvkeep_keeper* made = nullptr;
+  ASSERT_EQ(kvkeep_keeper_make(&model.of_c, "streaming,budget=12,sink=2,interval=4,prefill=cut", nullptr, &made),
+            KVKEEP_OK);
+  const Kept keeper(made);
+  Arrays arrays;
+  const Array keys = Array::zeros({2, kLayers, kHeads, 20, kKeyDim}, Dtype::f32),
+              values = Array::zeros({2, kLayers, kHeads, 20, kValueDim}, Dtype::f32);
+  Array extra = Array::zeros({1, kHeads, 20, 1}, Dtype::u8);
+  for (std::int64_t h = 0; h < kHeads; ++h)
+    for (std::int64_t t = 0; t < 20; ++t) extra[0][h][t].fill_(static_cast<int>(100 * h + t));
+  std::vector<kvkeep_layer_cache> layers;
+  for (std::int64_t l = 0; l < kLayers; ++l)
+    layers.push_back({KVKEEP_DENSE, arrays.of(keys.select(1, l).narrow(0, 0, 1)),
+                      arrays.of(values.select(1, l).narrow(0, 0, 1)), nullptr, nullptr});
+  const kvkeep_tensor* extras[] = {nullptr, arrays.of(keys.select(1, 1).narrow(0, 0, 1))};
+  expect_failed(kvkeep_bind_extra(keeper.get(), layers.data(), extras), KVKEEP_INVALID_ARGUMENT,
+                "keys of layer 1 and extras of layer 1 share memory");
+  extras[1] = arrays.of(extra);
+  ASSERT_EQ(kvkeep_bind_extra(keeper.get(), layers.data(), extras), KVKEEP_OK) << kvkeep_last_error();
+  const std::int64_t id = 3;
+  const std::int32_t indptr[] = {0, 16};
+  ASSERT_EQ(kvkeep_join(keeper.get(), id, 0, -1), KVKEEP_OK);
+  for (std::int32_t l = 0; l < kLayers; ++l) {
+    kvkeep_observation seen{};
+    seen.size = sizeof seen, seen.layer = l, seen.num_sequences = 1, seen.sequences = &id, seen.indptr = indptr;
+    ASSERT_EQ(kvkeep_observe(keeper.get(), &seen), KVKEEP_OK) << kvkeep_last_error();
+  }
+  std::int32_t length = 16;
+  kvkeep_cache cache{};
+  cache.size = sizeof cache, cache.num_sequences = 1, cache.sequences = &id, cache.lengths = &length;
+  cache.rows_per_sequence = 1;
+  kvkeep_report report{};
+  report.size = sizeof report;
+  ASSERT_EQ(kvkeep_step(keeper.get(), &cache, &report), KVKEEP_OK) << kvkeep_last_error();
+  ASSERT_EQ(length, 12);
+  for (std::int64_t h = 0; h < kHeads; ++h)
+    for (std::int64_t t = 0; t < 12; ++t)
+      EXPECT_EQ(extra[0][h][t].item<std::uint8_t>(), 100 * h + (t < 2 ? t : t + 4)) << h << " " << t;
 }
 
 TEST(CInterface, ReadsStructsOfOtherVersions) {

@@ -9,7 +9,9 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
+#include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/version.h"
@@ -54,6 +56,11 @@ TEST_F(CommandAlone, ListsEveryPolicyWithDefaultsRangesAndSource) {
   for (const char* name :
        {"full", "streaming", "tova", "ams-", "given", "threshold-", "Which one?", "expected,rest=fold"})
     EXPECT_NE(all.out.find(name), std::string::npos) << name;
+  EXPECT_NE(
+      run({"policies", "snapkv"}).out.find("Reads in pieces of a prompt (prefill=pieces): the newest 64 queries\n"),
+      std::string::npos);
+  EXPECT_NE(run({"policies", "random-attention"}).out.find("held; allowed with protect_prompt=false"),
+            std::string::npos);
   const Outcome one = run({"policies", "ams-tova", "-o", "json"});
   const json options = json::parse(one.out);
   const auto budget =
@@ -61,7 +68,139 @@ TEST_F(CommandAlone, ListsEveryPolicyWithDefaultsRangesAndSource) {
   ASSERT_NE(budget, options.end());
   for (const char* key : {"default", "allowed", "what", "source"})
     EXPECT_FALSE((*budget)[key].get<std::string>().empty()) << key;
-  expect_refused({"policies", "lru"}, "lru");
+  expect_refused({"policies", "lru"}, "there is no policy \"lru\"; kvkeep policies lists all, and --plugin FILE adds");
+  expect_refused({"policies", "tova:budget=96"},
+                 "\"tova:budget=96\" (did you mean \"tova\"?); kvkeep policies lists all");
+  expect_refused({"policies", "ams-tva,budget=9"}, "(did you mean \"ams-tova\"?); kvkeep policies lists all");
+  expect_refused({"policies", "ams-streaming"}, "scorer streaming goes under no allocator");
+}
+
+std::size_t widest_row(const std::string& all) {
+  std::istringstream lines(all);
+  std::size_t widest = 0;
+  for (std::string line; std::getline(lines, line);)
+    if (line.starts_with("|")) widest = std::max(widest, line.size() - 1);  // a terminal ends lines with \r
+  return widest;
+}
+
+TEST_F(CommandAlone, FitsItsTablesIntoTheTerminal) {
+  for (const std::uint16_t columns : {80, 100, 120, 200}) {
+    SCOPED_TRACE(columns);
+    const std::string all = shown({"policies"}, {.stream = STDOUT_FILENO, .columns = columns});
+    EXPECT_LE(widest_row(all), columns) << all;
+    EXPECT_GT(widest_row(all), columns / 2) << all;
+    EXPECT_NE(all.find("\n| tova "), std::string::npos) << all;
+    EXPECT_NE(all.find("threshold-"), std::string::npos) << all;
+    EXPECT_LE(widest_row(shown({"policies", "ams-tova"}, {.stream = STDOUT_FILENO, .columns = columns})), columns);
+  }
+  EXPECT_NE(run({"policies"}).out.find(" | source "), std::string::npos) << "a pipe gets all of it";
+}
+
+TEST_F(CommandAlone, WrapsCellsOfWordsOnly) {
+  cli::Table table({{"name", "name", false}, {"count", "count"}, {"what", "what", false}});
+  table.add({"a-name-that-is-one-word", 123456, "some words and some more"});
+  table.add({"b", 7, "word-without-end"});
+  EXPECT_EQ(table.markdown(0),
+            "| name                    |  count | what                     |\n"
+            "|-------------------------|-------:|--------------------------|\n"
+            "| a-name-that-is-one-word | 123456 | some words and some more |\n"
+            "| b                       |      7 | word-without-end         |\n");
+  EXPECT_EQ(table.markdown(51),
+            "| name                    |  count | what         |\n"
+            "|-------------------------|-------:|--------------|\n"
+            "| a-name-that-is-one-word | 123456 | some words   |\n"
+            "|                         |        | and some     |\n"
+            "|                         |        | more         |\n"
+            "| b                       |      7 | word-without |\n"
+            "|                         |        | -end         |\n");
+  EXPECT_EQ(table.markdown(10), table.markdown(0)) << "it cannot be that narrow";
+}
+
+TEST_F(CommandAlone, TellsTheTimeLeftOnceItKnows) {
+  for (const double share : {0.0, 1e-6, 0.019})
+    EXPECT_EQ(cli::Progress::line(share, 60, "x").find("left"), std::string::npos) << share;
+  EXPECT_EQ(cli::Progress::line(0.02, 60, "x"), "[" + std::string(30, '.') + "]   2 %  49:00 left  x");
+  EXPECT_EQ(cli::Progress::line(1, 60, "x"), "[" + std::string(30, '#') + "] 100 %  0:00 left  x");
+}
+
+TEST_F(CommandAlone, HelpsByItsNameAsByItsOption) {
+  EXPECT_EQ(run({"help"}).out, run({"--help"}).out);
+  for (const char* command : {"plan", "policies", "replay", "help"})
+    EXPECT_EQ(run({"help", command}).out, run({command, "--help"}).out) << command;
+  expect_refused({"help", "pln"}, "there is no sub-command 'pln' (did you mean \"plan\"?); allowed ");
+}
+
+TEST_F(CommandAlone, FitsItsHelpIntoTheTerminal) {
+  for (const std::uint16_t columns : {80, 100, 150})
+    for (const Words& words : {Words{"--help"}, Words{"plan", "--help"}}) {
+      std::istringstream lines(shown(words, {.stream = STDOUT_FILENO, .columns = columns}));
+      std::size_t widest = 0;
+      for (std::string line; std::getline(lines, line) && !line.starts_with("Examples:");)
+        if (line.starts_with("  ")) widest = std::max(widest, line.size() - 1);  // a terminal ends lines with \r
+      EXPECT_LE(widest, columns) << words.front();
+      EXPECT_GT(widest, columns / 2) << words.front();
+    }
+  const std::string help = run({"plan", "--help"}).out;
+  EXPECT_NE(help.find("\nModel, exactly one:\n  --model FILE|DIR "), std::string::npos) << help;
+  EXPECT_EQ(help.find("[Option Group"), std::string::npos);
+  const std::string all = run({"--help"}).out;
+  EXPECT_LT(all.find("\n  policies "), all.find("\n  plan "));
+  EXPECT_LT(all.find("\n  doctor "), all.find("\n  help "));
+}
+
+TEST_F(CommandAlone, WritesItsManual) {
+  const std::string page = run({"help", "--man"}).out;
+  EXPECT_TRUE(page.starts_with(".TH KVKEEP 1 ")) << page.substr(0, 80);
+  for (const char* part :
+       {"\n.SH kvkeep plan\n", "\n.SH kvkeep policies\n", "\\fB\\-o,\\-\\-output\\fR md|csv|json [md]",
+        "\nExamples:\n  kvkeep plan \\-\\-shape", "\\-\\-model\\fR FILE|DIR"})
+    EXPECT_NE(page.find(part), std::string::npos) << part;
+  for (const char* section : {"\n.SH DESCRIPTION\n", "\n.SH EXIT STATUS\n0 done; 2 the input was refused;"})
+    EXPECT_NE(page.find(section), std::string::npos) << section;
+  const std::string example = "kvkeep plan \\-\\-shape qwen7b \\-\\-policy ams\\-tova,budget=1024 \\-\\-batch";
+  EXPECT_EQ(page.find(example), page.rfind(example)) << "an example stands there twice";
+  std::istringstream lines(page);
+  for (std::string line; std::getline(lines, line);)
+    if (line.starts_with("."))
+      EXPECT_TRUE(line.starts_with(".TH ") || line.starts_with(".SH ") || line == ".TP" || line == ".PP" ||
+                  line == ".nf" || line == ".fi")
+          << line;
+}
+
+TEST_F(CommandAlone, OffersShellsWhatMayStandForAWord) {
+  const auto offered = [&](Words words) {
+    words.insert(words.begin(), "__complete");
+    const Outcome outcome = run(words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.out;
+  };
+  EXPECT_EQ(offered({"pol"}), "policies\n");
+  EXPECT_NE(offered({""}).find("plan\n"), std::string::npos);
+  EXPECT_EQ(offered({"help", "pla"}), "plan\n");
+  EXPECT_EQ(offered({"plan", "--sh"}), "--shape\n");
+  EXPECT_EQ(offered({"plan", "-o", ""}), "md\ncsv\njson\n");
+  EXPECT_EQ(offered({"plan", "--output", "c"}), "csv\n");
+  EXPECT_EQ(offered({"plan", "--output=c"}), "--output=csv\n");
+  EXPECT_EQ(offered({"plan", "--output", "=", "c"}), "csv\n") << "as bash takes it apart";
+  EXPECT_EQ(offered({"plan", "--dtype", ""}), "f32\nf16\nbf16\n8bit\nq8_0\nq4_0\n");
+  EXPECT_EQ(offered({"plan", "--shape", "qwen7"}), "qwen7b\nqwen72b\n");
+  EXPECT_EQ(offered({"plan", "--policy", "ams-to"}), "ams-tova\n");
+  EXPECT_EQ(offered({"policies", "ams-to"}), "ams-tova\n");
+  EXPECT_EQ(offered({"plan", "--policy", "tova,budget=9,inter"}), "tova,budget=9,interval=\n");
+  EXPECT_EQ(offered({"plan", "--policy", "asl,budget=9+ams-to"}), "asl,budget=9+ams-tova\n");
+  EXPECT_EQ(offered({"plan", "--policy", "tova,share=u"}), "tova,share=union\ntova,share=union_mean\n");
+  EXPECT_EQ(offered({"plan", "--policy=tova,share=union_"}), "--policy=tova,share=union_mean\n");
+  EXPECT_EQ(offered({"plan", "--policy", "tova,protect_prompt="}),
+            "tova,protect_prompt=true\ntova,protect_prompt=false\n");
+  EXPECT_EQ(offered({"plan", "--policy", "tova,heads=g"}), "tova,heads=group\n") << "scorer.heads in short";
+  EXPECT_EQ(offered({"plan", "--policy", "tova,budget="}), "") << "no words: a number";
+  EXPECT_EQ(offered({"plan", "--policy", "tova,share", "=", "u"}), "union\nunion_mean\n") << "as bash takes it apart";
+  EXPECT_EQ(offered({"plan", "--policy", "tova,rest", "="}), "drop\nfold\n");
+  EXPECT_EQ(offered({"plan", "--policy", "=", "tova,rest", "=", "fold,prefill", "=", "c"}), "cut\n");
+  EXPECT_EQ(offered({"plan", "--policy", "tova,budget", "=", "9,inter"}), "9,interval=\n");
+  for (const Words& files : {Words{"replay", ""}, Words{"plan", "--model", ""}, Words{"plan", "--length", ""},
+                             Words{"plan", "--shape", "qwen7b", ""}, Words{"plan", "--quiet", ""}})
+    EXPECT_EQ(offered(files), "") << files.back();
 }
 
 #ifdef KVKEEP_TEST_SHARED
@@ -124,6 +263,29 @@ TEST_F(CommandAlone, EndsQuietlyWhenNobodyReadsAnyMore) {
 TEST_F(CommandAlone, SaysInPlainWordsThatAnOptionLacksItsValue) {
   expect_refused({"policies", "--plugin"}, "--plugin has no value; allowed one after it");
   expect_refused({"plan", "--shape"}, "--shape has no value; allowed one after it");
+  expect_refused({"plan", "-o"}, "--output has no value; allowed one after it");
+}
+
+TEST_F(CommandAlone, RefusesEmptyWordsThatNoOptionTakes) {
+  expect_refused({"plan", "", "--shape", "llama8b", "--policy", "tova,budget=64"},
+                 "word 2 after kvkeep is empty (behind 'plan'); allowed an empty word as the value of an option only");
+  expect_refused({"plan", "", "-o", "json"}, "word 2 after kvkeep is empty");
+  expect_refused({"plan", "-o", "json", ""}, "word 4 after kvkeep is empty (behind 'json')");
+  expect_refused({"plan", "--", ""}, "word 3 after kvkeep is empty (behind '--')");
+  expect_refused({""}, "word 1 after kvkeep is empty;");
+  expect_refused({"policies", ""}, "word 2 after kvkeep is empty");
+  expect_refused({"plan", "--shpe", "", "--policy", "tova,budget=16"}, "there is no option '--shpe'");
+  expect_refused({"plan", "--shape", "", "--policy", "tova,budget=16"}, "--shape: ");
+  expect_refused({"plan", "--shape=", "--policy", "tova,budget=16"}, "--shape has no value behind its =; allowed one");
+  expect_refused({"plan", "--shape", "llama8b", "--policy", ""}, "policy: the option is empty");
+}
+
+TEST_F(CommandAlone, NamesAllThatIsMissingAndTheOptionForTheVersion) {
+  expect_refused({"plan"}, "--policy and one of --model, --shape are required; see kvkeep plan --help");
+  expect_refused({"plan", "--policy", "full"}, "kvkeep: one of --model, --shape is required");
+  expect_refused({"plan", "--shape", "llama8b"}, "kvkeep: --policy is required");
+  expect_refused({"version"}, "(did you mean \"--version\"?); allowed ");
+  for (const char* option : {"-v", "-V"}) expect_refused({option}, "(did you mean \"--version\"?); see kvkeep --help");
 }
 
 TEST_F(CommandAlone, PlansMemoryByArithmetic) {
@@ -172,6 +334,27 @@ TEST_F(CommandAlone, PlansMemoryByArithmetic) {
   EXPECT_EQ(cut["events"], 1);
   EXPECT_EQ(cut["first_event"], 200);
   EXPECT_EQ(cut["layers"][0]["peak"]["slots_most"], 64 + 300);
+  const json pieces = plan({"--policy", "tova,budget=64,interval=8,prefill=pieces", "--length", "1000", "--prompt",
+                            "990", "--piece", "100"});
+  EXPECT_EQ(pieces["events"], 10 + 1) << "nine pieces of 100, one of 90, and one of eight tokens";
+  EXPECT_EQ(pieces["first_event"], 100);
+  EXPECT_EQ(pieces["layers"][0]["peak"]["slots_most"], 64 + 100);
+  const json at_once = plan({"--policy", "tova,budget=64,prefill=pieces", "--length", "1000", "--prompt", "990"});
+  EXPECT_EQ(at_once["layers"][0]["peak"]["slots_most"], 990) << "one piece of 2048";
+  expect_refused({"plan", "--shape", "qwen7b", "--policy", "tova,budget=64,prefill=cut", "--piece", "100"},
+                 "--piece: 100 tokens, but tova cuts no prompt before it has ended; allowed with prefill=pieces");
+  // Blocks of 32 numbers with an f16 scale: 34 and 18 bytes.
+  for (const auto& [dtype, block] : {std::pair("q8_0", 34), {"q4_0", 18}}) {
+    const json blocks = plan({"--policy", "ams-tova,budget=1024,interval=512", "--dtype", dtype});
+    EXPECT_EQ(blocks["token_bytes"], 28 * 4 * 2 * (128 / 32) * block);
+    EXPECT_EQ(blocks["sequence"]["kept_bytes"], 28 * 4 * 1024 * 2 * (128 / 32) * block);
+    EXPECT_EQ(blocks["own"]["queries"], ams["own"]["queries"]) << "queries are not quantised";
+    const json limited = plan({"--policy", text("tova,interval=16,bytes=", 28 * 4 * 2 * (128 / 32) * block * 100),
+                               "--length", "500", "--page-size", "1", "--dtype", dtype});
+    EXPECT_EQ(limited["layers"][0]["kept"]["slots_most"], 100);
+    const json folded = plan({"--policy", "tova,budget=64,rest=fold", "--length", "500", "--dtype", dtype});
+    EXPECT_EQ(folded["token_bytes"], 28 * 4 * 2 * (128 / 32) * block);
+  }
   const json full = plan({"--policy", "full", "--batch", "7", "--length", "33"});
   EXPECT_EQ(full["sequence"]["peak_bytes"], 48 * 57344);
   EXPECT_EQ(full["sequences_that_fit"], 7);
@@ -298,6 +481,9 @@ TEST_F(CommandAlone, RefusesPlansOfWhatIsNoShape) {
   expect_refused(with({"--shape", "2:8:4:63"}), "head size");
   expect_refused(with({"--shape", "qwen7b", "--length", "10", "--prompt", "11"}), "--prompt");
   expect_refused(with({"--shape", "qwen7b", "--dtype", "f64"}), "f64");
+  expect_refused(
+      with({"--shape", "2:8:4:80", "--dtype", "q4_0"}),
+      "--dtype: q4_0 stores blocks of 32 numbers; the head size is 80; allowed a multiple of 32, or another");
   expect_refused(with({"--shape", "qwen7b", "--page-size", "0"}), "page-size");
   expect_refused(with({"--model", place("nowhere")}), "nowhere");
   expect_refused({"plan", "--shape", "qwen7b", "--policy", "lru"}, "lru");

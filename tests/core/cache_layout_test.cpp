@@ -193,6 +193,19 @@ TEST(CacheLayout, NamesWhatSharesMemory) {
   EXPECT_NE(refusal(sliding, {DenseKv{k, v}, DenseKv{v, fresh()}}).find("values of layer 0 and keys of layer 1"),
             std::string::npos);
   EXPECT_EQ(refusal(sliding, {DenseKv{k, v}, DenseKv{other.keys, other.keys}}), "") << "nothing of it moves";
+  // What else a slot has.
+  const auto with = [&](Tensor extra) {
+    DenseKv kv{k, v};
+    kv.extra = std::move(extra);
+    return kv;
+  };
+  EXPECT_EQ(says(with(zeros({3, 2, 40, 5}, Dtype::u8)), other), "");
+  EXPECT_NE(says(with(k.narrow(3, 0, 4)), other).find("keys of layer 0 and extras of layer 0 share memory"),
+            std::string::npos);
+  EXPECT_NE(refusal(spec, {other, with(v)}).find("values of layer 1 and extras of layer 1"), std::string::npos);
+  EXPECT_NE(says(with(Tensor(other.keys.bytes(), Dtype::f32, {3, 2, 40, 4}, {640, 320, 2, 1})), {})
+                .find("slots of the extras of layer 0 share memory"),
+            std::string::npos);
   // A scale per page would have to follow its slots.
   const Tensor rows = zeros({4, 16, 2, 8}, Dtype::i8), values = zeros({4, 16, 2, 8}, Dtype::i8);
   float scales[4];
@@ -200,6 +213,15 @@ TEST(CacheLayout, NamesWhatSharesMemory) {
   EXPECT_NE(refusal(model(1, 2, 8, 8), {PagedKv{rows, values, PageLayout::slot_head, by_page}})
                 .find("slots of the key scales of layer 0"),
             std::string::npos);
+}
+
+TEST(CacheLayout, RefusesValuesThatAreTheirKeys) {
+  const Tensor rows = zeros({1, 2, 16, 8}, Dtype::f32);
+  EXPECT_EQ(refusal(model(1, 2, 8, 8), {DenseKv{rows, rows}}),
+            "cache: values of layer 0 are its keys; allowed memory of their own, or, with a value_dim below key_dim, a "
+            "part of the keys");
+  EXPECT_EQ(refusal(model(1, 2, 8, 6), {DenseKv{rows, rows.narrow(3, 0, 6)}}), "") << "latent rows";
+  EXPECT_EQ(refusal(model(1, 2, 8, 8), {DenseKv{rows, zeros({1, 2, 16, 8}, Dtype::f32)}}), "");
 }
 
 /// Why a cache of one layer cannot be bound; "" if it can.
@@ -215,6 +237,30 @@ std::string unbound(const LayerKv& layer) {
 }
 
 Tensor numbers(const Shape& sizes) { return zeros(sizes, Dtype::f32); }
+
+TEST(CacheLayout, NamesExtrasThatDoNotFitTheirKeys) {
+  const auto dense = [](Tensor extra) {
+    DenseKv kv{numbers({3, 2, 16, 8}), numbers({3, 2, 16, 6})};
+    kv.extra = std::move(extra);
+    return unbound(kv);
+  };
+  EXPECT_EQ(dense(numbers({3, 2, 16, 1})), "");
+  for (const Shape& sizes :
+       {Shape{3, 2, 16}, Shape{3, 2, 15, 4}, Shape{3, 1, 16, 4}, Shape{2, 2, 16, 4}, Shape{3, 2, 16, 0}})
+    EXPECT_EQ(dense(numbers(sizes)),
+              text("cache: extras of layer 0 have shape ", sizes,
+                   "; allowed places, heads and slots as the keys, 3, 2 and 16, and then one number or more"));
+  EXPECT_EQ(dense(Tensor(nullptr, Dtype::f32, {3, 2, 16, 4})),
+            "cache: extras of layer 0 have no address (null); allowed an address");
+  float memory[3 * 2 * 16 * 4];
+  EXPECT_EQ(dense(Tensor(memory, Dtype::f32, {3, 2, 16, 4}, {128, 64, 1, 16})),
+            "cache: extras of layer 0 have stride 16 in the last dimension; allowed 1: a slot's numbers side by side");
+  PagedKv paged{numbers({3, 16, 2, 8}), numbers({3, 16, 2, 6})};
+  paged.extra = numbers({3, 2, 16, 4});
+  EXPECT_EQ(unbound(paged),
+            "cache: extras of layer 0 have shape [3, 2, 16, 4]; allowed pages, slots and heads as the keys, "
+            "3, 16 and 2, and then one number or more");
+}
 
 TEST(CacheLayout, NamesTheLayoutsOfEnginesInWhichAHeadsNumbersLieApart) {  // B40
   const Tensor classic_keys = numbers({9, 2, 2, 16, 4}), classic_values = numbers({9, 2, 6, 16});

@@ -49,6 +49,34 @@ TEST(ModelSpec, RefusesNumbersThatNoModelHas) {
             std::string::npos);
 }
 
+TEST(ModelSpec, RefusesSinkLogitsAndCapsThatNoModelHas) {
+  constexpr float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
+  ModelSpec spec;
+  spec.query_heads = 4, spec.kv_heads = 2, spec.key_dim = spec.value_dim = 8;
+  spec.layers.resize(2);
+  const auto says = [&](std::vector<float> sinks, double cap) {
+    ModelSpec wrong = spec;
+    wrong.layers[1].sinks = std::move(sinks);
+    wrong.logit_cap = cap;
+    return testing::message_of<InvalidArgument>([&] { wrong.check(); });
+  };
+  spec.layers[0].sinks = {0, -kInf, 1e30F, -5};
+  spec.logit_cap = 50;
+  spec.check();
+  EXPECT_EQ(spec.sinks_of(0, 1)[0], 1e30F) << "query heads 2 and 3 read KV head 1";
+  EXPECT_EQ(spec.sinks_of(1, 1), nullptr);
+  for (const std::size_t count : {1U, 2U, 5U})
+    EXPECT_EQ(
+        says(std::vector<float>(count), 0),
+        text("ModelSpec: layer 1 has ", count, " sink logits; allowed none, or one for each of the 4 query heads"));
+  for (const float wrong : {kInf, kNan})
+    EXPECT_EQ(says({0, 0, wrong, 0}, 0), text("ModelSpec: the sink logit of query head 2 of layer 1 is ", wrong,
+                                              "; allowed finite numbers, and minus infinity for none"));
+  for (const double wrong : {-1.0, static_cast<double>(kInf), static_cast<double>(kNan)})
+    EXPECT_EQ(says({}, wrong),
+              text("ModelSpec: logit_cap must be finite and not negative (0 means none); given ", wrong));
+}
+
 TEST(ModelSpec, RopeIsAPropertyOfALayer) {
   ModelSpec spec;
   spec.layers.resize(4);

@@ -36,6 +36,7 @@ struct EvidenceShape {
   double loudness = 1;      ///< of the keys
   /// Other than one: every group is in the next of three layers.
   oracle::Ropes ropes = oracle::Ropes::one;
+  double logit_cap = 0;
 };
 
 /// Bytes of one stored number.
@@ -118,6 +119,11 @@ class EvidenceCase {
                              .inv_freq = std::vector<double>(static_cast<std::size_t>(shape.dim / 3), 0.4)};
       if (shape.dim < 3) spec.layers[2].rope = RopeSpec::absent();
     }
+    spec.logit_cap = shape.logit_cap;
+    oracle::Random sinker(seed * 31 + 7);
+    for (LayerSpec& layer : spec.layers)
+      for (std::int32_t h = 0; seed % 2 == 1 && h < spec.query_heads; ++h)
+        layer.sinks.push_back(sinker.chance(0.2) ? -HUGE_VALF : static_cast<float>(2 + 2 * sinker.normal()));
     table.key_dtype = dtype_of(shape.keys);
     std::int64_t first = 0;
     const std::size_t rows = shape.lengths.size() * static_cast<std::size_t>(shape.kv_heads);
@@ -279,7 +285,8 @@ class DeviceEvidence {
         rings_(flat_rings(from)),
         ring_positions_(flat_ring_positions(from)),
         queries_(from.table.groups.size()),
-        ropes_(ropes_of(from)) {
+        ropes_(ropes_of(from)),
+        sinks_(sinks_of(from)) {
     std::vector<Row> rows = from.table.rows;
     const std::int64_t width = from.shape.dim * element_bytes(from.shape.keys), stride = width + layout.gap;
     std::int64_t slot = 0, table = 0, position = 0, tally = 0, given = 0;
@@ -333,7 +340,9 @@ class DeviceEvidence {
             .dim = from_.shape.dim,
             .keys = from_.shape.keys,
             .query = from_.shape.query,
-            .scale = static_cast<float>(from_.spec.scale())};
+            .scale = static_cast<float>(from_.spec.scale()),
+            .logit_cap = static_cast<float>(from_.spec.logit_cap),
+            .sinks = from_.spec.layers[0].sinks.empty() ? nullptr : sinks_.data()};
   }
   [[nodiscard]] std::vector<Row> rows() const { return rows_.download(); }  ///< as the device has them
   [[nodiscard]] std::vector<QueryView> queries() const { return queries_.download(); }
@@ -346,6 +355,11 @@ class DeviceEvidence {
       inv_freq_.push_back(std::make_unique<DeviceArray<double>>(rope.inv_freq));
       all.push_back(rope.view(inv_freq_.back()->data()));
     }
+    return all;
+  }
+  static std::vector<float> sinks_of(const EvidenceCase& from) {
+    std::vector<float> all;
+    for (const LayerSpec& layer : from.spec.layers) all.insert(all.end(), layer.sinks.begin(), layer.sinks.end());
     return all;
   }
   std::vector<std::byte> pack(const EvidenceCase& from, DeviceLayout layout) {
@@ -413,6 +427,7 @@ class DeviceEvidence {
   DeviceArray<QueryView> queries_;
   std::vector<std::unique_ptr<DeviceArray<double>>> inv_freq_;  ///< by group
   DeviceArray<RopeView> ropes_;
+  DeviceArray<float> sinks_;
 };
 
 constexpr float kUntouched = -12345.0F;  ///< what results hold before a kernel runs

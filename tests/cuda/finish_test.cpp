@@ -43,18 +43,6 @@ DenseEngine dense(const std::shared_ptr<Machine>& accelerator, const char* polic
   return {policy, ragged, Dtype::f32, accelerator};
 }
 
-std::vector<Array> bytes_of(const Engine& engine) {
-  std::vector<Array> all;
-  for (const LayerKv& layer : engine.layers)
-    for (const Tensor& side : {std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values})
-      all.push_back(Array(side).clone());
-  return all;
-}
-
-void expect_same(const std::vector<Array>& before, const std::vector<Array>& after) {
-  for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(same_bits(before[i], after[i])) << "K or V number " << i;
-}
-
 using PendingEvents = OnDevice;
 
 TEST_F(PendingEvents, LeaveLengthsAndPagesAsTheyWereUntilTheyAreFinished) {
@@ -302,6 +290,18 @@ TEST_F(PendingEvents, AreNotCaptured) {
 }
 
 #if defined(KVKEEP_CUDA_MODEL)
+std::vector<Array> bytes_of(const Engine& engine) {
+  std::vector<Array> all;
+  for (const LayerKv& layer : engine.layers)
+    for (const Tensor& side : {std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values})
+      all.push_back(Array(side).clone());
+  return all;
+}
+
+void expect_same(const std::vector<Array>& before, const std::vector<Array>& after) {
+  for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(same_bits(before[i], after[i])) << "K or V number " << i;
+}
+
 TEST_F(PendingEvents, MoveRowsWithoutAnybodyWaiting) {
   DenseEngine cpu = dense(nullptr), device = dense(fresh_accelerator());
   make_due(cpu);

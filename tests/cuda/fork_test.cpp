@@ -62,7 +62,7 @@ TEST(DeviceCopyRows, BringsRowsToTheHostAndBack) {
   CacheView view{.sequences = ids, .lengths = {lengths}, .block_table = engine.sequences.table(ids)};
   const std::vector<std::byte> rows =
       copy_rows(engine.keeper.spec(), engine.keeper.layers(), view, 0, machine->memory());
-  ASSERT_EQ(std::ssize(rows), kRows * lengths[0] * (kKeyDim + kValueDim) * 2);
+  ASSERT_EQ(std::ssize(rows), kRows * lengths[0] * ((kKeyDim + kValueDim) * 2 + kExtraDim * 4));
   ASSERT_TRUE(engine.sequences.admit(5, lengths[0]).given());
   engine.lengths[5] = engine.lengths.at(3);
   ids[0] = 5;
@@ -70,9 +70,9 @@ TEST(DeviceCopyRows, BringsRowsToTheHostAndBack) {
   restore_rows(engine.keeper.spec(), engine.keeper.layers(), view, 0, rows, machine->memory());
   for (std::int32_t r = 0; r < kRows; ++r)
     for (std::int32_t t = 0; t < lengths[0]; ++t)
-      for (const bool value : {false, true})
-        ASSERT_TRUE(same_bits(engine.slot_of(3, r / kHeads, r % kHeads, t, value),
-                              engine.slot_of(5, r / kHeads, r % kHeads, t, value)));
+      for (const Sided side : kAllSides)
+        ASSERT_TRUE(same_bits(engine.slot_of(3, r / kHeads, r % kHeads, t, side),
+                              engine.slot_of(5, r / kHeads, r % kHeads, t, side)));
 }
 
 TEST(DeviceFork, LengthsAreKnownBeforeScores) {

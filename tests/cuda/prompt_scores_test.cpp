@@ -150,6 +150,7 @@ TEST_F(PromptScoresKernel, DoNotDependOnTheOtherPrompts) {
   const EvidenceCase both = prompts(500, {.group = 2, .kv_heads = 2, .dim = 8, .lengths = {30, 17}, .seen = 4});
   EvidenceCase second = prompts(501, {.group = 2, .kv_heads = 2, .dim = 8, .lengths = {17}, .seen = 4});
   for (std::size_t h = 0; h < 2; ++h) second.keys[h] = both.keys[2 + h], second.plain[h] = both.plain[2 + h];
+  second.spec = both.spec;
   second.rings[0] = both.rings[1];
   second.table.groups[0].queries = both.table.groups[1].queries;
   second.settle();
@@ -161,13 +162,13 @@ TEST_F(PromptScoresKernel, DoNotDependOnTheOtherPrompts) {
 }
 
 TEST_F(PromptScoresKernel, TakeTheLogSumOfExponentialsThatAnEngineHas) {
-  const EvidenceCase c = prompts(600, {.group = 2, .kv_heads = 1, .dim = 4, .lengths = {21}, .seen = 3});
+  const EvidenceCase c = prompts(601, {.group = 2, .kv_heads = 1, .dim = 4, .lengths = {21}, .seen = 3});
   const DeviceEvidence there(c);
   const AskedQueries queries(c, there, 3);
   const std::vector<float> q = queries.floats().download();  // [2 heads, 3, 4]
   std::vector<float> lse;
   for (std::int32_t n = 0; n < 6; ++n) {
-    double sum = 0;
+    double sum = std::exp(static_cast<double>(c.spec.layers[0].sinks[static_cast<std::size_t>(n / 3)]));
     for (std::int32_t t = 0; t <= 18 + n % 3; ++t) {
       double x = 0;
       for (std::int32_t d = 0; d < 4; ++d)

@@ -136,6 +136,29 @@ TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryLength) {  // B29
           matrix ? 8 : 3);
 }
 
+TEST_F(WindowAttentionKernel, CapsLogitsAndLetsSinksJoinTheSoftmax) {
+  std::uint64_t seed = 250;
+  for (const Element keys : kStored)
+    for (const double cap : {0.0, 0.5, 30.0})
+      for (const std::int32_t window : {1, 8}) {
+        ++seed;
+        expect_as_on_cpu(EvidenceCase(seed, {.group = 4,
+                                             .kv_heads = 2,
+                                             .dim = 32,
+                                             .lengths = {600, 70},
+                                             .seen = 8,
+                                             .keys = keys,
+                                             .query = kStored[seed % 3],
+                                             .loudness = 2,
+                                             .logit_cap = cap}),
+                         window);
+      }
+  EvidenceCase loud(251, {.group = 4, .dim = 32, .lengths = {90}, .seen = 8, .keys = Element::f16});
+  loud.spec.layers[0].sinks = {200, -200, 1e30F, 0};  // far above all logits, and far below
+  expect_as_on_cpu(loud, 8);
+  expect_as_on_cpu(loud, 2);
+}
+
 TEST_F(WindowAttentionKernel, PutsChunksOfLongRowsTogether) {
   std::uint64_t seed = 300;
   for (const std::int32_t length : {1023, 1024, 1025, 2500}) {
@@ -342,7 +365,8 @@ std::vector<float> log_sums(const EvidenceCase& c, const std::vector<float>& que
   for (std::size_t n = 0; n < queries.size() / dim; ++n) {
     const QueryView& view = c.table.groups[0].queries;
     const std::int32_t at = view.position(view.count - window + static_cast<std::int32_t>(n) % window);
-    double sum = 0;
+    const auto head = n / static_cast<std::size_t>(window);
+    double sum = c.spec.layers[0].sinks.empty() ? 0.0 : std::exp(static_cast<double>(c.spec.layers[0].sinks[head]));
     for (std::int32_t t = 0; t < c.table.rows[0].length; ++t) {
       if (c.positions[0][static_cast<std::size_t>(t)] > at) continue;
       double logit = 0;
@@ -359,7 +383,7 @@ std::vector<float> log_sums(const EvidenceCase& c, const std::vector<float>& que
 TEST_F(WindowAttentionKernel, ReadsTheKeysOnceWhereItIsGivenTheSums) {
   for (const Element keys : {Element::f32, Element::f16})
     for (const std::int32_t window : {2, 8}) {
-      EvidenceCase c(800, {.group = 4, .dim = 32, .lengths = {90}, .seen = 8, .keys = keys});
+      EvidenceCase c(801, {.group = 4, .dim = 32, .lengths = {90}, .seen = 8, .keys = keys});
       c.limits.rows[0].budget = 5;  // a window shorter than what is held
       const DeviceEvidence there(c);
       std::vector<float> queries = AskedQueries(c, there, window).floats().download();
@@ -463,14 +487,16 @@ TEST_F(WindowAttentionKernel, ReducesTheHistoryAlone) {
     for (const Element keys : kStored)
       for (const bool max_logit : {false, true})
         for (const std::int32_t dim : {80, 9}) {
-          EvidenceCase c(++seed, {.group = group,
-                                  .kv_heads = 2,
-                                  .dim = dim,
-                                  .lengths = {70, 9, 1},
-                                  .seen = 9,
-                                  .keys = keys,
-                                  .pre_rope = true,
-                                  .ragged = true});
+          ++seed;
+          EvidenceCase c(seed, {.group = group,
+                                .kv_heads = 2,
+                                .dim = dim,
+                                .lengths = {70, 9, 1},
+                                .seen = 9,
+                                .keys = keys,
+                                .pre_rope = true,
+                                .ragged = true,
+                                .logit_cap = seed % 4 == 0 ? 3.0 : 0.0});
           const Evidence evidence = c.evidence();
           const std::vector<RowWindow> windows = row_windows(evidence, c.limits, 9, seed % 2 == 0);
           std::vector<std::int32_t> first;

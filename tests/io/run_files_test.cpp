@@ -101,6 +101,29 @@ TEST_F(RunFilesTest, AnOpenFileIsTheFile) {
   ::close(descriptor);
 }
 
+// The shell makes the file before the program starts.
+TEST_F(RunFilesTest, AStreamMayLeadToANewFileInAFolderThatIsRead) {
+  const auto refused = [&](const char* file, const char* input) {
+    const int before = ::dup(STDOUT_FILENO), target = ::open((folder_ / file).c_str(), O_WRONLY | O_CREAT, 0600);
+    ::dup2(target, STDOUT_FILENO);
+    bool thrown = false;
+    try {
+      RunFiles files;
+      files.reads("--in", folder_ / input);
+      files.writes_streams();
+    } catch (const InvalidArgument&) {
+      thrown = true;
+    }
+    ::dup2(before, STDOUT_FILENO);
+    ::close(before);
+    ::close(target);
+    return thrown;
+  };
+  EXPECT_FALSE(refused("model/new", "model"));
+  EXPECT_TRUE(refused("model/new", "model/new")) << "it is the input itself";
+  EXPECT_TRUE(refused("model/config.json", "model")) << "as >> leaves it";
+}
+
 TEST_F(RunFilesTest, WhatIsNotThereIsNotTheSame) {
   EXPECT_FALSE(refused("none", "none_else"));
   EXPECT_TRUE(refused("none", "./none"));

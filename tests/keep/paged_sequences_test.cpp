@@ -103,6 +103,43 @@ TEST(PagedSequences, GrowPageByPageAndSayHowManyAreMissing) {
   EXPECT_TRUE(sequences.pages(7).empty());
 }
 
+TEST(PagedSequences, WriteATableThatIsHeld) {
+  PagePool pool(16, 4);
+  PagedSequences sequences(pool);
+  for (const SequenceId id : {1, 2}) ASSERT_TRUE(sequences.admit(id, id == 1 ? 9 : 4).given());
+  const std::vector<SequenceId> both{1, 2}, one{2};
+  const auto rows_of = [](const Tensor& table) {
+    std::vector<Ints> rows;
+    for (std::int64_t i = 0; i < table.size(0); ++i) {
+      const Tensor row = table.select(0, i);
+      rows.emplace_back(row.data<std::int32_t>(), row.data<std::int32_t>() + row.numel());
+    }
+    return rows;
+  };
+  Tensor held;
+  EXPECT_EQ(rows_of(sequences.table(both)), (std::vector<Ints>{{0, 1, 2}, {3, -1, -1}}));
+  EXPECT_EQ(rows_of(sequences.table(both, held)), (std::vector<Ints>{{0, 1, 2, -1}, {3, -1, -1, -1}}));
+  EXPECT_EQ(held.sizes(), Shape({3, 4})) << "with room for half as many more";
+  const std::byte* const memory = held.bytes();
+  EXPECT_EQ(rows_of(sequences.table(one, held)), (std::vector<Ints>{{3, -1, -1, -1}})) << "nothing older is left";
+  EXPECT_EQ(held.bytes(), memory);
+  ASSERT_TRUE(sequences.append(1, 8).given());
+  EXPECT_EQ(rows_of(sequences.table(both, held)).front(), (Ints{0, 1, 2, 4, 5, -1, -1}));
+  EXPECT_EQ(held.sizes(), Shape({3, 7})) << "rows were enough";
+  Ints own(20, 9);
+  held = Tensor(own.data(), Dtype::i32, {2, 10});
+  EXPECT_EQ(sequences.table(both, held).bytes(), reinterpret_cast<std::byte*>(own.data())) << "memory of the caller's";
+  EXPECT_EQ(own, (Ints{0, 1, 2, 4, 5, -1, -1, -1, -1, -1, 3, -1, -1, -1, -1, -1, -1, -1, -1, -1}));
+  Tensor wide = zeros({2, 10}, Dtype::i64), apart = held.narrow(1, 0, 8);
+  EXPECT_EQ(
+      message_of<InvalidArgument>([&] { static_cast<void>(sequences.table(both, wide)); }),
+      "table: the table that is held is i64 [2, 10] on cpu; allowed none, or contiguous i32 [rows, columns] in host "
+      "memory");
+  EXPECT_THROW(static_cast<void>(sequences.table(both, apart)), InvalidArgument);
+  EXPECT_EQ(message_of<StateError>([&] { static_cast<void>(sequences.table(std::vector<SequenceId>{7}, held)); }),
+            "table: paged sequence 7 is not held; allowed after admit(), adopt() or fork(), and before release()");
+}
+
 TEST(PagedSequences, WhoWritesASharedPageGetsItsOwnCopy) {
   PagePool pool(8, 4);
   PagedSequences sequences(pool);
@@ -212,8 +249,10 @@ TEST(CopyPages, CopiesTheSlotsInUseOfEverySideAndNothingElse) {
         slot_first ? std::vector<std::int64_t>{4, 3} : std::vector<std::int64_t>{3, 4};
     const Array both = whole_numbers(random, 100, {5, 2, middle[0], middle[1], 6}, Dtype::bf16);
     const Array scales = whole_numbers(random, 100, {5, middle[0], middle[1]}, Dtype::i64);
-    const PagedKv kv{both.select(1, 0), both.select(1, 1), layout, scales, {}};
-    const Array before = both.clone(), scales_before = scales.clone();
+    const Array extra = whole_numbers(random, 100, {5, middle[0], middle[1], 2}, Dtype::u8);
+    PagedKv kv{both.select(1, 0), both.select(1, 1), layout, scales, {}};
+    kv.extra = extra;
+    const Array before = both.clone(), scales_before = scales.clone(), extra_before = extra.clone();
     const LayerKv layers[] = {kv, std::monostate{}};
     const PageCopy copies[] = {{.from = 1, .to = 4, .slots = 3}, {.from = 4, .to = 0, .slots = 1}};
     copy_pages(layers, copies);
@@ -222,6 +261,8 @@ TEST(CopyPages, CopiesTheSlotsInUseOfEverySideAndNothingElse) {
       for (std::int64_t slot = 0; slot < 4; ++slot) {
         const std::int64_t from = (page == 4 && slot < 3) || (page == 0 && slot < 1) ? 1 : page;
         EXPECT_TRUE(both[page].select(slot_dim, slot).equal(before[from].select(slot_dim, slot)))
+            << page << " " << slot;
+        EXPECT_TRUE(extra[page].select(slot_dim - 1, slot).equal(extra_before[from].select(slot_dim - 1, slot)))
             << page << " " << slot;
         EXPECT_TRUE(scales[page].select(slot_dim - 1, slot).equal(scales_before[from].select(slot_dim - 1, slot)))
             << page << " " << slot;

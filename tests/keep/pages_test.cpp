@@ -97,6 +97,7 @@ struct Case {
       if (scales) {
         kv.key_scales = whole_numbers(random, 1000, {pool, middle[0], middle[1]});
         kv.value_scales = whole_numbers(random, 1000, {pool, middle[0], middle[1]});
+        kv.extra = side(4);
       }
       layers.emplace_back(kv);
     }
@@ -110,6 +111,7 @@ struct Case {
     std::vector<Array> found{kv.keys, kv.values};
     for (const Array t : {kv.key_scales, kv.value_scales})
       if (t.defined()) found.push_back(t.unsqueeze(3));
+    if (kv.extra.defined()) found.emplace_back(kv.extra);
     return found;
   }
 

@@ -90,6 +90,9 @@ void expect_holds(const Engine& engine, SequenceId id, std::int32_t first = 0) {
     for (std::int32_t s = 0; s < std::ssize(positions); ++s) {
       const std::int32_t token = positions[static_cast<std::size_t>(s)] - first;
       ASSERT_TRUE(token >= 0 && token < engine.keeper.logical_length(id)) << "position " << token + first;
+      ASSERT_TRUE(same_bits(engine.slot_of(id, r / kHeads, r % kHeads, s, engines::kExtraOf),
+                            Array::of(engines::extra_of(token + first, r))))
+          << "slot " << s << " of row " << r << ", sequence " << id << ", position " << token + first;
       for (const bool value : {false, true})
         ASSERT_TRUE(same_bits(
             engine.slot_of(id, r / kHeads, r % kHeads, s, value),
@@ -191,7 +194,8 @@ TEST(ServingFaults, ReportsAndTotalsAddUpToWhatLeftTheCache) {
     events += report.cuts.empty() ? 0 : 1;
     dropped += report.slots_dropped;
     freed += report.pages_freed;
-    EXPECT_EQ(report.bytes_before - report.bytes_after, report.slots_dropped * (kKeyDim + kValueDim) * 4);
+    EXPECT_EQ(report.bytes_before - report.bytes_after,
+              report.slots_dropped * (kKeyDim + kValueDim + engines::kExtraDim) * 4);
   }
   const Totals& totals = engine.keeper.totals();
   EXPECT_EQ(dropped, kRows * (109 - engine.lengths.at(1)[0])) << "every token is in the cache or was reported";
@@ -672,23 +676,28 @@ class MovingEngine final : public Engine {
  public:
   explicit MovingEngine(const std::string& policy) : Engine(make_policy(policy), false, nullptr) {
     for (std::int32_t l = 0; l < kLayers; ++l)
-      layers.emplace_back(
-          DenseKv{Array::full({3, kHeads, 128, kKeyDim}, 9.0F), Array::full({3, kHeads, 128, kValueDim}, 9.0F)});
+      layers.emplace_back(engines::with_extra(
+          DenseKv{Array::full({3, kHeads, 128, kKeyDim}, 9.0F), Array::full({3, kHeads, 128, kValueDim}, 9.0F)},
+          Array::full({3, kHeads, 128, engines::kExtraDim}, 9, Dtype::i32)));
     keeper.bind(layers);
   }
   /// The rows of a sequence go to another place, whose rows are lost. What stays behind is no number.
   void move(SequenceId id, std::int32_t to) {
     const std::int32_t from = std::exchange(place[id], to);
     for (const LayerKv& layer : layers)
-      for (const Array side : {std::get<DenseKv>(layer).keys, std::get<DenseKv>(layer).values}) {
+      for (const engines::Sided one : engines::kAllSides) {
+        const Array side(engines::side_of(std::get<DenseKv>(layer), one));
         side[to].copy_(side[from]);
-        side[from].fill_(std::numeric_limits<float>::quiet_NaN());
+        if (one == engines::kExtraOf)
+          side[from].fill_(-7);
+        else
+          side[from].fill_(std::numeric_limits<float>::quiet_NaN());
       }
   }
   [[nodiscard]] Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                              bool value) const override {
-    const auto& kv = std::get<DenseKv>(layers[static_cast<std::size_t>(layer)]);
-    return Array(value ? kv.values : kv.keys)[place.at(id)][head][slot];
+                              int side) const override {
+    return Array(
+        engines::side_of(std::get<DenseKv>(layers[static_cast<std::size_t>(layer)]), side))[place.at(id)][head][slot];
   }
   std::map<SequenceId, std::int32_t> place;
 

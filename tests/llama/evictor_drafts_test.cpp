@@ -125,12 +125,14 @@ TEST_P(LlamaEvictor, NoEventCutsASequenceThatDrafts) {
     for (unsigned i = 0; i < 20; ++i) ASSERT_EQ(run.decode({{0, some_tokens(1, i)}, {1, some_tokens(1, i)}}), 0);
     EXPECT_EQ(run.evictor->cells(0).size(), 44U);
     EXPECT_EQ(run.evictor->cells(1).size(), 28U);
+    EXPECT_EQ(run.evictor->spent().drafted, 20) << "a program that forgets settle() sees it grow";
     ASSERT_TRUE(llama_memory_seq_rm(run.memory(), 0, run.evictor->next_position(0) - 11, -1));
     run.evictor->settle(0);
     EXPECT_EQ(run.evictor->cells(0).size(), 24U);
     EXPECT_EQ(run.evictor->keeper().logical_length(0), 49);
     for (unsigned i = 0; i < 8; ++i) ASSERT_EQ(run.decode({{0, some_tokens(1, i)}}), 0);
     EXPECT_EQ(run.evictor->cells(0).size(), 24U) << "drafts no more";
+    EXPECT_EQ(run.evictor->spent().drafted, 20);
     for (const llama_seq_id s : {0, 1}) expect_sound(run, s);
   }
 }

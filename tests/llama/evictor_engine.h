@@ -18,6 +18,7 @@
 #include "kvkeep/llama.h"
 #include "kvkeep/policy/registry.h"
 #ifndef KVKEEP_TEST_FAKE_LLAMA
+#include "family_models.h"
 #include "tiny_model.h"
 #endif
 
@@ -48,8 +49,9 @@ inline std::string model_name;
 #ifdef KVKEEP_TEST_FAKE_LLAMA
 inline Model open(const std::string&) { return load("fake:llama"); }
 /// With another RoPE than one for all layers without scaling: "factors", "yarn", "nope", which the last layer lacks, or
-/// "mrope", of positions of several dimensions.
-inline Model of_kind(const std::string& kind) { return load("fake:" + kind); }
+/// "mrope", of positions of several dimensions; or with layers that slide ("swa") or have a state ("states"), or
+/// with an indexer that chooses a part of the tokens ("indexer").
+inline Model of_kind(const std::string& kind) { return load("fake:" + (kind == "states" ? "hybrid" : kind)); }
 #else
 inline Model load_tiny(const TinyModel& tiny) {
   const std::string path = testing::TempDir() + "kvkeep_tiny_" + std::to_string(std::random_device{}()) + ".gguf";
@@ -59,6 +61,8 @@ inline Model load_tiny(const TinyModel& tiny) {
   return model;
 }
 inline Model of_kind(const std::string& kind) {
+  if (kind == "swa" || kind == "states") return Model(family::make(kind == "swa" ? "gemma3" : "lfm2").release());
+  if (kind == "indexer") return Model(family::make("deepseek32", 24).release());
   TinyModel tiny;
   if (kind == "nope") tiny = {.architecture = "smollm3", .layers = 4};
   if (kind == "mrope") tiny.architecture = "qwen2vl";

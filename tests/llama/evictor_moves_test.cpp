@@ -320,7 +320,7 @@ class Program {
   [[nodiscard]] bool overdue_of(llama_seq_id s) const {
     const auto mirror = all_.find(s);
     return setting_.positions == Positions::cache && mirror != all_.end() && !mirror->second.moved &&
-           waits_.contains(s) && run_.evictor->keeper().tokens_to_event(s) == 0;
+           waits_.contains(s) && copied_.empty() && run_.evictor->keeper().tokens_to_event(s) == 0;
   }
 
   /// True: it was decoded. A sequence that was moved, or whose event is overdue, must be refused.
@@ -349,7 +349,7 @@ class Program {
     const std::vector<llama_token> drafts = tokens(2 + up_to(5));
     if (!decode({{s, drafts, true, true}}, false, overdue_of(s))) {
       run_.evictor->settle(s);
-      waits_.erase(s);
+      if (copied_.empty()) waits_.erase(s);
       return;
     }
     waits_.insert(s);
@@ -360,7 +360,7 @@ class Program {
     if (up_to(1) == 0) return sync();
     run_.evictor->settle(s);
     settled += static_cast<int>(run_.evictor->report().cuts.size());
-    waits_.erase(s);
+    if (copied_.empty()) waits_.erase(s);
   }
   /// The evictor follows at its next call. So that the mirror may compare: one that does nothing else.
   void sync() { run_.evictor->prompt(1000, 1); }

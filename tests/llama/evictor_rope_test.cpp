@@ -276,20 +276,6 @@ TEST_P(LlamaEvictor, RefusesToLeaveUnusualRoPEToLlamaCpp) {
   }
 }
 
-TEST_P(LlamaEvictor, RefusesPositionsOfSeveralDimensions) {
-  if (!exact()) return;
-  const Model model = of_kind("mrope");
-  ASSERT_NE(model, nullptr);
-  llama_context_params params = params_of({});
-  try {
-    const Evictor evictor(model.get(), params, make_policy("full"));
-    ADD_FAILURE();
-  } catch (const Unsupported& error) {
-    EXPECT_NE(std::string(error.what()).find("M-RoPE"), std::string::npos) << error.what();
-  }
-  EXPECT_EQ(params.cb_eval, nullptr);
-}
-
 #ifdef KVKEEP_TEST_FAKE_LLAMA
 TEST_P(LlamaEvictor, RefusesToTurnKeysThatChangeAfterRoPE) {
   const Model model = load("fake:late");

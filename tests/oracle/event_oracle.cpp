@@ -23,7 +23,7 @@ double logit(const Sequence& s, int query_head, int query, int slot) {
     const double k = s.keys[(static_cast<size_t>(kv_head) * s.T + slot) * s.D + d];
     sum += q * k;
   }
-  return s.scale * sum;
+  return s.cap > 0 ? s.cap * std::tanh(s.scale * sum / s.cap) : s.scale * sum;
 }
 
 int position(const Sequence& s, int kv_head, int slot) {
@@ -40,6 +40,7 @@ std::vector<double> attention(const Sequence& s, int query_head, int query) {
   const double largest = seen > 0 ? *std::max_element(row.begin(), row.begin() + seen) : 0;
   double sum = 0;
   for (int t = 0; t < seen; ++t) sum += row[t] = std::exp(row[t] - largest);
+  if (!s.sinks.empty()) sum += std::exp(s.sinks[query_head] - largest);
   for (int t = 0; t < seen; ++t) row[t] /= sum;
   return row;
 }

@@ -57,6 +57,8 @@ struct Sequence {
   std::vector<int> positions;               ///< [Hkv][T] logical, ascending
   std::vector<int> query_positions;         ///< [N]
   std::vector<std::vector<double>> credit;  ///< per KV head, for the first slots; empty: none yet
+  double cap = 0;                           ///< as in ScorerInput
+  std::vector<double> sinks = {};           ///< [Hq] the same
   std::vector<int> pinned = {};             ///< positions that stay, in no order; strict only
 
   int queries_seen() const { return static_cast<int>(query_positions.size()); }

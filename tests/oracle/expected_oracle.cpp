@@ -93,9 +93,10 @@ ScorerOutput expected(const ScorerInput& in, const ExpectedSettings& o) {
       for (int t = 0; t < head.T; ++t) g[static_cast<std::size_t>(t)] = t;
       continue;
     }
+    int q = h * in.group();
     for (const std::vector<double>& logits : x) {
       const double top = *std::max_element(logits.begin(), logits.end());
-      double sum = 0;
+      double sum = std::exp(in.sink(q++) - top);
       for (const double l : logits) sum += std::exp(l - top);
       for (std::size_t t = 0; t < logits.size(); ++t)
         g[static_cast<std::size_t>(first) + t] += std::exp(logits[t] - top) / sum / in.group();

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <sstream>
 
 namespace oracle {
@@ -174,6 +175,12 @@ Sequence random_sequence(Random& random, const Options& o, int T, Keys kind) {
     const std::vector<int> positions = random_positions(random, T, next);
     s.positions.insert(s.positions.end(), positions.begin(), positions.end());
   }
+  Random sinker(static_cast<uint64_t>(next) * 64 + static_cast<uint64_t>(s.Hq));
+  if (sinker.chance(0.25)) s.cap = sinker.one_of({2.0, 30.0});
+  if (sinker.chance(0.3))
+    for (int h = 0; h < s.Hq; ++h)
+      s.sinks.push_back(sinker.chance(0.2) ? -std::numeric_limits<double>::infinity()
+                                           : static_cast<float>(1 + 2 * sinker.normal()));
   append_queries(random, s, random_query_count(random, o, next), next);
   if (o.policy.rfind("ams-", 0) == 0 && o.credit && random.chance(0.5)) add_credit(random, s);
   return s;

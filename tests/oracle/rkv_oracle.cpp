@@ -15,11 +15,12 @@ double dot(const float* a, const float* b, int D) {
   return sum;
 }
 
-std::vector<double> softmax_of(const std::vector<double>& x) {
-  const double top = *std::max_element(x.begin(), x.end());
+/// Over x and a sink, whose share belongs to nobody.
+std::vector<double> softmax_of(const std::vector<double>& x, double sink = -std::numeric_limits<double>::infinity()) {
+  const double top = std::max(sink, *std::max_element(x.begin(), x.end()));
   std::vector<double> e;
   for (const double v : x) e.push_back(std::exp(v - top));
-  const double sum = std::accumulate(e.begin(), e.end(), 0.0);
+  const double sum = std::accumulate(e.begin(), e.end(), std::exp(sink - top));
   for (double& v : e) v /= sum;
   return e;
 }
@@ -30,20 +31,22 @@ std::vector<double> attention(const ScorerInput& in, int h, int window, int n, b
   std::vector<double> mean(static_cast<std::size_t>(n), 0.0);
   for (int i = in.N() - window; i < in.N(); ++i) {
     std::vector<double> largest(static_cast<std::size_t>(n), -std::numeric_limits<double>::infinity());
+    double sink = -std::numeric_limits<double>::infinity();
     for (int q = h * in.group(); q < (h + 1) * in.group(); ++q) {
       std::vector<double> logits;
       for (int t = 0; t < n; ++t) {
         double sum = 0;
         for (int d = 0; d < in.D; ++d) sum += in.query(q, i)[d] * static_cast<double>(head.key(t, in.D)[d]);
-        logits.push_back(in.scale * sum);
+        logits.push_back(in.logit(sum));
       }
+      sink = std::max(sink, in.sink(q));
       for (std::size_t t = 0; t < logits.size(); ++t) largest[t] = std::max(largest[t], logits[t]);
       if (max_logit) continue;
-      const std::vector<double> p = softmax_of(logits);
+      const std::vector<double> p = softmax_of(logits, in.sink(q));
       for (std::size_t t = 0; t < p.size(); ++t) mean[t] += p[t] / in.group() / window;
     }
     if (!max_logit) continue;
-    const std::vector<double> p = softmax_of(largest);
+    const std::vector<double> p = softmax_of(largest, sink);
     for (std::size_t t = 0; t < p.size(); ++t) mean[t] += p[t] / window;
   }
   return mean;

@@ -3,6 +3,8 @@
 /// What a scorer may read of one layer of one sequence, as plain numbers: the input of the second implementations,
 /// which share nothing with the library.
 
+#include <cmath>
+#include <limits>
 #include <vector>
 
 namespace oracle {
@@ -30,6 +32,8 @@ struct ScorerInput {
   int layer = 0;                       ///< index in the model, counting layers without a cache
   int Hq = 1, Hkv = 1, D = 1, Dv = 1;  ///< query head h reads KV head h / (Hq / Hkv)
   double scale = 1;                    ///< factor on q.k
+  double cap = 0;                      ///< c of logits c tanh(scale q.k / c); 0: none
+  std::vector<double> sinks;           ///< [Hq] logits without a slot, beside those of every query head; empty: none
   std::vector<ScorerHead> heads;       ///< [Hkv]
   std::vector<int> query_positions;    ///< [N] ascending: the newest queries seen
   std::vector<double> queries;         ///< [Hq][N][D] after RoPE, oldest first
@@ -42,6 +46,12 @@ struct ScorerInput {
   int hidden = 1;
   std::vector<float> output_projection;  ///< [hidden][Hq * Dv]
 
+  /// A logit of two vectors whose product is `dot`.
+  double logit(double dot) const { return cap > 0 ? cap * std::tanh(scale * dot / cap) : scale * dot; }
+  /// The sink logit of a query head; minus infinity: none.
+  double sink(int head) const {
+    return sinks.empty() ? -std::numeric_limits<double>::infinity() : sinks[static_cast<std::size_t>(head)];
+  }
   int N() const { return static_cast<int>(query_positions.size()); }
   int group() const { return Hq / Hkv; }
   const double* query(int head, int i) const { return queries.data() + (static_cast<long>(head) * N() + i) * D; }

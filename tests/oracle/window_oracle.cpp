@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace oracle {
 namespace {
@@ -12,14 +13,18 @@ double dot(const Sequence& s, int query_head, int query, int slot) {
   const float* k = s.keys.data() + (static_cast<size_t>(query_head / (s.Hq / s.Hkv)) * s.T + slot) * s.D;
   double sum = 0;
   for (int d = 0; d < s.D; ++d) sum += static_cast<double>(q[d]) * k[d];
-  return s.scale * sum;
+  return s.cap > 0 ? s.cap * std::tanh(s.scale * sum / s.cap) : s.scale * sum;
 }
 
-/// In place, over what is there.
-void softmax(std::vector<double>& x) {
+double sink(const Sequence& s, int query_head) {
+  return s.sinks.empty() ? -std::numeric_limits<double>::infinity() : s.sinks[static_cast<size_t>(query_head)];
+}
+
+/// In place, over what is there and a sink.
+void softmax(std::vector<double>& x, double sink) {
   if (x.empty()) return;
-  const double largest = *std::max_element(x.begin(), x.end());
-  double sum = 0;
+  const double largest = std::max(sink, *std::max_element(x.begin(), x.end()));
+  double sum = std::exp(sink - largest);
   for (double& v : x) sum += v = std::exp(v - largest);
   for (double& v : x) v /= sum;
 }
@@ -32,6 +37,8 @@ Sequence alone(const ScorerInput& in, int h) {
   s.Hq = in.group();
   s.D = in.D;
   s.scale = in.scale;
+  s.cap = in.cap;
+  if (!in.sinks.empty()) s.sinks.assign(in.sinks.begin() + h * in.group(), in.sinks.begin() + (h + 1) * in.group());
   s.keys = head.keys;
   s.positions = head.positions;
   s.query_positions = in.query_positions;
@@ -104,7 +111,7 @@ ScorerOutput defensive(const ScorerInput& in, int window, int pool) {
         for (int t = 0; t < s.T && s.positions[static_cast<size_t>(t)] <= s.query_positions[static_cast<size_t>(i)];
              ++t)
           share.push_back(dot(s, q, i, t));
-        softmax(share);
+        softmax(share, sink(s, q));
         share.resize(static_cast<size_t>(history));
         double before = 0, after = 0;
         for (const double x : share) before += x;
@@ -184,17 +191,21 @@ std::vector<double> history_attention(const Sequence& s, int kv_head, const Hist
     const double counts = i + 1 == s.queries_seen() ? question.newest_counts : 1;
     counted += counts;
     std::vector<std::vector<double>> heads;
+    std::vector<double> sinks;
     for (int g = 0; g < group; ++g) {
       std::vector<double> x;
       for (int t = question.first; t < question.history; ++t) x.push_back(dot(s, kv_head * group + g, i, t));
+      sinks.push_back(sink(s, kv_head * group + g));
       if (question.max_logit && !heads.empty()) {
+        sinks[0] = std::max(sinks[0], sinks.back());
         for (size_t t = 0; t < x.size(); ++t) heads[0][t] = std::max(heads[0][t], x[t]);
       } else {
         heads.push_back(x);
       }
     }
-    for (auto& x : heads) {
-      softmax(x);
+    for (size_t g = 0; g < heads.size(); ++g) {
+      std::vector<double>& x = heads[g];
+      softmax(x, sinks[g]);
       for (size_t t = 0; t < x.size(); ++t)
         out[static_cast<size_t>(question.first) + t] += counts * x[t] / static_cast<double>(heads.size());
     }
@@ -213,7 +224,7 @@ std::vector<double> attention_sum(const Sequence& s, int kv_head, int window) {
            t < s.T && s.positions[static_cast<size_t>(kv_head) * s.T + t] <= s.query_positions[static_cast<size_t>(i)];
            ++t)
         x.push_back(dot(s, kv_head * group + g, i, t));
-      softmax(x);
+      softmax(x, sink(s, kv_head * group + g));
       for (size_t t = 0; t < x.size(); ++t) out[t] += x[t] / group;
     }
   return out;

@@ -424,10 +424,9 @@ TEST(KeeperPins, ComeBackFromAFile) {
       std::ranges::equal(here.keeper().part<parts::Pins>().pinned(1), there.keeper().part<parts::Pins>().pinned(1)));
   there.engine.lengths = here.engine.lengths;
   for (std::int32_t l = 0; l < kLayers; ++l)
-    for (const bool value : {false, true}) {
+    for (const engines::Sided one : engines::kAllSides) {
       const auto side = [&](Fed& run) {
-        const auto& kv = std::get<DenseKv>(run.engine.layers[static_cast<std::size_t>(l)]);
-        return Array(value ? kv.values : kv.keys);
+        return Array(engines::side_of(std::get<DenseKv>(run.engine.layers[static_cast<std::size_t>(l)]), one));
       };
       side(there).copy_(side(here));
     }

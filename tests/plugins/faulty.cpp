@@ -14,6 +14,7 @@ namespace {
 
 [[maybe_unused]] void throws() { throw std::runtime_error("this plug-in has a bad day"); }
 [[maybe_unused]] void throws_a_number() { throw 7; }
+[[maybe_unused]] void throws_no_word() { throw std::runtime_error(""); }
 [[maybe_unused]] void takes_a_name() { kvkeep::register_scorer<kvkeep::Tova>(); }
 [[maybe_unused]] const void* elsewhere() { return &kRan; }
 
@@ -32,6 +33,8 @@ const kvkeep::Plugin kvkeep_plugin{"kvkeep plug-in of 0.0.9;", kvkeep::registry_
 const kvkeep::Plugin kvkeep_plugin{KVKEEP_PLUGIN_MARK, elsewhere, throws};
 #elif defined(THROWS_A_NUMBER)
 const kvkeep::Plugin kvkeep_plugin{KVKEEP_PLUGIN_MARK, kvkeep::registry_of_this_process, throws_a_number};
+#elif defined(THROWS_NO_WORD)
+const kvkeep::Plugin kvkeep_plugin{KVKEEP_PLUGIN_MARK, kvkeep::registry_of_this_process, throws_no_word};
 #elif defined(TAKES_A_NAME)
 const kvkeep::Plugin kvkeep_plugin{KVKEEP_PLUGIN_MARK, kvkeep::registry_of_this_process, takes_a_name};
 #else

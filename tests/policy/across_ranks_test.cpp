@@ -106,6 +106,40 @@ TEST(AcrossRanks, GatherOnceAnEventOrNotAtAll) {
   }
 }
 
+/// A prompt of 200 tokens in pieces of 20, then 30 tokens and an event that every rank names.
+TEST(AcrossRanks, CutAPromptInPiecesAndWhatIsNamedAsOneMachineDoes) {
+  const auto kept_by = [](RankEngine& engine) {
+    engine.join(1, 200);
+    Kept kept;
+    for (int n = 0; n < 41; ++n) {
+      engine.observe({{1, n < 10 ? 20 : n < 40 ? 1 : 0}});
+      CacheView view = engine.view();
+      if (n == 40) view.named = engine.ids;
+      EXPECT_EQ(engine.keeper.step(view).wait().cuts.size(), (n > 0 && n < 10) || n == 40 ? 1U : 0U) << n;
+      engine.settle();
+      for (std::int32_t l = 0; l < RankEngine::kLayers; ++l)
+        for (std::int32_t h = 0; h < RankEngine::kHeads; ++h)
+          if (engine.has(h)) kept[{n, 1, l, h}] = engine.positions(1, l, h);
+    }
+    return kept;
+  };
+  for (const std::string policy : {"tova,", "adakv-snapkv,scorer.window=6,"}) {
+    const std::string pieces = policy + kSmall + ",prefill=pieces,trigger=named";
+    RankEngine one(pieces);
+    const Kept alone = kept_by(one);
+    ThreadRanks ranks(2);
+    std::mutex mutex;
+    Kept together;
+    ranks.run([&](const std::shared_ptr<Collective>& own) {
+      RankEngine engine(pieces, own);
+      Kept kept = kept_by(engine);
+      const std::scoped_lock lock(mutex);
+      together.merge(kept);
+    });
+    EXPECT_EQ(together, alone) << policy;
+  }
+}
+
 TEST(AcrossRanks, GoOnAfterTheyWereSavedAndRestored) {
   for (const char* policy : {"adakv-tova,budget=24,interval=6,sink=2,recent=4",
                              "threshold-knorm,budget=24,interval=6,sink=2,recent=4,threshold=-2"}) {

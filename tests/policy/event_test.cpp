@@ -73,7 +73,9 @@ TEST(Event, AgreesWithTheSlowSecondImplementationOnRandomEvents) {
 // Protected slots hold half of the mass, which does not count, one slot the rest: all others share by the least mass
 // that a slot has.
 TEST(Event, AgreesWhereAllThatIsLeftToShareIsTheLeastMassOfASlot) {
-  EXPECT_FALSE(expect_agreement(random_case(11024826226273615794U)));
+  oracle::RandomCase c = random_case(11024826226273615794U);
+  c.sequence.sinks.clear(), c.sequence.cap = 0;
+  EXPECT_FALSE(expect_agreement(c));
 }
 
 /// Pins spans of positions, as many as every head's budget holds beside its sinks and one newest slot. Returns the most
@@ -135,8 +137,8 @@ TEST(Event, OfASequenceDoesNotDependOnItsBatch) {  // B14, invariant 11
     for (std::uint64_t other = 1; other < 4; ++other) {
       oracle::Sequence s = random_case(seed * 7 + other, a.options).sequence;
       if (s.Hq == a.sequence.Hq && s.Hkv == a.sequence.Hkv && s.D == a.sequence.D)
-        batch.push_back(
-            {s.T, s.Hq, s.Hkv, s.D, a.sequence.scale, s.keys, s.queries, s.positions, s.query_positions, s.credit});
+        batch.push_back({s.T, s.Hq, s.Hkv, s.D, a.sequence.scale, s.keys, s.queries, s.positions, s.query_positions,
+                         s.credit, a.sequence.cap, a.sequence.sinks});
     }
     while (batch.size() < 3) batch.push_back(batch[0]);
     std::swap(batch[0], batch[2]);

@@ -79,7 +79,8 @@ TEST(Fold, ReadsNothingButCoarseEntriesWhereNothingIsOpened) {
         add(reinterpret_cast<const float*>(row.coarse(KvSide::keys)) + i * FoldingEngine::kDim,
             reinterpret_cast<const float*>(row.coarse(KvSide::values)) + i * FoldingEngine::kDim,
             std::log(static_cast<double>(row.span(i).length)));
-      double sum = 0;
+      const float* const sinks = engine.keeper.spec().sinks_of(l, h);
+      double sum = sinks == nullptr ? 0.0 : std::exp(static_cast<double>(sinks[0]));
       for (std::size_t i = 0; i < logits.size(); ++i) {
         sum += std::exp(logits[i]);
         for (std::size_t d = 0; d < out.size(); ++d) out[d] += std::exp(logits[i]) * values[i][d];
@@ -87,6 +88,18 @@ TEST(Fold, ReadsNothingButCoarseEntriesWhereNothingIsOpened) {
       for (std::size_t d = 0; d < out.size(); ++d)
         EXPECT_NEAR(engine.outputs[static_cast<std::size_t>(l)][0][2 * h].data<float>()[d], out[d] / sum, 2e-5);
     }
+}
+
+TEST(Fold, RefusesAModelThatCapsLogits) {
+  ModelSpec spec = FoldingEngine::model();
+  spec.logit_cap = 30;
+  for (const std::string& policy : {kSekv, kAms}) {
+    const std::string said = testing::message_of<InvalidArgument>(
+        [&] { const Keeper keeper(spec, make_policy(policy), {.surprisal = true, .reads_folded = true}); });
+    EXPECT_NE(said.find("logit_cap: the model caps logits at 30, which reads of folded spans do not"),
+              std::string::npos)
+        << said;
+  }
 }
 
 TEST(Fold, CountsNearAndFarBytesExactly) {

@@ -89,7 +89,7 @@ TEST(ForkOfASequence, RefusesWhatItCannotCopyAndChangesNothing) {
   for (int i = 0; i < 3; ++i) engine.step(numbers_of(random, {{1, 1}}));
   EXPECT_EQ(message_of<StateError>([&] { keeper.fork(1, 1); }), "fork: sequence 1 is already here; allowed a free id");
   EXPECT_EQ(message_of<StateError>([&] { keeper.fork(2, 7); }),
-            "kvkeep: sequence 7 is not known; allowed after join() and before leave()");
+            "fork: sequence 7 is not known; allowed after join(7), and before leave(7)");
   EXPECT_EQ(message_of<StateError>([&] { keeper.fork(2, 1, 30); }),
             "fork: sequence 1 was cut at length 41 and what was dropped then is gone; given 30; allowed 41 or more");
   EXPECT_EQ(message_of<InvalidArgument>([&] { keeper.fork(2, 1, 45); }),
@@ -128,6 +128,65 @@ TEST(ForkOfASequence, RefusesWhatItCannotCopyAndChangesNothing) {
       {.layer = 0, .sequences = ids, .indptr = indptr, .queries = testing::normals(random, {1, 4, kKeyDim})});
   EXPECT_EQ(message_of<StateError>([&] { keeper.fork(22, 1); }).substr(0, 30), "fork: layer 1 has shown 44 of ");
   EXPECT_FALSE(keeper.knows(22));
+}
+
+TEST(StateInMemory, OfAWholePromptGoesOnAsIfItHadBeenRun) {
+  for (const char* policy :
+       {"tova,budget=40,interval=8,recent=4", "tova,budget=40,interval=8,recent=4,trigger=counter"}) {
+    SCOPED_TRACE(policy);
+    DenseEngine engine(policy, false, Dtype::f32);
+    oracle::Random random(8);
+    engine.keeper.join(1, 0, 48), engine.lengths[1] = Ints(kRows, 0);
+    engine.feed(numbers_of(random, {{1, 48}}));
+    engine.keeper.restore(2, engine.keeper.save(1), 48);  // saved before the step, as a prefix cache does
+    share_rows(engine, 2, 1);
+    static_cast<void>(engine.cut({1}));
+    ASSERT_NO_FATAL_FAILURE(expect_go_on_alike(engine, random, {1, 2}, 30));
+  }
+}
+
+TEST(StateInMemory, OfWhichAPrefixIsTakenIsAsItWasThereOrRefused) {
+  DenseEngine engine("tova,budget=32,interval=8,recent=8", false, Dtype::f32);
+  oracle::Random random(3);
+  engine.keeper.join(1, 0, kOpenPrompt), engine.lengths[1] = Ints(kRows, 0);
+  engine.step(numbers_of(random, {{1, 50}}));
+  Keeper& keeper = engine.keeper;
+  const std::vector<std::byte> state = keeper.save(1);
+  EXPECT_EQ(message_of<InvalidArgument>([&] { keeper.restore(2, state, {}, 51); }),
+            "restore: sequence 2 is 50 tokens long; given 51; allowed 0 to that");
+  EXPECT_EQ(message_of<StateError>([&] { keeper.restore(2, state, {}, 17); }),
+            "restore: 33 tokens of sequence 2 are more than the query ring can take back; allowed at most 32");
+  EXPECT_EQ(message_of<InvalidArgument>([&] { keeper.restore(2, state, 40, 41); }),
+            "restore: sequence 2 has a prompt of 40 tokens and 41 of them cached; allowed at least the number cached");
+  EXPECT_FALSE(keeper.knows(2));
+  keeper.restore(2, state, 60, 18);
+  EXPECT_EQ(keeper.logical_length(2), 18);
+  EXPECT_EQ(keeper.physical_length(2, 1, 1), 18);
+  EXPECT_EQ(keeper.prompt_length(2), 60);
+
+  engine.join(3);
+  engine.step(numbers_of(random, {{3, 40}}));
+  for (int i = 0; i < 4; ++i) engine.step(numbers_of(random, {{3, 1}}));
+  EXPECT_EQ(message_of<StateError>([&] { keeper.restore(4, keeper.save(3), {}, 40); }),
+            "restore: sequence 4 was cut at length 41 and what was dropped then is gone; given 40; allowed 41 or more");
+  keeper.restore(4, keeper.save(3), {}, 42);
+  EXPECT_EQ(keeper.physical_length(4, 0, 0), 33);
+}
+
+TEST(StateInMemory, OfAPrefixHitBeginsWithoutThePinsOfTheRequestThatWasSaved) {
+  DenseEngine engine("tova,budget=64,interval=8,recent=8", false, Dtype::f32);
+  oracle::Random random(3);
+  engine.keeper.join(1, 0, kOpenPrompt), engine.lengths[1] = Ints(kRows, 0);
+  engine.step(numbers_of(random, {{1, 50}}));
+  Keeper& keeper = engine.keeper;
+  auto& pins = keeper.part<parts::Pins>();
+  pins.pin(1, 10, 20), pins.pin(1, 70, 95);  // the latter are tokens to come, which are another request's own
+  keeper.restore(2, keeper.save(1), 104);
+  keeper.fork(3, 1, {}, 104);
+  keeper.restore(4, keeper.save(1));
+  keeper.fork(5, 1);
+  for (const SequenceId hit : {2, 3}) EXPECT_EQ(pins.pinned(hit).size(), 0U) << hit;
+  for (const SequenceId same : {4, 5}) EXPECT_EQ(pins.pinned(same).size(), 2U) << same;
 }
 
 TEST(StateInMemory, HoldsTheBytesOfTheFile) {
@@ -184,9 +243,9 @@ TEST(CopyRows, BringsThemBackInOtherPlacesAndPages) {
       restore_rows(there.keeper.spec(), there.keeper.layers(), to, 0, rows);
       for (std::int32_t r = 0; r < kRows; ++r)
         for (std::int32_t t = 0; t < here.lengths.at(5)[static_cast<std::size_t>(r)]; ++t)
-          for (const bool value : {false, true})
-            ASSERT_TRUE(same_bits(here.slot_of(5, r / kHeads, r % kHeads, t, value),
-                                  there.slot_of(7, r / kHeads, r % kHeads, t, value)));
+          for (const Sided side : kAllSides)
+            ASSERT_TRUE(same_bits(here.slot_of(5, r / kHeads, r % kHeads, t, side),
+                                  there.slot_of(7, r / kHeads, r % kHeads, t, side)));
       EXPECT_THROW(restore_rows(there.keeper.spec(), there.keeper.layers(), to, 0, std::span(rows).first(8)),
                    InvalidArgument);
       EXPECT_EQ(message_of<InvalidArgument>(

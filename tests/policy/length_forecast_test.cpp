@@ -65,6 +65,9 @@ TEST(LengthForecast, SaysWhatEventsLeave) {
       {"tova" + small + ",trigger=counter"},
       {"tova" + small + ",protect_prompt=true"},
       {"tova" + small + ",prefill=only"},
+      {"tova" + small + ",prefill=pieces"},
+      {"ams-tova" + small + ",window=4,prefill=pieces,trigger=named"},
+      {"adakv-snapkv" + small + ",window=6,prefill=pieces", false, true},
       {"tova" + small + ",share=union"},
       {"ams-tova" + small + ",window=4"},
       {"ams-tova" + small + ",window=4,variant=official"},
@@ -177,7 +180,7 @@ TEST(PageNeed, RefusesWhatIsNoStepAndNoPage) {
             "forecast: a step of 2147483647 tokens; allowed 0 to 2147483640");
   EXPECT_EQ(ahead.length(), 7);
   EXPECT_EQ(testing::message_of<InvalidArgument>([&] { static_cast<void>(ahead.need(1, 0, 0)); }),
-            "forecast: pages of 0 slots, 0 of them shared; allowed 1 or more, and 0 or more");
+            "forecast: pages of 0 slots, 0 of them shared; allowed 1 to 1024 slots, and 0 pages or more");
 }
 
 }  // namespace

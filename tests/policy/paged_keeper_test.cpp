@@ -51,9 +51,9 @@ TEST_P(PagedKeeper, KeepsOnAnyPagesExactlyWhatItKeepsInADenseCache) {  // B21, B
         freed += b.pages_freed;
         expect_written(paged.block_table, b.pages);
         EXPECT_EQ(a.slots_dropped, b.slots_dropped);
-        const std::int64_t of_key = form == Form::latent ? kKeyDim : 1,
-                           of_slot = form == Form::latent ? kKeyDim + kValueDim : 1;
-        EXPECT_EQ(a.bytes_after * of_key, b.bytes_after * of_slot);
+        const std::int64_t size = element_size(dtype), of_latent = kKeyDim * size + kExtraDim * 4,
+                           of_slot = of_latent + kValueDim * size;
+        EXPECT_EQ(a.bytes_after * (form == Form::latent ? of_latent : of_slot), b.bytes_after * of_slot);
       };
       for (Engine* engine : {static_cast<Engine*>(&dense), static_cast<Engine*>(&paged)}) {
         engine->join(1);
@@ -99,7 +99,7 @@ TEST_P(PagedKeeper, MovesValuesThatLieWithinKeysOnce) {
   for (int n = 0; n < 40; ++n) {
     const Numbers numbers = latent(numbers_of(random, {{1, n == 0 ? 90 : 2}}));
     const Report a = apart.step(numbers), b = within.step(numbers);
-    EXPECT_EQ(a.bytes_moved * kKeyDim, b.bytes_moved * (kKeyDim + kValueDim));
+    EXPECT_EQ(a.bytes_moved * (kKeyDim + kExtraDim), b.bytes_moved * (kKeyDim + kValueDim + kExtraDim));
     moved += b.bytes_moved;
     ASSERT_NO_FATAL_FAILURE(expect_alike(apart, within));
   }

@@ -113,8 +113,10 @@ TEST_F(Plugins, AreRefusedByNameForEveryOtherFault) {
   const std::size_t before = policies().size(), loaded = loaded_plugins().size();
   const std::pair<const char*, const char*> faults[] = {
       {"faulty_other_kvkeep", "is linked to another kvkeep than this program"},
+      {"faulty_other_layout", "was compiled with flags under which strings, containers or structs have other sizes"},
       {"faulty_throws", "did not register: this plug-in has a bad day"},
       {"faulty_throws_a_number", "did not register: it threw what is no std::exception"},
+      {"faulty_throws_no_word", "did not register: an exception that says nothing, perhaps of a plug-in"},
       {"faulty_takes_a_name", "did not register: register_scorer: there is a policy or an allocator tova already"},
       {"faulty_not_exported", "exports no kvkeep_plugin"},
       {"nowhere", "there is no file"}};

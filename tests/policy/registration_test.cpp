@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -18,6 +19,8 @@
 #include "kvkeep/policy/evict.h"
 #include "kvkeep/score/knorm.h"
 #include "message_of.h"
+#include "ramp.h"
+#include "told.h"
 #include "vnorm.h"
 
 namespace kvkeep::registration_test {
@@ -189,9 +192,9 @@ TEST_F(Registration, SavesAndRestoresUnderWhatWasAdded) {
     there.lengths[0] = here.lengths.at(0);
     for (std::int32_t r = 0; r < engines::kRows; ++r)
       for (std::int32_t t = 0; t < here.lengths.at(0)[static_cast<std::size_t>(r)]; ++t)
-        for (const bool value : {false, true})
-          there.slot_of(0, r / engines::kHeads, r % engines::kHeads, t, value)
-              .copy_(here.slot_of(0, r / engines::kHeads, r % engines::kHeads, t, value));
+        for (const engines::Sided side : engines::kAllSides)
+          there.slot_of(0, r / engines::kHeads, r % engines::kHeads, t, side)
+              .copy_(here.slot_of(0, r / engines::kHeads, r % engines::kHeads, t, side));
     std::int64_t dropped = 0;
     for (int i = 0; i < 20; ++i) {
       const engines::Numbers numbers = engines::numbers_of(random, {{0, 1}});
@@ -211,9 +214,9 @@ TEST_F(Registration, RefusesNamesThatAreNoneOrTaken) {
     return message_of<InvalidArgument>(
         [&] { register_scorer(scorer_entry<Vnorm>({.name = name, .what = "w", .source = "s"})); });
   };
-  for (const char* name : {"", "Vnorm", "my norm", "norm,2", "a+b", "norm_2"})
+  for (const char* name : {"", "Vnorm", "my norm", "norm,2", "a+b", "norm_2", "-", "-x", "x-"})
     EXPECT_EQ(scorer(name), text("register_scorer: this is no name for a policy; given \"", name,
-                                 "\"; allowed lower-case letters, digits and hyphens, at least one"));
+                                 "\"; allowed lower-case letters, digits, and hyphens within"));
   for (const char* name : {"vnorm", "tova", "ams", "ams-tova", "full", "sekv", "asl", "adakv", "random-attention"})
     EXPECT_EQ(scorer(name), text("register_scorer: there is a policy or an allocator ", name, " already; given \"",
                                  name, "\"; allowed a name that is not taken"));
@@ -265,8 +268,8 @@ class Crooked final : public Allocator {
 TEST_F(Registration, RefusesDefaultsThatAreNotAllowed) {
   EXPECT_EQ(
       message_of<InvalidArgument>([] { register_allocator<Crooked<CrookedOptions>>(); }),
-      "register_allocator: the default of an option of outside-crooked is not allowed: policy: allocator.window "
-      "is out of range or of the wrong type; given -7; allowed an integer from 1 to 64; one that must be given has a "
+      "register_allocator: an option of outside-crooked is not allowed: policy: the default of allocator.window is out "
+      "of range or of the wrong type; given -7; allowed an integer from 1 to 64; one that must be given has a "
       "`fallback` instead");
   EXPECT_NE(message_of<InvalidArgument>([] {
               register_allocator<Crooked<CrookedShare>>();
@@ -279,9 +282,119 @@ TEST_F(Registration, RefusesDefaultsThatAreNotAllowed) {
     f.integer("budget", budget, 5, 4096, "slots");
     return {};
   };
-  EXPECT_NE(message_of<InvalidArgument>([&] { register_policy(policy); }).find("register_policy: the default of"),
+  EXPECT_NE(message_of<InvalidArgument>([&] { register_policy(policy); }).find("policy: the default of budget"),
             std::string::npos);
   EXPECT_EQ(std::ranges::count(policies(), std::string("outside-crooked"), &PolicyInfo::name), 0);
+}
+
+/// What registering a scorer says whose options `describe` describes.
+std::string scorer_refused(const std::function<void(Fields&)>& describe) {
+  const ScorerTraits traits{.name = "outside-named", .what = "w", .source = "s"};
+  return message_of<InvalidArgument>([&] {
+    register_scorer({.traits = traits, .make = [describe](Fields& f) {
+                       describe(f);
+                       return std::make_unique<Knorm>();
+                     }});
+  });
+}
+
+TEST_F(Registration, RefusesNamesOfOptionsThatCannotBeGiven) {
+  const std::size_t before = policies().size();
+  const auto one = [](const char* name, Fields::Aliases aliases = {}) {
+    return [name, aliases = std::vector<const char*>(aliases)](Fields& f) {
+      std::int32_t value = 1;
+      if (aliases.empty())
+        f.integer(name, value, 0, 9, "w");
+      else
+        f.integer(name, value, 0, 9, "w", {aliases.front()});
+    };
+  };
+  for (const char* name : {"", "a b", "a=b", "a,b", "a+b", "a.b", "\xc3\xa9"})
+    EXPECT_EQ(scorer_refused(one(name)),
+              text("register_scorer: an option of outside-named is not allowed: policy: this is no name for an option; "
+                   "given \"",
+                   name, "\"; allowed letters, digits, underscores and hyphens, at least one"));
+  EXPECT_NE(scorer_refused(one("good", {"not good"})).find("given \"not good\""), std::string::npos);
+  for (const char* name : {"budget", "ratio", "bytes", "interval", "share", "recent", "sink", "variant", "rest",
+                           "memory", "kv_budget", "policy"})
+    EXPECT_EQ(scorer_refused(one(name)),
+              text("register_scorer: option \"", name,
+                   "\" of outside-named is an option of every policy; allowed another name"));
+  EXPECT_NE(scorer_refused(one("good", {"n_sink"})).find("option \"n_sink\" of outside-named"), std::string::npos);
+  EXPECT_EQ(scorer_refused([&](Fields& f) { one("twice")(f), one("twice")(f); }),
+            "register_scorer: an option of outside-named is not allowed: policy: twice is described twice; allowed "
+            "options that share no name");
+  EXPECT_NE(scorer_refused([&](Fields& f) { one("once", {"other"})(f), one("other")(f); }).find("other is described"),
+            std::string::npos);
+
+  AllocatorEntry allocator = allocator_entry<Reversed>({.name = "outside-named", .what = "w", .source = "s"});
+  allocator.make = [&](Fields& f, const AllocatorContext&) {
+    f.enter("allocator"), one("interval")(f), f.leave();
+    return std::make_unique<Reversed>(ReversedOptions{});
+  };
+  EXPECT_EQ(
+      message_of<InvalidArgument>([&] { register_allocator(allocator); }),
+      "register_allocator: option \"interval\" of outside-named is an option of every policy; allowed another name");
+  PolicyEntry policy = renamed();
+  policy.name = "outside-named";
+  policy.describe = [&](Fields& f) -> MakePolicy {
+    one("policy")(f);
+    return renamed().describe(f);
+  };
+  EXPECT_NE(
+      message_of<InvalidArgument>([&] { register_policy(policy); }).find("an option of outside-named is called policy"),
+      std::string::npos);
+  EXPECT_EQ(policies().size(), before) << "a refused option adds nothing";
+}
+
+TEST_F(Registration, RefusesWhatMakesNull) {
+  const auto scorer = [](bool always) -> ScorerEntry {
+    return {.traits = {.name = "outside-null", .what = "w", .source = "s"},
+            .make = [always](Fields& f) -> std::unique_ptr<Scorer> {
+              bool none = always;
+              f.flag("none", none, "w");
+              return none ? nullptr : std::make_unique<Knorm>();
+            }};
+  };
+  EXPECT_EQ(message_of<InvalidArgument>([&] { register_scorer(scorer(true)); }),
+            "register_scorer: the default options of outside-null make null; allowed a scorer, an allocator, or a "
+            "function that makes a policy");
+  register_scorer(scorer(false));
+  const auto said = [](const char* text) {
+    return message_of<InvalidArgument>([text] { static_cast<void>(make_policy(text)); });
+  };
+  EXPECT_EQ(said("outside-null,budget=24,none=true"),
+            "policy: make of scorer outside-null returned null; allowed a scorer");
+  EXPECT_NE(make_policy("ams-outside-null,budget=24"), nullptr);
+
+  AllocatorEntry allocator = allocator_entry<Reversed>({.name = "outside-null-too", .what = "w", .source = "s"});
+  allocator.make = [](Fields& f, const AllocatorContext&) -> std::unique_ptr<Allocator> {
+    if (f.has("sink")) return nullptr;
+    return std::make_unique<Reversed>(ReversedOptions{});
+  };
+  register_allocator(allocator);
+  EXPECT_EQ(said("outside-null-too-tova,budget=24,sink=1"),
+            "policy: make of allocator outside-null-too returned null; allowed an allocator");
+
+  PolicyEntry policy = renamed();
+  policy.name = "outside-null-policy";
+  policy.describe = [](Fields& f) -> MakePolicy {
+    std::int32_t budget = 64;
+    f.integer("budget", budget, 5, 4096, "slots");
+    bool empty = false, none = false;
+    f.flag("empty", empty, "w");
+    f.flag("none", none, "w");
+    if (empty) return {};
+    return [none](std::string json, std::unique_ptr<KVPolicy>) -> std::unique_ptr<KVPolicy> {
+      if (none) return nullptr;
+      return std::make_unique<Renamed>(make_policy("streaming,budget=64"), std::move(json));
+    };
+  };
+  register_policy(policy);
+  EXPECT_EQ(said("outside-null-policy,empty=true"),
+            "policy: describe of outside-null-policy returned an empty function; allowed one that makes the policy");
+  EXPECT_EQ(said("outside-null-policy,none=true"),
+            "policy: what describe of outside-null-policy returned made null; allowed a policy");
 }
 
 /// Scores and chooses as it is told.
@@ -301,10 +414,11 @@ class Told final : public Scorer {
 class Chosen final : public Allocator {
  public:
   using Change = std::function<void(const RowTable&, std::optional<KeepSet>&)>;
-  explicit Chosen(Change change, bool spares_one = false) : change_(std::move(change)), spares_one_(spares_one) {}
+  using Spread = std::function<void(std::vector<RowLimit>&)>;
+  explicit Chosen(Change change, Spread spread = {}) : change_(std::move(change)), spread_(std::move(spread)) {}
   [[nodiscard]] std::string_view name() const override { return "outside-chosen"; }
   void spread(const Evidence&, std::span<const std::int32_t>, std::vector<RowLimit>& rows) const override {
-    if (spares_one_) rows[0].due = false;
+    if (spread_) spread_(rows);
   }
   [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
   void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
@@ -315,7 +429,7 @@ class Chosen final : public Allocator {
 
  private:
   Change change_;
-  bool spares_one_;
+  Spread spread_;
 };
 
 /// What an event of a sequence of 61 tokens, with a budget of 24, says of these.
@@ -354,6 +468,8 @@ TEST_F(Registration, RefusesAnEventWhoseAllocatorKeepsWhatItMayNot) {
        " keeps slots of layer 0, head 0 that are beyond it; allowed ascending ones from 0 to 60"},
       {[](auto& table, auto& keep) { keep = keep_everything(table), ++keep->indptr[1]; },
        " keeps 62 slots of layer 0, head 0; allowed 1 to all 61"},
+      {[](auto& table, auto& keep) { keep = keep_everything(table); },
+       " keeps 61 slots of layer 0, head 0; allowed up to 24 (RowLimit::budget)"},
       {[](auto&, auto& keep) { keep->indptr[1] = 0; }, " keeps 0 slots of layer 0, head 0; allowed 1 to all 61"},
       {[&](auto&, auto& keep) { first(*keep)[3] = 4, std::iota(first(*keep) + 4, first(*keep) + 21, 5); },
        " drops slots of layer 0, head 0 that stay whatever they score; allowed all that RowLimit::guarded holds, here "
@@ -365,8 +481,160 @@ TEST_F(Registration, RefusesAnEventWhoseAllocatorKeepsWhatItMayNot) {
     EXPECT_NE(said.find(says), std::string::npos) << said << "\nis not\n" << says;
   }
   const std::string said = refused<InvalidArgument>(
-      std::make_unique<Knorm>(), std::make_unique<Chosen>([&](auto&, auto& keep) { one_less(*keep); }, true));
+      std::make_unique<Knorm>(), std::make_unique<Chosen>([&](auto&, auto& keep) { one_less(*keep); },
+                                                          [](auto& rows) {
+                                                            for (auto& row : rows)
+                                                              row.budget = 10;  // room for the row that keeps all
+                                                            rows[0].due = false;
+                                                          }));
   EXPECT_NE(said.find("layer 0, head 0, which is not due; allowed all 61 slots"), std::string::npos) << said;
+}
+
+TEST_F(Registration, RefusesAnEventWhoseAllocatorSpreadsBudgetsWrongly) {
+  const std::pair<Chosen::Spread, std::string> wrong[] = {
+      {[](auto& rows) { rows.pop_back(); }, " spread budgets over "},
+      {[](auto& rows) { rows[1].budget = 3; },
+       "step: allocator outside-chosen of outside gives layer 0, head 1 a budget of 3; allowed 4 or more, which its "},
+      {[](auto& rows) { rows[0].budget = -1; }, " a budget of -1; allowed 4 or more"},
+      {[](auto& rows) { rows[2].budget += 1; },
+       " gives the rows of a sequence 97 slots in all; allowed 96, which the "},
+      {[](auto& rows) { rows[1].due = false; },
+       " slots in all; allowed 96, which the policy's budget gives them (a row "},
+  };
+  for (const auto& [spread, says] : wrong) {
+    const std::string said =
+        refused<InvalidArgument>(std::make_unique<Knorm>(), std::make_unique<Chosen>([](auto&, auto&) {}, spread));
+    EXPECT_NE(said.find(says), std::string::npos) << said << "\nis not\n" << says;
+  }
+}
+
+/// Ramp, without its check.
+class Unchecked final : public Allocator {
+ public:
+  [[nodiscard]] std::string_view name() const override { return "outside-unchecked"; }
+  [[nodiscard]] bool ragged() const override { return true; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention seen,
+             Decision& decision) const override {
+    Flat().allot(evidence, limits, scores, std::move(seen), decision);
+  }
+};
+
+TEST_F(Registration, RowsOfDifferentLengthsShareNoSelection) {
+  const auto made = [](Sharing share) {
+    Retention retention{.trigger = {.budget = {.slots = 24}, .interval = 8}};
+    retention.share = share;
+    return std::make_unique<Evict>("outside", std::make_unique<Knorm>(), std::make_unique<Unchecked>(), retention);
+  };
+  for (const Sharing share : {Sharing::per_head, Sharing::all, Sharing::all_mean})
+    EXPECT_EQ(
+        message_of<InvalidArgument>([&] { static_cast<void>(made(share)); }),
+        "policy: share of outside joins rows, and allocator outside-unchecked lets them keep different numbers of "
+        "slots (ragged()); allowed share=per_layer_per_head");
+  EXPECT_NE(made(Sharing::per_layer_per_head), nullptr);
+}
+
+TEST_F(Registration, RefusesAKeeperWhoseScorerReadsMoreQueriesThanARingHolds) {
+  class Reader final : public Scorer {
+   public:
+    explicit Reader(std::int32_t queries) : queries_(queries) {}
+    [[nodiscard]] std::string_view name() const override { return "outside-reader"; }
+    [[nodiscard]] Needs needs() const override { return {.queries = queries_}; }
+    [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
+    [[nodiscard]] Scores score(const Evidence& evidence, const Limits& limits,
+                               const WindowAttention& seen) const override {
+      return Knorm().score(evidence, limits, seen);
+    }
+
+   private:
+    std::int32_t queries_;
+  };
+  const auto keeper = [](std::int32_t queries) {
+    Retention retention{.trigger = {.budget = {.slots = 24}, .interval = 8}};
+    return Keeper(engines::model(), std::make_unique<Evict>("outside", std::make_unique<Reader>(queries),
+                                                            std::make_unique<Flat>(), retention));
+  };
+  for (const std::int32_t queries : {-1, INT32_MIN, (1 << 20) + 1, INT32_MAX})
+    EXPECT_EQ(message_of<InvalidArgument>([&] { static_cast<void>(keeper(queries)); }),
+              text("policy outside cannot run here: queries: outside reads the newest ", queries,
+                   " of every full layer (Needs::queries); allowed 0 to 1048576"));
+  EXPECT_EQ(keeper(1 << 20).queries_read(), 1 << 20);
+}
+
+TEST_F(Registration, AnAllocatorOfOnesOwnSpreadsBudgetsOverLayers) {
+  testing::register_ramp();
+  engines::DenseEngine engine("ramp-knorm,budget=24,interval=8,sink=2,recent=3", true, Dtype::f32);
+  oracle::Random random(5);
+  engine.join(1);
+  static_cast<void>(engine.step(engines::numbers_of(random, {{1, 60}})));
+  static_cast<void>(engine.step(engines::numbers_of(random, {{1, 1}})));
+  EXPECT_EQ(engine.keeper.physical_length(1, 0, 0), 16);
+  EXPECT_EQ(engine.keeper.physical_length(1, engines::kLayers - 1, 0), 31);
+}
+
+TEST_F(Registration, RefusesADecisionWhoseColumnsWouldNotMove) {
+  const auto said = testing::refused_decision;
+  const auto few = [](const Evidence&) { return empty({3}, Dtype::f32); };
+  EXPECT_TRUE(
+      said([&](auto& e, auto& d) { d.credit = few(e); }).starts_with("step: credit of told are f32 [3] on cpu"));
+  EXPECT_TRUE(said([&](auto& e, auto& d) { d.tally = empty({e.table.slots}, Dtype::f64); }).starts_with("step: tally"));
+  EXPECT_TRUE(said([&](auto&, auto& d) { d.credit = Tensor(); }).starts_with("step: credit of told are an absent"));
+  EXPECT_TRUE(said([&](auto&, auto& d) { d.guarded = {1}; }).starts_with("step: Decision::guarded of told has 1 rows"));
+  const auto first = [](Decision& d) { return d.keep->slots.data<std::int32_t>(); };
+  EXPECT_EQ(said([&](auto&, auto& d) { first(d)[1] = 0; }),
+            "step: told keeps slots of layer 0, head 0 that do not ascend; allowed ascending ones from 0 to 60");
+  EXPECT_EQ(said([&](auto&, auto& d) { first(d)[60] = 61; }),
+            "step: told keeps slots of layer 0, head 0 that are beyond it; allowed ascending ones from 0 to 60");
+  EXPECT_EQ(said([&](auto&, auto& d) { d.keep.reset(); }),
+            "step: told says that rows are over their budget, and not what stays of them; allowed with Decision::keep");
+  EXPECT_EQ(message_of<InvalidArgument>(
+                [] { engines::DenseEngine(std::make_unique<testing::ToldPolicy>(Trigger{}), false, Dtype::f32); }),
+            "Keeper: the trigger of told has an interval of 0 tokens; allowed 1 or more");
+  EXPECT_EQ(message_of<InvalidArgument>([] {
+              engines::DenseEngine(
+                  std::make_unique<testing::ToldPolicy>(Trigger{.budget = {.slots = 0}, .interval = 8}), false,
+                  Dtype::f32);
+            }),
+            "Keeper: the trigger of told has a budget of 0 slots; allowed 1 or more");
+}
+
+/// A body that reads values, of a scorer that does not say so.
+struct Silent {
+  void describe(Fields&) {}
+  template <class Row, class Team>
+  KVKEEP_HD void score(const Row& row, float* g, Team team) const {
+    for (std::int32_t t = team.thread(); t < row.length(); t += team.size()) {
+      float sum = 0;
+      for (std::int32_t d = 0; d < row.value_dim(); ++d) sum += static_cast<float>(row.value(t)[d]);
+      g[t] = sum;
+    }
+  }
+};
+class SilentScorer final : public RowScorer<SilentScorer, Silent> {
+ public:
+  static constexpr ScorerTraits traits{.name = "outside-silent", .what = "sums", .source = "none"};
+  using RowScorer::RowScorer;
+};
+
+TEST_F(Registration, AScorerThatForgetsWhatItReadsReadsNumbersAsTheyAreOrNone) {
+  const auto scored = [](Dtype dtype) {
+    const ModelSpec spec{.query_heads = 1, .kv_heads = 1, .key_dim = 4, .value_dim = 4, .layers = {LayerSpec{}}};
+    const Tensor keys = zeros({1, 1, 6, 4}, Dtype::f32), values = zeros({1, 1, 6, 4}, dtype);
+    if (dtype == Dtype::bf16)
+      for (int t = 0; t < 6; ++t) values.data<BFloat16>()[4 * t] = BFloat16(1.0F);
+    const DenseKv rows{keys, values, {}, dtype == Dtype::i8 ? zeros({1, 1, 6}, Dtype::f32) : Tensor()};
+    const LayerKv layer = rows;
+    std::int32_t length = 6;
+    const SequenceId id = 1;
+    const CacheView view{.sequences = {&id, 1}, .lengths = {{&length, 1}}};
+    const std::int32_t of[] = {0}, due[] = {0};
+    const RowTable form = common_form(spec, {&layer, 1}, of);
+    const RowTable table = make_rows(spec, {&layer, 1}, form, view, of, due);
+    const Scores scores = SilentScorer().score({.spec = spec, .table = table}, even_limits(table, 3), {});
+    return scores.data.data<float>()[5];
+  };
+  EXPECT_EQ(scored(Dtype::bf16), 1.0F);
+  EXPECT_TRUE(std::isnan(scored(Dtype::i8)));
 }
 
 TEST_F(Registration, RefusesAnEventWhoseScorerGivesNoScores) {

@@ -172,9 +172,9 @@ void expect_goes_on(engines::Engine& here, engines::Engine& there, const std::st
   EXPECT_GT(dropped, 30);
   for (std::int32_t r = 0; r < engines::kRows; ++r)
     for (std::int32_t t = 0; t < here.lengths.at(3)[static_cast<std::size_t>(r)]; ++t)
-      for (const bool value : {false, true})
-        ASSERT_TRUE(engines::same_bits(here.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value),
-                                       there.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, value)));
+      for (const engines::Sided side : engines::kAllSides)
+        ASSERT_TRUE(engines::same_bits(here.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, side),
+                                       there.slot_of(3, r / engines::kHeads, r % engines::kHeads, t, side)));
 }
 
 std::filesystem::path write_calibration(const std::filesystem::path& path) {
@@ -415,6 +415,16 @@ TEST(Restore, RefusesAnotherPolicyOrModelByTheFieldsThatDiffer) {
   other.rope.inv_freq[1] = 0.25;
   EXPECT_NE(restored(other, "ams-tova,budget=32,interval=8,recent=8,window=4")
                 .find("rope/inv_freq/1 is 0.3 there and 0.25 here"),
+            std::string::npos);
+  other = engines::model();
+  other.logit_cap = 30;
+  EXPECT_NE(restored(other, "ams-tova,budget=32,interval=8,recent=8,window=4")
+                .find("logit_cap is not given there and 30.0 here"),
+            std::string::npos);
+  other = engines::model();
+  other.layers[1].sinks[1] = 0;
+  EXPECT_NE(restored(other, "ams-tova,budget=32,interval=8,recent=8,window=4")
+                .find("layers/1/sinks/1 is null there and 0.0 here"),
             std::string::npos);
   EXPECT_NE(message_of<StateError>([&] { here.keeper.restore(1, file.path); }).find("sequence 1 is already here"),
             std::string::npos);

@@ -149,6 +149,15 @@ TEST(Docs, ThePageOfEnginesShowsTheLinesThatTheEmbeddingExampleCompiles) {
       << "docs/start/integration.md should hold:" << lines;
 }
 
+TEST(Docs, ThePageOfOneIntegerShowsTheEventOfTheEngineThatIsTested) {
+  const std::string engine = read(root() / "examples/serving/one_integer.cpp"),
+                    begins = "\nbool OneIntegerEngine::cut(";
+  const std::size_t begin = engine.find(begins), end = engine.find("\n}\n", begin);
+  ASSERT_NE(end, std::string::npos);
+  const std::string event = "```cpp" + engine.substr(begin, end + 3 - begin) + "```\n";
+  EXPECT_NE(read(root() / "docs/reference/one-integer.md").find(event), std::string::npos) << event;
+}
+
 TEST(Docs, ThePageOfTheCInterfaceShowsTheLinesThatTheEngineOnAGpuCompiles) {
   const std::string lines =
       lines_of("examples/c/gpu_engine.c", "  check(kvkeep_cuda_accelerator_make(", "  /* ---- */\n");
@@ -176,6 +185,11 @@ TEST(Docs, ThePageOfPluginsShowsTheExampleThatIsBuilt) {
   const std::string page = read(root() / "docs/start/extending.md");
   for (const char* file : {"examples/plugin/vmax.cpp", "examples/plugin/halves.cpp"})
     EXPECT_NE(page.find("```cpp\n" + shown(root() / file) + "```"), std::string::npos) << file;
+  for (const auto& [file, begins] : {std::pair{"ramp.h", "class Ramp final"}, {"fade.h", "struct FadeOptions"}}) {
+    std::string code = read(root() / "tests/policy" / file);
+    code = code.substr(code.find(begins), code.find("\n}  // namespace") - code.find(begins));
+    EXPECT_NE(page.find("```cpp\n" + code + "```"), std::string::npos) << "the page should hold:\n" << code;
+  }
   const std::string cmake = read(root() / "examples/plugin/CMakeLists.txt");
   EXPECT_NE(page.find("```cmake\n" + cmake.substr(cmake.find("cmake_minimum_required")) + "```"), std::string::npos);
 }

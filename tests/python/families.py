@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family that AutoModelForCausalLM builds, tiny and with random weights, through kvkeep.hf.attach: the logits of
-generate() under `full` must be those of the model alone, or attach() must refuse by name.
+generate() under `full` are those of the model alone, policies keep what they keep in a reference that masks what was
+dropped (reference.py), and prompts in pieces, drafts and padded batches change nothing; or attach() refuses by name.
 
-    python families.py                 a table of all families
-    python families.py llama gpt_oss   those
-    python families.py --markdown      for docs/reference/python.md
+    python families.py                            all families
+    python families.py llama gpt_oss              those
+    python families.py --family 'gemma|deepseek'  those that it matches
+    python families.py --trials full --markdown   one trial, and the table of docs/reference/python.md
 
 Exit status 1 if a family differs, or fails with an error that is not kvkeep's. test_families.py runs a few of them.
 """
@@ -13,8 +15,11 @@ import argparse
 import contextlib
 import inspect
 import io
+import re
 import sys
 import warnings
+from collections import Counter
+from functools import partial
 
 import torch
 import transformers
@@ -23,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import kvkeep
 import kvkeep.hf as hf
+from reference import BY_HAND, OPTIONS, Reference, under_reference
 
 VOCAB, LAYERS = 97, 4
 #: What is set where a config has it. Values that a family wants otherwise are below.
@@ -57,7 +63,7 @@ OTHERWISE = {
     "cpmant": dict(dim_head=16, dim_ff=96),
     "ctrl": dict(dff=96),
     "falcon": dict(alibi=False, new_decoder_architecture=False),
-    "gemma2": dict(attn_logit_softcapping=5.0),
+    "gemma2": dict(attn_logit_softcapping=1.5, query_pre_attn_scalar=4),
     "gemma3n_text": dict(
         layer_types=HALF,
         num_kv_shared_layers=0,
@@ -67,10 +73,17 @@ OTHERWISE = {
     ),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]]),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"] * 2),
+    "inkling2_text": dict(unpadded_vocab_size=VOCAB),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
+    "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2),
+    "longcat_flash": dict(head_dim=8, num_layers=2, expert_ffn_hidden_size=32, ffn_hidden_size=96),
     "minicpm3": dict(head_dim=24),
     "mpt": dict(max_seq_len=256),
+    "vaultgemma": dict(attn_logit_softcapping=1.5, query_pre_attn_scalar=4),
     "xlstm": dict(num_heads=4),
+    "zamba2": dict(layers_block_type=["linear_attention", "hybrid"] * 2, attention_head_dim=32, num_key_value_heads=4),
+    "zaya": dict(num_experts_per_tok=1),
 }
 #: Families in another form: (model_type, arguments).
 VARIANTS = {
@@ -88,6 +101,8 @@ VARIANTS = {
         "gemma4_text",
         dict(num_hidden_layers=6, layer_types=[*HALF, *HALF[:2]], num_kv_shared_layers=2),
     ),
+    "ministral, half of its layers full": ("ministral", dict(layer_types=HALF)),
+    "mistral, without a window": ("mistral", dict(sliding_window=None)),
     "llama, llama3": (
         "llama",
         dict(
@@ -114,6 +129,7 @@ VARIANTS = {
         ),
     ),
     "falcon, alibi": ("falcon", dict(alibi=True)),
+    "mistral4": ("mistral4", dict()),  # which AutoModelForCausalLM does not know
 }
 
 
@@ -148,18 +164,22 @@ def tiny(kind):
     kind, also = VARIANTS.get(kind, (kind, OTHERWISE.get(kind)))
     config_class = CONFIG_MAPPING[kind]
     wanted = small(config_class, also)
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        make = transformers.AutoModelForCausalLM.from_config
+    else:
+        make = getattr(transformers, config_class.__name__.removesuffix("Config") + "ForCausalLM")
     with torch.device("meta"):
-        size = sum(
-            p.numel() for p in transformers.AutoModelForCausalLM.from_config(config_class(**wanted)).parameters()
-        )
+        size = sum(p.numel() for p in make(config_class(**wanted)).parameters())
     if size > 2e7:
         raise ValueError(f"{size:,} parameters")
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_class(**wanted)).float().eval()
+    model = make(config_class(**wanted)).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "sink" in name:
                 parameter.normal_(2.0, 1.0)
+            elif name.endswith("q_norm.weight"):  # attention that is not all on one token, where nothing else scales it
+                parameter.mul_(0.1)
             elif parameter.dim() >= 2:
                 parameter.normal_(0, 0.12)
     if model.generation_config is not None:
@@ -167,79 +187,256 @@ def tiny(kind):
     return model
 
 
-def text(tokens, rows):
+def text(tokens, rows=1):
     return torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
 
-def generate(model, ids, mask):
-    out = model.generate(
+def generate(model, ids, mask=None, new=12, **more):
+    return model.generate(
         ids,
-        attention_mask=mask,
-        max_new_tokens=12,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=new,
         do_sample=False,
         use_cache=True,
         return_dict_in_generate=True,
         output_logits=True,
         pad_token_id=0,
+        **more,
     )
-    return torch.stack(out.logits)
 
 
-def outcome(kind):
-    """(verdict, what it rests on): same, refused, DIFFERS, ERROR, or not built."""
+def apart(ours, theirs):
+    """How far logits differ, in parts of their spread."""
+    return max(float((a - b).abs().max()) / max(float(b.std()), 1e-9) for a, b in zip(ours, theirs))
+
+
+# ---- Trials of a model. Each returns what is wrong, or None
+
+
+def under_full(model):
+    """generate() under `full` computes what it computes alone, with and without padding."""
+    ids = text(120, 2)
+    mask = torch.ones_like(ids)
+    padded, pads = ids.clone(), mask.clone()
+    padded[1, :7], pads[1, :7] = 0, 0
+    both = [(ids, mask), (padded, pads)]
     try:
-        model, ids = tiny(kind), text(40, 2)
-        mask = torch.ones_like(ids)
-        padded, pads = ids.clone(), mask.clone()
-        padded[1, :7], pads[1, :7] = 0, 0
-        alone = [generate(model, ids, mask), generate(model, padded, pads)]
+        alone = [torch.stack(generate(model, *one).logits) for one in both]
     except Exception as error:
-        return "not built", f"{type(error).__name__}: {error}".splitlines()[0][:110]
+        raise NotBuilt(f"{type(error).__name__}: {error}".splitlines()[0][:110]) from error
+    with hf.attach(model, "full"):
+        far = apart([torch.stack(generate(model, *one).logits) for one in both], alone)
+    return None if far < 1e-3 else f"logits differ by {far:.2g} of their spread"
+
+
+def kept_slots(model, name, more=""):
+    """A policy keeps of a prompt, an answer, a second turn and its answer, in four events, what the reference keeps."""
+    policy, steps = f"{name},{OPTIONS}{more}", text(157).split([120, *[1] * 9, 16, *[1] * 12], 1)
+    argument = hf.cache_name(hf.decoder_of(model))
+    with torch.no_grad():
+        try:
+            attached = hf.attach(model, policy, check=False)
+        except kvkeep.InvalidArgument as error:  # as it should be
+            return next((why for words, why in REFUSALS.items() if words in str(error)), str(error))
+        with attached as kept:
+            cache, spec = kept.cache(), kept.keeper.spec
+            ours = [model(ids, use_cache=True, **{argument: cache}).logits[:, -1] for ids in steps]
+            id, heads = hf._rows_of(cache).ids[0], range(spec.kv_heads)
+            held = {l: [kept.keeper.positions(id, l, h).tolist() for h in heads] for l in spec.full_layers}
+        reference = Reference(model, spec, hf._plain_cache(model), BY_HAND.get(name, policy))
+        with under_reference(model):
+            theirs, cuts = [], 0
+            for n, ids in enumerate(steps):
+                cuts += n > 0 and reference.cut(n == 1)
+                theirs.append(reference.step(ids, **{argument: reference.cache})[:, -1])
+    if len(kept.events) != cuts or cuts < 4:
+        return f"{len(kept.events)} events, and {cuts} in the reference"
+    other = sum(len(set(a) - set(b)) for l in held for a, b in zip(held[l], reference.held[l]))
+    if other:
+        return f"{other} of {sum(len(row) for rows in held.values() for row in rows)} slots are not the reference's"
+    far = apart(ours, theirs)
+    return None if far < 1e-3 else f"logits differ by {far:.2g} of their spread from the reference"
+
+
+def told(model, ids, mask=None, **more):
+    """Tokens, events and slots of a generate() under TOVA."""
+    with hf.attach(model, f"tova,{OPTIONS}", check=False) as kept:
+        cache = kept.cache()
+        out = generate(model, ids, mask, 20, **{hf.cache_name(hf.decoder_of(model)): cache}, **more).sequences
+        rows = [(l, h) for l in kept.keeper.spec.full_layers for h in range(kept.keeper.spec.kv_heads)]
+        held = [[kept.keeper.positions(id, *row).tolist() for row in rows] for id in hf._rows_of(cache).ids]
+        return out, [(e.logical_length, e.slots_after) for e in kept.events], held
+
+
+def alone(model, ids, **more):
+    """The text of the model alone; None: it cannot be asked so."""
     try:
-        attached = hf.attach(model, "full")
-        with attached:
-            under = [generate(model, ids, mask), generate(model, padded, pads)]
-        with hf.attach(model, "tova,budget=24,interval=4,prefill=cut,recent=4") as kept:
-            generate(model, ids, mask)
+        return generate(model, ids, new=20, **more).sequences
+    except Exception:
+        return None
+
+
+def pieces(model):
+    """A prompt that comes in pieces keeps what it keeps in one."""
+    ids, more = text(120), dict(prefill_chunk_size=48)
+    if alone(model, ids, **more) is None or not torch.equal(alone(model, ids, **more), alone(model, ids)):
+        return NO_SUCH
+    (out, events, held), (whole, points, slots) = told(model, ids, **more), told(model, ids)
+    return None if torch.equal(out, whole) and events == points and held == slots else "another text, or other slots"
+
+
+def drafts(model):
+    """Prompt lookup writes the model's text under `full`, and runs to the end under TOVA."""
+    ids, more = text(30).repeat(1, 4), dict(prompt_lookup_num_tokens=5)
+    text_alone = alone(model, ids)
+    if alone(model, ids, **more) is None or not torch.equal(alone(model, ids, **more), text_alone):
+        return NO_SUCH
+    with hf.attach(model, "full", check=False):
+        out = generate(model, ids, new=20, **more).sequences
+    if not torch.equal(out, text_alone):
+        return "another text under full"
+    out, events, held = told(model, ids, **more)
+    if out.shape[1] != 140 or len(events) < 2 or max(map(len, held[0])) > 40 + 8 + 6:
+        return f"{out.shape[1]} tokens, {len(events)} events, rows of {max(map(len, held[0]))} slots"
+    return None
+
+
+def batch(model):
+    """A sequence that is padded on the left keeps what it keeps alone."""
+    ids, mask = text(120, 2), torch.ones(2, 120, dtype=torch.long)
+    ids[1, :9] = mask[1, :9] = 0
+    padded = generate(model, ids, mask, 20).sequences
+    if not torch.equal(padded[1:, 9:], generate(model, ids[1:, 9:], None, 20).sequences):
+        return NO_SUCH
+    out, _, held = told(model, ids, mask)
+    first, second = told(model, ids[:1]), told(model, ids[1:, 9:])
+    same = torch.equal(out[:1], first[0]) and torch.equal(out[1:, 9:], second[0]) and held == [*first[2], *second[2]]
+    return None if same else "another text than alone, or other slots"
+
+
+class NotBuilt(Exception):
+    """transformers itself cannot."""
+
+
+NO_SUCH = "not with the model alone"
+REFUSALS = {"RoPE": "RoPE is open", "logit_cap": "logits are capped"}
+TRIALS = {
+    "full": under_full,
+    **{f"slots, {name}": partial(kept_slots, name=name, more=more) for name, more in
+       {"tova": "", "keydiff": "", "ams-tova": "", "expected": "", "adakv-expected": "",
+        "pyramidkv-snapkv": ",window=4"}.items()},
+    "pieces": pieces,
+    "drafts": drafts,
+    "batch": batch,
+}  # fmt: skip
+
+
+NO_CACHE = "no cache, or one that is not a `DynamicCache`"
+#: Words of a refusal, and the row of the table that it belongs to.
+REASONS = {
+    "does not come through": "attention that is not given to the interface, or not over the cache's keys",
+    "attends to other": "values or keys that the cache does not hold",
+    "later tokens": "attention that sees later tokens (encoders)",
+    "no layer with full attention": "no layer with full attention",
+    "no eager attention": "sinks or a cap, and no eager attention",
+    "sinks that follow": "sinks that follow from the text",
+    "bias by position": "a bias by position",
+    "indexer": "tokens chosen by an indexer",
+    "a cache of type": "caches of another kind: indexers, compressed",
+    "takes no cache": NO_CACHE,
+    "the cache is a": NO_CACHE,
+    "does not run a": NO_CACHE,
+    "mask of": "masks of each head or layer",
+    "that are alike": "full layers that differ from one another",
+}
+
+
+def group(model, spec):
+    """What a family's layers are, for the table."""
+    layers, decoder = hf._plain_cache(model).layers, hf.decoder_of(model)
+    full = set(spec.full_layers)
+    names = [type(layer).__name__ for layer in layers]
+    state = [any("LinearAttention" in c.__name__ for c in type(layer).__mro__) for layer in layers]
+    parts = {
+        "latent rows": any(hasattr(m, "expand_kv") for m in decoder.modules()),
+        "learned sinks": any("sink" in name for name, _ in decoder.named_parameters()),
+        "a cap on logits": bool(getattr(decoder.config, "attn_logit_softcapping", None)),
+        "sliding or chunked layers": any("Sliding" in name for name in names),
+        "layers that read others' rows": any(name == "DummyLayer" for name in names),
+        "states beside full layers": any(s and i not in full for i, s in enumerate(state)),
+        "a state in the full layers": any(s and i in full for i, s in enumerate(state)),
+    }
+    return ", ".join(part for part, has in parts.items() if has) or "full layers alone"
+
+
+def outcome(kind, trials=None):
+    """(verdict, row of the table, what it rests on): same, refused, WRONG, ERROR, or not built."""
+    try:
+        model = tiny(kind)
+    except Exception as error:
+        return "not built", "", f"{type(error).__name__}: {error}".splitlines()[0][:110]
+    not_alone = []
+    try:
+        for name in trials or TRIALS:
+            said = TRIALS[name](model)
+            if said == NO_SUCH:
+                not_alone.append(name)
+            elif said in REFUSALS.values():
+                not_alone.append(f"{name} ({said})")
+            elif said is not None:
+                return "WRONG", "", f"{name}: {said}"
+        spec = hf.describe(model)[0]
+    except NotBuilt as error:
+        return "not built", "", str(error)
     except kvkeep.Unsupported as error:
-        return "refused", str(error).removeprefix("kvkeep.hf: ")
+        reason = next((row for words, row in REASONS.items() if words in str(error)), "otherwise")
+        return "refused", reason, str(error).removeprefix("kvkeep.hf: ")
     except Exception as error:
-        return "ERROR", f"{type(error).__name__}: {error}".splitlines()[0][:160]
-    apart = max(float((a - b).abs().max()) / max(float(a.std()), 1e-9) for a, b in zip(alone, under))
-    if not apart < 1e-3:
-        return "DIFFERS", f"logits by {apart:.2g} of their spread"
-    if not kept.events:
-        return "ERROR", "no event came"
-    spec, full = kept.keeper.spec, kept.keeper.spec.full_layers
+        return "ERROR", "", f"{name}: {type(error).__name__}: {error}".splitlines()[0][:160]
+    full = spec.full_layers
     ropes = {spec.rope(l).style if spec.rope(l).stated else "open" for l in full}
-    return "same", f"{len(full)} of {spec.num_layers} layers cut; RoPE {', '.join(sorted(ropes))}"
+    without = f"; without {', '.join(not_alone)}" if not_alone else ""
+    why = f"{len(full)} of {spec.num_layers} layers cut; RoPE {', '.join(sorted(ropes))}{without}"
+    return "same", group(model, spec), why
+
+
+def table(found):
+    """The outcomes by row, for docs/reference/python.md."""
+    rows = {}
+    for kind, (verdict, row, why) in found.items():
+        is_open = "; RoPE open" * (verdict == "same" and REFUSALS["RoPE"] in why)
+        rows.setdefault((verdict, row + is_open), []).append(kind)
+    print("| | families | | try it with `families.py` and |\n|---|---:|---|---|")
+    for (verdict, row), kinds in sorted(rows.items(), key=lambda r: (r[0][0] != "same", r[0][0], -len(r[1]))):
+        one = min(kinds, key=len)
+        quoted = f"'{one}'" if " " in one else one
+        names = ", ".join(f"`{kind}`" for kind in sorted(kinds))
+        print(f"| {verdict}{': ' * bool(row)}{row} | {len(kinds)} | {names} | `{quoted}` |")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", nargs="*", help="model_type of transformers; none: all of AutoModelForCausalLM")
-    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("families", nargs="*", help="model_type of transformers; none: all of AutoModelForCausalLM")
+    parser.add_argument("--family", metavar="REGEX", default="", help="those whose name this matches")
+    parser.add_argument("--trials", metavar="REGEX", default="", help=f"some of: {'; '.join(TRIALS)}")
+    parser.add_argument("--markdown", action="store_true", help="the table by kinds of layers at the end")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    kinds = arguments.family or sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS])
-    counts, bad = {}, 0
-    if arguments.markdown:
-        print("| family | verdict | |\n|---|---|---|")
-    for kind in kinds:
+    kinds = arguments.families or sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS])
+    trials = [name for name in TRIALS if re.search(arguments.trials, name)]
+    found = {}
+    for kind in (kind for kind in kinds if re.search(arguments.family, kind)):
         with contextlib.redirect_stdout(io.StringIO()):
-            verdict, why = outcome(kind)
-        counts[verdict] = counts.get(verdict, 0) + 1
-        bad += verdict in ("DIFFERS", "ERROR")
-        print(
-            f"| {kind} | {verdict} | {why} |" if arguments.markdown else f"{kind:26s} {verdict:10s} {why}", flush=True
-        )
-    print(
-        f"{'' if arguments.markdown else chr(10)}{len(kinds)} families of transformers {transformers.__version__}: "
-        + ", ".join(f"{n} {v}" for v, n in sorted(counts.items()))
-    )
-    return bad > 0
+            found[kind] = outcome(kind, trials)
+        print(f"{kind:26s} {found[kind][0]:10s} {found[kind][2]}", flush=True)
+    counts = Counter(verdict for verdict, *_ in found.values())
+    said = ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
+    print(f"\n{len(found)} families of transformers {transformers.__version__}: {said}\n")
+    if arguments.markdown:
+        table(found)
+    return counts["WRONG"] + counts["ERROR"] > 0
 
 
 if __name__ == "__main__":

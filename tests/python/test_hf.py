@@ -312,11 +312,19 @@ def test_a_rope_that_changes_with_the_length_is_refused_where_it_is_read():
 
 
 def test_attention_that_is_more_than_a_softmax_under_a_mask_is_refused_by_its_name():
-    config = transformers.GptOssConfig(
-        **SHAPE, head_dim=16, sliding_window=12, num_local_experts=2, num_experts_per_tok=1
-    )
-    with pytest.raises(kvkeep.Unsupported, match="s_aux, learned sinks"):
-        hf.attach(randomised(transformers.AutoModelForCausalLM.from_config(config)), "full")
+    from kvkeep._model import attention
+
+    x = torch.zeros(1, 4, 3, 8)
+    for name, given, meaning in (
+        ("position_bias", x, "position_bias, a bias by position"),
+        ("indices", x, "indices, tokens chosen by an indexer"),
+        ("sinks", torch.zeros(1, 4, 3, 1), "sinks, sinks that follow from the text"),
+        ("s_aux", torch.zeros(3), "s_aux; allowed"),
+        ("softcap", -1.0, "softcap; allowed"),
+        ("temperature", 2.0, "temperature; allowed"),
+    ):
+        with pytest.raises(kvkeep.Unsupported, match=f"attention of Linear has the argument {meaning}"):
+            attention(torch.nn.Linear(2, 2), x, x, x, None, **{name: given})
 
 
 def test_a_model_whose_attention_does_not_come_by_is_refused_when_it_is_attached():
@@ -367,9 +375,14 @@ def test_keys_and_values_of_two_sizes():
         num_experts_per_tok=1,
     )
     config = transformers.AutoConfig.for_model("mimo_v2_flash", **(SHAPE | sizes))
-    model = randomised(transformers.AutoModelForCausalLM.from_config(config))
-    with pytest.raises(kvkeep.Unsupported, match="sink"):
-        hf.attach(model, "full")
+    model, ids = randomised(transformers.AutoModelForCausalLM.from_config(config)), tokens_of(60)
+    plain = generate(model, ids)
+    with hf.attach(model, "full") as kept:
+        assert torch.equal(generate(model, ids), plain)
+    assert (kept.keeper.spec.key_dim, kept.keeper.spec.value_dim) == (24, 16)
+    with hf.attach(model, CUT) as kept:
+        generate(model, ids)
+    assert len(kept.events) >= 3, kept.events
 
 
 # ---- Which tokens a query sees

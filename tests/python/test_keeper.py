@@ -16,6 +16,41 @@ def spec(**more):
     return kvkeep.ModelSpec(QUERY_HEADS, HEADS, DIM, LAYERS, inv_freq=[1.0, 0.1, 0.01, 0.001], **more)
 
 
+def test_models_with_learned_sinks_and_capped_logits():
+    sinks = [0.5, float("-inf"), 1.0, 9.0]
+    model = spec(layer_sinks={1: sinks}, logit_cap=30.0)
+    assert (model.sinks(0), model.sinks(1), model.logit_cap) == ([], sinks, 30.0)
+    for wrong, said in [
+        (dict(layer_sinks={1: [1.0]}), "layer 1 has 1 sink logits; allowed none, or one for each of the 4 query heads"),
+        (dict(layer_sinks={2: sinks}), "layer_sinks: layer 2; allowed 0 to 1"),
+        (dict(layer_sinks={0: [0.0, 0.0, float("nan"), 0.0]}), "sink logit of query head 2 of layer 0 is nan"),
+        (dict(logit_cap=-1.0), "logit_cap must be finite and not negative"),
+    ]:
+        with pytest.raises(kvkeep.InvalidArgument, match=said):
+            spec(**wrong)
+    with pytest.raises(kvkeep.InvalidArgument, match="logits that are not capped"):
+        kvkeep.Keeper(model, "expected,budget=24")
+
+
+@pytest.mark.parametrize("scales", [(), (None, None)])
+def test_what_else_a_slot_has_moves_with_it(scales):
+    keeper = kvkeep.Keeper(spec(), "streaming,budget=12,sink=2,interval=4,prefill=cut")
+    shape = (1, HEADS, CAPACITY, DIM)
+    extra = np.arange(HEADS * CAPACITY, dtype="i4").reshape(1, HEADS, CAPACITY, 1).copy()
+    before = extra.copy()
+    layers = [(np.zeros(shape, "f4"), np.zeros(shape, "f4"), None, None, extra)]
+    layers += [(np.zeros(shape, "f4"), np.zeros(shape, "f4"), *scales)]
+    keeper.join(7)
+    for layer in range(LAYERS):
+        keeper.observe(layer, [7], [0, 16])
+    lengths = np.array([16], "i4")
+    keeper.step(layers, [7], lengths)
+    assert lengths[0] == 12
+    assert (extra[0, :, :12] == before[0, :, [0, 1, *range(6, 16)]].swapaxes(0, 1)).all()
+    with pytest.raises(kvkeep.InvalidArgument, match="a layer has 3 arrays"):
+        keeper.step([layer[:3] for layer in layers], [7], lengths)
+
+
 class Engine:
     """One sequence; the first number of each key and value is its token."""
 
@@ -68,6 +103,20 @@ class Engine:
                     held = [self.slot(layer, side, head, i)[0] for i in range(self.length)]
                     assert np.array_equal(held, positions.astype("f4") / 64)
         return report
+
+
+def test_a_prompt_is_cut_in_pieces_and_an_event_comes_when_it_is_named():
+    engine = Engine("tova,budget=16,interval=4,recent=4,prefill=pieces,trigger=named", np.asarray, page_size=16)
+    engine.keeper.leave(7)
+    engine.keeper.join(7, 0, 200)
+    for step in range(10):
+        assert len(engine.step(20).cuts) == 1 and engine.length == 16, step
+    assert not engine.step(30).cuts and engine.length == 46
+    for named, said in (([8], "sequence 8 is named for an event and is not in the view"), ("8", "named: str; allowed")):
+        with pytest.raises(kvkeep.InvalidArgument, match=said):
+            table = np.array([engine.pages], "i4")
+            engine.keeper.step(engine.kv, [7], np.array([46], "i4"), block_table=table, named=named)
+    assert len(engine.step(1, named=[7]).cuts) == 1 and engine.length == 16
 
 
 @pytest.mark.parametrize("array", [np.asarray, torch.from_numpy])
@@ -123,7 +172,7 @@ def test_errors_have_their_kinds_and_say_what_is_allowed(tmp_path):
     with pytest.raises(ValueError, match="rope_style"):
         kvkeep.ModelSpec(4, 2, 8, 2, rope_style="round")
     keeper = kvkeep.Keeper(spec(), "tova,budget=16")
-    with pytest.raises(kvkeep.StateError, match="sequence 5 is not known"):
+    with pytest.raises(kvkeep.StateError, match=r"sequence 5 is not known; allowed after join\(5\)"):
         keeper.leave(5)
     keeper.join(5)
     with pytest.raises(kvkeep.InvalidArgument, match="basis: given 'after'"):
@@ -234,7 +283,27 @@ def test_state_in_memory_and_forks_go_on_as_their_parent():
     window = prefix.save(1)
     prefix.fork(2, 1, 12, 40)
     prefix.restore(3, window, 60)
-    assert [prefix.logical_length(s) for s in (1, 2, 3)] == [16, 12, 16]
+    prefix.restore(4, window, 60, tokens=9)
+    assert [prefix.logical_length(s) for s in (1, 2, 3, 4)] == [16, 12, 16, 9]
+    with pytest.raises(kvkeep.InvalidArgument, match="restore: sequence 5 is 16 tokens long; given 17"):
+        prefix.restore(5, window, tokens=17)
+
+
+def test_one_integer_says_what_an_engine_needs():
+    engine = Engine("streaming,budget=16,interval=8,sink=5,recent=2", np.asarray)
+    ask = engine.keeper.rollback_limit, engine.keeper.whole_prefix, engine.keeper.evicted
+    engine.step(12)
+    assert [one(7) for one in ask] == [12, 12, 0]
+    engine.step(12)
+    assert [one(7) for one in ask] == [0, 5, 8]
+    engine.step(3)
+    assert [one(7) for one in ask] == [3, 5, 8]
+    for one in ask:
+        with pytest.raises(kvkeep.StateError, match="sequence 8 is not known"):
+            one(8)
+    engine.keeper.truncate(7, 24)
+    with pytest.raises(kvkeep.StateError, match="was cut at length 24"):
+        engine.keeper.truncate(7, 23)
 
 
 def test_lengths_are_known_ahead():
@@ -279,6 +348,12 @@ def test_threads_are_the_keepers_own_and_totals_are_counted_for_prometheus():
     page = one.keeper.metrics('worker="0"')
     assert '\nkvkeep_events_total{worker="0"} 1\n' in page
     assert 'kvkeep_event_duration_seconds_bucket{worker="0",le="+Inf"} 1\n' in page
+    both = kvkeep.prometheus_metrics([(one.keeper.totals, 'worker="0"'), (other.keeper.totals, 'worker="1"')])
+    assert set(page.splitlines()) < set(both.splitlines())
+    assert both.count("# TYPE kvkeep_events_total counter\n") == 1
+    assert '\nkvkeep_events_total{worker="1"} 1\n' in both
+    with pytest.raises(kvkeep.InvalidArgument, match="metrics: keepers 0 and 1 have the same labels"):
+        kvkeep.prometheus_metrics([(one.keeper.totals, ""), (other.keeper.totals, "")])
     with pytest.raises(kvkeep.InvalidArgument, match="thread pool: 0 threads"):
         kvkeep.ThreadPool(0)
 
@@ -311,7 +386,8 @@ def test_pages_go_back_to_an_allocator_in_python():
 def test_narrowing_says_which_tokens_continue():
     keeper = kvkeep.Keeper(spec(), "fastkv,layer=0,budget=24,window=8", layer_by_layer=True)
     keeper.join(1)
-    layers = [(np.random.default_rng(l).standard_normal((1, HEADS, 60, DIM)).astype("f4"),) * 2 for l in range(LAYERS)]
+    rows = np.random.default_rng(3).standard_normal((LAYERS, 2, 1, HEADS, 60, DIM)).astype("f4")
+    layers = [tuple(sides) for sides in rows]
     queries = np.random.default_rng(9).standard_normal((60, QUERY_HEADS, DIM)).astype("f4")
     lengths = np.full((1, LAYERS * HEADS), 60, "i4")
     keeper.observe(0, [1], [0, 60], queries)

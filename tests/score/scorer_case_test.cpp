@@ -34,9 +34,10 @@ oracle::ScorerOutput tova_group(const oracle::ScorerInput& in) {
       for (int t = 0; t < head.T; ++t) {
         double dot = 0;
         for (int d = 0; d < in.D; ++d) dot += in.query(q, in.N() - 1)[d] * static_cast<double>(head.key(t, in.D)[d]);
-        e[static_cast<std::size_t>(t)] = in.scale * dot;
-        top = std::max(top, in.scale * dot);
+        e[static_cast<std::size_t>(t)] = in.logit(dot);
+        top = std::max(top, in.logit(dot));
       }
+      sum = std::exp(in.sink(q) - top);
       for (double& x : e) sum += x = std::exp(x - top);
       for (std::size_t t = 0; t < e.size(); ++t) g[t] += e[t] / sum / in.group();
     }

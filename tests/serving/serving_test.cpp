@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "prompts_alike.h"
 
 namespace serving {
 namespace {
@@ -95,34 +96,6 @@ class Auditor {
 
   std::vector<std::int32_t> holders_;
   std::map<std::uint64_t, std::vector<float>> contents_;
-};
-
-/// Prompts that share beginnings of any length.
-class Prompts {
- public:
-  explicit Prompts(std::uint32_t seed) : bits_(seed) {
-    for (auto& text : texts_)
-      for (int t = 0; t < 48; ++t) text.push_back(token());
-  }
-  std::int32_t between(std::int32_t least, std::int32_t most) {
-    return least + static_cast<std::int32_t>(bits_() % static_cast<std::uint32_t>(most - least + 1));
-  }
-  bool chance(double p) { return bits_() < p * 4294967296.0; }
-  Request request(SequenceId id) {
-    const auto& text = texts_[static_cast<std::size_t>(between(0, 3))];
-    Request request{.id = id,
-                    .prompt = {text.begin(), text.begin() + between(chance(0.3) ? 0 : 16, 44)},
-                    .new_tokens = between(1, 30),
-                    .samples = chance(0.25) ? between(2, 3) : 1,
-                    .drafts = chance(0.4) ? between(1, 3) : 0};
-    for (int t = between(1, 6); t > 0; --t) request.prompt.push_back(token());
-    return request;
-  }
-
- private:
-  Token token() { return static_cast<Token>(bits_() % static_cast<std::uint32_t>(Model::kVocabulary)); }
-  std::mt19937 bits_;
-  std::vector<Token> texts_[4];
 };
 
 struct Case {
@@ -243,10 +216,58 @@ TEST_P(Serving, TokensAreThoseOfOneStepInFlightWithoutACache) {
 INSTANTIATE_TEST_SUITE_P(Policies, Serving, ::testing::ValuesIn(kCases),
                          [](const auto& p) { return std::string(p.param.name); });
 
+/// Prompts of 200 to 500 tokens, which begin alike, in a pool of 160 slots.
+TEST(ServingEngine, RunsPromptsThatAreLongerThanThePool) {
+  std::int64_t cached = 0, preempted = 0, answers = 0;
+  for (const char* policy : {"snapkv,budget=24,interval=6,window=6,prefill=pieces",
+                             "ams-tova,budget=24,interval=4,recent=4,window=4,prefill=pieces,trigger=counter"})
+    for (const std::string cache : {"hash", "radix"})
+      for (const std::int32_t in_flight : {1, 2}) {
+        SCOPED_TRACE(std::string(policy) + ", " + cache + ", in flight " + std::to_string(in_flight));
+        Auditor auditor;
+        std::int32_t longest = 0;
+        Engine engine({.policy = policy, .pages = 20, .page_size = 8, .cache = cache},
+                      {.in_flight = in_flight, .chunk = 16, .step_tokens = 48}, [&](const Worker& worker) {
+                        auditor.look(worker);
+                        for (const auto& [id, s] : worker.living()) longest = std::max(longest, s.lengths.front());
+                      });
+        std::mt19937 bits(3);
+        const auto number = [&](std::uint32_t least, std::uint32_t most) {
+          return least + bits() % (most - least + 1);
+        };
+        std::vector<Token> text;
+        for (int t = 0; t < 500; ++t) text.push_back(static_cast<Token>(bits() % Model::kVocabulary));
+        for (SequenceId id = 0; id < 80; id += 8) {
+          Request request{.id = id,
+                          .prompt = {text.begin(), text.begin() + number(200, 480)},
+                          .new_tokens = static_cast<std::int32_t>(number(1, 30)),
+                          .samples = id % 3 == 0 ? 2 : 1,
+                          .drafts = static_cast<std::int32_t>(number(0, 2))};
+          for (int t = 0; t < 20; ++t) request.prompt.push_back(static_cast<Token>(bits() % Model::kVocabulary));
+          engine.submit(request);
+        }
+        for (int step = 0; engine.step(); ++step) {
+          answers += std::ssize(engine.take_answers());
+          if (step % 7 == 6 && !engine.order().empty()) engine.preempt(engine.order().back());
+          if (HasFatalFailure()) return;
+        }
+        answers += std::ssize(engine.take_answers());
+        EXPECT_EQ(engine.running() + engine.waiting(), 0);
+        EXPECT_LE(longest, 24 + 3 * 16) << "an event waits where it lacks pages";
+        cached += engine.numbers().cached_tokens, preempted += engine.numbers().preempted;
+      }
+  EXPECT_EQ(answers, 8 * 14);
+  EXPECT_GT(cached, 0);
+  EXPECT_GT(preempted, 50);
+}
+
 TEST(ServingEngine, RefusesWhatNeverFits) {
   Engine engine({.pages = 8, .page_size = 8}, {});
   EXPECT_THROW(engine.submit({.id = 0, .prompt = {}, .new_tokens = 1}), kvkeep::InvalidArgument);
   EXPECT_THROW(engine.submit({.id = 0, .prompt = std::vector<Token>(40, 1), .new_tokens = 1}), kvkeep::InvalidArgument);
+  Engine tight({.policy = "tova,budget=24,prefill=pieces", .pages = 9, .page_size = 8}, {.chunk = 16});
+  EXPECT_THROW(tight.submit({.id = 0, .prompt = std::vector<Token>(90, 1), .new_tokens = 1}), kvkeep::InvalidArgument)
+      << "24 slots and a chunk of 16, twice";
   EXPECT_THROW(Engine({.cache = "lru"}, {}), kvkeep::InvalidArgument);
   EXPECT_THROW(Engine({}, {.in_flight = 3}), kvkeep::InvalidArgument);
   EXPECT_THROW(Engine({}, {.chunk = 12}), kvkeep::InvalidArgument);

@@ -10,6 +10,7 @@
 #include "engines.h"
 #include "kvkeep/keeper/metrics.h"
 #include "kvkeep/keeper/thread_pool.h"
+#include "message_of.h"
 
 namespace kvkeep::threads_test {
 namespace {
@@ -153,7 +154,7 @@ TEST(Metrics, AreWhatPrometheusReads) {
   ASSERT_GT(totals.events, 2);
   EXPECT_EQ(totals.event_seconds.count, totals.events);
   EXPECT_GT(totals.event_seconds.sum, 0);
-  EXPECT_EQ(totals.event_seconds.up_to.back(), totals.events) << "none takes half a second";
+  EXPECT_EQ(totals.event_seconds.up_to.back(), totals.events) << "none takes five seconds";
   const KeeperMetrics keepers[] = {{totals, R"(worker="0")"}, {Totals{}, R"(worker="1")"}};
   const std::string page = prometheus_metrics(keepers);
   const auto has = [&](const std::string& line) {
@@ -172,6 +173,12 @@ TEST(Metrics, AreWhatPrometheusReads) {
   has(text(R"(kvkeep_event_duration_seconds_bucket{worker="0",le="+Inf"} )", totals.events));
   has(text(R"(kvkeep_event_duration_seconds_count{worker="0"} )", totals.events));
   EXPECT_NE(page.find(R"(kvkeep_event_duration_seconds_bucket{worker="0",le="0.0005"} )"), std::string::npos) << page;
+  const KeeperMetrics alike[] = {{totals, R"(a="1",b="2")"}, {totals, ""}, {totals, R"(b="2",a="1")"}};
+  EXPECT_EQ(testing::message_of<InvalidArgument>([&] { static_cast<void>(prometheus_metrics(alike)); }),
+            R"(metrics: keepers 0 and 2 have the same labels; given "b="2",a="1""; allowed labels of its own for each )"
+            R"(keeper, such as worker="0")");
+  const KeeperMetrics empty[] = {{totals, ""}, {totals, R"(a="")"}};  // no label to Prometheus
+  EXPECT_NE(testing::message_of<InvalidArgument>([&] { static_cast<void>(prometheus_metrics(empty)); }), "");
   const KeeperMetrics plain[] = {{totals, ""}};
   EXPECT_NE(prometheus_metrics(plain).find(text("\nkvkeep_steps_total ", totals.steps, "\n")), std::string::npos);
   EXPECT_NE(prometheus_metrics(plain).find("_bucket{le=\"0.00005\"} "), std::string::npos);

@@ -67,6 +67,11 @@ class CModel {
                           .reserved = 0,
                           .inv_freq = rope->inv_freq.data(),
                           .attention_scaling = rope->attention_scaling});
+    for (std::int32_t l = 0; l < spec_.num_layers(); ++l)
+      if (const auto& sinks = spec_.layers[static_cast<std::size_t>(l)].sinks; !sinks.empty())
+        sinks_.push_back({.layer = l, .heads = static_cast<std::int32_t>(sinks.size()), .sinks = sinks.data()});
+    of_c.layer_sinks = sinks_.data();
+    of_c.num_layer_sinks = std::ssize(sinks_);
     of_c.layer_ropes = ropes_.data();
     of_c.num_layer_ropes = std::ssize(ropes_);
   }
@@ -76,6 +81,7 @@ class CModel {
  private:
   ModelSpec spec_ = engines::model();
   std::vector<kvkeep_layer_rope> ropes_;
+  std::vector<kvkeep_layer_sinks> sinks_;
 };
 
 struct Free {
@@ -113,6 +119,7 @@ class CEngine {
       };
       keys.push_back(side(kKeyDim));
       values.push_back(side(kValueDim));
+      extra.push_back(Array::full(sizes(kExtraDim), 9, Dtype::i32, device));
     }
     paged = page_size > 0;
     allocator = {&pool, [](void* of, std::int32_t page) { return static_cast<PagePool*>(of)->references(page); },
@@ -125,9 +132,13 @@ class CEngine {
     lengths[id] = Ints(kRows, 0);
   }
 
+  /// side: a Sided, or whether the value is meant.
   [[nodiscard]] Array slot_of(std::int64_t id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                              bool value) const {
-    return slot_in((value ? values : keys)[static_cast<std::size_t>(layer)], id, head, slot);
+                              int side) const {
+    return slot_in((side == kExtraOf    ? extra
+                    : side == kValuesOf ? values
+                                        : keys)[static_cast<std::size_t>(layer)],
+                   id, head, slot);
   }
   [[nodiscard]] static std::int32_t start_of(std::int64_t id) { return static_cast<std::int32_t>(3 * id); }
   /// The same in a layer's side, or a copy of it.
@@ -149,12 +160,17 @@ class CEngine {
       const std::int32_t tokens = numbers.indptr[i + 1] - numbers.indptr[i];
       while (paged && std::ssize(pages[id]) * pool.page_size() < std::ranges::max(lengths.at(id)) + tokens)
         pages[id].push_back(pool.take());
+      std::int64_t fed = 0;
+      ASSERT_EQ(kvkeep_logical_length(keeper.get(), id, &fed), KVKEEP_OK);
       for (std::int32_t t = 0; t < tokens; ++t)
         for (std::int32_t r = 0; r < kRows; ++r)
-          for (const bool value : {false, true})
-            slot_of(id, r / kHeads, r % kHeads, lengths.at(id)[static_cast<std::size_t>(r)] + t, value)
-                .copy_((value ? new_values
-                              : new_keys)[static_cast<std::size_t>(r / kHeads)][numbers.indptr[i] + t][r % kHeads]);
+          for (const Sided one : kAllSides)
+            slot_of(id, r / kHeads, r % kHeads, lengths.at(id)[static_cast<std::size_t>(r)] + t, one)
+                .copy_(one == kExtraOf
+                           ? Array::of(extra_of(static_cast<std::int32_t>(fed) + t, r)).to(device)
+                           : (one == kValuesOf
+                                  ? new_values
+                                  : new_keys)[static_cast<std::size_t>(r / kHeads)][numbers.indptr[i] + t][r % kHeads]);
       for (std::int32_t& length : lengths.at(id)) length += tokens;
     }
     if (records) {
@@ -219,8 +235,12 @@ class CEngine {
     cache.block_table = paged ? arrays.of(table) : nullptr;
     cache.pages = paged ? &allocator : nullptr;
     report.size = sizeof report;
+    std::vector<const kvkeep_tensor*> extras;
+    for (const Array& of : extra) extras.push_back(arrays.of(of));
     if (!bound)
-      if (const kvkeep_status status = kvkeep_bind(keeper.get(), layers.data()); status != KVKEEP_OK) return status;
+      if (const kvkeep_status status = kvkeep_bind_extra(keeper.get(), layers.data(), extras.data());
+          status != KVKEEP_OK)
+        return status;
     bound = true;
     const kvkeep_status status = calls(cache);
     if (status != KVKEEP_OK || !moves) return status;
@@ -249,7 +269,7 @@ class CEngine {
   std::int32_t rows;  ///< lengths of a sequence in the cache
   bool paged = false;
   bool records = false;  ///< kvkeep_begin_step() and kvkeep_record() instead of kvkeep_observe()
-  std::vector<Array> keys, values;
+  std::vector<Array> keys, values, extra;
   std::map<std::int64_t, Ints> lengths;
   std::map<std::int64_t, Ints> pages;
   kvkeep_page_allocator allocator{};
@@ -261,21 +281,21 @@ class CEngine {
 /// Slots, positions and rows are those of an engine in C++.
 inline void expect_same(const Engine& cpp, const CEngine& c) {
   const Engine::OnHost copy(cpp);
-  std::vector<Array> keys, values;
+  std::vector<Array> sides[std::size(kAllSides)];
   for (std::size_t l = 0; l < kLayers; ++l) {
-    keys.push_back(c.keys[l].to(Device{}));
-    values.push_back(c.values[l].to(Device{}));
+    sides[kKeysOf].push_back(c.keys[l].to(Device{}));
+    sides[kValuesOf].push_back(c.values[l].to(Device{}));
+    sides[kExtraOf].push_back(c.extra[l].to(Device{}));
   }
   for (const auto& [id, lengths] : c.lengths)
     for (std::int32_t r = 0; r < kRows; ++r) {
       const auto held = cpp.keeper.positions(id, r / kHeads, r % kHeads);
       ASSERT_EQ(c.positions(id, r), Ints(held.begin(), held.end()));
       for (std::int32_t t = 0; t < lengths[static_cast<std::size_t>(r)]; ++t)
-        for (const bool value : {false, true})
-          ASSERT_TRUE(
-              same_bits(cpp.slot_of(id, r / kHeads, r % kHeads, t, value),
-                        c.slot_in((value ? values : keys)[static_cast<std::size_t>(r / kHeads)], id, r % kHeads, t)))
-              << "slot " << t << ", row " << r << ", sequence " << id;
+        for (const Sided side : kAllSides)
+          ASSERT_TRUE(same_bits(cpp.slot_of(id, r / kHeads, r % kHeads, t, side),
+                                c.slot_in(sides[side][static_cast<std::size_t>(r / kHeads)], id, r % kHeads, t)))
+              << "side " << side << " of slot " << t << ", row " << r << ", sequence " << id;
     }
 }
 

@@ -5,10 +5,13 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -29,6 +32,15 @@ inline std::string content(const fs::path& file) {
 struct Outcome {
   int code = -1;
   std::string out, err;
+};
+
+/// A terminal that is one of the command's streams. What else it writes goes nowhere.
+struct Terminal {
+  int stream = STDERR_FILENO;
+  std::uint16_t columns = 0;
+  const char* kind = "xterm";  ///< TERM
+  const char* no_color = "";   ///< NO_COLOR
+  std::string input = "/dev/null";
 };
 
 class Command : public testing::TemporaryFolder {
@@ -73,6 +85,39 @@ class Command : public testing::TemporaryFolder {
   }
 
   Outcome run(const Words& words) { return finish(start(words)); }
+
+  // What a terminal shows of a run that is to succeed.
+  std::string shown(const Words& words, const Terminal& on = {}) {
+    const int terminal = ::posix_openpt(O_RDWR | O_NOCTTY);
+    EXPECT_TRUE(terminal >= 0 && ::grantpt(terminal) == 0 && ::unlockpt(terminal) == 0);
+    const int other_end = ::open(::ptsname(terminal), O_RDWR | O_NOCTTY);
+    EXPECT_GE(other_end, 0);
+    const winsize size{.ws_row = 24, .ws_col = on.columns, .ws_xpixel = 0, .ws_ypixel = 0};
+    EXPECT_EQ(::ioctl(other_end, TIOCSWINSZ, &size), 0);
+    std::vector<char*> argv{const_cast<char*>(KVKEEP_CLI_PATH)};
+    for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
+    argv.push_back(nullptr);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::dup2(::open(on.input.c_str(), O_RDONLY), STDIN_FILENO);
+      for (const int stream : {STDOUT_FILENO, STDERR_FILENO})
+        ::dup2(stream == on.stream ? other_end : ::open("/dev/null", O_WRONLY), stream);
+      ::close(terminal);
+      ::setenv("TERM", on.kind, 1);
+      ::setenv("NO_COLOR", on.no_color, 1);
+      ::execv(KVKEEP_CLI_PATH, argv.data());
+      ::_exit(99);
+    }
+    ::close(other_end);
+    std::string all;
+    char some[4096];
+    for (ssize_t n = 0; (n = ::read(terminal, some, sizeof some)) > 0;) all.append(some, static_cast<std::size_t>(n));
+    ::close(terminal);
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << all;
+    return all;
+  }
 
   // Refused: exit status 2, one sentence on stderr that holds `names`, nothing on stdout, nothing written.
   void expect_refused(const Words& words, const std::string& names) {

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <map>
 #include <numeric>
 
@@ -24,7 +25,7 @@ using Ints = std::vector<std::int32_t>;
 
 inline constexpr std::int32_t kLayers = 2, kHeads = 2, kRows = kLayers * kHeads, kKeyDim = 8, kValueDim = 6;
 
-/// The last layer turns otherwise.
+/// The last layer turns otherwise, and sink logits join its softmaxes.
 inline ModelSpec model() {
   ModelSpec spec{.query_heads = 4,
                  .kv_heads = kHeads,
@@ -34,8 +35,17 @@ inline ModelSpec model() {
                  .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}},
                  .layers = std::vector<LayerSpec>(kLayers)};
   spec.layers.back().rope = {.inv_freq = {0.7, 0.2, 0.02, 0.0}, .attention_scaling = 1.1};
+  spec.layers.back().sinks = {3, -std::numeric_limits<float>::infinity(), 1, 4.5};
   return spec;
 }
+
+/// Sides of a slot, as slot_of() takes them.
+enum Sided : int { kKeysOf, kValuesOf, kExtraOf };
+inline constexpr Sided kAllSides[] = {kKeysOf, kValuesOf, kExtraOf};
+
+/// What else a slot has: three numbers that say which it is.
+inline constexpr std::int32_t kExtraDim = 3;
+inline Ints extra_of(std::int32_t position, std::int32_t row) { return {position, row, ~position}; }
 
 /// How K and V lie in memory.
 enum class Form { apart, sides_first, pages_first, latent };
@@ -74,6 +84,16 @@ inline std::vector<Tensor> output_projections(Device device) {
   std::vector<Tensor> all;
   for (std::int32_t l = 0; l < kLayers; ++l) all.push_back(testing::normals(random, {10, 4 * kValueDim}).to(device));
   return all;
+}
+
+template <class Kv>
+LayerKv with_extra(Kv kv, Tensor extra) {
+  kv.extra = std::move(extra);
+  return kv;
+}
+template <class Kv>
+const Tensor& side_of(const Kv& kv, int side) {
+  return side == kExtraOf ? kv.extra : side == kValuesOf ? kv.values : kv.keys;
 }
 
 /// One engine: its cache, its keeper, and the length of every row.
@@ -124,6 +144,7 @@ class Engine {
   void feed(const Numbers& numbers, std::span<const std::int32_t> positions = {}) {
     make_room(numbers);
     Ints places(positions.begin(), positions.end());
+    gaps = gaps || !positions.empty();
     for (std::size_t i = 0; i < numbers.ids.size() && positions.empty(); ++i)
       for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t)
         places.push_back(static_cast<std::int32_t>(keeper.logical_length(numbers.ids[i])) + t - numbers.indptr[i]);
@@ -139,6 +160,11 @@ class Engine {
       };
       const Array keys = sent(numbers.keys[static_cast<std::size_t>(l)], false),
                   values = sent(numbers.values[static_cast<std::size_t>(l)], true);
+      Ints named;
+      for (const std::int32_t place : places)
+        for (std::int32_t h = 0; h < kHeads; ++h)
+          for (const std::int32_t x : extra_of(place, l * kHeads + h)) named.push_back(x);
+      const Array extra = Array(named.data(), Dtype::i32, {std::ssize(places), kHeads, kExtraDim}).to(keeper.device());
       for (std::size_t i = 0; i < numbers.ids.size(); ++i)
         for (std::int32_t t = numbers.indptr[i]; t < numbers.indptr[i + 1]; ++t)
           for (std::int32_t h = 0; h < kHeads; ++h) {
@@ -146,6 +172,7 @@ class Engine {
                 lengths.at(numbers.ids[i])[static_cast<std::size_t>(l * kHeads + h)] + t - numbers.indptr[i];
             slot_of(numbers.ids[i], l, h, slot, false).copy_(keys[t][h]);
             slot_of(numbers.ids[i], l, h, slot, true).copy_(values[t][h]);
+            slot_of(numbers.ids[i], l, h, slot, kExtraOf).copy_(extra[t][h]);
           }
       const Array queries = numbers.queries[static_cast<std::size_t>(l)].to(keeper.device());
       const Array normalisers = gives_log_sum_exp ? log_sum_exps(numbers, l, places) : Array();
@@ -195,8 +222,9 @@ class Engine {
 
   std::int64_t workspace_bytes(const std::vector<SequenceId>& ids) { return keeper.workspace_bytes(view(ids)); }
 
+  /// side: a Sided, or whether the value is meant.
   [[nodiscard]] virtual Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                                      bool value) const = 0;
+                                      int side) const = 0;
 
   /// While it lives, slot_of() gives slots of a copy on the host: one read of a device instead of one for every slot.
   class OnHost {
@@ -206,9 +234,9 @@ class Engine {
       if (engine.keeper.device().is_cpu()) return;
       for (const LayerKv& layer : engine.layers)
         if (const auto* dense = std::get_if<DenseKv>(&layer))
-          copy_.emplace_back(DenseKv{here(dense->keys), here(dense->values)});
-        else
-          copy_.emplace_back(PagedKv{here(std::get<PagedKv>(layer).keys), here(std::get<PagedKv>(layer).values)});
+          copy_.emplace_back(with_extra(DenseKv{here(dense->keys), here(dense->values)}, here(dense->extra)));
+        else if (const auto* pages = std::get_if<PagedKv>(&layer))
+          copy_.emplace_back(with_extra(PagedKv{here(pages->keys), here(pages->values)}, here(pages->extra)));
     }
     ~OnHost() { copy_.clear(); }
     OnHost(const OnHost&) = delete;
@@ -222,6 +250,7 @@ class Engine {
   /// Instead of observe(), in every layer of a step that begin_step() has counted.
   std::function<void(std::int32_t layer, const Array& queries, const Array& log_sum_exp)> record;
   bool gives_log_sum_exp = false;
+  bool gaps = false;    ///< positions were given, so that what else slots have may name others
   bool no_say = false;  ///< the test means a policy whose scorer chooses nothing
   /// Between step() and finish().
   std::function<void(const CacheView& view, const Report& report)> while_pending;
@@ -255,7 +284,8 @@ class Engine {
           rope_rotate(rope.style, pairs, cosines.data(), sines.data(), query.data<float>());
           const std::int32_t head = hq / 2,
                              before = lengths.at(numbers.ids[i])[static_cast<std::size_t>(l * kHeads + head)];
-          double sum = 0;
+          const float* const sinks = spec.sinks_of(l, head);
+          double sum = sinks == nullptr ? 0.0 : std::exp(static_cast<double>(sinks[hq % 2]));
           for (std::int32_t slot = 0; slot <= before + t - numbers.indptr[i]; ++slot) {
             const Array key = slot_of(numbers.ids[i], l, head, slot, false).to(Device{}).to(Dtype::f32);
             double x = 0;
@@ -284,16 +314,16 @@ class DenseEngine final : public Engine {
       : Engine(std::move(policy), ragged, std::move(accelerator)) {
     for (std::int32_t l = 0; l < kLayers; ++l) {
       const Array keys = Array::full({8, kHeads, 400, kKeyDim}, 9, dtype, keeper.device());
-      layers.emplace_back(DenseKv{keys, form == Form::latent
-                                            ? keys.narrow(3, 0, kValueDim)
-                                            : Array::full({8, kHeads, 400, kValueDim}, 9, dtype, keeper.device())});
+      layers.emplace_back(with_extra(
+          DenseKv{keys, form == Form::latent ? keys.narrow(3, 0, kValueDim)
+                                             : Array::full({8, kHeads, 400, kValueDim}, 9, dtype, keeper.device())},
+          Array::full({8, kHeads, 400, kExtraDim}, 9, Dtype::i32, keeper.device())));
     }
     keeper.bind(layers);
   }
   [[nodiscard]] Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                              bool value) const override {
-    const auto& kv = std::get<DenseKv>(shown(layer));
-    return Array(value ? kv.values : kv.keys)[id][head][slot];
+                              int side) const override {
+    return Array(side_of(std::get<DenseKv>(shown(layer)), side))[id][head][slot];
   }
 
  private:
@@ -301,7 +331,7 @@ class DenseEngine final : public Engine {
     for (std::int32_t l = 0; l < kLayers; ++l)
       for (std::int32_t h = 0; h < kHeads; ++h)
         for (std::int32_t t = 0; t < slots; ++t)
-          for (const bool value : {false, true}) slot_of(id, l, h, t, value).copy_(slot_of(parent, l, h, t, value));
+          for (const Sided side : kAllSides) slot_of(id, l, h, t, side).copy_(slot_of(parent, l, h, t, side));
   }
   void make_room(const Numbers&) override {}
   CacheView view_of(const std::vector<SequenceId>& ids) override {
@@ -339,7 +369,9 @@ class PagedEngine final : public Engine {
         keys = both.select(sides_first ? 0 : 1, 0);
         values = both.select(sides_first ? 0 : 1, 1).narrow(3, 0, kValueDim);
       }
-      layers.emplace_back(PagedKv{keys, values, layout});
+      layers.emplace_back(
+          with_extra(PagedKv{keys, values, layout},
+                     Array::full({pages, middle[0], middle[1], kExtraDim}, 9, Dtype::i32, keeper.device())));
     }
     keeper.bind(layers);
     // Pages in no order: some are taken and given back before anything begins.
@@ -348,10 +380,9 @@ class PagedEngine final : public Engine {
     for (std::size_t p = 0; p < taken.size(); ++p) pool.give_back(taken[p * 7919 % taken.size()]);
   }
   [[nodiscard]] Array slot_of(SequenceId id, std::int32_t layer, std::int32_t head, std::int32_t slot,
-                              bool value) const override {
-    const auto& kv = std::get<PagedKv>(shown(layer));
-    const Array page =
-        Array(value ? kv.values : kv.keys)[sequences.pages(id)[static_cast<std::size_t>(slot / pool.page_size())]];
+                              int side) const override {
+    const Array page = Array(side_of(std::get<PagedKv>(shown(layer)),
+                                     side))[sequences.pages(id)[static_cast<std::size_t>(slot / pool.page_size())]];
     return layout_ == PageLayout::slot_head ? page[slot % pool.page_size()][head] : page[head][slot % pool.page_size()];
   }
 
@@ -399,10 +430,13 @@ inline void expect_alike(const Engine& dense, const Engine& paged) {
       ASSERT_TRUE(std::equal(a.begin(), a.end(), b.begin(), b.end()))
           << "positions of row " << r << " of sequence " << id;
       for (std::int32_t t = 0; t < lengths[static_cast<std::size_t>(r)]; ++t)
-        for (const bool value : {false, true})
-          ASSERT_TRUE(same_bits(dense.slot_of(id, r / kHeads, r % kHeads, t, value),
-                                paged.slot_of(id, r / kHeads, r % kHeads, t, value)))
-              << (value ? "value" : "key") << " of slot " << t << ", row " << r << ", sequence " << id;
+        for (const Sided side : kAllSides) {
+          const Array one = dense.slot_of(id, r / kHeads, r % kHeads, t, side);
+          ASSERT_TRUE(same_bits(one, paged.slot_of(id, r / kHeads, r % kHeads, t, side)) &&
+                      (side != kExtraOf || dense.gaps ||
+                       same_bits(one, Array::of(extra_of(a[static_cast<std::size_t>(t)], r)))))
+              << "side " << side << " of slot " << t << ", row " << r << ", sequence " << id;
+        }
     }
 }
 

@@ -4,6 +4,7 @@
 /// exact attention over everything gives. On a device, its own attention runs on the host all the same.
 
 #include <functional>
+#include <limits>
 #include <map>
 #include <numeric>
 
@@ -23,6 +24,7 @@ struct FoldingEngine {
     ModelSpec spec;
     spec.query_heads = kQueryHeads, spec.kv_heads = kHeads, spec.key_dim = spec.value_dim = kDim;
     spec.layers.resize(kLayers);
+    spec.layers.back().sinks = {1.5F, -std::numeric_limits<float>::infinity(), 0, 4};
     return spec;
   }
 
@@ -191,12 +193,15 @@ struct FoldingEngine {
                         q.data<float>() + g * kDim);
           queries[indptr[i] + t].narrow(0, 2 * h, 2).copy_(q[0]);
           const std::int64_t slots = row.length - count + t + 1;
-          const OpenAttention open =
-              plain_attention(keys.narrow(1, 0, slots), values.narrow(1, 0, slots), q, keeper.spec().scale());
+          const float* const sinks = keeper.spec().sinks_of(layer, h);
+          const OpenAttention open = with_sinks(
+              plain_attention(keys.narrow(1, 0, slots), values.narrow(1, 0, slots), q, keeper.spec().scale()), sinks);
           out[indptr[i] + t].narrow(0, 2 * h, 2).copy_(Array(closed(open))[0]);
           lse[indptr[i] + t].narrow(0, 2 * h, 2).copy_(Array(log_mass(open))[0]);
-          const OpenAttention exactly = plain_attention(whole(s.keys, layer, h, token + 1),
-                                                        whole(s.values, layer, h, token + 1), q, keeper.spec().scale());
+          const OpenAttention exactly =
+              with_sinks(plain_attention(whole(s.keys, layer, h, token + 1), whole(s.values, layer, h, token + 1), q,
+                                         keeper.spec().scale()),
+                         sinks);
           all[indptr[i] + t].narrow(0, 2 * h, 2).copy_(Array(closed(exactly))[0]);
         }
       }
@@ -219,6 +224,18 @@ struct FoldingEngine {
     if (views) keeper.part<parts::Folds>().view(seen, {out, lse});
     hold(false);
     outputs.push_back(out.to(Device{})), exact.push_back(all);
+  }
+
+  /// Softmaxes of one query's heads, which sink logits join; null: none.
+  static OpenAttention with_sinks(OpenAttention open, const float* sinks) {
+    for (std::int64_t h = 0; sinks != nullptr && h < open.top.numel(); ++h) {
+      const double top = open.top.data<float>()[h],
+                   all = std::log(std::exp(top) + std::exp(static_cast<double>(sinks[h])));
+      for (std::int64_t d = 0; d < kDim; ++d)
+        open.out.data<float>()[h * kDim + d] *= static_cast<float>(std::exp(top - all));
+      open.top.data<float>()[h] = static_cast<float>(all);
+    }
+    return open;
   }
 
   /// The cache, if it is on the host; else a copy of it.

@@ -61,9 +61,9 @@ inline void share_rows(Engine& engine, SequenceId child, SequenceId parent, std:
   }
   for (std::int32_t r = 0; r < kRows; ++r)
     for (std::int32_t t = 0; t < engine.lengths.at(child)[static_cast<std::size_t>(r)]; ++t)
-      for (const bool value : {false, true})
-        engine.slot_of(child, r / kHeads, r % kHeads, t, value)
-            .copy_(engine.slot_of(parent, r / kHeads, r % kHeads, t, value));
+      for (const Sided side : kAllSides)
+        engine.slot_of(child, r / kHeads, r % kHeads, t, side)
+            .copy_(engine.slot_of(parent, r / kHeads, r % kHeads, t, side));
 }
 
 /// Rows, positions and credit of two sequences of one keeper: the same bits.
@@ -81,8 +81,8 @@ inline void expect_same_sequences(const Engine& engine, SequenceId one, Sequence
     };
     ASSERT_EQ(of(one), of(other)) << "row " << r;
     for (std::int32_t t = 0; t < engine.lengths.at(one)[static_cast<std::size_t>(r)]; ++t)
-      for (const bool value : {false, true})
-        ASSERT_TRUE(same_bits(engine.slot_of(one, l, h, t, value), engine.slot_of(other, l, h, t, value)))
+      for (const Sided side : kAllSides)
+        ASSERT_TRUE(same_bits(engine.slot_of(one, l, h, t, side), engine.slot_of(other, l, h, t, side)))
             << "row " << r << ", slot " << t;
   }
 }
@@ -114,8 +114,8 @@ inline void expect_forks_go_on(Engine& engine) {
   ASSERT_NO_FATAL_FAILURE(expect_go_on_alike(engine, random, {2, 3}, 30));
 }
 
-/// Three ways to begin with the first tokens of a prompt that another request has: a copy of it while it is served, the
-/// state that was saved beside its pages, and running them.
+/// Four ways to begin with the first tokens of a prompt that another request has: a copy of it while it is served, the
+/// state that was saved beside its pages, the first tokens of one that was saved later, and running them.
 inline void expect_prefix_hits_score_as_if_run(Engine& engine) {
   constexpr std::int32_t kPrefix = 48, kPrompt = 70;
   oracle::Random random(8);
@@ -131,8 +131,10 @@ inline void expect_prefix_hits_score_as_if_run(Engine& engine) {
   share_rows(engine, 2, 1, kPrefix);
   engine.keeper.fork(3, 1, kPrefix, kPrompt);
   share_rows(engine, 3, 1, kPrefix);
+  engine.keeper.restore(6, engine.keeper.save(1), kPrompt, kPrefix);
+  share_rows(engine, 6, 1, kPrefix);
   engine.keeper.leave(4);
-  const std::vector<SequenceId> alike{2, 3, 5};
+  const std::vector<SequenceId> alike{2, 3, 5, 6};
   for (const SequenceId id : alike) ASSERT_EQ(engine.keeper.prompt_length(id), kPrompt);
   engine.step(for_each(rest, alike));
   for (const SequenceId id : alike) ASSERT_NO_FATAL_FAILURE(expect_same_sequences(engine, 5, id)) << id;

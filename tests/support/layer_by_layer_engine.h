@@ -22,7 +22,7 @@ using testing::Array;
 using testing::Ints;
 
 inline constexpr std::int32_t kLayers = 6, kHeads = 2, kQueryHeads = 4, kRows = kLayers * kHeads, kKeyDim = 8,
-                              kValueDim = 6, kCapacity = 160;
+                              kValueDim = 6, kExtraDim = 3, kCapacity = 160;
 
 inline ModelSpec model() {
   return {.query_heads = kQueryHeads,
@@ -34,7 +34,9 @@ inline ModelSpec model() {
           .layers = std::vector<LayerSpec>(kLayers)};
 }
 
-enum class Side : std::uint8_t { query, key, value };
+enum class Side : std::uint8_t { query, key, value, extra };
+/// What a slot holds.
+inline constexpr Side kHeld[] = {Side::key, Side::value, Side::extra};
 
 inline float noise(std::uint64_t x) {
   x = (x + 0x9E3779B97F4A7C15ULL) * 0xBF58476D1CE4E5B9ULL;
@@ -56,7 +58,9 @@ inline void fill(float* out, std::int32_t dim, SequenceId id, std::int32_t layer
 }
 
 inline std::int32_t heads_of(Side side) { return side == Side::query ? kQueryHeads : kHeads; }
-inline std::int32_t dim_of(Side side) { return side == Side::value ? kValueDim : kKeyDim; }
+inline std::int32_t dim_of(Side side) {
+  return side == Side::value ? kValueDim : side == Side::extra ? kExtraDim : kKeyDim;
+}
 
 /// An engine that runs one layer after the other.
 class Engine {
@@ -72,13 +76,15 @@ class Engine {
         pool(page_size == 0 ? 0 : 8 * kCapacity / page_size, std::max(page_size, 1)),
         pages(pool) {
     for (std::int32_t l = 0; l < kLayers; ++l) {
-      if (page_size == 0)
-        layers.emplace_back(DenseKv{Array::full({8, kHeads, kCapacity, kKeyDim}, -7, dtype, keeper.device()),
-                                    Array::full({8, kHeads, kCapacity, kValueDim}, -9, dtype, keeper.device())});
-      else
-        layers.emplace_back(
-            PagedKv{Array::full({pool.capacity(), page_size, kHeads, kKeyDim}, -7, dtype, keeper.device()),
-                    Array::full({pool.capacity(), page_size, kHeads, kValueDim}, -9, dtype, keeper.device())});
+      const auto side = [&](std::int32_t dim) {
+        return page_size == 0 ? Array::full({8, kHeads, kCapacity, dim}, -7, dtype, keeper.device())
+                              : Array::full({pool.capacity(), page_size, kHeads, dim}, -7, dtype, keeper.device());
+      };
+      const auto add = [&](auto kv) {
+        kv.keys = side(kKeyDim), kv.values = side(kValueDim), kv.extra = side(kExtraDim);
+        layers.emplace_back(std::move(kv));
+      };
+      page_size == 0 ? add(DenseKv()) : add(PagedKv());
     }
     keeper.bind(layers);
   }
@@ -144,7 +150,7 @@ class Engine {
         for (std::int32_t h = 0; h < kQueryHeads; ++h, q += kKeyDim)
           fill(q, kKeyDim, id, l, token, position, h, Side::query);
         for (std::int32_t h = 0; h < kHeads; ++h)
-          for (const Side side : {Side::key, Side::value}) {
+          for (const Side side : kHeld) {
             float numbers[kKeyDim];
             fill(numbers, dim_of(side), id, l, token, position, h, side);
             put(numbers, id, l, h, lengths[id][static_cast<std::size_t>(l * kHeads + h)] + i, side);
@@ -225,7 +231,7 @@ class Engine {
           << "row " << r << " of sequence " << id;
       float want[kKeyDim];
       for (std::size_t s = 0; s < positions.size(); ++s)
-        for (const Side side : {Side::key, Side::value}) {
+        for (const Side side : kHeld) {
           fill(want, dim_of(side), id, r / kHeads, tokens[id][static_cast<std::size_t>(positions[s])], positions[s],
                r % kHeads, side);
           float have[kKeyDim];
@@ -244,7 +250,7 @@ class Engine {
     const OnHost theirs(from), ours(*this, -1, true);
     for (std::int32_t r = 0; r < kRows; ++r)
       for (std::int32_t slot = 0; slot < lengths[id][static_cast<std::size_t>(r)]; ++slot)
-        for (const Side side : {Side::key, Side::value}) {
+        for (const Side side : kHeld) {
           float numbers[kKeyDim];
           from.get(numbers, id, r / kHeads, r % kHeads, slot, side);
           put(numbers, id, r / kHeads, r % kHeads, slot, side);
@@ -281,7 +287,7 @@ class Engine {
             using Kv = std::decay_t<decltype(there)>;
             if constexpr (!std::is_same_v<Kv, std::monostate>) {
               Kv& here = std::get<Kv>(engine_.copy_[static_cast<std::size_t>(l)]);
-              with(there.keys, here.keys), with(there.values, here.values);
+              with(there.keys, here.keys), with(there.values, here.values), with(there.extra, here.extra);
             }
           },
           engine_.layers[static_cast<std::size_t>(l)]);
@@ -315,7 +321,9 @@ class Engine {
   [[nodiscard]] std::pair<const Tensor*, std::int64_t> slot(SequenceId id, std::int32_t layer, std::int32_t head,
                                                             std::int32_t at, Side side) const {
     const LayerKv& kv = (copy_.empty() ? layers : copy_)[static_cast<std::size_t>(layer)];
-    const auto of = [side](const auto& sides) { return side == Side::value ? &sides.values : &sides.keys; };
+    const auto of = [side](const auto& sides) {
+      return side == Side::value ? &sides.values : side == Side::extra ? &sides.extra : &sides.keys;
+    };
     if (page_size_ == 0) return {of(std::get<DenseKv>(kv)), ((id * kHeads + head) * kCapacity + at) * dim_of(side)};
     const std::int64_t page = pages.pages(id)[static_cast<std::size_t>(at / page_size_)];
     return {of(std::get<PagedKv>(kv)), ((page * page_size_ + at % page_size_) * kHeads + head) * dim_of(side)};

@@ -39,7 +39,8 @@ OracleCache::OracleCache(std::vector<oracle::Sequence> sequences, Dtype dtype, s
            .value_dim = first.D,
            .softmax_scale = first.scale,
            .rope = {},
-           .layers = {LayerSpec{}}};
+           .layers = {LayerSpec{.sinks = {first.sinks.begin(), first.sinks.end()}}},
+           .logit_cap = first.cap};
   std::int32_t longest = 0;
   for (const auto& s : sequences_) longest = std::max(longest, s.T);
   const auto batch = static_cast<std::int64_t>(sequences_.size());

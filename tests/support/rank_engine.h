@@ -25,15 +25,19 @@ class RankEngine {
   using Work = std::vector<std::pair<SequenceId, std::int32_t>>;  ///< new tokens of sequences
   static constexpr std::int32_t kLayers = 3, kHeads = 4, kGroup = 2, kDim = 8, kCapacity = 128;
 
-  /// A model of `heads` KV heads, and what it supplies.
-  static ModelSpec model(std::int32_t heads) {
-    return {.query_heads = heads * kGroup,
-            .kv_heads = heads,
-            .key_dim = kDim,
-            .value_dim = kDim,
-            .softmax_scale = 0,
-            .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}},
-            .layers = std::vector<LayerSpec>(kLayers)};
+  /// A model of `heads` KV heads from `first` on, and what it supplies. Every query head has its own sink logit in the
+  /// last layer.
+  static ModelSpec model(std::int32_t heads, std::int32_t first = 0) {
+    ModelSpec spec{.query_heads = heads * kGroup,
+                   .kv_heads = heads,
+                   .key_dim = kDim,
+                   .value_dim = kDim,
+                   .softmax_scale = 0,
+                   .rope = {.inv_freq = {1.0, 0.3, 0.1, 0.01}},
+                   .layers = std::vector<LayerSpec>(kLayers)};
+    for (std::int32_t h = first * kGroup; h < (first + heads) * kGroup; ++h)
+      spec.layers.back().sinks.push_back(3.0F - 0.8F * static_cast<float>(h));
+    return spec;
   }
 
   /// `ranks`: null: all heads are here.
@@ -41,7 +45,7 @@ class RankEngine {
       : heads_(kHeads / (ranks == nullptr ? 1 : ranks->size())),
         first_(ranks == nullptr ? 0 : ranks->rank() * heads_),
         ragged_(ragged),
-        keeper(model(heads_), make_policy(policy), provided(std::move(ranks))) {
+        keeper(model(heads_, first_), make_policy(policy), provided(std::move(ranks))) {
     for (std::int32_t l = 0; l < kLayers; ++l)
       layers.emplace_back(
           DenseKv{zeros({4, heads_, kCapacity, kDim}, Dtype::f32), zeros({4, heads_, kCapacity, kDim}, Dtype::f32)});

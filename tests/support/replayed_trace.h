@@ -21,17 +21,18 @@ struct ReplayedTrace {
   std::map<std::string, Array> tensors = {};
   std::map<std::string, std::string> metadata = {};
 
-  [[nodiscard]] trace::Result replay(const std::string& policy) const {
+  [[nodiscard]] trace::Result replay(const std::string& policy) const { return replay(*make_policy(policy)); }
+  [[nodiscard]] trace::Result replay(const KVPolicy& policy) const {
     const ::testing::TestInfo& test = *::testing::UnitTest::GetInstance()->current_test_info();
     const std::filesystem::path file = std::filesystem::path(::testing::TempDir()) /
                                        text("replayed_", test.test_suite_name(), "_", test.name(), ".safetensors");
     io::write_safetensors(file, {tensors.begin(), tensors.end()}, metadata);
-    const trace::Result result = run(io::SafetensorsFile::open(file), *make_policy(policy));
+    const trace::Result result = run(io::SafetensorsFile::open(file), policy);
     std::filesystem::remove(file);
     return result;
   }
 
-  void expect_refused(const std::string& policy, const std::string& words) const {
+  void expect_refused(const auto& policy, const std::string& words) const {
     try {
       static_cast<void>(replay(policy));
       ADD_FAILURE() << "was accepted; the message should have said: " << words;

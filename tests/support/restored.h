@@ -42,9 +42,9 @@ inline void bring_over(engines::Engine& here, engines::Engine& there, SequenceId
     ASSERT_TRUE(paged->sequences.admit(id, *std::ranges::max_element(there.lengths.at(id))).given());
   for (std::int32_t r = 0; r < engines::kRows; ++r)
     for (std::int32_t t = 0; t < here.lengths.at(id)[static_cast<std::size_t>(r)]; ++t)
-      for (const bool value : {false, true})
-        there.slot_of(id, r / engines::kHeads, r % engines::kHeads, t, value)
-            .copy_(here.slot_of(id, r / engines::kHeads, r % engines::kHeads, t, value));
+      for (const engines::Sided side : engines::kAllSides)
+        there.slot_of(id, r / engines::kHeads, r % engines::kHeads, t, side)
+            .copy_(here.slot_of(id, r / engines::kHeads, r % engines::kHeads, t, side));
 }
 
 }  // namespace kvkeep::testing

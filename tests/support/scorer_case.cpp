@@ -228,6 +228,12 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
       for (double& frequency : own->inv_freq) frequency *= 0.7;
     }
   }
+  Random sinker(seed * 0x6a09e667U + 3);  // numbers of the cases as they were before there were sinks and caps
+  if (options.caps && sinker.chance(0.3)) spec_.logit_cap = sinker.one_of({1.0, 4.0, 50.0});
+  for (LayerSpec& layer : spec_.layers)
+    if (layer.kind == LayerKind::full && sinker.chance(0.4))
+      for (std::int32_t h = 0; h < spec_.query_heads; ++h)
+        layer.sinks.push_back(sinker.chance(0.2) ? -kInfinity : static_cast<float>(1 + 3 * sinker.normal()));
   basis_ = random.chance(0.5) ? QueryBasis::pre_rope : QueryBasis::post_rope;
   key_dtype_ = random_dtype(random);
   value_dtype_ = random.chance(0.7) ? key_dtype_ : random_dtype(random);
@@ -244,7 +250,7 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
        << spec_.value_dim << ", " << name_of(key_dtype_) << " keys, " << name_of(value_dtype_) << " values, "
        << name_of(query_dtype_) << " queries " << (basis_ == QueryBasis::pre_rope ? "before" : "after") << " RoPE ("
        << name_of(spec_.rope.style) << ", " << pairs << " pairs, times " << spec_.rope.attention_scaling << "), "
-       << full << " layers";
+       << full << " layers, cap " << spec_.logit_cap;
   const int sequences = random.between(1, dim >= 96 ? 2 : 4);
   for (int s = 0; s < sequences; ++s) {
     const Keys kind = static_cast<Keys>(random.between(0, 6));
@@ -268,6 +274,9 @@ ScorerCase::ScorerCase(std::uint64_t seed, const ScorerCaseOptions& options) : s
       in.layer = l;
       in.Hq = spec_.query_heads, in.Hkv = kv_heads, in.D = dim, in.Dv = spec_.value_dim;
       in.scale = spec_.softmax_scale > 0 ? spec_.softmax_scale : 1 / std::sqrt(static_cast<double>(dim));
+      in.cap = spec_.logit_cap;
+      const std::vector<float>& sinks = spec_.layers[static_cast<std::size_t>(l)].sinks;
+      in.sinks.assign(sinks.begin(), sinks.end());
       in.P = next, in.prompt = prompt;
       const RopeSpec& rope = spec_.rope_of(l);
       in.inv_freq = rope.inv_freq;

@@ -24,6 +24,7 @@ struct ScorerCaseOptions {
   std::int32_t most_queries = 70;  ///< queries seen of a sequence; often fewer, sometimes none
   std::int32_t least_dim = 1;      ///< head size of keys
   bool ragged = true;              ///< heads of a sequence may hold different numbers of slots
+  bool caps = true;                ///< logits may be capped
   oracle::Ropes ropes = oracle::Ropes::any;
 };
 

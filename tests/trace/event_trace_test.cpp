@@ -7,10 +7,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <map>
 #include <string>
 
 #include "replayed_trace.h"
+#include "told.h"
 
 namespace kvkeep::event_trace_test {
 namespace {
@@ -96,6 +98,30 @@ TEST(EventTrace, RefusesRopeThatIsLeftOpenOrWrong) {
   }
 }
 
+TEST(EventTrace, CapsLogitsAndLetsSinksJoinTheSoftmax) {
+  testing::ReplayedTrace trace = event();
+  const auto scores = [&] {
+    const trace::Result result = trace.replay(kPolicy);
+    const std::map<std::string, Tensor> tensors(result.tensors.begin(), result.tensors.end());
+    return tensors.at("scores").data<float>()[3];
+  };
+  // Every key is alike: a product of 1, a logit of 1 / 2.
+  EXPECT_NEAR(scores(), 1.0 / 24, 1e-7);
+  trace.tensors.insert_or_assign("sinks", Array(Array::full({2}, 0.5F)));
+  EXPECT_NEAR(scores(), 1.0 / 25, 1e-7);
+  trace.metadata["logit_cap"] = "0.5";
+  const double capped = std::exp(0.5 * std::tanh(1.0));
+  EXPECT_NEAR(scores(), capped / (24 * capped + std::exp(0.5)), 1e-7);
+  trace.expect_refused("expected,budget=8,sink=2,recent=2", "not capped; given 0.5");
+  trace.metadata["logit_cap"] = "-1";
+  trace.expect_refused(kPolicy, "\"logit_cap\" is -1; allowed a positive number");
+  trace.metadata["logit_cap"] = "high";
+  trace.expect_refused(kPolicy, "logit_cap");
+  trace = event();
+  trace.tensors.insert_or_assign("sinks", Array(Array::full({3}, 0.5F)));
+  trace.expect_refused(kPolicy, "\"sinks\" has shape [3]");
+}
+
 TEST(EventTrace, RefusesMetadataThatNestsDeep) {
   const std::string deep = std::string(100000, '[') + std::string(100000, ']');
   for (const char* key :
@@ -150,6 +176,31 @@ TEST(EventTrace, KeepsWhatIsPinned) {
     pinned.tensors["pinned"] = numbers;
     pinned.expect_refused(kPolicy, words);
   }
+}
+
+// A result has what a keeper would refuse at the event: an earlier version wrote what lay behind it, or crashed.
+TEST(EventTrace, RefusesWhatAPolicyOfOnesOwnDecidesForOtherRows) {
+  const auto told = [](auto change) {
+    return testing::ToldPolicy({.budget = {.slots = 8}, .interval = 8}, [change](const Evidence& evidence) {
+      Decision decision;
+      decision.keep = keep_everything(evidence.table);
+      change(evidence.table, decision);
+      return decision;
+    });
+  };
+  const auto few = [] { return Tensor(Array::zeros({3}, Dtype::f32)); };
+  EXPECT_EQ(event().replay(told([](auto&, auto&) {})).metadata.at("slots_kept"), "24");
+  event().expect_refused(told([&](auto&, Decision& d) { d.credit = few(); }), "credit of told are f32 [3]");
+  event().expect_refused(told([&](auto&, Decision& d) { d.scores.data = few(); }), "scores of told are f32 [3]");
+  event().expect_refused(told([&](auto&, Decision& d) { d.guarded = {25}; }), "says that 25 slots of layer 0, head 0");
+  event().expect_refused(told([&](auto&, Decision& d) { d.allotment.emplace(); }), "told says how it divides 0 rows");
+  const trace::Result divided = event().replay(told([](auto& table, Decision& d) {
+    d.allotment.emplace();
+    d.allotment->ends.assign(table.rows.size(), {24});
+    d.allotment->quotas.assign(table.rows.size(), {8});
+  }));
+  EXPECT_EQ(std::ranges::count(divided.tensors, std::string("mass"), &std::pair<std::string, Tensor>::first), 0)
+      << "it gave none";
 }
 
 }  // namespace

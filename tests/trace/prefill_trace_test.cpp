@@ -12,6 +12,7 @@
 #include "kvkeep/kvkeep.h"
 #include "layered_prompt.h"
 #include "replayed_trace.h"
+#include "told.h"
 
 namespace kvkeep::prefill_trace_test {
 namespace {
@@ -251,6 +252,34 @@ TEST(PrefillTrace, RefusesPoliciesThatTheTraceCannotFeed) {
   const LayeredPrompt few({.tokens = 5}, 6);
   EXPECT_EQ(named(Trace(few).replay("snapkv,budget=24,window=6"), "tokens").size(), 5U)
       << "a prompt has no more queries than tokens";
+}
+
+TEST(PrefillTrace, RefusesWhatAPolicyOfOnesOwnDecidesForOtherPrompts) {
+  const Trace trace(LayeredPrompt({}, 6));
+  const auto told = [](auto change) {
+    return ToldPrompts([change](const Evidence&, LayerDecision& layer) { change(layer); });
+  };
+  EXPECT_EQ(named(trace.replay(told([](auto&) {})), "tokens").size(), 30U);
+  trace.expect_refused(told([](LayerDecision& d) { d.prompts.clear(); }), "told decides for 0 prompts");
+  trace.expect_refused(told([](LayerDecision& d) { d.prompts[0].narrow->tokens = {}; }),
+                       "tokens of told are an absent");
+  trace.expect_refused(
+      told([](LayerDecision& d) { d.prompts[0].narrow->tokens.template data<std::int32_t>()[29] = 60; }),
+      "that are beyond it; allowed ascending ones from 0 to 59");
+  trace.expect_refused(ToldPrompts(ToldPrompts::Tell()), "replay: begin_prompt() of told gives none");
+  trace.expect_refused(ToldPrompts([](auto&, auto&) {}, -1), "replay: told wants the newest -1 queries of layer 0");
+  const auto whole = [](auto change) {
+    return ToldPolicy({.budget = {.slots = 8}, .interval = 8}, [change](const Evidence& evidence) {
+      Decision decision;
+      decision.keep = keep_everything(evidence.table);
+      change(decision);
+      return decision;
+    });
+  };
+  trace.expect_refused(whole([](Decision& d) { d.keep->indptr.pop_back(); }), "offsets of kept slots");
+  trace.expect_refused(whole([](Decision& d) { d.guarded = {-1}; }), "Decision::guarded of told has 1 rows");
+  EXPECT_EQ(named(trace.replay(whole([](Decision& d) { d.narrow = TokenSet{}; })), "tokens").size(), 60U)
+      << "it narrows no prompt";
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ DEFAULT = (
 # What --brief draws: name, policy, caches, question, colour, the mark and the side of it that the name stands at.
 BRIEF = [
     ("nothing dropped", "full", ("bf16", "q8_0", "q4_0"), "before", "#000000", -1, "above"),
-    ("AMS over 4 bits,\nquestion known", "ams-expected,preset=question", ("q4_0",), "before", "#0072B2", 0, "left"),
+    ("AMS over 4 bits,\nquestion known", "ams-expected,preset=question", ("q4_0",), "before", "#0072B2", 1, "left"),
     (
         "folded over 4 bits,\nquestion comes later",
         "ams-tova,preset=question,rest=fold",
@@ -52,7 +52,7 @@ BRIEF = [
 ]
 SIDES = {
     "above": dict(xytext=(10, 18), ha="right", va="bottom"),
-    "left": dict(xytext=(-9, 0), ha="right", va="center"),
+    "left": dict(xytext=(-5, 4), ha="right", va="bottom"),
     "right": dict(xytext=(7, -3), ha="left", va="top"),
     "under": dict(xytext=(14, -8), ha="left", va="center"),
 }
@@ -86,7 +86,7 @@ def draw_brief(plt, cells, models, mean):
                     bits + " bits", (x, y), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8
                 )
         axis.set_xscale("log", base=2)
-        axis.set_xlim(0.9, 125)
+        axis.set_xlim(3, 125)
         axis.set_xticks([3.125, 6.25, 12.5, 25, 50, 100], ["3", "6", "12", "25", "50", "100"])
         axis.set_ylim(-6, 118)
         axis.set_yticks(range(0, 101, 20))

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "progress_line.h"
 
-#include <unistd.h>
-
 #include <cstdio>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/run_files.h"
 
 namespace train {
 namespace {
@@ -22,7 +21,7 @@ ProgressLine::ProgressLine(const std::vector<Stage>& schedule, int64_t first_ste
     : steps_(total_steps(schedule)),
       tokens_(total_tokens(schedule)),
       seconds_before_(seconds_before),
-      terminal_(isatty(STDERR_FILENO) != 0) {
+      terminal_(kvkeep::io::moves_cursor(STDERR_FILENO)) {
   for (int64_t step = 0; step < first_step; ++step) advance(stage_of(schedule, step));
   tokens_at_start_ = tokens_done_;
 }

@@ -50,7 +50,11 @@ KVKEEP_INLINE void Flat::allot(const Evidence& evidence, const Limits& limits, c
   each_row(table, make, [&](std::size_t r, const Row& row, std::vector<std::uint64_t>& keys) {
     const std::span<std::int32_t> kept = decision.keep->room(r);
     if (!limits.rows[r].due) return std::iota(kept.begin(), kept.end(), 0);
-    select({g + row.first, static_cast<std::size_t>(row.length)}, stays(limits, r, row.length), keys, kept);
+    const Protected always = stays(limits, r, row.length);
+    KVKEEP_REQUIRE(always.count() <= std::ssize(kept), "flat: ", always.count(), " slots of layer ", row.layer,
+                   ", head ", row.head, " always stay, and its budget is ", kept.size(),
+                   "; allowed a budget of that many or more (Allocator::spread gives rows other budgets)");
+    select({g + row.first, static_cast<std::size_t>(row.length)}, always, keys, kept);
   });
 }
 

@@ -89,6 +89,14 @@ CLI::Option* as_output(CLI::Option* option);
 CLI::Option* as_policy(CLI::Option* option);
 CLI::Option* as_shape(CLI::Option* option);  // a model by name or numbers, or a file or folder that is read
 
+// For shells that complete a value: the option names a policy, or one of these.
+CLI::Option* as_policy_name(CLI::Option* option);
+CLI::Option* as_names(CLI::Option* option, const std::vector<std::string>& names);
+
+// What a shell may make of `begun`, the value of an option so far: names, the words of its help, such as md|csv|json,
+// and the options of a policy after its name. Of a list the items before the last stand before each.
+std::vector<std::string> values_of(const CLI::Option& option, const std::string& begun);
+
 // Throws std::logic_error for an option of `app` and its sub-commands that names files and has no mark.
 void require_marked_files(const CLI::App& app);
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kvkeep/core/error.h"
+#include "kvkeep/io/run_files.h"
 #include "kvkeep/io/safetensors.h"
 #include "kvkeep/keeper/thread_pool.h"
 #include "kvkeep/policy/policy.h"
@@ -65,7 +66,7 @@ class Program {
   [[nodiscard]] virtual std::vector<Finding> findings() const;
 
   /// One sentence about what ended the command.
-  [[nodiscard]] virtual std::string reason(const std::exception& error) const { return error.what(); }
+  [[nodiscard]] virtual std::string reason(const std::exception& error) const { return said_by(error); }
 
  private:
   mutable std::optional<ThreadPool> pool_;
@@ -99,6 +100,9 @@ class Progress {
   void advance(std::int64_t done);
   // Removes the bar, so that other lines can be written.
   void clear();
+
+  // The bar at this share of the work, after this many seconds; with the time left once enough is done to tell.
+  [[nodiscard]] static std::string line(double share, double elapsed, const std::string& label);
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -154,12 +158,15 @@ class Table {
   // Throws std::logic_error unless the row has a cell per column.
   void add(std::vector<Cell> row);
   [[nodiscard]] bool empty() const { return rows_.empty(); }
-  [[nodiscard]] std::string markdown() const;
+  // In lines of at most `most` characters if it is enough to break words in all columns but the first; 0: of any
+  // length.
+  [[nodiscard]] std::string markdown(std::size_t most = io::terminal_width(STDOUT_FILENO)) const;
   [[nodiscard]] std::string csv() const;
   [[nodiscard]] nlohmann::ordered_json json() const;  // an array of objects
   [[nodiscard]] std::string text(Format format) const;
 
  private:
+  [[nodiscard]] std::vector<std::size_t> widths(std::size_t most) const;
   std::vector<Column> columns_;
   std::vector<std::vector<Cell>> rows_;
 };

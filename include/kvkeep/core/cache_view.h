@@ -36,6 +36,8 @@ struct DenseKv {
                                   ///< transform, as llama.cpp stores quantised keys; a power of two that divides D, up
                                   ///< to 1024. 0: none. On the CPU; a device refuses it where keys are read
   std::int32_t values_rotated = 0;  ///< the same for values
+  Tensor extra = {};  ///< any dtype [B, Hkv, capacity, De], what else a slot has: the keys of an indexer (DeepSeek
+                      ///< V3.2, GLM-5). No policy reads it; its bytes move, and count, with its slot. Undefined: none
 };
 
 /// Order of the two middle dimensions of a page.
@@ -55,6 +57,7 @@ struct PagedKv {
   Tensor key_scales = {};    ///< any dtype [pages, page_size, Hkv] or [pages, Hkv, page_size], as in DenseKv
   Tensor value_scales = {};  ///< the same for values
   std::int32_t keys_rotated = 0, values_rotated = 0;  ///< as in DenseKv
+  Tensor extra = {};  ///< any dtype [pages, page_size, Hkv, De] or [pages, Hkv, page_size, De], as in DenseKv
 };
 
 /// `monostate`: a layer that has no rows of its own (see LayerKind).
@@ -62,7 +65,7 @@ using LayerKv = std::variant<std::monostate, DenseKv, PagedKv>;
 
 /// A layer's tensors, dense or in pages, with their dimensions by meaning.
 struct LayerSides {
-  const Tensor &keys, &values, &key_scales, &value_scales;
+  const Tensor &keys, &values, &key_scales, &value_scales, &extra;
   int head, slot;  ///< dimension of KV heads, of slots; dimension 0 is the batch or the pages
   bool paged;
   std::int32_t keys_rotated, values_rotated;
@@ -72,11 +75,11 @@ struct LayerSides {
 [[nodiscard]] LayerSides sides_of(LayerKv&& layer) = delete;
 [[nodiscard]] inline LayerSides sides_of(const LayerKv& layer) {
   if (const auto* dense = std::get_if<DenseKv>(&layer))
-    return {dense->keys, dense->values, dense->key_scales,   dense->value_scales,  1,
+    return {dense->keys, dense->values, dense->key_scales,   dense->value_scales,  dense->extra, 1,
             2,           false,         dense->keys_rotated, dense->values_rotated};
   const auto& pages = std::get<PagedKv>(layer);
   const bool slot_first = pages.layout == PageLayout::slot_head;
-  return {pages.keys,         pages.values, pages.key_scales,   pages.value_scales,  slot_first ? 2 : 1,
+  return {pages.keys,         pages.values, pages.key_scales,   pages.value_scales,  pages.extra, slot_first ? 2 : 1,
           slot_first ? 1 : 2, true,         pages.keys_rotated, pages.values_rotated};
 }
 
@@ -113,6 +116,8 @@ struct CacheView {
   PageAllocator* pages =
       nullptr;  ///< counts references; null: every page belongs to one sequence, and freed pages are only reported
   SharedPages shared_pages = SharedPages::copy;
+  std::span<const SequenceId> named = {};  ///< of `sequences`: those whose event comes now, by the program's word (the
+                                           ///< end of a turn), if their rows hold more than the budget
 };
 
 /// The numbers of CacheView::block_table, of either dtype; none of a dense cache.
@@ -152,14 +157,14 @@ class BlockTable {
 // Where the slots of a cache are in memory: no two of those that move may share a byte.
 
 /// Whether every vector of `part` is a piece of the vector of `whole` at the same place, such as the values of latent
-/// attention (MLA), which are the first numbers of its keys. `part` and `whole`: keys or values of DenseKv or PagedKv,
-/// or their scales.
+/// attention (MLA), which are the first numbers of its keys, or the last. `part` and `whole`: keys or values of DenseKv
+/// or PagedKv, or their scales.
 [[nodiscard]] bool lies_within(const Tensor& part, const Tensor& whole);
 
-/// Throws InvalidArgument, with both sides by name, if keys, values or scales of a full layer overlap each other, those
-/// of another layer that is not LayerKind::shared, or themselves (strides of heads, slots, places or pages that are
-/// less than what they step over). Values may lie within the keys of their layer. One scale for all slots, and one
-/// vector for all places and slots (strides of 0), may be anywhere: nothing of them moves. cache: [num_layers];
+/// Throws InvalidArgument, with both sides by name, if keys, values, scales or extras of a full layer overlap each
+/// other, those of another layer that is not LayerKind::shared, or themselves (strides of heads, slots, places or pages
+/// that are less than what they step over). Values may lie within the keys of their layer. One scale for all slots, and
+/// one vector for all places and slots (strides of 0), may be anywhere: nothing of them moves. cache: [num_layers];
 /// common_form() checks the rest of it. Cost: O(n log n) of n tensors, and one test for every two that are interleaved.
 void check_layout(const ModelSpec& spec, std::span<const LayerKv> cache);
 
@@ -220,7 +225,7 @@ inline bool some_sum_within(std::span<const Steps> steps, Wide low, Wide high, s
   return false;
 }
 
-inline constexpr const char* kSides[] = {"keys", "values", "key scales", "value scales"};
+inline constexpr const char* kSides[] = {"keys", "values", "key scales", "value scales", "extras"};
 
 }  // namespace cache_layout_detail
 
@@ -238,7 +243,7 @@ inline bool lies_within(const Tensor& part, const Tensor& whole) {
 
 namespace cache_layout_detail {
 
-/// One of keys, values, key scales and value scales of a layer.
+/// One of keys, values, key scales, value scales and extras of a layer.
 struct Side {
   std::int32_t layer = 0;
   std::int32_t side = 0;
@@ -263,8 +268,12 @@ inline std::vector<Side> sides(const ModelSpec& spec, std::span<const LayerKv> c
     const LayerKv& layer = cache[l];
     if (kind == LayerKind::shared || std::holds_alternative<std::monostate>(layer)) continue;
     const LayerSides kv = sides_of(layer);
-    const Tensor* const tensors[] = {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales};
-    for (int s = 0; s < 4; ++s) {
+    const Tensor* const tensors[] = {&kv.keys, &kv.values, &kv.key_scales, &kv.value_scales, &kv.extra};
+    KVKEEP_REQUIRE(
+        kind != LayerKind::full || spec.key_dim != spec.value_dim || !lies_within(kv.values, kv.keys),
+        "cache: values of layer ", l,
+        " are its keys; allowed memory of their own, or, with a value_dim below key_dim, a part of the keys");
+    for (int s = 0; s < 5; ++s) {
       const Tensor& t = *tensors[s];
       if (!t.defined() || t.dim() < 3 || (s % 2 == 1 && lies_within(t, *tensors[s - 1]))) continue;
       // One vector for all slots, such as a scale of a whole layer, or a stand-in for rows that are elsewhere: no slot

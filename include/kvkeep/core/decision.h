@@ -7,8 +7,10 @@
 #include <limits>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
+#include "kvkeep/core/error.h"
 #include "kvkeep/core/hd.h"
 #include "kvkeep/core/slot.h"
 #include "kvkeep/core/tensor.h"
@@ -92,6 +94,17 @@ struct KeepSet {
     return {slots.data<std::int32_t>() + indptr[r], static_cast<std::size_t>(count(r))};
   }
 };
+
+/// Throws InvalidArgument unless the kept slots of a row ascend, from 0 to below its length. keeps(): who keeps them of
+/// which row, for the message.
+template <class Keeps>
+void require_ascending(std::span<const std::int32_t> kept, std::int32_t length, const Keeps& keeps) {
+  std::int32_t before = -1;
+  bool ascend = true;
+  for (const std::int32_t slot : kept) ascend = ascend && slot > std::exchange(before, slot);
+  KVKEEP_REQUIRE(ascend && before < length, keeps(), " that ", ascend ? "are beyond it" : "do not ascend",
+                 "; allowed ascending ones from 0 to ", length - 1);
+}
 
 /// Token rows that continue to deeper layers (prefill selection).
 struct TokenSet {

@@ -3,6 +3,10 @@
 /// Errors and their sentences. Every message reads "operation: what is wrong; given X; allowed Y" and is thrown before
 /// anything is written.
 
+#if !defined(__cpp_exceptions) && !defined(__CUDA_ARCH__)
+#error "kvkeep: errors are C++ exceptions, which -fno-exceptions turns off; allowed sources that are compiled with them"
+#endif
+
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -200,6 +204,12 @@ class Error : public std::runtime_error {
  private:
   ErrorCode code_;
 };
+
+/// What an exception says of itself, if it says anything.
+[[nodiscard]] inline const char* said_by(const std::exception& error) noexcept {
+  const char* const said = error.what();
+  return said != nullptr && *said != '\0' ? said : "an exception that says nothing, perhaps of a plug-in";
+}
 
 /// The caller passed something that is not allowed: an option, a shape, a dtype, a file.
 class InvalidArgument : public Error {

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -147,7 +148,7 @@ inline void rope_rotate(RopeStyle style, std::int64_t pairs, const float* cosine
 enum class LayerKind : std::uint8_t {
   full,     ///< every token attends to all earlier ones; the layer owns its K and V
   remote,   ///< also full, but its rows are not in this cache: another device holds them, or a trace omits them
-  sliding,  ///< attends to the last `window` tokens only
+  sliding,  ///< attends to the last `window` tokens only, or to those of its chunk of `window` (Llama 4)
   shared,   ///< reads the cache of layer `source`
   other,    ///< holds no K/V rows (state-space, linear attention, cross attention)
 };
@@ -157,6 +158,9 @@ struct LayerSpec {
   std::int32_t window = 0;                      ///< tokens, `sliding` only
   std::int32_t source = -1;                     ///< layer whose cache is read, `shared` only
   std::optional<RopeSpec> rope = std::nullopt;  ///< where it differs from ModelSpec::rope
+  std::vector<float> sinks = {};  ///< [Hq] sink logits: each joins the softmax of its query head beside the keys, as
+                                  ///< one more key without a value (gpt-oss); minus infinity: none. Empty: none. Read
+                                  ///< in full layers only, checked in all
 };
 
 /// Shapes and conventions of one model. Query head h reads KV head h / group().
@@ -170,6 +174,8 @@ struct ModelSpec {
   std::vector<LayerSpec> layers;
   std::int32_t first_head = 0;   ///< KV heads of the model before these, where ranks hold a part each (across_ranks())
   std::int32_t model_heads = 0;  ///< KV heads of the whole model then; 0: kv_heads
+  double logit_cap = 0;          ///< c: logits are c tanh(q.k scale / c) (Gemma 2, Grok); sink logits are not capped.
+                                 ///< 0: none
 
   static constexpr std::int32_t kMost = 1 << 16;      ///< heads, and numbers of a head
   static constexpr std::int32_t kMostRows = 1 << 24;  ///< layers times KV heads
@@ -186,6 +192,12 @@ struct ModelSpec {
   [[nodiscard]] const RopeSpec& rope_of(std::int32_t layer) const {
     const std::optional<RopeSpec>& own = layers[static_cast<std::size_t>(layer)].rope;
     return own ? *own : rope;
+  }
+  /// Sink logits of the query heads that read KV head `head`, [group()]; null: the layer has none. They live as long as
+  /// the spec.
+  [[nodiscard]] const float* sinks_of(std::int32_t layer, std::int32_t head) const {
+    const std::vector<float>& all = layers[static_cast<std::size_t>(layer)].sinks;
+    return all.empty() ? nullptr : all.data() + std::int64_t{head} * group();
   }
   /// The first layer that a policy may cut and whose RoPE is not stated; -1: none.
   [[nodiscard]] std::int32_t first_without_rope() const {
@@ -218,6 +230,8 @@ struct ModelSpec {
     KVKEEP_REQUIRE(std::isfinite(softmax_scale) && softmax_scale >= 0,
                    "ModelSpec: softmax_scale must be finite and not negative (0 means 1/sqrt(key_dim)); given ",
                    softmax_scale);
+    KVKEEP_REQUIRE(std::isfinite(logit_cap) && logit_cap >= 0,
+                   "ModelSpec: logit_cap must be finite and not negative (0 means none); given ", logit_cap);
     check_rope(rope, "ModelSpec");
     const std::size_t most_layers = static_cast<std::size_t>(kMostRows / whole_heads());
     KVKEEP_REQUIRE(!layers.empty() && layers.size() <= most_layers, "ModelSpec: there are ", layers.size(),
@@ -229,10 +243,18 @@ struct ModelSpec {
       KVKEEP_REQUIRE(layer.kind != LayerKind::shared || (layer.source >= 0 && layer.source < l), "ModelSpec: layer ", l,
                      " shares the cache of layer ", layer.source, "; allowed an earlier layer");
       if (layer.rope) check_rope(*layer.rope, text("ModelSpec: layer ", l));
+      check_sinks(layer.sinks, l);
     }
   }
 
  private:
+  void check_sinks(const std::vector<float>& sinks, std::int32_t l) const {
+    KVKEEP_REQUIRE(sinks.empty() || std::ssize(sinks) == query_heads, "ModelSpec: layer ", l, " has ", sinks.size(),
+                   " sink logits; allowed none, or one for each of the ", query_heads, " query heads");
+    for (std::size_t h = 0; h < sinks.size(); ++h)
+      KVKEEP_REQUIRE(sinks[h] < std::numeric_limits<float>::infinity(), "ModelSpec: the sink logit of query head ", h,
+                     " of layer ", l, " is ", sinks[h], "; allowed finite numbers, and minus infinity for none");
+  }
   void check_rope(const RopeSpec& one, std::string_view where) const {
     KVKEEP_REQUIRE(one.rotary_dim() <= key_dim, where, ": rope.inv_freq has ", one.inv_freq.size(),
                    " pairs; allowed at most key_dim/2 = ", key_dim / 2);

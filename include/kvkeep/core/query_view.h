@@ -20,7 +20,8 @@ struct QueryView {
   std::int32_t ring = 0;                    ///< tokens the ring can hold
   std::int32_t begin = 0;                   ///< ring index of the oldest token
   std::int32_t count = 0;                   ///< tokens held
-  const float* normalisers = nullptr;       ///< f32 [ring, Hq] log-sum-exps of their logits, natural; null: none held
+  const float* normalisers = nullptr;       ///< f32 [ring, Hq] log-sum-exps of their logits, natural, a sink logit of
+                                            ///< their head included; null: none held
   std::int32_t normalised = 0;              ///< newest queries with a log-sum-exp over the slots that they see now
 
   /// Ring index of the i-th oldest token.

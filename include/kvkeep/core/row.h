@@ -183,6 +183,20 @@ inline void check_scales(const char* side, const Tensor& scales, const Tensor& r
                  ", their rows on ", rows.device().str(), "; allowed one device");
 }
 
+inline void check_extra(const Tensor& extra, const Tensor& keys, const LayerSides& layer, std::int32_t l) {
+  if (!extra.defined()) return;
+  KVKEEP_REQUIRE(extra.dim() == 4 && extra.size(0) == keys.size(0) && extra.size(1) == keys.size(1) &&
+                     extra.size(2) == keys.size(2) && extra.size(3) > 0,
+                 "cache: extras of layer ", l, " have shape ", extra.sizes(), "; allowed ",
+                 layer.paged ? "pages, slots and heads" : "places, heads and slots", " as the keys, ", keys.size(0),
+                 ", ", keys.size(1), " and ", keys.size(2), ", and then one number or more");
+  KVKEEP_REQUIRE(extra.has_memory(), "cache: extras of layer ", l, " have no address (null); allowed an address");
+  KVKEEP_REQUIRE(extra.stride(3) == 1 || extra.size(3) == 1, "cache: extras of layer ", l, " have stride ",
+                 extra.stride(3), " in the last dimension; allowed 1: a slot's numbers side by side");
+  KVKEEP_REQUIRE(extra.device() == keys.device(), "cache: extras of layer ", l, " are on ", extra.device().str(),
+                 ", keys on ", keys.device().str(), "; allowed one device");
+}
+
 /// One side of the row (place, head) of either kind of layer.
 inline SlotAddress address(const LayerKv& layer, const Tensor& side, std::int64_t place, std::int32_t head,
                            std::int64_t start, const std::int32_t* pages) {
@@ -279,8 +293,8 @@ inline RowTable common_form(const ModelSpec& spec, std::span<const LayerKv> cach
     KVKEEP_REQUIRE(!std::holds_alternative<std::monostate>(cache[static_cast<std::size_t>(l)]), "cache: layer ", l,
                    " has no rows, but the model spec calls it a full layer");
     const LayerSides layer = sides_of(cache[static_cast<std::size_t>(l)]);
-    const auto& [keys, values, key_scales, value_scales, head_dim, slot_dim, paged, keys_rotated, values_rotated] =
-        layer;
+    const auto& [keys, values, key_scales, value_scales, extra, head_dim, slot_dim, paged, keys_rotated,
+                 values_rotated] = layer;
     row_detail::check_side("keys", keys, layer, l, spec, spec.key_dim);
     row_detail::check_side("values", values, layer, l, spec, spec.value_dim);
     KVKEEP_REQUIRE(keys.size(0) == values.size(0) && keys.size(slot_dim) == values.size(slot_dim),
@@ -291,6 +305,7 @@ inline RowTable common_form(const ModelSpec& spec, std::span<const LayerKv> cach
                    ", values on ", values.device().str(), "; allowed one device");
     row_detail::check_scales("key scales", key_scales, keys, l);
     row_detail::check_scales("value scales", value_scales, values, l);
+    row_detail::check_extra(extra, keys, layer, l);
     const std::int64_t page_size = paged ? keys.size(slot_dim) : 0;
     if (l == of.front()) {
       form.key_dtype = keys.dtype();
@@ -360,8 +375,8 @@ inline RowTable make_rows(const ModelSpec& spec, std::span<const LayerKv> cache,
   for (const std::int32_t l : of) {
     const LayerKv& kv = cache[static_cast<std::size_t>(l)];
     const LayerSides layer = sides_of(kv);
-    const auto& [keys, values, key_scales, value_scales, head_dim, slot_dim, in_pages, keys_rotated, values_rotated] =
-        layer;
+    const auto& [keys, values, key_scales, value_scales, extra, head_dim, slot_dim, in_pages, keys_rotated,
+                 values_rotated] = layer;
     const bool values_in_keys = lies_within(values, keys), scales_alike = lies_within(value_scales, key_scales);
     for (std::size_t d = 0; d < due.size(); ++d) {
       const std::int32_t i = due[d];
@@ -384,6 +399,7 @@ inline RowTable make_rows(const ModelSpec& spec, std::span<const LayerKv> cache,
                               .values = row_detail::address(kv, values, place, h, start, pages),
                               .key_scales = row_detail::address(kv, key_scales, place, h, start, pages),
                               .value_scales = row_detail::address(kv, value_scales, place, h, start, pages),
+                              .extra = row_detail::address(kv, extra, place, h, start, pages),
                               .values_in_keys = values_in_keys,
                               .value_scales_in_key_scales = scales_alike});
         table.slots += length;

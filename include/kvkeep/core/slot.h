@@ -10,8 +10,8 @@
 
 namespace kvkeep {
 
-/// Addresses of the slots of one side (keys, values or their scales) of a row: at one stride in a dense cache, by page
-/// in a paged one. No other code knows this layout.
+/// Addresses of the slots of one side (keys, values, their scales or extras) of a row: at one stride in a dense cache,
+/// by page in a paged one. No other code knows this layout.
 struct SlotAddress {
   std::byte* base = nullptr;            ///< slot 0; in pages, slot 0 of page 0
   std::int64_t stride = 0;              ///< bytes from slot to slot; in pages, within a page
@@ -58,20 +58,25 @@ struct Row {
   SlotAddress values = {};
   SlotAddress key_scales = {};  ///< if rows are quantised and the cache has their scales
   SlotAddress value_scales = {};
+  SlotAddress extra = {};       ///< DenseKv::extra
   bool values_in_keys = false;  ///< values are a part of the keys (latent rows): they move, and count, with them
   bool value_scales_in_key_scales = false;
 
-  static constexpr int kSides = 4;
-  /// The sides that move with a slot, each once: keys, values, key scales, value scales; null: absent, a part of
-  /// another one, or one scale for all slots.
+  static constexpr int kSides = 5;
+  /// The sides that move with a slot, each once: keys, values, key scales, value scales, extra; null: absent, a part of
+  /// another one, or one vector for all slots.
   [[nodiscard]] KVKEEP_HD const SlotAddress* side(int s) const {
-    const SlotAddress* const one = s == 0 ? &keys : s == 1 ? &values : s == 2 ? &key_scales : &value_scales;
+    const SlotAddress* const one = s == 0   ? &keys
+                                   : s == 1 ? &values
+                                   : s == 2 ? &key_scales
+                                   : s == 3 ? &value_scales
+                                            : &extra;
     const bool moves = one->width > 0 && !(s == 1 && values_in_keys) && !(s == 3 && value_scales_in_key_scales) &&
                        !(s >= 2 && one->stride == 0 && one->page_stride == 0);
     return moves ? one : nullptr;
   }
 
-  /// K and V bytes of one slot, including scales.
+  /// K and V bytes of one slot, including scales and what else it has.
   [[nodiscard]] std::int64_t slot_bytes() const {
     std::int64_t bytes = 0;
     for (int s = 0; s < kSides; ++s) bytes += side(s) == nullptr ? 0 : side(s)->width;

@@ -247,10 +247,12 @@ class Tensor {
   Owner owner_;
 };
 
-/// `what` are that many contiguous numbers, or more. Throws InvalidArgument.
-inline void require_flat(std::string_view what, const Tensor& given, Dtype dtype, std::int64_t count, Device device) {
+/// `what` are that many contiguous numbers, or more. `written`: they are there to be read. Throws InvalidArgument.
+inline void require_flat(std::string_view what, const Tensor& given, Dtype dtype, std::int64_t count, Device device,
+                         bool written = true) {
   const auto allowed = [&] { return text("; allowed a contiguous ", dtype, " [", count, "] on ", device.str()); };
   KVKEEP_REQUIRE(given.defined(), what, " are an absent tensor", allowed());
+  KVKEEP_REQUIRE(given.has_memory() || !written, what, " have no address (null)", allowed());
   KVKEEP_REQUIRE(given.dtype() == dtype && given.dim() == 1 && given.size(0) >= count && given.is_contiguous() &&
                      given.device() == device,
                  what, " are ", given.dtype(), " ", given.sizes(), given.is_contiguous() ? "" : ", strided,", " on ",

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-/// The files of one run of a program: nothing is written over what the run reads or writes besides.
+/// The files of one run of a program: nothing is written over what the run reads or writes besides. And its streams.
 
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
 #include <csignal>
+#include <cstddef>
+#include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -35,7 +38,8 @@ class RunFiles {
     for (const auto& file : files) reads(text(file.option, " of ", name), file.path);
   }
 
-  /// stdout and stderr as outputs, where they lead to regular files; they may share one. Throws: as above.
+  /// stdout and stderr as outputs, where they lead to regular files; they may share one. One that is empty so far, as
+  /// the shell makes it, is new in a folder that is read. Throws: as above.
   void writes_streams();
 
  private:
@@ -50,6 +54,7 @@ class RunFiles {
     std::string name;
     std::filesystem::path path;  ///< empty: a stream
     Identity identity;
+    bool fresh = false;  ///< a stream to a file that is empty so far
   };
 
   [[nodiscard]] static std::pair<bool, Identity> inode(const std::filesystem::path& path);
@@ -86,7 +91,7 @@ inline RunFiles::Identity RunFiles::identity(const std::filesystem::path& path) 
 inline bool RunFiles::is_read(const File& input, const File& output) {
   if (input.identity == output.identity) return true;
   std::error_code none;
-  if (!std::filesystem::is_directory(input.path, none) || !output.identity.name.empty()) return false;
+  if (!std::filesystem::is_directory(input.path, none) || !output.identity.name.empty() || output.fresh) return false;
   const std::filesystem::path file = std::filesystem::weakly_canonical(output.path, none);
   for (std::filesystem::path above = file; !output.path.empty() && above.has_relative_path();) {
     above = above.parent_path();
@@ -126,8 +131,28 @@ inline void RunFiles::writes_streams() {
   for (const auto& [name, descriptor] : {std::pair("stdout", STDOUT_FILENO), std::pair("stderr", STDERR_FILENO)}) {
     struct stat found{};
     if (::fstat(descriptor, &found) == 0 && S_ISREG(found.st_mode))
-      add_output({name, {}, {found.st_dev, found.st_ino}});
+      add_output({name, {}, {found.st_dev, found.st_ino}, found.st_size == 0});
   }
+}
+
+// What a stream of this process leads to.
+
+/// A terminal that moves its cursor when it is told to. One of TERM=dumb, or of no TERM, does not.
+[[nodiscard]] inline bool moves_cursor(int stream) {
+  const char* const kind = std::getenv("TERM");
+  return kind != nullptr && *kind != '\0' && std::string_view(kind) != "dumb" && ::isatty(stream) == 1;
+}
+
+/// The same, and whoever sits there has not asked for plain text (NO_COLOR, https://no-color.org).
+[[nodiscard]] inline bool shows_colour(int stream) {
+  const char* const plain = std::getenv("NO_COLOR");
+  return (plain == nullptr || *plain == '\0') && moves_cursor(stream);
+}
+
+/// Characters in a line of a terminal; 0: it is none, or does not say.
+[[nodiscard]] inline std::size_t terminal_width(int stream) {
+  winsize size{};
+  return ::isatty(stream) == 1 && ::ioctl(stream, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
 }
 
 // What a program leaves behind when a signal ends it: no unfinished file.

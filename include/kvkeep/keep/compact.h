@@ -135,14 +135,8 @@ inline std::int64_t bytes_of(const Row& row, const KeepSet& keep, std::size_t r,
 inline void check(const RowTable& table, const KeepSet& keep) {
   KVKEEP_REQUIRE(keep.indptr.size() == table.rows.size() + 1, "compact: the keep set covers ",
                  static_cast<std::int64_t>(keep.indptr.size()) - 1, " rows; given ", table.rows.size(), " rows");
-  for (std::size_t r = 0; r < table.rows.size(); ++r) {
-    std::int32_t last = -1;
-    for (const std::int32_t slot : keep.row(r)) {
-      KVKEEP_REQUIRE(slot > last && slot < table.rows[r].length, "compact: row ", r, " keeps slot ", slot, " after ",
-                     last, "; allowed ascending slots below ", table.rows[r].length);
-      last = slot;
-    }
-  }
+  for (std::size_t r = 0; r < table.rows.size(); ++r)
+    require_ascending(keep.row(r), table.rows[r].length, [r] { return text("compact: it keeps slots of row ", r); });
 }
 
 }  // namespace compact_detail

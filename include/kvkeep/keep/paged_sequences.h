@@ -113,7 +113,7 @@ struct PageGrant {
 ///     PageGrant grant = sequences.append(id, 1);            // before the step: room for its tokens
 ///     if (!grant.given()) preempt(...);                     // nothing changed
 ///     copy_pages(layers, grant.copies);
-///     view.block_table = sequences.table(ids);              // attention reads it, the event writes it
+///     view.block_table = sequences.table(ids, held);        // attention reads it, the event writes it
 ///     Report report = keeper.step(view);
 ///     sequences.settle(ids, report.pages);
 ///
@@ -165,16 +165,20 @@ class PagedSequences {
   /// that the event found: settled twice, or changed since.
   void settle(std::span<const SequenceId> sequences, std::span<const PageMove> moves);
 
-  /// i32 [n, max_pages] for CacheView::block_table: the pages of each sequence in order, then -1; at least one column.
-  /// A new tensor in host memory.
+  /// i32 [n, max_pages] in host memory for CacheView::block_table: the pages of each sequence in order, then -1; at
+  /// least one column. Written to the front of `held`, which may be wider. One that is absent, or has too few rows or
+  /// columns, becomes a new tensor with room for half as many more: steps that use the same one soon allocate nothing.
+  /// Throws InvalidArgument for one that is not contiguous i32 [rows, columns] in host memory.
+  [[nodiscard]] Tensor table(std::span<const SequenceId> sequences, Tensor& held) const;
+  /// The same in a new tensor, as narrow as can be.
   [[nodiscard]] Tensor table(std::span<const SequenceId> sequences) const;
 
   [[nodiscard]] bool knows(SequenceId sequence) const { return held_.contains(sequence); }
   [[nodiscard]] std::size_t count() const { return held_.size(); }
   /// Slots of the longest row.
-  [[nodiscard]] std::int32_t length(SequenceId sequence) const { return at(sequence).longest; }
+  [[nodiscard]] std::int32_t length(SequenceId sequence) const { return at("length", sequence).longest; }
   /// Valid until the next call that changes this sequence.
-  [[nodiscard]] std::span<const std::int32_t> pages(SequenceId sequence) const { return at(sequence).pages; }
+  [[nodiscard]] std::span<const std::int32_t> pages(SequenceId sequence) const { return at("pages", sequence).pages; }
   [[nodiscard]] const PagePool& pool() const { return pool_; }
 
  private:
@@ -183,7 +187,10 @@ class PagedSequences {
     std::int32_t longest = 0;         ///< slots
     std::int32_t shortest = 0;
   };
-  [[nodiscard]] const Held& at(SequenceId sequence) const;
+  [[nodiscard]] const Held& at(const char* operation, SequenceId sequence) const;
+  /// Pages of the longest of them; at least 1.
+  [[nodiscard]] std::int64_t widest(std::span<const SequenceId> sequences) const;
+  void write_table(std::span<const SequenceId> sequences, const Tensor& table) const;
   /// Begins with these pages, each held once more.
   void share(const char* operation, SequenceId sequence, Held held);
   /// Places of the pages that appending writes and that others hold too.
@@ -194,9 +201,10 @@ class PagedSequences {
   std::map<SequenceId, Held> held_;
 };
 
-/// Performs `copies`, in order, in every layer: K, V and scales of all heads. Skips layers without rows. On a GPU the
-/// copies are queued on the current stream. Throws InvalidArgument, before the first byte moves, for a dense layer, a
-/// page outside a layer's tensors, or slots that a page does not have. Cost: slots * slot bytes, read and written.
+/// Performs `copies`, in order, in every layer: K, V, scales and extras of all heads. Skips layers without rows. On a
+/// GPU the copies are queued on the current stream. Throws InvalidArgument, before the first byte moves, for a dense
+/// layer, a page outside a layer's tensors, or slots that a page does not have. Cost: slots * slot bytes, read and
+/// written.
 void copy_pages(std::span<const LayerKv> layers, std::span<const PageCopy> copies);
 
 namespace paged_sequences_detail {
@@ -233,9 +241,9 @@ inline PagedSequences::~PagedSequences() {
       }
 }
 
-inline const PagedSequences::Held& PagedSequences::at(SequenceId sequence) const {
+inline const PagedSequences::Held& PagedSequences::at(const char* operation, SequenceId sequence) const {
   const auto found = held_.find(sequence);
-  KVKEEP_REQUIRE_AS(StateError, found != held_.end(), "paged sequences: sequence ", sequence,
+  KVKEEP_REQUIRE_AS(StateError, found != held_.end(), operation, ": paged sequence ", sequence,
                     " is not held; allowed after admit(), adopt() or fork(), and before release()");
   return found->second;
 }
@@ -272,14 +280,16 @@ inline void PagedSequences::adopt(SequenceId sequence, std::span<const std::int3
 }
 
 inline void PagedSequences::fork(SequenceId sequence, SequenceId parent, std::int32_t slots) {
-  const Held& from = at(parent);
+  const Held& from = at("fork", parent);
   KVKEEP_REQUIRE(slots >= 0 && slots <= from.shortest, "fork: sequence ", sequence, " wants ", slots,
                  " slots of sequence ", parent, "; allowed 0 to ", from.shortest);
   share("fork", sequence,
         {{from.pages.begin(), from.pages.begin() + static_cast<std::ptrdiff_t>(pages_for(slots))}, slots, slots});
 }
 
-inline void PagedSequences::fork(SequenceId sequence, SequenceId parent) { share("fork", sequence, at(parent)); }
+inline void PagedSequences::fork(SequenceId sequence, SequenceId parent) {
+  share("fork", sequence, at("fork", parent));
+}
 
 inline void PagedSequences::share(const char* operation, SequenceId sequence, Held held) {
   KVKEEP_REQUIRE_AS(StateError, !knows(sequence), operation, ": sequence ", sequence,
@@ -301,13 +311,13 @@ inline std::vector<std::size_t> PagedSequences::shared_pages(SequenceId sequence
 }
 
 inline std::int32_t PagedSequences::need(SequenceId sequence, std::int32_t slots) const {
-  const Held& held = at(sequence);
+  const Held& held = at("need", sequence);
   const std::size_t copies = shared_pages(sequence, held, slots).size();
   return static_cast<std::int32_t>(pages_for(std::int64_t{held.longest} + slots) - held.pages.size() + copies);
 }
 
 inline PageGrant PagedSequences::append(SequenceId sequence, std::int32_t slots) {
-  auto& held = const_cast<Held&>(at(sequence));
+  auto& held = const_cast<Held&>(at("append", sequence));
   const std::vector<std::size_t> shared = shared_pages(sequence, held, slots);
   if (slots == 0) return {};
   const std::int32_t size = pool_.page_size();
@@ -329,7 +339,7 @@ inline PageGrant PagedSequences::append(SequenceId sequence, std::int32_t slots)
 }
 
 inline void PagedSequences::truncate(SequenceId sequence, std::int32_t slots) {
-  auto& held = const_cast<Held&>(at(sequence));
+  auto& held = const_cast<Held&>(at("truncate", sequence));
   const std::int32_t least = held.longest - held.shortest;
   KVKEEP_REQUIRE(slots >= least && slots <= held.longest, "truncate: sequence ", sequence, " holds ", held.longest,
                  " slots; given ", slots, "; allowed ", least, " to ", held.longest);
@@ -339,14 +349,15 @@ inline void PagedSequences::truncate(SequenceId sequence, std::int32_t slots) {
 }
 
 inline void PagedSequences::release(SequenceId sequence) {
-  for (const std::int32_t page : at(sequence).pages) pool_.give_back(page);
+  for (const std::int32_t page : at("release", sequence).pages) pool_.give_back(page);
   held_.erase(sequence);
 }
 
 inline void PagedSequences::settle(std::span<const SequenceId> sequences, std::span<const PageMove> moves) {
   for (const PageMove& move : moves) {
     const SequenceId id = sequences[static_cast<std::size_t>(move.sequence)];
-    KVKEEP_REQUIRE_AS(StateError, at(id).pages == move.before, "settle: sequence ", id, " holds ", at(id).pages.size(),
+    const std::vector<std::int32_t>& held = at("settle", id).pages;
+    KVKEEP_REQUIRE_AS(StateError, held == move.before, "settle: sequence ", id, " holds ", held.size(),
                       " pages, not those that the event found (", move.before.size(),
                       "); allowed once, right after the step");
     KVKEEP_REQUIRE_AS(StateError, pages_for(move.longest) == move.after.size(), "settle: sequence ", id, " is ",
@@ -357,13 +368,40 @@ inline void PagedSequences::settle(std::span<const SequenceId> sequences, std::s
     held_.at(sequences[static_cast<std::size_t>(move.sequence)]) = {move.after, move.longest, move.shortest};
 }
 
+inline std::int64_t PagedSequences::widest(std::span<const SequenceId> sequences) const {
+  std::size_t pages = 1;
+  for (const SequenceId id : sequences) pages = std::max(pages, at("table", id).pages.size());
+  return static_cast<std::int64_t>(pages);
+}
+
+inline void PagedSequences::write_table(std::span<const SequenceId> sequences, const Tensor& table) const {
+  auto* row = table.data<std::int32_t>();
+  for (const SequenceId id : sequences) {
+    std::int32_t* const end = row + table.size(1);
+    std::fill(std::ranges::copy(at("table", id).pages, row).out, end, -1);
+    row = end;
+  }
+}
+
+inline Tensor PagedSequences::table(std::span<const SequenceId> sequences, Tensor& held) const {
+  KVKEEP_REQUIRE(!held.defined() || (held.dtype() == Dtype::i32 && held.dim() == 2 && held.is_contiguous() &&
+                                     held.device().is_cpu() && held.has_memory()),
+                 "table: the table that is held is ", held.dtype(), " ", held.sizes(), " on ", held.device().str(),
+                 "; allowed none, or contiguous i32 [rows, columns] in host memory");
+  const std::int64_t rows = std::ssize(sequences), columns = widest(sequences);
+  if (!held.defined() || held.size(0) < rows || held.size(1) < columns) {
+    const auto grown = [](std::int64_t had, std::int64_t wanted) { return had < wanted ? wanted + wanted / 2 : had; };
+    held = empty({grown(held.defined() ? held.size(0) : 0, rows), grown(held.defined() ? held.size(1) : 0, columns)},
+                 Dtype::i32);
+  }
+  Tensor table = held.narrow(0, 0, rows);
+  write_table(sequences, table);
+  return table;
+}
+
 inline Tensor PagedSequences::table(std::span<const SequenceId> sequences) const {
-  std::size_t widest = 1;
-  for (const SequenceId id : sequences) widest = std::max(widest, at(id).pages.size());
-  Tensor table =
-      full<std::int32_t>({static_cast<std::int64_t>(sequences.size()), static_cast<std::int64_t>(widest)}, -1);
-  std::int32_t* row = table.data<std::int32_t>();
-  for (std::size_t i = 0; i < sequences.size(); ++i, row += widest) std::ranges::copy(at(sequences[i]).pages, row);
+  Tensor table = empty({std::ssize(sequences), widest(sequences)}, Dtype::i32);
+  write_table(sequences, table);
   return table;
 }
 
@@ -373,7 +411,7 @@ inline void copy_pages(std::span<const LayerKv> layers, std::span<const PageCopy
     const auto* kv = std::get_if<PagedKv>(&layer);
     if (kv == nullptr) continue;
     const int slot_dim = paged_sequences_detail::slot_dimension(*kv);
-    for (const Tensor& side : {kv->keys, kv->values, kv->key_scales, kv->value_scales}) {
+    for (const Tensor& side : {kv->keys, kv->values, kv->key_scales, kv->value_scales, kv->extra}) {
       if (!side.defined()) continue;
       for (const PageCopy& page : copies)
         copy(paged_sequences_detail::front(side, slot_dim, page, page.from),

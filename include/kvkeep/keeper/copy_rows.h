@@ -18,11 +18,11 @@
 namespace kvkeep {
 
 /// Bytes of the slots that the i-th sequence of a view holds in its full layers: row after row (layer, KV head), in
-/// each the keys of its slots in order, then values, then scales. layers: [num_layers], what is bound. memory: of the
-/// machine that has the cache (Machine::memory()). Values within keys, and a scale that all slots share, are not
-/// copied. Other layers (sliding, states) are the engine's. Throws InvalidArgument for a place outside the view, and
-/// for a cache or a view that do not fit the spec. Cost: one read of these slots; on a device one launch per row, side
-/// and page, and it waits.
+/// each the keys of its slots in order, then values, then scales, then extras. layers: [num_layers], what is bound.
+/// memory: of the machine that has the cache (Machine::memory()). Values within keys, and a scale that all slots share,
+/// are not copied. Other layers (sliding, states) are the engine's. Throws InvalidArgument for a place outside the
+/// view, and for a cache or a view that do not fit the spec. Cost: one read of these slots; on a device one launch per
+/// row, side and page, and it waits.
 [[nodiscard]] std::vector<std::byte> copy_rows(const ModelSpec& spec, std::span<const LayerKv> layers,
                                                const CacheView& view, std::size_t i,
                                                MachineMemory& memory = host_memory());

@@ -55,7 +55,12 @@ inline void add_parts(Sequences& sequences, const KVPolicy& policy, const Provid
 #endif
   if (sequences.spec().whole_heads() > sequences.spec().kv_heads)
     sequences.add(std::make_unique<parts::Ranks>(context));
-  for (const MakePart make : policy.parts()) sequences.add(make(context));
+  for (const MakePart make : policy.parts()) {
+    std::unique_ptr<Part> part = make == nullptr ? nullptr : make(context);
+    KVKEEP_REQUIRE(part != nullptr, "Keeper: parts() of ", policy.name(),
+                   " gives a maker that makes none; allowed one that returns a Part");
+    sequences.add(std::move(part));
+  }
 }
 
 /// A stage of an event: its loops run on the keeper's threads, its trace hook is told, its time taken.
@@ -86,6 +91,20 @@ inline std::unique_ptr<Sequences> make_sequences(const ModelSpec& of_engine, con
   spec.check();
   KVKEEP_REQUIRE(policy != nullptr, "Keeper: policy must not be null; allowed one from make_policy()");
   kvkeep::check(*policy, spec, provided);
+  const Trigger trigger = policy->trigger();
+  KVKEEP_REQUIRE(trigger.never || trigger.interval >= 1, "Keeper: the trigger of ", policy->name(),
+                 " has an interval of ", trigger.interval, " tokens; allowed 1 or more");
+  const Budget& budget = trigger.budget;
+  const bool reads_budget = !trigger.never && trigger.kind != Trigger::Kind::window;
+  KVKEEP_REQUIRE(!reads_budget || budget.unit != Budget::Unit::slots || budget.slots >= 1, "Keeper: the trigger of ",
+                 policy->name(), " has a budget of ", budget.slots, " slots; allowed 1 or more");
+  KVKEEP_REQUIRE(!reads_budget || budget.unit != Budget::Unit::ratio || (budget.dropped >= 0 && budget.dropped < 1),
+                 "Keeper: the trigger of ", policy->name(), " has a budget that drops a share of ", budget.dropped,
+                 "; allowed 0 up to, not including, 1");
+  KVKEEP_REQUIRE(!reads_budget || budget.unit != Budget::Unit::bytes || budget.bytes >= 1, "Keeper: the trigger of ",
+                 policy->name(), " has a budget of ", budget.bytes, " bytes; allowed 1 or more");
+  KVKEEP_REQUIRE(!reads_budget || budget.growth >= 0, "Keeper: the trigger of ", policy->name(),
+                 " has a budget that grows by ", budget.growth, " slots; allowed 0 or more");
   auto sequences = std::make_unique<Sequences>(std::move(spec), policy->needs().queries, provided.machine());
   KVKEEP_REQUIRE(
       !sequences->full_layers().empty(),
@@ -112,7 +131,7 @@ KVKEEP_INLINE void Keeper::bind(std::vector<LayerKv> layers) {
 }
 
 KVKEEP_INLINE void Keeper::end_prompt(SequenceId sequence) {
-  SequenceState& s = sequences_->at(sequence);
+  SequenceState& s = sequences_->at(sequence, "end_prompt");
   sequences_->require_whole("end_prompt", sequence, s);
   KVKEEP_REQUIRE_AS(StateError, s.logical > 0 && (s.prompt < 0 || s.logical < s.prompt), "end_prompt: sequence ",
                     sequence, " has ", s.logical, " tokens, ", s.prompt < 0 ? s.logical : s.prompt,
@@ -190,6 +209,19 @@ KVKEEP_INLINE std::int64_t Keeper::check_lengths(const CacheView& view, std::siz
   return slots;
 }
 
+/// What the program names is there, and its prompt may be cut by now.
+KVKEEP_INLINE void Keeper::check_named(const CacheView& view) const {
+  const Trigger trigger = policy_->trigger();
+  for (const SequenceId id : view.named) {
+    KVKEEP_REQUIRE(std::ranges::find(view.sequences, id) != view.sequences.end(), "step: sequence ", id,
+                   " is named for an event and is not in the view; allowed sequences of the view");
+    const SequenceState& s = sequences_->at(id, "step");
+    KVKEEP_REQUIRE_AS(StateError, trigger.never || trigger.prefill == Trigger::Prefill::pieces || s.logical >= s.prompt,
+                      "step: sequence ", id, " is named for an event with ", s.logical, " of the ", s.prompt,
+                      " tokens of its prompt; allowed when the prompt has ended, or with prefill=pieces");
+  }
+}
+
 KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   Plan plan;
   plan.version = sequences_->version();
@@ -201,6 +233,7 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
                     "step: the last event, of other sequences, is pending; allowed after finish()");
   const BoundCache& cache = sequences_->cache("step");
   checked_.check(*sequences_, cache, view);
+  check_named(view);
   KVKEEP_REQUIRE(!trigger.ragged || trigger.never || spec().whole_heads() == 1 || view.lengths.per_row(),
                  "step: under ", policy_->name(),
                  " the rows of a sequence may keep different numbers of slots, but the view has one length per "
@@ -210,7 +243,9 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
     const std::int64_t slots = check_lengths(view, i, s);
     observer_.require_recorded("step", view.sequences[i], s);
     for (const std::unique_ptr<Part>& part : sequences_->parts()) part->check_step(view.sequences[i], s);
-    if (!trigger.due(occasion_of(view.sequences[i], s, slots))) continue;
+    Occasion occasion = occasion_of(view.sequences[i], s, slots);
+    occasion.named = std::ranges::find(view.named, view.sequences[i]) != view.named.end();
+    if (!trigger.due(occasion)) continue;
     observer_.require_shown("step", view.sequences[i], s);
     for (const std::int32_t l : sequences_->full_layers()) {
       const std::int64_t unread = s.ring.unread(sequences_->index_of(l));
@@ -234,9 +269,14 @@ KVKEEP_INLINE Plan Keeper::plan(const CacheView& view) const {
   provided_.machine().workspace(*policy_, evidence, true);
   plan.decision = policy_->decide(provided_.machine(), evidence);
 
+  KVKEEP_REQUIRE(plan.decision.keep || plan.decision.reason != Reason::over_budget, "step: ", policy_->name(),
+                 " says that rows are over their budget, and not what stays of them; allowed with Decision::keep");
   if (!plan.decision.keep) return plan;  // nothing to carry out
   const KeepSet& keep = *plan.decision.keep;
-  check_keep(policy_->name(), plan.table, keep, provided_.machine().is_host());
+  if (!policy_->checks_kept()) {
+    check_keep(policy_->name(), plan.table, keep);
+    check_decision(policy_->name(), plan.table, plan.decision);
+  }
   for (const std::int32_t i : due) {
     const SequenceId id = view.sequences[static_cast<std::size_t>(i)];
     plan.cuts.push_back({.sequence = id, .logical_length = sequences_->at(id).logical});
@@ -435,19 +475,51 @@ KVKEEP_INLINE void Keeper::settle(const Plan& plan, const CacheView& view, Repor
   totals.pages_freed += report.pages_freed;
 }
 
+/// Every layer has shown the tokens that the sequence has: no step has stopped in the middle.
+KVKEEP_INLINE void Keeper::require_all_shown(const char* operation, SequenceId sequence) const {
+  const SequenceState& s = sequences_->ready(operation, sequence);
+  observer_.require_shown(operation, sequence, s);
+  observer_.require_recorded(operation, sequence, s);
+}
+
 KVKEEP_INLINE void Keeper::fork(SequenceId child, SequenceId parent, std::optional<std::int64_t> tokens,
                                 std::optional<std::int32_t> prompt) {
-  const SequenceState& s = sequences_->ready("fork", parent);
+  require_all_shown("fork", parent);
   require_no_capture("fork");
-  observer_.require_shown("fork", parent, s);
-  observer_.require_recorded("fork", parent, s);
   sequences_->fork(child, parent, tokens, prompt);
+  if (prompt) part<parts::Pins>().unpin(child, 0, kMostPositions);  // of another request
 }
 
 /// What a captured stream copies is there only after a replay.
 KVKEEP_INLINE void Keeper::require_no_capture(const char* operation) const {
   KVKEEP_REQUIRE_AS(StateError, provided_.machine().memory().capture() != Capture::now, operation,
                     ": the stream is being captured; allowed before and after");
+}
+
+KVKEEP_INLINE std::int64_t Keeper::whole_prefix(SequenceId sequence) const {
+  const SequenceState& s = sequences_->ready("whole_prefix", sequence);
+  sequences_->require_whole("whole_prefix", sequence, s);
+  if (s.last_event == 0) return s.logical;  // whatever positions the engine gave
+  std::int64_t whole = s.logical;
+  for (std::int32_t r = 0; r < sequences_->rows() && whole > 0; ++r) {
+    const std::span<const std::int32_t> positions = s.columns.positions(r);
+    std::int64_t slot = 0;
+    while (slot < std::min(whole, std::ssize(positions)) && positions[static_cast<std::size_t>(slot)] == slot) ++slot;
+    whole = slot;
+  }
+  return whole;
+}
+
+KVKEEP_INLINE std::int64_t Keeper::evicted(SequenceId sequence) const {
+  const SequenceState& s = sequences_->ready("evicted", sequence);
+  sequences_->require_whole("evicted", sequence, s);
+  const std::int32_t slots = s.columns.length(0);
+  for (std::int32_t r = 1; r < sequences_->rows(); ++r)
+    KVKEEP_REQUIRE_AS(StateError, s.columns.length(r) == slots, "evicted: rows of sequence ", sequence, " hold ", slots,
+                      " and ", s.columns.length(r),
+                      " slots; allowed where all are equally long (share=union keeps them so), or physical_length() of "
+                      "each");
+  return s.logical - slots;
 }
 
 KVKEEP_INLINE std::int64_t Keeper::tokens_to_event(SequenceId sequence) const {
@@ -476,14 +548,9 @@ KVKEEP_INLINE LengthForecast Keeper::forecast(SequenceId sequence) const {
 /// What the trigger of a sequence reads, whose rows here hold `slots`: of all ranks, if they hold a part of the heads
 /// each.
 KVKEEP_INLINE Occasion Keeper::occasion_of(SequenceId id, const SequenceState& s, std::int64_t slots) const {
-  const std::int32_t here = spec().kv_heads, heads = spec().whole_heads();
   for (const std::unique_ptr<Part>& part : sequences_->parts()) slots += part->slots_elsewhere(s, id);
-  Occasion occasion{.slots = slots,
-                    .rows = std::ssize(sequences_->full_layers()) * heads,
-                    .seen = s.logical,
-                    .prompt = s.prompt < 0 ? s.logical : s.prompt,
-                    .step = s.logical - s.asked,
-                    .slot_bytes = sequences_->slot_bytes() / here * heads};
+  Occasion occasion = Occasion::of(s.logical, s.asked, s.prompt, slots, std::ssize(sequences_->full_layers()),
+                                   spec().whole_heads(), sequences_->slot_bytes() / spec().kv_heads);
   if (policy_->trigger().kind == Trigger::Kind::window) {
     const auto row = s.columns.positions(0);  // such policies run on the host
     occasion.unsettled = row.end() - std::ranges::lower_bound(row, s.settled);

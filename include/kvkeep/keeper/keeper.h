@@ -66,7 +66,7 @@ class Keeper {
   /// A sequence begins. `tokens` of it are already in the cache (a prefix that kvkeep did not see), at positions
   /// 0..tokens-1. `prompt`: tokens of its prompt, including those; absent: the cached tokens, or if there are none,
   /// the tokens of the first step; kOpenPrompt: until end_prompt(). No event happens before the prompt has ended,
-  /// however many chunks it comes in.
+  /// however many chunks it comes in, but with prefill=pieces, which asks for its length or kOpenPrompt.
   void join(SequenceId sequence, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {}) {
     sequences_->join(sequence, tokens, prompt);
   }
@@ -75,7 +75,8 @@ class Keeper {
   /// A sequence begins as the first `tokens` of another, absent: all of them (parallel samples, beams, a prefix that is
   /// still being served). It continues as if it had run them itself: with the columns, the query window, the pins and
   /// all that parts keep of them. The engine gives it the rows: the same pages, held once more, or copies. `prompt`:
-  /// tokens of its prompt, or kOpenPrompt, if that goes on; absent: as far as the parent's goes. Call it between steps.
+  /// tokens of its prompt, or kOpenPrompt, if that goes on; it is then another request, which begins without pins.
+  /// Absent: the prompt goes as far as the parent's. Call it between steps.
   /// Throws, and changes nothing: StateError for a child that is known and an unknown parent, in the middle of a step
   /// as save(), for tokens that truncate() could not go back to, and for a longer prompt after an event;
   /// InvalidArgument for a prompt below `tokens`; Unsupported for folded spans on a device. Cost: a copy of columns and
@@ -93,14 +94,17 @@ class Keeper {
   [[nodiscard]] std::vector<std::byte> save(SequenceId sequence) const;
   void save(SequenceId sequence, const std::filesystem::path& file) const;
   /// Restores a sequence to its state when it was saved, under any free id, any number of times, in any process. The
-  /// engine must restore its rows before the next step. The sequence continues to the same bits. `prompt`: as in
-  /// fork(), for a prefix whose state was saved beside its pages. Throws: StateError for a known sequence;
-  /// InvalidArgument that names the file if it is damaged, or was saved under another policy or model, with each field
-  /// that differs; as fork() for the prompt; as a part does that cannot take it. The keeper is unchanged if it throws.
+  /// engine must restore its rows before the next step. The sequence continues to the same bits. `prompt` and `tokens`:
+  /// as in fork(), for a prefix whose state was saved beside its pages, or the first tokens of one. Throws: StateError
+  /// for a known sequence; InvalidArgument that names the file if it is damaged, or was saved under another policy or
+  /// model, with each field that differs; as fork() for the prompt and for tokens; as a part does that cannot take it.
+  /// The keeper is unchanged if it throws.
   /// Cost: one copy of the state, and one of its columns and queries to the device. A state that was saved on the CPU
   /// can continue on a device, and vice versa; from there on it has that machine's bits.
-  void restore(SequenceId sequence, std::span<const std::byte> state, std::optional<std::int32_t> prompt = {});
-  void restore(SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt = {});
+  void restore(SequenceId sequence, std::span<const std::byte> state, std::optional<std::int32_t> prompt = {},
+               std::optional<std::int64_t> tokens = {});
+  void restore(SequenceId sequence, const std::filesystem::path& file, std::optional<std::int32_t> prompt = {},
+               std::optional<std::int64_t> tokens = {});
 #endif
   /// The prompt of a sequence ends with the tokens observed so far, for engines that cannot tell join() how long it
   /// will be: they join with kOpenPrompt. Throws StateError for an unknown sequence, one without
@@ -134,10 +138,13 @@ class Keeper {
     observer_.record(layer, queries, log_sum_exp);
   }
 
-  /// Decides, and moves nothing. Throws: StateError if no cache is bound, if the view's lengths differ from what was
-  /// observed, if a layer has not observed or recorded all tokens, and if an event would read queries that were
-  /// observed as unread; InvalidArgument for a duplicate sequence, place or page in the view; InvalidArgument and
-  /// Unsupported as make_rows and the policy do. If no sequence is due, it allocates nothing.
+  /// Decides, and moves nothing. Sequences that the trigger makes due are cut, and those that the view names; one that
+  /// is left out of the view is not, however long its rows (docs/start/budget-and-trigger.md). Throws: StateError if no
+  /// cache is bound, if the view's lengths differ from what was observed, if a layer has not observed or recorded all
+  /// tokens, if an event would read queries that were observed as unread, and for a sequence that is named in the
+  /// middle of its prompt; InvalidArgument for a duplicate sequence, place or page in the view, and a named sequence
+  /// that is not in it; InvalidArgument and Unsupported as make_rows and the policy do. If no sequence is due, it
+  /// allocates nothing.
   [[nodiscard]] Plan plan(const CacheView& view) const;
 
   /// Moves K, V and columns, writes the new lengths and, in pages, the new block table where the view says, then gives
@@ -168,14 +175,45 @@ class Keeper {
   /// the engine must shorten its cache to match. Either exact or a StateError: it cannot go back past the last event,
   /// or further than the query ring remembers. The next position is the one after the last remaining token; what parts
   /// keep of positions from there on is gone. If a prompt that had ended loses tokens, it becomes as long as the
-  /// remaining sequence.
-  void truncate(SequenceId sequence, std::int64_t logical_length) { sequences_->truncate(sequence, logical_length); }
+  /// remaining sequence. Between steps: StateError if a layer has not shown all tokens.
+  void truncate(SequenceId sequence, std::int64_t logical_length) {
+    require_all_shown("truncate", sequence);
+    sequences_->truncate(sequence, logical_length);
+  }
+  /// truncate(), also further than the query ring remembers: the window then begins with the sequence's next tokens,
+  /// before which no event must come.
+  void truncate_with_window(SequenceId sequence, std::int64_t logical_length) {
+    require_all_shown("truncate_with_window", sequence);
+    sequences_->truncate(sequence, logical_length, "truncate_with_window", false);
+  }
+  /// The fewest tokens that a sequence can go back to: those that its last event saw, or that were cached before
+  /// join(). Throws StateError for an unknown sequence.
+  [[nodiscard]] std::int64_t least_length(SequenceId sequence) const { return sequences_->least_length(sequence); }
+
+  /// The most of its newest tokens that truncate() takes back: it takes any number up to that, and refuses one more,
+  /// but where queries that were observed as unread begin. 0 right after an event. Call it between steps. So far, too,
+  /// go fork() and restore() of a prefix. Throws StateError where truncate() would for any length: for an unknown
+  /// sequence, while its event is pending, and while its prompt runs through the layers. Cost: host integers.
+  [[nodiscard]] std::int64_t rollback_limit(SequenceId sequence) const { return sequences_->rollback_limit(sequence); }
+
+  /// Its oldest tokens that no event has touched: in every row of every full layer slot i holds token i, for all i
+  /// below. Whole pages below it hold the tokens of their places, so a prefix cache may take them in under the text's
+  /// own hashes, at any time (docs/reference/one-integer.md). All tokens before the first event; where a prompt runs
+  /// twice, tokens of the second pass. Where the engine gives positions with gaps, after an event at most up to the
+  /// first gap. Throws as rollback_limit(). Cost: reads the positions of these slots in every row; on a device: copies
+  /// all of them to the host, and waits.
+  [[nodiscard]] std::int64_t whole_prefix(SequenceId sequence) const;
+
+  /// Tokens seen that no row holds any more: what an engine takes off a logical length to have the cached one. Never
+  /// falls while the sequence lives, and changes at events alone. Throws StateError where rows have different lengths
+  /// (physical_length() says them), and as physical_length(). Cost: O(rows), host integers.
+  [[nodiscard]] std::int64_t evicted(SequenceId sequence) const;
 
   /// The fewest tokens with which an event may cut the sequence, however they are split into steps; 0: the next step
-  /// may do so; Trigger::kNoEvent: none will (Trigger::tokens_until() says when it is exact). An engine to which
-  /// queries cost something gives those of the newest queries_read() tokens before an event, and observes the others as
-  /// `unread`: in a step of n tokens, it gives queries if n > tokens_to_event() - queries_read(). An event whose window
-  /// holds unread tokens is a StateError.
+  /// may do so; Trigger::kNoEvent: none will (Trigger::tokens_until() says when it is exact). In the middle of a step
+  /// it is 0. An engine to which queries cost something gives those of the newest queries_read() tokens before an
+  /// event, and observes the others as `unread`: in a step of n tokens, it gives queries if n > tokens_to_event() -
+  /// queries_read(). An event whose window holds unread tokens is a StateError.
   [[nodiscard]] std::int64_t tokens_to_event(SequenceId sequence) const;
   /// Newest queries of every full layer that an event reads; 0: none.
   [[nodiscard]] std::int64_t queries_read() const { return needs_.queries; }
@@ -185,10 +223,12 @@ class Keeper {
   [[nodiscard]] LengthForecast forecast(SequenceId sequence) const;
 
   /// Tokens seen; the position of the next one. Never shrinks at an event.
-  [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const { return sequences_->at(sequence).logical; }
+  [[nodiscard]] std::int64_t logical_length(SequenceId sequence) const {
+    return sequences_->at(sequence, "logical_length").logical;
+  }
   /// Tokens of its prompt; absent until known.
   [[nodiscard]] std::optional<std::int64_t> prompt_length(SequenceId sequence) const {
-    const std::int64_t prompt = sequences_->at(sequence).prompt;
+    const std::int64_t prompt = sequences_->at(sequence, "prompt_length").prompt;
     return prompt < 0 ? std::nullopt : std::optional(prompt);
   }
   /// Slots held by one row.
@@ -242,9 +282,12 @@ class Keeper {
 #if KVKEEP_FILES
   [[nodiscard]] SavedState state_of(SequenceId sequence) const;
   void require_restorable(SequenceId sequence) const;
-  void restore(SequenceId sequence, const StateFile& state, std::optional<std::int32_t> prompt);
+  void restore(SequenceId sequence, const StateFile& state, std::optional<std::int32_t> prompt,
+               std::optional<std::int64_t> tokens);
 #endif
   [[nodiscard]] Occasion occasion_of(SequenceId id, const SequenceState& sequence, std::int64_t slots) const;
+  void check_named(const CacheView& view) const;
+  void require_all_shown(const char* operation, SequenceId sequence) const;
   [[nodiscard]] std::int64_t check_lengths(const CacheView& view, std::size_t i, const SequenceState& s) const;
   [[nodiscard]] std::optional<Unscored> unscored(SequenceId id, const SequenceState& sequence) const;
   [[nodiscard]] RowTable table_of(const CacheView& view, std::span<const std::int32_t> due) const;

@@ -34,7 +34,8 @@ struct PageNeed {
 ///     ahead.step(prompt_tokens);                      // for every step that is scheduled
 ///     ahead.length();                                 // slots of its longest row after that step and its event
 ///
-/// It does not know of truncate(), pins, or an event that NaN in a query put off: take a new one after these.
+/// It does not know of truncate(), pins, events that the program names, or one that NaN in a query put off: take a new
+/// one after these.
 class LengthForecast {
  public:
   struct Begin {
@@ -58,12 +59,20 @@ class LengthForecast {
     for (const std::int32_t of_step : tokens) step(of_step);
   }
 
-  /// The most pages of `page_size` slots that step(tokens) would take. `shared_pages`: of those that the sequence
-  /// holds, how many others will hold too by then: all of them, while a prefix cache takes in its prompt.
-  /// `last_shared`: its last page may be one of them; a cache of whole pages holds none that is still to be filled. A
-  /// bound even if an event before it is put off because it lacks pages. Throws as step(). Cost: O(rows).
+  /// The most pages of `page_size` slots that step(tokens) would take. `shared_pages`: of those that the sequence then
+  /// holds, how many others will hold too; INT32_MAX: all, as while a prefix cache takes in its prompt. `last_shared`:
+  /// its last page may be one of them; a cache of whole pages holds none that is still to be filled. A bound even if an
+  /// event before it is put off because it lacks pages. Throws as step(). Cost: O(rows).
   [[nodiscard]] PageNeed need(std::int32_t tokens, std::int32_t page_size, std::int32_t shared_pages,
                               bool last_shared = true) const;
+  /// The same of the last of some steps, one or more.
+  [[nodiscard]] PageNeed need(std::span<const std::int32_t> tokens, std::int32_t page_size, std::int32_t shared_pages,
+                              bool last_shared) const {
+    KVKEEP_REQUIRE(!tokens.empty(), "pages_needed: no step; allowed 1 or more");
+    LengthForecast ahead = *this;
+    ahead.step(tokens.first(tokens.size() - 1));
+    return ahead.need(tokens.back(), page_size, shared_pages, last_shared);
+  }
 
   /// Slots of its longest row.
   [[nodiscard]] std::int32_t length() const { return now_.lengths.empty() ? 0 : std::ranges::max(now_.lengths); }
@@ -96,23 +105,25 @@ inline std::int32_t LengthForecast::step(std::int32_t tokens) {
   event_ = false;
   const Trigger trigger = policy_->trigger();
   const std::int32_t here = spec_->kv_heads, heads = spec_->whole_heads();
-  std::int64_t slots = 0, slot_bytes = 0;
+  std::int64_t slots = 0, head_bytes = 0;
   for (std::size_t l = 0; l < full_layers_.size(); ++l) {
     for (std::int32_t h = 0; h < here; ++h)
       slots += now_.lengths[l * static_cast<std::size_t>(here) + static_cast<std::size_t>(h)];
     slots += std::int64_t{heads - here} * now_.lengths[l * static_cast<std::size_t>(here)];  // other ranks' are alike
-    slot_bytes += now_.slot_bytes.empty() ? 0 : now_.slot_bytes[l] * heads;
+    head_bytes += now_.slot_bytes.empty() ? 0 : now_.slot_bytes[l];
   }
-  const Occasion occasion{.slots = slots,
-                          .rows = std::ssize(full_layers_) * heads,
-                          .seen = now_.seen,
-                          .prompt = now_.prompt < 0 ? now_.seen : now_.prompt,
-                          .step = now_.seen - now_.asked,
-                          .slot_bytes = slot_bytes};
+  const Occasion occasion =
+      Occasion::of(now_.seen, now_.asked, now_.prompt, slots, std::ssize(full_layers_), heads, head_bytes);
   // How many tokens a local window leaves undecided is not counted here: its rows have an upper bound.
   if (trigger.kind == Trigger::Kind::window && !trigger.never) exact_ = false;
   if (trigger.kind == Trigger::Kind::window ? occasion.seen >= occasion.prompt : trigger.due(occasion)) {
     KVPolicy::MostKept most = most_kept();
+    KVKEEP_REQUIRE(most.slots.size() == now_.lengths.size(), "forecast: KVPolicy::most_kept() of ", policy_->name(),
+                   " gives ", most.slots.size(), " rows; allowed ", now_.lengths.size());
+    for (std::size_t r = 0; r < most.slots.size(); ++r)
+      KVKEEP_REQUIRE(most.slots[r] >= 1 && most.slots[r] <= now_.lengths[r], "forecast: KVPolicy::most_kept() of ",
+                     policy_->name(), " gives row ", r, " ", most.slots[r], " slots; allowed 1 to its ",
+                     now_.lengths[r]);
     exact_ = exact_ && most.exact;
     now_.lengths = std::move(most.slots);
     event_ = !trigger.never;
@@ -125,8 +136,8 @@ inline std::int32_t LengthForecast::step(std::int32_t tokens) {
 
 inline PageNeed LengthForecast::need(std::int32_t tokens, std::int32_t page_size, std::int32_t shared_pages,
                                      bool last_shared) const {
-  KVKEEP_REQUIRE(page_size > 0 && shared_pages >= 0, "forecast: pages of ", page_size, " slots, ", shared_pages,
-                 " of them shared; allowed 1 or more, and 0 or more");
+  KVKEEP_REQUIRE(is_page_size(page_size) && shared_pages >= 0, "forecast: pages of ", page_size, " slots, ",
+                 shared_pages, " of them shared; allowed 1 to ", kLargestPage, " slots, and 0 pages or more");
   const auto pages_for = [page_size](std::int64_t slots) {
     return static_cast<std::int32_t>((slots + page_size - 1) / page_size);
   };
@@ -134,12 +145,14 @@ inline PageNeed LengthForecast::need(std::int32_t tokens, std::int32_t page_size
   after.step(tokens);
   if (lengths().empty()) return {};
   const auto [shortest, longest] = std::ranges::minmax(lengths());
+  shared_pages = std::min(shared_pages, pages_for(std::int64_t{longest} + tokens));
   const bool certain = certain_ && exact_, even = shortest == longest && exact_;
-  // Tokens are written to the last page where it has room, and to no other that is held already if rows are even.
-  const std::int32_t into_shared = !even ? shared_pages
-                                   : certain && (!last_shared || longest % page_size == 0 || tokens == 0)
-                                       ? 0
-                                       : std::min(shared_pages, 1);
+  // If rows are even, tokens are written to the last page where it has room, and to no other that is held already.
+  std::int32_t into_shared = shared_pages;
+  if (even) {
+    const bool none = certain && (!last_shared || longest % page_size == 0 || tokens == 0);
+    into_shared = none ? 0 : std::min(shared_pages, 1);
+  }
   return {.append = (certain ? pages_for(std::int64_t{longest} + tokens) - pages_for(longest) : pages_for(tokens)) +
                     into_shared,
           .event = after.event_ || !after.exact_ ? std::min(shared_pages, pages_for(after.length())) : 0};

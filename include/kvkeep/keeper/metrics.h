@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -26,41 +27,49 @@ struct KeeperMetrics {
 /// lives: kvkeep_steps_total, kvkeep_events_total, kvkeep_sequences_cut_total, kvkeep_unscored_total,
 /// kvkeep_slots_kept_total, kvkeep_slots_chosen_total, kvkeep_slots_dropped_total, kvkeep_slots_folded_total,
 /// kvkeep_moved_bytes_total, kvkeep_pages_freed_total, and the histogram kvkeep_event_duration_seconds
-/// (Totals::event_seconds). Throws InvalidArgument for labels that Prometheus could not read. Cost: microseconds.
+/// (Totals::event_seconds). Throws InvalidArgument for labels that Prometheus could not read, and for two keepers with
+/// the same. Cost: microseconds.
 [[nodiscard]] std::string prometheus_metrics(std::span<const KeeperMetrics> keepers);
 
 namespace metrics_detail {
 
-/// name="value",... in UTF-8, each name once, with \\, \" and \n in values; `le` is the histogram's own.
-inline bool is_label_list(std::string_view s) {
+/// The labels of name="value",... in UTF-8, each name once, with \\, \" and \n in values, sorted, without those of an
+/// empty value, which Prometheus takes for no label; absent: it is no such list, or takes a name of Prometheus' own.
+inline std::optional<std::vector<std::string_view>> labels_of(std::string_view s) {
   for (std::string_view rest = s; !rest.empty();) {
     const detail::Utf8Step step = detail::first_step(rest);
-    if (step.state != detail::Utf8State::good) return false;
+    if (step.state != detail::Utf8State::good) return {};
     rest.remove_prefix(step.bytes);
   }
-  std::vector<std::string_view> names = {"le"};
-  while (true) {
+  std::vector<std::string_view> labels, names = {"le"};
+  while (!s.empty()) {
     while (s.starts_with(' ')) s.remove_prefix(1);
+    const std::string_view label = s;
     const auto is_of_name = [&s](std::size_t i) {
       const char c = s[i];
       return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' || (i > 0 && c >= '0' && c <= '9');
     };
     std::size_t name = 0;
     while (name < s.size() && is_of_name(name)) ++name;
-    if (name == 0 || std::ranges::count(names, s.substr(0, name)) > 0 || s.substr(name, 2) != "=\"") return false;
     names.push_back(s.substr(0, name));
+    if (name == 0 || names.back().starts_with("__") || std::ranges::count(names, names.back()) > 1 ||
+        s.substr(name, 2) != "=\"")
+      return {};
     s.remove_prefix(name + 2);
     while (!s.starts_with('"')) {
       const bool escape = s.starts_with('\\');
-      if (s.empty() || s[0] == '\n') return false;
-      if (escape && (s.size() < 2 || std::string_view("\\\"n").find(s[1]) == std::string_view::npos)) return false;
+      if (s.empty() || s[0] == '\n') return {};
+      if (escape && (s.size() < 2 || std::string_view("\\\"n").find(s[1]) == std::string_view::npos)) return {};
       s.remove_prefix(escape ? 2 : 1);
     }
     s.remove_prefix(1);
-    if (s.empty()) return true;
-    if (s[0] != ',') return false;
+    if (name + 3 < label.size() - s.size()) labels.push_back(label.substr(0, label.size() - s.size()));
+    if (s.empty()) break;
+    if (s[0] != ',' || s.size() == 1) return {};
     s.remove_prefix(1);
   }
+  std::ranges::sort(labels);
+  return labels;
 }
 
 class Page {
@@ -117,10 +126,18 @@ class Page {
 }  // namespace metrics_detail
 
 inline std::string prometheus_metrics(std::span<const KeeperMetrics> keepers) {
-  for (const KeeperMetrics& keeper : keepers)
-    KVKEEP_REQUIRE(keeper.labels.empty() || metrics_detail::is_label_list(keeper.labels),
-                   "metrics: labels are no list that Prometheus reads; given ", shortened(keeper.labels),
-                   "; allowed name=\"value\",... in UTF-8, each name once and none `le`");
+  std::vector<std::vector<std::string_view>> all;
+  for (const KeeperMetrics& keeper : keepers) {
+    const auto labels = metrics_detail::labels_of(keeper.labels);
+    KVKEEP_REQUIRE(labels.has_value(), "metrics: labels are no list that Prometheus reads; given ",
+                   shortened(keeper.labels),
+                   "; allowed name=\"value\",... in UTF-8, each name once, none `le` nor with __ before it");
+    KVKEEP_REQUIRE(std::ranges::count(all, *labels) == 0, "metrics: keepers ",
+                   std::ranges::find(all, *labels) - all.begin(), " and ", all.size(),
+                   " have the same labels; given \"", shortened(keeper.labels),
+                   "\"; allowed labels of its own for each keeper, such as worker=\"0\"");
+    all.push_back(*labels);
+  }
   metrics_detail::Page page(keepers);
   page.counter("kvkeep_steps_total", "Calls of step() or apply().", &Totals::steps);
   page.counter("kvkeep_events_total", "Steps in which something was cut.", &Totals::events);

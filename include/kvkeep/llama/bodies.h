@@ -19,10 +19,7 @@ inline void Evictor::shorten(llama_seq_id sequence, std::int64_t tokens) {
   Held& held = held_.at(sequence);
   const std::int64_t taken = keeper_.logical_length(sequence) - tokens;
   keeper_.truncate(sequence, tokens);
-  for (std::int64_t i = 0; i < taken; ++i) {
-    owners_.give_back(held.cells.back());
-    held.cells.pop_back();
-  }
+  take_newest(held, owners_, taken);
 }
 
 /// What the program did to the sequence could be followed.
@@ -32,18 +29,33 @@ inline void Evictor::require_followed(llama_seq_id sequence) const {
   if (strayed != strayed_.end()) throw StateError(strayed->second);
 }
 
+/// No batch runs, and what the program has done to the sequence since the last one could be followed.
+inline void Evictor::require_between(const char* operation, llama_seq_id sequence) {
+  KVKEEP_REQUIRE_AS(StateError, !running_, "llama: ", operation, "() of sequence ", sequence,
+                    " before end(); allowed between batches");
+  sync();
+  require_followed(sequence);
+}
+
+/// Bytes of its saved state that are of full layers.
+inline std::size_t Evictor::full_bytes(llama_seq_id sequence) const {
+  const std::size_t all = llama_state_seq_get_size(context_, sequence);
+  return facts_.mixed() ? all - llama_state_seq_get_size_ext(context_, sequence, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+                        : all;
+}
+
 /// llama.cpp holds as many cells of the sequence, as far as the size of its saved state tells: positions that were
 /// moved may look like newest ones that were removed.
 inline bool Evictor::holds(llama_seq_id sequence, std::size_t cells) const {
-  return state_.per_cell == 0 || llama_state_seq_get_size(context_, sequence) + state_.cells * state_.per_cell ==
-                                     state_.bytes + cells * state_.per_cell;
+  return state_.per_cell == 0 ||
+         full_bytes(sequence) + state_.cells * state_.per_cell == state_.bytes + cells * state_.per_cell;
 }
 
 /// Two sizes are enough. Values that are stored by element make it slow to ask.
 inline void Evictor::learn_state_size(llama_seq_id sequence) {
-  const std::size_t cells = at(sequence).cells.size();
+  const std::size_t cells = at(sequence).count();
   if (state_.per_cell > 0 || !value_rows_ || cells == state_.cells) return;
-  const std::size_t bytes = llama_state_seq_get_size(context_, sequence);
+  const std::size_t bytes = full_bytes(sequence);
   if (state_.cells > 0 && cells > state_.cells && bytes > state_.bytes &&
       (bytes - state_.bytes) % (cells - state_.cells) == 0) {
     state_.per_cell = (bytes - state_.bytes) / (cells - state_.cells);
@@ -75,7 +87,7 @@ inline void Evictor::sync(bool failed) {
   for (auto it = held_.begin(); it != held_.end();) {
     const auto& [sequence, own] = *it++;
     const llama_pos held = llama_memory_seq_pos_max(memory, sequence) + 1, known = next_position(sequence);
-    const std::size_t taken = held < known ? static_cast<std::size_t>(known - held) : 0, cells = own.cells.size();
+    const std::size_t taken = held < known ? static_cast<std::size_t>(known - held) : 0, cells = own.count();
     if (held == 0) {
       const llama_seq_id gone = sequence;
       forget(gone);
@@ -89,7 +101,8 @@ inline void Evictor::sync(bool failed) {
     } else {
       try {
         if (taken > 0) shorten(sequence, held + own.lag);
-        if (llama_memory_seq_pos_min(memory, sequence) != own.least)
+        // Of mixed memories it says where a window begins, or the newest token.
+        if (!facts_.mixed() && llama_memory_seq_pos_min(memory, sequence) != own.least)
           strayed_[sequence] = text("llama: sequence ", sequence, kMoved);
       } catch (const StateError& past) {  // its last event
         strayed_[sequence] = past.what();
@@ -102,6 +115,9 @@ inline void Evictor::begin(const llama_batch& batch) {
   std::optional<Timer> timer(spent_.observing);
   sync();
   KVKEEP_REQUIRE_AS(StateError, !running_, "llama: end() of the batch before was not called; allowed after it");
+  KVKEEP_REQUIRE_AS(Unsupported, !facts_.planes || batch.token != nullptr,
+                    "llama: the batch has embeddings, such as those of an image, and positions of this model have "
+                    "several dimensions (M-RoPE), so they are not one a token; allowed batches of tokens");
   members_.clear();
   member_of_.assign(static_cast<std::size_t>(batch.n_tokens), 0);
   for (std::int32_t t = 0; t < batch.n_tokens; ++t) {
@@ -134,6 +150,7 @@ inline void Evictor::begin(const llama_batch& batch) {
   for (const Member& member : members_) {
     const auto held = held_.find(member.sequence);
     if (held == held_.end() || !held->second.waits || held->second.drafts) continue;
+    if (!may_cut(held->second)) continue;
     KVKEEP_REQUIRE_AS(StateError, holds(member.sequence, held->second.cells.size()), "llama: sequence ",
                       member.sequence, kMoved);
     KVKEEP_REQUIRE_AS(
@@ -219,7 +236,8 @@ inline void Evictor::end(std::int32_t status) {
           announced_.erase(member.sequence);
         }
       }
-      if (held.prompted && !held.waits) due.push_back(member.sequence);
+      if (held.prompted && held.drafts) ++spent_.drafted;
+      if ((held.prompted || in_pieces()) && !held.waits) due.push_back(member.sequence);
     }
     if (!members_.empty()) learn_state_size(members_.front().sequence);
   } catch (...) {
@@ -227,6 +245,23 @@ inline void Evictor::end(std::int32_t status) {
     throw;
   }
   if (!due.empty()) evict(std::move(due));
+}
+
+inline void Evictor::cut(llama_seq_id sequence) {
+  require_between("cut", sequence);
+  const Trigger trigger = keeper_.policy().trigger();
+  KVKEEP_REQUIRE_AS(Unsupported, keeper_.queries_read() == 0 || trigger.kind == Trigger::Kind::named,
+                    "llama: cut() of sequence ", sequence, ", but ", keeper_.policy().name(),
+                    " reads queries, and those of tokens far from its own events were not read; allowed with "
+                    "trigger=named");
+  KVKEEP_REQUIRE_AS(StateError, at(sequence).prompted || in_pieces(), "llama: cut() of sequence ", sequence,
+                    " in the middle of its prompt; allowed after it, or with prefill=pieces");
+  KVKEEP_REQUIRE_AS(StateError, may_cut(at(sequence)), "llama: cut() of sequence ", sequence,
+                    ", whose rows llama.cpp copies, or shows, with its next batch; allowed after that");
+  KVKEEP_REQUIRE_AS(StateError, holds(sequence, at(sequence).cells.size()), "llama: sequence ", sequence, kMoved);
+  held_.at(sequence).waits = held_.at(sequence).drafts = false;
+  report_ = {};
+  evict({sequence}, true);
 }
 
 // ---- Inside llama_decode() ----
@@ -272,9 +307,12 @@ inline bool Evictor::wants(ggml_tensor* node) {
   asked_layer_ = -1;
   if (node->op == GGML_OP_SET_ROWS) {
     const std::int32_t k = layer_of(node, "cache_k_l"), v = layer_of(node, "cache_v_l");
-    ggml_tensor* root = node;
-    while (root->view_src != nullptr) root = root->view_src;
+    ggml_tensor* root = root_of(node);
     if (k >= 0 && static_cast<std::size_t>(k) < cache_.size()) {
+      if (facts_.indexed && root->ne[0] != std::int64_t{keeper_.spec().kv_heads} * keeper_.spec().key_dim) {
+        cache_[static_cast<std::size_t>(k)].indexer = root;
+        return broken_off_;
+      }
       cache_[static_cast<std::size_t>(k)].keys = root;
       if (turns_ && dtype_of(root->type)) check_rope(node->src[0], k);
     }
@@ -285,40 +323,43 @@ inline bool Evictor::wants(ggml_tensor* node) {
     if (k == full_layers_.front()) meet(node);
     return broken_off_;
   }
-  if (node->op == GGML_OP_SOFT_MAX && std::string_view(node->name).starts_with("kq_soft_max")) {
-    check_attention(node);
-    see(node->src[1]);
-    return broken_off_;
-  }
-  const bool flash = node->op == GGML_OP_FLASH_ATTN_EXT;
-  if (!flash && node->op != GGML_OP_MUL_MAT) return false;
-  const ggml_tensor* keys = flash ? node->src[1] : node->src[0];
-  if (flash && keys->op == GGML_OP_CPY) keys = keys->src[0];  // f32 caches are read as f16
-  const std::int32_t layer = layer_of(keys, "cache_k_l");
-  if (layer < 0) return false;
-  if (flash) {
-    check_attention(node);
-    see(node->src[3]);
+  const Attention seen = attention_of(node);
+  if (seen.keys != nullptr) {
+    const std::int32_t layer = layer_of(seen.keys, "cache_k_l");
+    if (!is_full(layer)) return false;
+    check_attention(seen, layer);
+    see(seen.mask);
     if (broken_off_) return true;
   }
   if (!reading_) return false;
+  const bool flash = node->op == GGML_OP_FLASH_ATTN_EXT;
+  if (!flash && node->op != GGML_OP_MUL_MAT) return false;
+  const ggml_tensor* keys = flash ? copied_from(node->src[1]) : node->src[0];
+  const std::int32_t layer = layer_of(keys, "cache_k_l");
+  // A layer without a cache of its own reads that of an earlier one, whose queries count. An indexer reads its own.
+  if (!is_full(layer) || layer_is_seen(layer) || root_of(keys) != cache_[static_cast<std::size_t>(layer)].keys)
+    return false;
   asked_layer_ = layer;
   return true;
 }
 
-/// Attention is softmax(scale q.k), and nothing else.
-inline void Evictor::check_attention(const ggml_tensor* node) const {
-  const bool flash = node->op == GGML_OP_FLASH_ATTN_EXT;
-  std::array<float, 3> options{};  // scale, bias by distance; in flash attention also the cap on logits
-  std::memcpy(options.data(), node->op_params, sizeof options);
-  const bool plain = flash ? options[2] == 0 && node->src[4] == nullptr
-                           : node->src[2] == nullptr && node->src[0]->op == GGML_OP_MUL_MAT;
-  KVKEEP_REQUIRE_AS(Unsupported, options[1] == 0 && plain,
-                    "llama: attention has a bias by distance, a cap on logits or learned sinks; allowed the softmax of "
-                    "scaled products");
-  const double scale = keeper_.spec().scale();
-  KVKEEP_REQUIRE_AS(Unsupported, std::abs(options[0] - scale) <= 1e-5 * scale, "llama: the graph scales products by ",
-                    options[0], ", and the model's metadata say ", scale, "; allowed equal ones");
+/// Attention is what the model showed when the evictor was made, and nothing else.
+inline void Evictor::check_attention(const Attention& seen, std::int32_t layer) const {
+  const ModelSpec& spec = keeper_.spec();
+  const double scale = spec.scale();
+  const std::size_t sinks = spec.layers[static_cast<std::size_t>(layer)].sinks.size();
+  const double cap = spec.logit_cap;
+  KVKEEP_REQUIRE_AS(Unsupported,
+                    seen.plain && seen.bias == 0 && std::abs(seen.cap - cap) <= 1e-5 * cap &&
+                        (seen.sinks != nullptr ? static_cast<std::size_t>(seen.sinks->ne[0]) : 0) == sinks,
+                    "llama: attention of layer ", layer, " has a bias of ", seen.bias, ", a cap of ", seen.cap, " and ",
+                    seen.sinks != nullptr ? "sinks" : "no sinks",
+                    "; allowed what the model showed when the evictor "
+                    "was made: no bias, a cap of ",
+                    cap, " and ", sinks > 0 ? "sinks" : "no sinks");
+  KVKEEP_REQUIRE_AS(Unsupported, std::abs(seen.scale - scale) <= 1e-5 * scale, "llama: attention of layer ", layer,
+                    " scales products by ", seen.scale, ", and by ", scale,
+                    " when the evictor was made; allowed equal ones");
 }
 
 /// The graph turns keys, or queries, of a layer as the spec says. What comes from another backend cannot be followed.
@@ -366,28 +407,48 @@ inline void Evictor::see_shift(const ggml_tensor* node, const ggml_tensor* keys)
   turning_.clear();
 }
 
+/// The members whose tokens are in the micro-batch, in its order; members_.size(): none. With one buffer, tokens come
+/// in the order of the batch; else each sequence has its own stream, in its own order. Where layers have states, each
+/// sequence of the batch that has tokens left gives equally many, one sequence after another.
+inline std::vector<std::size_t> Evictor::owners_of(std::size_t tokens) {
+  std::vector<std::size_t> members(tokens, members_.size());
+  if (streams_ > 1) {
+    for (std::size_t t = 0; t < tokens; ++t)
+      members[t] = static_cast<std::size_t>(
+          std::ranges::find(members_, static_cast<llama_seq_id>(stored_[t] / per_stream_), &Member::sequence) -
+          members_.begin());
+  } else if (!facts_.states) {
+    for (std::size_t t = 0; t < tokens && static_cast<std::size_t>(next_token_) < member_of_.size(); ++t)
+      members[t] = static_cast<std::size_t>(member_of_[static_cast<std::size_t>(next_token_++)]);
+  } else {
+    std::vector<std::int32_t> passed(members_.size());
+    std::vector<std::size_t> left;  // by their next token
+    for (const std::int32_t m : member_of_)
+      if (passed[static_cast<std::size_t>(m)]++ == members_[static_cast<std::size_t>(m)].done)
+        left.push_back(static_cast<std::size_t>(m));
+    for (std::size_t t = 0; t < tokens && !left.empty() && tokens % left.size() == 0; ++t)
+      members[t] = left[t / (tokens / left.size())];
+  }
+  return members;
+}
+
 /// The first full layer stores keys: a micro-batch begins, and its cells are known.
 inline void Evictor::meet(const ggml_tensor* stored) {
   const Timer timer(spent_.observing);
   complete();
   shifted_layer_ = -1;
+  for (auto& [sequence, held] : held_) held.copying = false;
   const ggml_tensor* rows = stored->src[1];
   const auto tokens = static_cast<std::size_t>(rows->ne[0]);
   stored_.resize(tokens);
   read_tensor(rows, stored_.data(), 0, tokens * sizeof(std::int64_t));
   const ggml_tensor* keys = cache_[static_cast<std::size_t>(full_layers_.front())].keys;
   per_stream_ = static_cast<std::int32_t>(keys->ne[1]);
-  // With one buffer, tokens come in the order of the batch; else each sequence has its own stream, in its own order.
+  const std::vector<std::size_t> members = owners_of(tokens);
   owner_.resize(tokens);
   for (Member& member : members_) member.now = 0;
   for (std::size_t t = 0; t < tokens; ++t) {
-    std::size_t m = members_.size();
-    if (streams_ > 1)
-      m = static_cast<std::size_t>(
-          std::ranges::find(members_, static_cast<llama_seq_id>(stored_[t] / per_stream_), &Member::sequence) -
-          members_.begin());
-    else if (static_cast<std::size_t>(next_token_) < member_of_.size())
-      m = static_cast<std::size_t>(member_of_[static_cast<std::size_t>(next_token_++)]);
+    const std::size_t m = members[t];
     KVKEEP_REQUIRE_AS(StateError, m < members_.size(), "llama: cell ", stored_[t],
                       " belongs to no sequence of the batch; is the batch of begin() the one that is decoded?");
     owner_[t] = static_cast<std::int32_t>(m);
@@ -411,6 +472,7 @@ inline void Evictor::meet(const ggml_tensor* stored) {
     Member& member = members_[m];
     if (member.now == 0) continue;
     Held& held = held_.at(member.sequence);
+    held.blind = false;
     llama_pos position = next_position(member.sequence);
     for (std::size_t t = 0; t < tokens; ++t) {
       if (owner_[t] != static_cast<std::int32_t>(m)) continue;
@@ -439,9 +501,7 @@ inline void Evictor::meet(const ggml_tensor* stored) {
 inline void Evictor::see(const ggml_tensor* mask) {
   if (!unseen_) return;
   const Timer timer(spent_.observing);
-  while (mask != nullptr && mask->op == GGML_OP_CPY) mask = mask->src[0];
-  if (mask == nullptr || mask->op != GGML_OP_NONE || (mask->type != GGML_TYPE_F32 && mask->type != GGML_TYPE_F16))
-    return;
+  if (mask == nullptr || (mask->type != GGML_TYPE_F32 && mask->type != GGML_TYPE_F16)) return;
   unseen_ = false;
   const std::size_t element = mask->type == GGML_TYPE_F32 ? 4 : 2, cells = static_cast<std::size_t>(mask->ne[0]);
   const auto tokens = static_cast<std::int32_t>(std::ssize(stored_) / mask->ne[3]);
@@ -457,14 +517,13 @@ inline void Evictor::see(const ggml_tensor* mask) {
       return at[0] == std::byte{0} && at[element - 1] == std::byte{0};
     };
     const std::int32_t first = streams_ == 1 ? 0 : member.sequence * per_stream_;
-    const Held& held = held_.at(member.sequence);
-    std::size_t seen = 0;
-    for (std::size_t cell = 0; cell < cells; ++cell) seen += sees(cell) ? 1 : 0;
-    const bool ours = std::ranges::all_of(held.cells, [&](std::int32_t cell) {
-      const auto own = static_cast<std::size_t>(cell - first);
-      return own < cells && sees(own);
-    });
-    if (seen != held.cells.size() || !ours) moved_.insert(member.sequence);
+    visible_.clear();
+    for (std::size_t cell = 0; cell < cells; ++cell)
+      if (sees(cell)) visible_.push_back(first + static_cast<std::int32_t>(cell));
+    Held& held = held_.at(member.sequence);
+    const bool ours =
+        std::ranges::all_of(held.cells, [&](std::int32_t cell) { return std::ranges::binary_search(visible_, cell); });
+    if (visible_.size() != held.count() || !ours || !place_restored(held)) moved_.insert(member.sequence);
   }
   broken_off_ = std::ranges::any_of(members_, [&](const Member& m) { return moved_.contains(m.sequence); });
 }

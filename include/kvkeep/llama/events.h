@@ -40,18 +40,28 @@ inline LayerKv Evictor::shown(std::int32_t layer, bool refresh) {
   const auto rows = [&](const ggml_tensor* t, std::int32_t dim) -> std::optional<Tensor> {
     const std::optional<Dtype> dtype = dtype_of(t->type);
     if (!dtype || !on_host(t)) return {};
-    return Tensor(t->data, *dtype, {t->ne[1] * t->ne[2], 1, spec.kv_heads, dim});
+    return Tensor(t->data, *dtype, {t->ne[1] * t->ne[2], 1, spec.kv_heads, dim},
+                  {t->ne[0], t->ne[0], t->ne[0] / spec.kv_heads, 1});
   };
-  const std::optional<Tensor> keys = rows(own.keys, spec.key_dim), values = rows(own.values, spec.value_dim);
+  const ggml_tensor* valued = facts_.latent ? own.keys : own.values;
+  const std::optional<Tensor> keys = rows(own.keys, spec.key_dim), values = rows(valued, spec.value_dim);
   // Transposed values look like rows here, and nothing moves them under one set.
   KVKEEP_REQUIRE_AS(Unsupported, value_rows_ || (one_set_ && !needs_.values),
                     "llama: values are stored transposed, and ", keeper_.policy().name(),
                     " reads or rewrites them; allowed with flash attention");
   if (keys && values) return PagedKv{.keys = *keys, .values = *values};
-  rewritable_ = false;
-  KVKEEP_REQUIRE_AS(Unsupported, one_set_, "llama: the cache of layer ", layer, " is in ",
+  numbers_ = false;
+  const bool here = on_host(own.keys) && on_host(valued);
+  rewritable_ = rewritable_ && here;
+  KVKEEP_REQUIRE_AS(Unsupported, one_set_ || here, "llama: the cache of layer ", layer, " is in ",
                     ggml_backend_buffer_name(own.keys->buffer), ", where ", keeper_.policy().name(),
                     " cannot rewrite rows; allowed host memory (offload_kqv = false), or share=union");
+  if (facts_.latent) {
+    const Tensor all = mirrored(own.keys, own.key_mirror, 1, spec.key_dim, needs_.keys || needs_.values, refresh);
+    Tensor first(all.bytes(), Dtype::f32, {all.size(0), 1, 1, spec.value_dim},
+                 {all.stride(0), all.stride(1), all.stride(2), 1});
+    return PagedKv{.keys = all, .values = first};
+  }
   return PagedKv{
       .keys = mirrored(own.keys, own.key_mirror, spec.kv_heads, spec.key_dim, needs_.keys, refresh),
       .values = mirrored(own.values, own.value_mirror, spec.kv_heads, spec.value_dim, needs_.values, refresh)};
@@ -78,20 +88,50 @@ inline void Evictor::make_view(std::span<const SequenceId> due) {
   view_.pages = &owners_;
   view_.shared_pages = SharedPages::refuse;
   rewritable_ = value_rows_;
+  numbers_ = true;
   std::vector<LayerKv> layers(cache_.size());
   for (const std::int32_t l : full_layers_) layers[static_cast<std::size_t>(l)] = shown(l, refresh);
   keeper_.bind(std::move(layers));
 }
 
-/// Cuts those of these sequences that are due. What throws on the way leaves nothing to go on with.
-inline void Evictor::evict(std::vector<SequenceId> due) {
+/// Where rows are not ours to rewrite, a cell that must stay keeps its token: those of the window are pinned as long as
+/// the event lasts.
+inline std::vector<Evictor::PinnedWindow> Evictor::pin_windows() {
+  std::vector<PinnedWindow> windows;
+  if (rewritable_ || facts_.window == 0) return windows;
+  auto& pins = keeper_.part<parts::Pins>();
+  for (const SequenceId id : due_) {
+    if (view_.named.empty() && keeper_.tokens_to_event(id) > 0) continue;
+    const std::int64_t end = keeper_.logical_length(id), begin = std::max<std::int64_t>(0, end - facts_.window);
+    const auto own = pins.pinned(id);
+    windows.push_back({.sequence = id, .begin = begin, .end = end, .own = {own.begin(), own.end()}});
+    pins.pin(id, begin, end);
+  }
+  return windows;
+}
+
+inline void Evictor::unpin(std::span<const PinnedWindow> windows) {
+  auto& pins = keeper_.part<parts::Pins>();
+  for (const PinnedWindow& w : windows) {
+    pins.unpin(w.sequence, w.begin, w.end);
+    for (const PositionSpan& span : w.own)
+      if (span.end > w.begin) pins.pin(w.sequence, std::max<std::int64_t>(span.begin, w.begin), span.end);
+  }
+}
+
+/// Cuts those of these sequences that are due, or that the program has named. What throws on the way leaves nothing to
+/// go on with.
+inline void Evictor::evict(std::vector<SequenceId> due, bool named) {
   try {
     std::optional<Timer> timer(spent_.observing);
     due_ = std::move(due);
     make_view(due_);
+    view_.named = named ? view_.sequences : std::span<const SequenceId>();
+    const std::vector<PinnedWindow> windows = pin_windows();
     const Plan plan = keeper_.plan(view_);
     timer.emplace(spent_.events);
     cut(plan);
+    unpin(windows);
   } catch (...) {
     detach();
     throw;
@@ -131,12 +171,15 @@ inline void Evictor::require_plain_shift() const {
 }
 
 inline void Evictor::cut(const Plan& plan) {
-  if (!rewritable_ && positions_ == Positions::cache && !plan.cuts.empty()) require_plain_shift();
-  if (!rewritable_)
+  const bool shifts = positions_ == Positions::cache && !places();
+  if (shifts && !plan.cuts.empty()) require_plain_shift();
+  if (!rewritable_ || shifts)
     for (const PageMove& move : plan.pages)
       KVKEEP_REQUIRE_AS(Unsupported, move.after.back() == move.before.back(), "llama: ", keeper_.policy().name(),
                         " drops the newest token of sequence ", due_[static_cast<std::size_t>(move.sequence)],
                         ", after which llama.cpp goes on; allowed policies that keep it (recent of 1 or more)");
+  if (rewritable_)
+    for (const PageMove& move : plan.pages) require_window(move);
   Report report = keeper_.apply(plan, view_);
   spent_.cut += static_cast<std::int64_t>(report.cuts.size());
   for (const PageMove& move : report.pages)
@@ -150,18 +193,34 @@ inline void Evictor::rearrange(llama_seq_id sequence, const PageMove& move, cons
   held.cells = move.after;
   std::vector<std::int32_t> freed = move.freed;
   std::ranges::sort(freed);
-  if (rewritable_ && positions_ == Positions::cache)
+  if (!numbers_ && !one_set_) move_blocks(move, plan);
+  if (places())
     place(held, move, plan, freed);
-  else if (rewritable_)
+  else if (rewritable_ && positions_ == Positions::text)
     lower(held, move, freed);
   remove(sequence, move.before, std::move(freed));
-  if (!rewritable_ && positions_ == Positions::cache) renumber(sequence);
+  if (positions_ == Positions::cache && !places()) renumber(sequence);
   if (positions_ == Positions::cache) held.lag = keeper_.logical_length(sequence) - std::ssize(held.cells);
   held.least = label(*std::ranges::min_element(held.cells, {}, [&](std::int32_t cell) { return label(cell); }));
 }
 
-/// Moves rows to the lowest cells of their sequence, since attention reads up to the highest one in use. The cell of
-/// the newest token stays: llama.cpp goes on after its position.
+/// The oldest label among these cells that must stay: llama.cpp goes on after the newest, and where layers slide, what
+/// goes by its label goes from their window as well.
+inline llama_pos Evictor::oldest_fixed(std::span<const std::int32_t> cells) const {
+  return label(cells.back()) + 1 - std::max(facts_.window, 1);
+}
+
+/// Cells of the window that an event gives back are written by rows that stay.
+inline void Evictor::require_window(const PageMove& move) const {
+  const llama_pos oldest = oldest_fixed(move.before);
+  const auto fixed = std::ranges::count_if(move.before, [&](std::int32_t cell) { return label(cell) >= oldest; });
+  KVKEEP_REQUIRE_AS(Unsupported, std::ssize(move.after) >= fixed, "llama: ", keeper_.policy().name(), " keeps ",
+                    move.after.size(), " slots of a sequence, and layers of this model slide over ", facts_.window,
+                    " tokens, whose cells must stay; allowed budgets of ", fixed, " slots or more");
+}
+
+/// Moves rows to the lowest cells of their sequence, since attention reads up to the highest one in use. Cells that
+/// must stay do: rows that stay move there.
 inline void Evictor::lower(Held& held, const PageMove& move, std::vector<std::int32_t>& freed) {
   const auto swap = [&](std::size_t slot, std::size_t free) {
     std::swap(held.cells[slot], freed[free]);
@@ -169,21 +228,44 @@ inline void Evictor::lower(Held& held, const PageMove& move, std::vector<std::in
     owners_.add(held.cells[slot]);
     owners_.give_back(freed[free]);
   };
-  const std::int32_t newest = move.before.back();
+  const llama_pos oldest = oldest_fixed(move.before);
   std::vector<std::size_t> slots(held.cells.size());
   std::iota(slots.begin(), slots.end(), std::size_t{0});
-  std::erase_if(slots, [&](std::size_t i) { return owners_.references(held.cells[i]) > 1 || held.cells[i] == newest; });
+  std::erase_if(slots,
+                [&](std::size_t i) { return owners_.references(held.cells[i]) > 1 || label(held.cells[i]) >= oldest; });
   std::ranges::sort(slots, std::greater{}, [&](std::size_t i) { return held.cells[i]; });
   std::size_t next = 0;
-  const auto at = std::ranges::lower_bound(freed, newest);
-  if (at != freed.end() && *at == newest) {
-    KVKEEP_REQUIRE_AS(StateError, !slots.empty(),
+  for (std::size_t free = 0; free < freed.size(); ++free) {
+    if (label(freed[free]) < oldest) continue;
+    KVKEEP_REQUIRE_AS(StateError, next < slots.size(),
                       "llama: the newest token is dropped, and every kept cell is shared; "
                       "allowed policies that keep the newest token (recent of 1 or more)");
-    swap(slots[next++], static_cast<std::size_t>(at - freed.begin()));
+    swap(slots[next++], free);
   }
+  std::ranges::sort(freed);
   for (std::size_t free = 0; free < freed.size() && next < slots.size(); ++free)
     if (owners_.references(freed[free]) == 0 && freed[free] < held.cells[slots[next]]) swap(slots[next++], free);
+}
+
+/// The event moved rows of the mirrors: those of the cache, which are blocks, follow them.
+inline void Evictor::move_blocks(const PageMove& move, const Plan& plan) {
+  for (std::size_t r = 0; r < plan.table.rows.size(); ++r) {
+    const Row& row = plan.table.rows[r];
+    if (row.sequence != move.sequence) continue;
+    const auto kept = plan.decision.keep->row(r);
+    const LayerCache& own = cache_[static_cast<std::size_t>(row.layer)];
+    for (const ggml_tensor* t : {own.keys, own.values}) {
+      if (t == nullptr) continue;
+      const std::size_t bytes = t->nb[1] / static_cast<std::size_t>(keeper_.spec().kv_heads),
+                        at = static_cast<std::size_t>(row.head) * bytes;
+      gathered_.resize(kept.size() * bytes);
+      for (std::size_t j = 0; j < kept.size(); ++j)
+        std::memcpy(gathered_.data() + j * bytes, row_at(t, move.before[static_cast<std::size_t>(kept[j])]) + at,
+                    bytes);
+      for (std::size_t j = 0; j < kept.size(); ++j)
+        std::memcpy(row_at(t, move.after[j]) + at, gathered_.data() + j * bytes, bytes);
+    }
+  }
 }
 
 /// Slot j goes to the cell that held slot j, which llama.cpp knows under position j: keys are rotated there, and

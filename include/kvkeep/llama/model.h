@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-/// What kvkeep must know of a model, as llama.cpp tells it: shapes, and RoPE. Part of kvkeep/llama.h.
+/// What kvkeep must know of a model, as llama.cpp's graph tells it. Part of kvkeep/llama.h.
 
 #include <llama.h>
 
@@ -31,54 +31,8 @@ namespace kvkeep::llama {
   return value.data();
 }
 
-/// Shapes of a model that llama.cpp has loaded; RoPE is left open (read_rope()) unless the model has none. Throws
-/// Unsupported, with the reason, for models whose cache is not one row per token, layer and KV head: recurrent and
-/// hybrid ones, encoders, sliding windows, latent attention, heads that differ by layer; and for positions of more than
-/// one dimension (M-RoPE), as models with images have.
-[[nodiscard]] inline ModelSpec spec_of(const llama_model* model) {
-  const std::string arch = metadata(model, "general.architecture").value_or("");
-  const auto own = [&](const char* key) { return metadata(model, arch + "." + key); };
-  const auto number = [&](const char* key, double otherwise) {
-    const std::optional<std::string> given = own(key);
-    double value = otherwise;
-    if (given) std::from_chars(given->data(), given->data() + given->size(), value);
-    return value;
-  };
-  const auto require = [&](bool ok, const char* what) {
-    KVKEEP_REQUIRE_AS(Unsupported, ok, "llama: the model (", arch, ") has ", what,
-                      "; allowed models with one row per token, layer and KV head");
-  };
-  require(!llama_model_is_recurrent(model), "a recurrent memory");
-  require(!llama_model_is_hybrid(model), "a hybrid memory");
-  require(!llama_model_has_encoder(model), "an encoder");
-  require(llama_model_n_swa(model) == 0, "sliding-window layers");
-  require(!own("attention.kv_lora_rank"), "latent attention");
-  require(!own("attn_logit_softcapping"), "a cap on logits");
-  require(!own("attention.max_alibi_bias"), "a bias by distance");
-  const llama_rope_type rope = llama_model_rope_type(model);
-  KVKEEP_REQUIRE_AS(Unsupported,
-                    rope == LLAMA_ROPE_TYPE_NONE || rope == LLAMA_ROPE_TYPE_NORM || rope == LLAMA_ROPE_TYPE_NEOX,
-                    "llama: the model (", arch,
-                    ") has positions of several dimensions (M-RoPE, for images), so tokens and positions are not the "
-                    "same; allowed models with one position per token");
-  for (const char* key : {"attention.head_count", "attention.head_count_kv"})
-    require(!own(key).value_or("").starts_with('['), "heads that differ by layer");
-
-  ModelSpec spec;
-  spec.query_heads = llama_model_n_head(model);
-  spec.kv_heads = llama_model_n_head_kv(model);
-  const double dim = llama_model_n_embd(model) / std::max(1, spec.query_heads);
-  spec.key_dim = static_cast<std::int32_t>(number("attention.key_length", dim));
-  spec.value_dim = static_cast<std::int32_t>(number("attention.value_length", dim));
-  spec.softmax_scale = number("attention.scale", 0.0);
-  spec.layers.resize(static_cast<std::size_t>(llama_model_n_layer(model)));
-  if (rope == LLAMA_ROPE_TYPE_NONE) spec.rope = RopeSpec::absent();
-  spec.check();
-  return spec;
-}
-
-// RoPE of each layer, read from the nodes of llama.cpp's graph: a model file does not say which layers have none, nor
-// frequency factors.
+// Read from the nodes of llama.cpp's graph: a model file does not say which layers slide or have no RoPE, nor frequency
+// factors, nor what an architecture scales products by.
 
 [[nodiscard]] inline bool on_host(const ggml_tensor* t) {
   const ggml_tensor* root = t->view_src != nullptr ? t->view_src : t;
@@ -93,10 +47,16 @@ inline void read_tensor(const ggml_tensor* t, void* to, std::size_t offset, std:
     ggml_backend_tensor_get(t, to, offset, bytes);
 }
 
+/// What a tensor is, or shows.
+template <class T>
+[[nodiscard]] T* root_of(T* t) {
+  while (t->view_src != nullptr) t = t->view_src;
+  return t;
+}
+
 /// Layer of a tensor that is, or shows, cache_k_l<layer> or cache_v_l<layer>; -1: something else.
 [[nodiscard]] inline std::int32_t layer_of(const ggml_tensor* t, std::string_view prefix) {
-  while (t->view_src != nullptr) t = t->view_src;
-  const std::string_view name(t->name);
+  const std::string_view name(root_of(t)->name);
   std::int32_t layer = -1;
   if (name.starts_with(prefix)) std::from_chars(name.data() + prefix.size(), name.data() + name.size(), layer);
   return layer;
@@ -160,21 +120,278 @@ struct Turned {
   return rope;
 }
 
-/// Fills in the RoPE of each layer: runs one token in a small context of its own, with the RoPE of `params`, and reads
-/// it from the graph. A layer whose keys are stored in another way than by RoPE alone, or at all, is left open. Throws
-/// Unsupported as rope_of() does.
-inline void read_rope(ModelSpec& spec, const llama_model* model, const llama_context_params& params) {
-  struct Seen {
-    ModelSpec& spec;
-    std::exception_ptr error = nullptr;
-  } seen{spec};
+/// What a node of attention computes, however llama.cpp writes it: one node of flash attention, or products, a cap on
+/// them and their softmax.
+struct Attention {
+  const ggml_tensor* keys = nullptr;     ///< [D, cells, Hkv, streams] of the cache; null: no attention over a cache
+  const ggml_tensor* queries = nullptr;  ///< [D, tokens, Hq, streams]
+  const ggml_tensor* mask = nullptr;     ///< [cells, tokens, 1, streams] an input: what a token may see; null: none
+  const ggml_tensor* sinks = nullptr;    ///< f32 [Hq]; null: none
+  float scale = 0, bias = 0, cap = 0;    ///< as in ModelSpec; `bias` by distance (ALiBi)
+  bool plain = true;                     ///< false: something else is done to products, too
+  bool chosen = false;                   ///< the graph adds to the mask: it leaves out what an indexer does not choose
+};
+
+/// Copies of a tensor show what it shows: f32 caches are read as f16.
+[[nodiscard]] inline const ggml_tensor* copied_from(const ggml_tensor* t) {
+  while (t != nullptr && t->op == GGML_OP_CPY) t = t->src[0];
+  return t;
+}
+
+[[nodiscard]] inline Attention attention_of(const ggml_tensor* node) {
+  Attention a;
+  std::array<float, 3> options{};
+  std::memcpy(options.data(), node->op_params, sizeof options);
+  if (node->op == GGML_OP_FLASH_ATTN_EXT) {
+    a = {.keys = copied_from(node->src[1]),
+         .queries = node->src[0],
+         .mask = node->src[3],
+         .sinks = node->src[4],
+         .scale = options[0],
+         .bias = options[1],
+         .cap = options[2]};
+  } else if (node->op == GGML_OP_SOFT_MAX && std::string_view(node->name).starts_with("kq_soft_max")) {
+    a = {.mask = node->src[1], .sinks = node->src[2], .scale = options[0], .bias = options[1]};
+    const ggml_tensor* t = node->src[0];
+    const auto factor = [](const ggml_tensor* scaled) {
+      float by = 0;
+      std::memcpy(&by, scaled->op_params, sizeof by);
+      return by;
+    };
+    // c tanh(x / c), in three nodes.
+    if (t->op == GGML_OP_SCALE && t->src[0]->op == GGML_OP_UNARY && t->src[0]->src[0]->op == GGML_OP_SCALE) {
+      const ggml_tensor* bent = t->src[0];
+      a.cap = factor(t);
+      a.plain = bent->op_params[0] == GGML_UNARY_OP_TANH && a.scale == 1;
+      a.scale = factor(bent->src[0]) * a.cap;
+      t = bent->src[0]->src[0];
+    }
+    a.plain = a.plain && t->op == GGML_OP_MUL_MAT;
+    while (t != nullptr && t->op != GGML_OP_MUL_MAT) t = t->src[0];
+    if (t == nullptr) return {};
+    a.keys = t->src[0];
+    a.queries = t->src[1];
+  }
+  if (a.keys != nullptr && layer_of(a.keys, "cache_k_l") < 0) a.keys = nullptr;
+  a.mask = copied_from(a.mask);
+  if (a.mask != nullptr && a.mask->op == GGML_OP_ADD) {
+    a.chosen = true;
+    a.mask = copied_from(a.mask->src[1]);
+  }
+  if (a.mask != nullptr && a.mask->op != GGML_OP_NONE) a.mask = nullptr;
+  return a;
+}
+
+/// A model as llama.cpp's graph shows it.
+struct Facts {
+  ModelSpec spec = {};
+  std::int32_t window = 0;  ///< tokens, of layers that slide; 0: none does
+  bool states = false;      ///< some layers have a state, of which nothing is taken back
+  bool latent = false;      ///< values are the first numbers of keys (MLA): the cache holds no others
+  bool flash = false;       ///< attention of full layers is one node, and values are rows
+  bool planes = false;      ///< positions have several dimensions (M-RoPE): those of text have one
+  bool indexed = false;     ///< an indexer, with keys of its own in a second cache, chooses what tokens attend to
+  std::exception_ptr rope_error =
+      nullptr;  ///< why RoPE could not be read; null: it could, as far as the graph shows it
+
+  /// Layers have memory of another kind than that of full attention.
+  [[nodiscard]] bool mixed() const { return window > 0 || states; }
+};
+
+/// Reads a graph node by node.
+class GraphReader {
+ public:
+  explicit GraphReader(std::size_t layers) : seen_(layers) {}
+
+  static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept {
+    auto& reader = *static_cast<GraphReader*>(self);
+    try {
+      if (ask && !reader.error_) reader.read(node);
+    } catch (...) {
+      reader.error_ = std::current_exception();
+    }
+    return !ask;
+  }
+
+  /// Which layers are full, what their attention is. `cells`: of a layer that does not slide.
+  void tell(Facts& facts, std::int64_t cells, const std::string& arch) const {
+    if (error_) std::rethrow_exception(error_);
+    ModelSpec& spec = facts.spec;
+    const auto require = [&](bool ok, const auto&... what) {
+      KVKEEP_REQUIRE_AS(Unsupported, ok, "llama: the model (", arch, ") has ", what...,
+                        "; allowed models with layers of full attention over one cache, which are alike");
+    };
+    const auto require_no_other = [&](bool ok, const auto& name) {
+      require(ok, "a cache beside keys and values (", name, ") that it does not read as an indexer's");
+    };
+    require_no_other(other_.empty(), other_);
+    for (const Layer& layer : seen_) facts.indexed = facts.indexed || layer.stored.size() > 1;
+    const Layer* first = nullptr;
+    std::size_t first_at = 0;
+    for (std::size_t l = 0; l < seen_.size(); ++l) {
+      const Layer& layer = seen_[l];
+      LayerSpec& to = spec.layers[l];
+      const Stored* keys = layer.keys();
+      require_no_other(layer.stored.size() == (keys != nullptr ? 1 : 0) || layer.indexes(keys), "cache_k_l" + text(l));
+      const bool slides = facts.window > 0 && keys != nullptr && keys->cells < cells;
+      to.kind = !layer.attended ? LayerKind::other : slides ? LayerKind::sliding : LayerKind::full;
+      if (slides) to.window = facts.window;
+      if (to.kind != LayerKind::full) continue;
+      require(layer.bias == 0, "a bias by distance in its attention (ALiBi)");
+      require(layer.plain, "attention that does more to products than to scale and cap them");
+      require(layer.masked && (facts.indexed || !layer.chosen),
+              "attention to a part of the tokens that the graph chooses");
+      if (first == nullptr) first = &layer, first_at = l;
+      require(layer.same_shape(*first), "full layers that differ: layer ", l, " has ", layer.kv_heads, " KV heads of ",
+              layer.key_dim, " and ", layer.value_dim, " elements under ", layer.query_heads,
+              " query heads, scaled by ", layer.scale, ", and layer ", first_at, " has ", first->kv_heads, " of ",
+              first->key_dim, " and ", first->value_dim, " under ", first->query_heads, ", scaled by ", first->scale);
+      to.sinks = layer.sinks;
+      if (keys == nullptr) continue;
+      to.rope = keys->rope;
+      if (keys->rope_error) facts.rope_error = keys->rope_error;
+    }
+    require(first != nullptr, "no layer that attends to all tokens");
+    spec.query_heads = first->query_heads;
+    spec.kv_heads = first->kv_heads;
+    spec.key_dim = first->key_dim;
+    spec.value_dim = first->value_dim;
+    spec.softmax_scale = first->scale;
+    spec.logit_cap = first->cap;
+    facts.latent = !first->values;
+    facts.flash = first->flash;
+  }
+
+ private:
+  struct Stored {
+    const ggml_tensor* root = nullptr;
+    std::int64_t cells = 0;
+    std::optional<RopeSpec> rope = {};
+    std::exception_ptr rope_error = nullptr;
+  };
+  struct Layer {
+    std::vector<Stored> stored = {};    ///< its keys, and those of an indexer
+    const ggml_tensor* read = nullptr;  ///< by attention
+    std::int32_t query_heads = 0, kv_heads = 0, key_dim = 0, value_dim = 0;
+    float scale = 0, bias = 0, cap = 0;
+    bool attended = false, values = false, plain = true, flash = false, masked = true, chosen = false;
+    std::vector<float> sinks = {};
+
+    /// Those that attention reads, or the only ones; null: there are none.
+    [[nodiscard]] const Stored* keys() const {
+      const auto found = std::ranges::find(stored, read, &Stored::root);
+      return found != stored.end() ? &*found : stored.size() == 1 && read == nullptr ? stored.data() : nullptr;
+    }
+    /// The others are rows of another width at the same cells.
+    [[nodiscard]] bool indexes(const Stored* own) const {
+      const Stored& other = stored.front().root == read ? stored.back() : stored.front();
+      return own != nullptr && stored.size() == 2 && other.cells == own->cells && other.root->ne[0] != own->root->ne[0];
+    }
+
+    [[nodiscard]] bool same_shape(const Layer& o) const {
+      return query_heads == o.query_heads && kv_heads == o.kv_heads && key_dim == o.key_dim &&
+             value_dim == o.value_dim && scale == o.scale && cap == o.cap && values == o.values;
+    }
+  };
+
+  [[nodiscard]] Layer* at(std::int32_t layer) {
+    return layer >= 0 && static_cast<std::size_t>(layer) < seen_.size() ? &seen_[static_cast<std::size_t>(layer)]
+                                                                        : nullptr;
+  }
+
+  void read(const ggml_tensor* node) {
+    if (node->op == GGML_OP_SET_ROWS) return read_stored(node);
+    // Values of products are the other factor of the softmax.
+    if (node->op == GGML_OP_MUL_MAT && node->src[1] == softmax_) {
+      softmax_layer_->value_dim = static_cast<std::int32_t>(node->src[0]->ne[1]);
+      softmax_ = nullptr;
+    }
+    const Attention a = attention_of(node);
+    if (a.keys == nullptr) return;
+    Layer* layer = at(layer_of(a.keys, "cache_k_l"));
+    if (layer == nullptr || layer->attended) return;  // a later layer may read the same cache
+    layer->attended = true;
+    layer->read = root_of(a.keys);
+    layer->key_dim = static_cast<std::int32_t>(a.keys->ne[0]);
+    layer->kv_heads = static_cast<std::int32_t>(a.keys->ne[2]);
+    layer->query_heads = static_cast<std::int32_t>(a.queries->ne[2]);
+    layer->scale = a.scale;
+    layer->bias = a.bias;
+    layer->cap = a.cap;
+    layer->plain = a.plain;
+    layer->masked = a.mask != nullptr;
+    layer->chosen = a.chosen;
+    if (a.sinks != nullptr) {
+      layer->sinks.resize(static_cast<std::size_t>(a.sinks->ne[0]));
+      read_tensor(a.sinks, layer->sinks.data(), 0, layer->sinks.size() * sizeof(float));
+    }
+    if (node->op == GGML_OP_FLASH_ATTN_EXT) {
+      layer->value_dim = static_cast<std::int32_t>(node->src[2]->ne[0]);
+      layer->flash = true;
+    } else {
+      softmax_ = node;
+      softmax_layer_ = layer;
+    }
+  }
+
+  void read_stored(const ggml_tensor* node) {
+    const ggml_tensor* root = root_of(node);
+    const std::string_view name(root->name);
+    if (Layer* layer = at(layer_of(root, "cache_k_l"))) {
+      if (std::ranges::find(layer->stored, root, &Stored::root) != layer->stored.end()) return;
+      Stored& keys = layer->stored.emplace_back(Stored{.root = root, .cells = root->ne[1]});
+      try {
+        const Turned turned = turned_by(node->src[0]);
+        if (turned.known && turned.after == nullptr)
+          keys.rope = turned.rope == nullptr ? RopeSpec::absent() : rope_of(turned.rope);
+      } catch (...) {
+        keys.rope_error = std::current_exception();
+      }
+    } else if (Layer* valued = at(layer_of(root, "cache_v_l"))) {
+      valued->values = true;
+    } else if (name.starts_with("cache_") || name.starts_with("dsv4_")) {
+      other_ = name;
+    }
+  }
+
+  std::vector<Layer> seen_;
+  std::string other_;  ///< a tensor of a cache of another kind
+  const ggml_tensor* softmax_ = nullptr;
+  Layer* softmax_layer_ = nullptr;
+  std::exception_ptr error_;
+};
+
+/// What llama.cpp's graph says of a model: which layers a policy may cut, their shapes, the scale, cap and sinks of
+/// their attention, and RoPE. Runs one token in a small context of its own, with the RoPE of `params`. Where layers
+/// slide, the context is a little longer than their window: the cache of those is shorter. A layer whose keys are
+/// stored in another way than by RoPE alone, or at all, has its RoPE left open. Throws Unsupported, with the reason,
+/// for models without such layers (recurrent ones, encoders, diffusion), with full layers that differ from one another,
+/// a bias by distance, or a third cache that is not read as an indexer's of DeepSeek V3.2.
+[[nodiscard]] inline Facts facts_of(const llama_model* model, const llama_context_params& params) {
+  const std::string arch = metadata(model, "general.architecture").value_or("");
+  const auto require = [&](bool ok, const char* what) {
+    KVKEEP_REQUIRE_AS(Unsupported, ok, "llama: the model (", arch, ") ", what,
+                      "; allowed decoders with a cache of keys and values");
+  };
+  require(!llama_model_is_recurrent(model), "has states alone");
+  require(!llama_model_has_encoder(model), "has an encoder");
+  require(!llama_model_is_diffusion(model), "is a diffusion model, which has no cache");
+  const llama_rope_type rope = llama_model_rope_type(model);
+  Facts facts{.window = llama_model_n_swa(model), .states = llama_model_is_hybrid(model)};
+  facts.planes = rope == LLAMA_ROPE_TYPE_MROPE || rope == LLAMA_ROPE_TYPE_IMROPE || rope == LLAMA_ROPE_TYPE_VISION;
+  GraphReader reader(static_cast<std::size_t>(llama_model_n_layer(model)));
+  facts.spec.layers.resize(static_cast<std::size_t>(llama_model_n_layer(model)));
+
   llama_context_params own = llama_context_default_params();
-  own.n_ctx = 256;
   own.n_batch = own.n_ubatch = 32;
+  const auto padded = [](std::uint32_t cells) { return (cells + 255) / 256 * 256; };
+  own.n_ctx = facts.window > 0 ? padded(static_cast<std::uint32_t>(facts.window) + own.n_ubatch) + 256 : 256;
+  own.swa_full = false;
+  own.offload_kqv = params.offload_kqv;
   // Of two sets of factors, a context beyond the length of training takes the second one.
-  const std::string original = metadata(model, "general.architecture").value_or("") + ".rope.scaling.";
-  if (metadata(model, original + "original_context_length") && metadata(model, original + "type") != "yarn")
-    own.n_ctx = params.kv_unified ? params.n_ctx : params.n_ctx / std::max(1U, params.n_seq_max);
+  if (metadata(model, arch + ".rope.scaling.original_context_length") &&
+      metadata(model, arch + ".rope.scaling.type") != "yarn")
+    own.n_ctx = std::max(own.n_ctx, params.kv_unified ? params.n_ctx : params.n_ctx / std::max(1U, params.n_seq_max));
   own.n_threads = own.n_threads_batch = params.n_threads;
   own.rope_scaling_type = params.rope_scaling_type;
   own.rope_freq_base = params.rope_freq_base;
@@ -184,40 +401,35 @@ inline void read_rope(ModelSpec& spec, const llama_model* model, const llama_con
   own.yarn_beta_fast = params.yarn_beta_fast;
   own.yarn_beta_slow = params.yarn_beta_slow;
   own.yarn_orig_ctx = params.yarn_orig_ctx;
-  own.cb_eval_user_data = &seen;
-  own.cb_eval = [](ggml_tensor* node, bool ask, void* data) {
-    auto& to = *static_cast<Seen*>(data);
-    if (!ask || node->op != GGML_OP_SET_ROWS || to.error) return !ask;
-    const auto layer = static_cast<std::size_t>(layer_of(node, "cache_k_l"));
-    if (layer >= to.spec.layers.size()) return false;
-    try {
-      const Turned turned = turned_by(node->src[0]);
-      if (turned.known && turned.after == nullptr)
-        to.spec.layers[layer].rope = turned.rope == nullptr ? RopeSpec::absent() : rope_of(turned.rope);
-    } catch (...) {
-      to.error = std::current_exception();
-    }
-    return false;
-  };
+  own.cb_eval_user_data = &reader;
+  own.cb_eval = &GraphReader::on_node;
   const auto free = [](llama_context* context) { llama_free(context); };
   // llama.cpp's function takes a model that it could change, and does not.
   const std::unique_ptr<llama_context, decltype(free)> context(
       llama_init_from_model(const_cast<llama_model*>(model), own), free);
+  require(context != nullptr, "gives no context: llama_init_from_model() failed");
+  require(llama_get_memory(context.get()) != nullptr, "has no cache");
   llama_token token = 0;
-  if (context != nullptr) static_cast<void>(llama_decode(context.get(), llama_batch_get_one(&token, 1)));
-  if (seen.error) std::rethrow_exception(seen.error);
-  // One for all, and what differs.
+  require(llama_decode(context.get(), llama_batch_get_one(&token, 1)) == 0, "decodes no token");
+  reader.tell(facts, llama_n_ctx_seq(context.get()), arch);
+
+  // One RoPE for all, and what differs.
+  ModelSpec& spec = facts.spec;
   const auto turns = [](const LayerSpec& l) { return l.rope && l.rope->style != RopeStyle::none; };
   const auto first = std::ranges::find_if(spec.layers, turns);
   if (first != spec.layers.end())
     spec.rope = *first->rope;
-  else if (std::ranges::all_of(spec.layers, [](const LayerSpec& l) { return l.rope.has_value(); }))
+  else if (std::ranges::all_of(spec.layers, [](const LayerSpec& l) { return l.kind != LayerKind::full || l.rope; }))
     spec.rope = RopeSpec::absent();
   for (LayerSpec& layer : spec.layers) {
+    if (layer.kind != LayerKind::full) continue;
     if (!layer.rope) layer.rope = RopeSpec{};
     if (*layer.rope == spec.rope) layer.rope.reset();
   }
+  if (std::ranges::none_of(spec.layers, [](const LayerSpec& l) { return l.kind == LayerKind::sliding; }))
+    facts.window = 0;
   spec.check();
+  return facts;
 }
 
 }  // namespace kvkeep::llama

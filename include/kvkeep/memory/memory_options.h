@@ -151,6 +151,9 @@ inline std::vector<std::string> MemoryOptions::problems(const ModelSpec& spec) c
   if (spec.key_dim != spec.value_dim)
     found.push_back(text("value_dim: ", spec.value_dim, ", but keys have ", spec.key_dim,
                          " numbers; folded spans need keys and values of one size"));
+  if (spec.logit_cap > 0)
+    found.push_back(text("logit_cap: the model caps logits at ", spec.logit_cap,
+                         ", which reads of folded spans do not; allowed models without a cap"));
   if (spec.query_heads == 0)
     found.push_back("query_heads: queries read folded spans, but the model spec does not say how many heads they have");
   if (zoom.rule == ZoomOptions::Rule::learned && routing == nullptr)

@@ -28,10 +28,12 @@ struct Observation {
   QueryBasis basis = QueryBasis::pre_rope;
   bool unread =
       false;  ///< no event will read the queries of these tokens (Keeper::tokens_to_event), and none are given
-  Tensor log_sum_exp = {};  ///< f32 [n_tokens, Hq] of each query's scaled logits over all cached keys that it sees, its
-                            ///< own included: natural, as attention kernels return it (FlashAttention: softmax_lse),
-                            ///< without learned sinks. Optional: on a device an event whose window has them reads the
-                            ///< keys once instead of twice; the CPU reads them once anyway
+  Tensor log_sum_exp =
+      {};  ///< f32 [n_tokens, Hq] of each query's scaled (and capped) logits over all cached keys that
+           ///< it sees, its own included, and the sink logit of its head if the layer has them
+           ///< (LayerSpec::sinks): what its softmax is over. Natural, as attention kernels return it
+           ///< (FlashAttention: softmax_lse); add a sink that a kernel leaves out. Optional: on a device an event whose
+           ///< window has them reads the keys once instead of twice; the CPU reads them once anyway
   std::span<const std::int32_t> positions = {};  ///< host [n_tokens] logical, from 0 to below kMostPositions, ascending
                                                  ///< per sequence; empty: the next ones of each sequence
 };
@@ -48,9 +50,9 @@ struct StepTokens {
 
 /// For the tokens of a step in one layer, as any flash attention returns it.
 struct Attended {
-  Tensor out;  ///< f32 [n_tokens, Hq, Dv] contiguous; any value for a query that saw no slot
-  Tensor
-      log_sum_exp;  ///< f32 [n_tokens, Hq] contiguous, natural, of the scaled logits; -inf for a query that saw no slot
+  Tensor out;          ///< f32 [n_tokens, Hq, Dv] contiguous; any value for a query that saw no slot
+  Tensor log_sum_exp;  ///< f32 [n_tokens, Hq] contiguous, natural, of the scaled logits, sink logits included as in
+                       ///< `out`; -inf for a query that saw no slot
 };
 
 /// Scores of tokens of one layer: any subset of the sequences, for each its oldest tokens that have none yet.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <span>
 #include <vector>
@@ -129,8 +130,10 @@ class QueryRing {
   /// Tokens a layer has seen.
   [[nodiscard]] std::int64_t seen(std::int32_t layer) const { return layers_[static_cast<std::size_t>(layer)].seen; }
 
-  /// True if the newest `tokens` can be taken back and the window before them is still held.
+  /// True if the newest `tokens` can be taken back and the window before them is still held, or nobody will read it.
   [[nodiscard]] bool can_forget(std::int64_t tokens) const;
+  /// The most for which that is so, and for every number below.
+  [[nodiscard]] std::int64_t most_forgettable() const;
   void forget(std::int64_t tokens);
 
   /// Requires: if queries are kept, every layer has seen the same tokens. On a device: waits. Cost: one copy.
@@ -139,6 +142,7 @@ class QueryRing {
   void take(const Held& held);
 
  private:
+  [[nodiscard]] std::int64_t forgettable(const Layer& layer) const;
   void allocate(Dtype dtype);
   /// Bytes of all that allocate() takes.
   [[nodiscard]] std::int64_t all_bytes() const {
@@ -261,11 +265,20 @@ inline std::optional<std::int32_t> QueryRing::not_finite(std::int32_t layer) con
 }
 
 inline bool QueryRing::can_forget(std::int64_t tokens) const {
-  return std::all_of(layers_.begin(), layers_.end(), [&](const Layer& l) {
-    const std::int64_t seen = l.seen - tokens;
-    if (seen < l.first) return l.unread;
-    return std::min<std::int64_t>(wanted_, seen - l.first) <= seen - l.oldest;
-  });
+  return std::ranges::all_of(
+      layers_, [&](const Layer& l) { return tokens <= forgettable(l) || (l.unread && l.seen - tokens < l.first); });
+}
+
+inline std::int64_t QueryRing::most_forgettable() const {
+  std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  for (const Layer& l : layers_) most = std::min(most, forgettable(l));
+  return most;
+}
+
+/// Of one layer. While it holds all that it has seen, any window is as it was. Then `wanted` must be left.
+inline std::int64_t QueryRing::forgettable(const Layer& l) const {
+  if (l.oldest == l.first) return l.unread ? l.seen : l.seen - l.first;
+  return std::max<std::int64_t>(0, l.seen - l.oldest - wanted_);
 }
 
 inline void QueryRing::forget(std::int64_t tokens) {

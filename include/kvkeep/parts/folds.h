@@ -212,12 +212,12 @@ inline ReadCounts Folds::view(const Observation& o, const Attended& attended) {
 }
 
 inline FoldedState Folds::of(SequenceId sequence) const {
-  static_cast<void>(sequences().at(sequence));
+  static_cast<void>(sequences().at(sequence, "Folds::of"));
   return folded_.find(sequence)->rows->state();
 }
 
 inline const SpanRow& Folds::spans(SequenceId sequence, std::int32_t layer, std::int32_t head) const {
-  static_cast<void>(sequences().at(sequence));
+  static_cast<void>(sequences().at(sequence, "spans"));
   const std::span<const SpanRow> rows = folded_.find(sequence)->rows->host_rows();
   KVKEEP_REQUIRE_AS(Unsupported, !rows.empty(), "spans: those of sequence ", sequence, " are on ",
                     machine().device().str(), " and are not read back; allowed only on the CPU");

@@ -173,6 +173,12 @@ struct BoundCache {
   std::vector<std::int64_t> slot_bytes = {};  ///< [full layers] K and V bytes of one slot of one head, scales included
 };
 
+/// Throws StateError: no sequence has this id.
+[[noreturn]] inline void refuse_unknown(const char* operation, SequenceId id) {
+  refuse<StateError>(operation, ": sequence ", id, " is not known; allowed after join(", id, "), and before leave(", id,
+                     ")");
+}
+
 /// All sequences of one keeper, and its cache, which the keeper and its parts share.
 class Sequences {
  public:
@@ -210,7 +216,11 @@ class Sequences {
   /// As Keeper::join() and leave().
   void join(SequenceId id, std::int32_t tokens = 0, std::optional<std::int32_t> prompt = {});
   void leave(SequenceId id);
-  void truncate(SequenceId id, std::int64_t logical_length);
+  /// `window`: whether the queries before what goes must still be held, or may be gone.
+  void truncate(SequenceId id, std::int64_t logical_length, const char* operation = "truncate", bool window = true);
+  /// As Keeper::rollback_limit() and least_length().
+  [[nodiscard]] std::int64_t rollback_limit(SequenceId id) const;
+  [[nodiscard]] std::int64_t least_length(SequenceId id) const { return least_length(at(id, "least_length")); }
   void fork(SequenceId child, SequenceId parent, std::optional<std::int64_t> tokens,
             std::optional<std::int32_t> prompt);
   /// The prompt of a sequence that came from another or from a file is longer than what that had of it.
@@ -219,9 +229,11 @@ class Sequences {
   void forget(SequenceId id) noexcept;
 
   [[nodiscard]] bool contains(SequenceId id) const { return all_.contains(id); }
-  /// Throws StateError for an unknown sequence.
-  [[nodiscard]] const SequenceState& at(SequenceId id) const;
-  [[nodiscard]] SequenceState& at(SequenceId id) { return const_cast<SequenceState&>(std::as_const(*this).at(id)); }
+  /// Throws StateError for an unknown sequence, in the name of the call.
+  [[nodiscard]] const SequenceState& at(SequenceId id, const char* operation = "kvkeep") const;
+  [[nodiscard]] SequenceState& at(SequenceId id, const char* operation = "kvkeep") {
+    return const_cast<SequenceState&>(std::as_const(*this).at(id, operation));
+  }
   /// The same; throws StateError also while an event of it is pending, so that its rows are not as counted.
   [[nodiscard]] const SequenceState& ready(const char* operation, SequenceId id) const;
   [[nodiscard]] SequenceState& ready(const char* operation, SequenceId id) {
@@ -259,8 +271,12 @@ class Sequences {
   Totals totals;  ///< of the keeper
 
  private:
-  void check_taking_back(const char* operation, SequenceId id, const SequenceState& s,
-                         std::int64_t logical_length) const;
+  void check_taking_back(const char* operation, SequenceId id, const SequenceState& s, std::int64_t logical_length,
+                         bool window = true) const;
+  /// Nothing before the last event can be taken back, nor what was cached before the sequence joined.
+  [[nodiscard]] static std::int64_t least_length(const SequenceState& s) {
+    return std::max<std::int64_t>(s.last_event, s.prefix);
+  }
 
   ModelSpec spec_;
   std::int32_t queries_;
@@ -287,15 +303,14 @@ inline std::int32_t Sequences::row_of(std::int32_t layer, std::int32_t head) con
   return index_of(layer) * spec_.kv_heads + head;
 }
 
-inline const SequenceState& Sequences::at(SequenceId id) const {
+inline const SequenceState& Sequences::at(SequenceId id, const char* operation) const {
   const auto found = all_.find(id);
-  KVKEEP_REQUIRE_AS(StateError, found != all_.end(), "kvkeep: sequence ", id,
-                    " is not known; allowed after join() and before leave()");
+  if (found == all_.end()) refuse_unknown(operation, id);
   return found->second;
 }
 
 inline const SequenceState& Sequences::ready(const char* operation, SequenceId id) const {
-  const SequenceState& s = at(id);
+  const SequenceState& s = at(id, operation);
   KVKEEP_REQUIRE_AS(StateError, !s.pending, operation, ": the event that cuts sequence ", id,
                     " is pending; allowed after finish()");
   return s;
@@ -303,16 +318,17 @@ inline const SequenceState& Sequences::ready(const char* operation, SequenceId i
 
 namespace sequences_detail {
 
-/// K and V bytes of one slot of one head, scales of its own included.
+/// K and V bytes of one slot of one head, scales of its own and extras included.
 inline std::int64_t slot_bytes(const ModelSpec& spec, const LayerKv& layer) {
   const LayerSides kv = sides_of(layer);
   const auto bytes = [](const Tensor& t, std::int64_t numbers) { return t.defined() ? numbers * t.element_size() : 0; };
-  const auto scale_bytes = [&](const Tensor& t) {
+  const auto own_bytes = [&](const Tensor& t, std::int64_t numbers = 1) {
     const bool of_all_slots = t.defined() && t.stride(kv.slot) == 0 && (!kv.paged || t.stride(0) == 0);
-    return of_all_slots ? 0 : bytes(t, 1);
+    return of_all_slots ? 0 : bytes(t, numbers);
   };
   return bytes(kv.keys, spec.key_dim) + (lies_within(kv.values, kv.keys) ? 0 : bytes(kv.values, spec.value_dim)) +
-         scale_bytes(kv.key_scales) + (lies_within(kv.value_scales, kv.key_scales) ? 0 : scale_bytes(kv.value_scales));
+         own_bytes(kv.key_scales) + (lies_within(kv.value_scales, kv.key_scales) ? 0 : own_bytes(kv.value_scales)) +
+         (kv.extra.defined() ? own_bytes(kv.extra, kv.extra.size(3)) : 0);
 }
 
 }  // namespace sequences_detail
@@ -384,33 +400,43 @@ inline void Sequences::leave(SequenceId id) {
 }
 
 inline void Sequences::check_taking_back(const char* operation, SequenceId id, const SequenceState& s,
-                                         std::int64_t logical_length) const {
-  const std::int64_t taken = s.logical - logical_length, least = std::max<std::int64_t>(s.last_event, s.prefix);
+                                         std::int64_t logical_length, bool window) const {
+  const std::int64_t taken = s.logical - logical_length, least = least_length(s);
   KVKEEP_REQUIRE(logical_length >= 0 && logical_length <= s.logical, operation, ": sequence ", id, " is ", s.logical,
                  " tokens long; given ", logical_length, "; allowed 0 to that");
   KVKEEP_REQUIRE_AS(StateError, logical_length >= least, operation, ": sequence ", id, " was cut at length ",
                     s.last_event, " and what was dropped then is gone; given ", logical_length, "; allowed ", least,
                     " or more");
-  KVKEEP_REQUIRE_AS(StateError, queries_ == 0 || s.ring.can_forget(taken), operation, ": ", taken,
+  KVKEEP_REQUIRE_AS(StateError, !window || queries_ == 0 || s.ring.can_forget(taken), operation, ": ", taken,
                     " tokens of sequence ", id, " are more than the query ring can take back; allowed at most ",
                     QueryRing::kRollback);
 }
 
-inline void Sequences::truncate(SequenceId id, std::int64_t logical_length) {
-  SequenceState& s = ready("truncate", id);
-  require_whole("truncate", id, s);
-  check_taking_back("truncate", id, s, logical_length);
+inline std::int64_t Sequences::rollback_limit(SequenceId id) const {
+  const SequenceState& s = ready("rollback_limit", id);
+  require_whole("rollback_limit", id, s);
+  const std::int64_t since = s.logical - least_length(s);
+  return queries_ == 0 ? since : std::min(since, s.ring.most_forgettable());
+}
+
+inline void Sequences::truncate(SequenceId id, std::int64_t logical_length, const char* operation, bool window) {
+  SequenceState& s = ready(operation, id);
+  require_whole(operation, id, s);
+  check_taking_back(operation, id, s, logical_length, window);
   const std::int64_t taken = s.logical - logical_length;
   if (taken == 0) return;
   const auto newest = s.columns.newest();
-  const bool some_left = logical_length > std::max<std::int64_t>(s.last_event, s.prefix);  // of tokens that came since
+  const bool some_left = logical_length > least_length(s);  // of tokens that came since
   s.next_position = some_left ? newest[newest.size() - static_cast<std::size_t>(taken) - 1] + 1 : s.event_position;
   if (s.logical >= s.prompt && logical_length < s.prompt) {
     s.prompt = logical_length;
     s.prompt_end = s.next_position;
   }
   s.columns.truncate(static_cast<std::int32_t>(taken));
-  s.ring.forget(taken);
+  if (queries_ == 0 || s.ring.can_forget(taken))
+    s.ring.forget(taken);
+  else
+    s.ring.catch_up(logical_length);
   s.logical = logical_length;
   s.asked = std::min(s.asked, s.logical);
   for (const std::unique_ptr<Part>& part : parts_) part->truncate(id, s);

@@ -54,7 +54,7 @@ class Pins final : public Part {
 
 inline PositionSpan Pins::span_of(const char* operation, SequenceId sequence, std::int64_t begin,
                                   std::int64_t end) const {
-  static_cast<void>(sequences().at(sequence));
+  static_cast<void>(sequences().at(sequence, operation));
   KVKEEP_REQUIRE(begin >= 0 && begin < end && end <= kMostPositions, operation, ": positions ", begin, " to ", end,
                  " of sequence ", sequence, "; allowed a begin below the end, from 0 to ", kMostPositions);
   return {static_cast<std::int32_t>(begin), static_cast<std::int32_t>(end)};
@@ -94,7 +94,7 @@ inline void Pins::unpin(SequenceId sequence, std::int64_t begin, std::int64_t en
 }
 
 inline std::span<const PositionSpan> Pins::pinned(SequenceId sequence) const {
-  static_cast<void>(sequences().at(sequence));
+  static_cast<void>(sequences().at(sequence, "pinned"));
   const PositionSpans* spans = spans_.find(sequence);
   return spans == nullptr ? std::span<const PositionSpan>() : spans->spans();
 }

@@ -15,6 +15,7 @@
 #include "kvkeep/parts/check_observation.h"
 #include "kvkeep/parts/given.h"
 #include "kvkeep/parts/prompts.h"
+#include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/policy.h"
 
 namespace kvkeep::parts {
@@ -145,7 +146,7 @@ KVKEEP_INLINE void Prompts::reserve_tokens(SequenceId id, const SequenceState& s
                       .entered = std::vector<std::int32_t>(static_cast<std::size_t>(layers)),
                       .going_on = std::vector<std::int32_t>(positions.size())};
   std::iota(report.going_on.begin(), report.going_on.end(), 0);
-  prompts_[id] = {policy().begin_prompt(machine(), spec(), tokens), std::move(report),
+  prompts_[id] = {begun_prompt("observe", policy(), machine(), spec(), tokens), std::move(report),
                   Passing{.tokens = tokens, .present = {positions.begin(), positions.end()}, .contiguous = tokens}};
 }
 
@@ -189,7 +190,7 @@ KVKEEP_INLINE Prompts::LayerPlan Prompts::plan_layer(SequenceId id, SequenceStat
   if (plan.table.page_size > 0)
     prompts_detail::check_prompt_pages(view, place, s.passing->tokens, plan.table.page_size,
                                        std::get<PagedKv>(cache.layers[static_cast<std::size_t>(o.layer)]).keys.size(0));
-  const std::int32_t wanted = plan.queries = plan.prompt->pass->wants(o.layer, present);
+  const std::int32_t wanted = plan.queries = wanted_queries("narrow", policy(), *plan.prompt->pass, o.layer, present);
   if (wanted == 0) return plan;
   prompts_detail::require_own_cache(view, place, plan.table);
   for (Row& row : plan.table.rows) s.columns.describe(sequences().row_of(row.layer, row.head), row);
@@ -292,6 +293,7 @@ KVKEEP_INLINE void Prompts::decide_layer(std::span<LayerPlan> plans, const Obser
                                                      .moment = Moment::prefill_layer,
                                                      .output_projections = output_projections()},
                                                     passes);
+  check_layer(policy().name(), table, layer);
   for (std::size_t i = 0; i < deciding.size(); ++i) deciding[i]->decision = layer.prompts[i];
   if (!layer.rows.keep) return;
   const KeepSet& keep = *layer.rows.keep;
@@ -360,7 +362,7 @@ KVKEEP_INLINE void Prompts::restart_prompt(const LayerPlan& plan, const CacheVie
 }
 
 KVKEEP_INLINE const PromptReport* Prompts::report_of(SequenceId sequence) const {
-  static_cast<void>(sequences().at(sequence));
+  static_cast<void>(sequences().at(sequence, "report_of"));
   const Prompt* const prompt = prompts_.find(sequence);
   return prompt == nullptr || prompt->begins ? nullptr : &prompt->report;
 }

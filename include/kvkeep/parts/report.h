@@ -76,8 +76,8 @@ struct Report {
 /// A histogram of times, in the buckets that Prometheus expects: each counts the times up to its bound.
 struct TimeHistogram {
   /// Seconds.
-  static constexpr std::array<double, 12> kBounds{50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3,
-                                                  5e-3,  10e-3,  25e-3,  50e-3,  0.1,  0.5};
+  static constexpr std::array<double, 15> kBounds{50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3,
+                                                  25e-3, 50e-3,  0.1,    0.5,    1,    2.5,    5};
   std::array<std::int64_t, kBounds.size()> up_to{};  ///< cumulative
   std::int64_t count = 0;
   double sum = 0;  ///< seconds

@@ -19,7 +19,7 @@ class Surprisal final : public Part {
   /// negative numbers count as 0. Call it before step(). Throws StateError for an unknown sequence, InvalidArgument for
   /// more tokens than have none.
   void supply(SequenceId sequence, std::span<const float> nats) {
-    const SequenceState& s = sequences().at(sequence);
+    const SequenceState& s = sequences().at(sequence, "surprise");
     Known& known = known_[sequence];
     const std::int64_t open = s.logical - known.tokens;
     KVKEEP_REQUIRE(std::ssize(nats) <= open, "surprise: ", nats.size(), " tokens of sequence ", sequence, "; ", open,

@@ -38,9 +38,43 @@ inline void check_pinned(std::string_view who, const Row& row, const RowGroup& g
   }
 }
 
-/// An allocator keeps all slots of a row that is not due, and of any other those that stay whatever they score.
+/// An allocator spreads its policy's budgets over the same rows, each with room for what it must keep, and gives no
+/// sequence more slots in all than they are.
+inline void check_spread(std::string_view who, const Evidence& evidence, std::span<const std::int32_t> budgets,
+                         std::span<const std::int32_t> least, std::span<const RowLimit> rows) {
+  const RowTable& table = evidence.table;
+  KVKEEP_REQUIRE(rows.size() == table.rows.size(), "step: ", who, " spread budgets over ", rows.size(),
+                 " rows; allowed the ", table.rows.size(), " that it was given");
+  const std::size_t heads = table.groups.empty() ? 1 : rows.size() / table.groups.size();
+  for (std::size_t r = 0; r < rows.size(); ++r) {
+    const std::int32_t fewest = std::max(1, std::min(least[r / heads], budgets[r / heads]));
+    KVKEEP_REQUIRE(!rows[r].due || rows[r].budget >= fewest, "step: ", who, " gives layer ", table.rows[r].layer,
+                   ", head ", table.rows[r].head, " a budget of ", rows[r].budget, "; allowed ", fewest,
+                   " or more, which its sinks and the slots that always stay take (`least`)");
+  }
+  if (std::ranges::count(evidence.spec.layers, LayerKind::remote, &LayerSpec::kind) > 0) return;  // a part of them
+  struct Sum {
+    std::int64_t given = 0, allowed = 0;
+  };
+  std::vector<Sum> sums;  // by sequence
+  for (std::size_t g = 0; g < table.groups.size(); ++g) {
+    const auto sequence = static_cast<std::size_t>(table.groups[g].sequence);
+    if (sequence >= sums.size()) sums.resize(sequence + 1);
+    for (std::size_t r = g * heads; r < (g + 1) * heads; ++r) {
+      sums[sequence].given += rows[r].due ? rows[r].budget : table.rows[r].length;
+      sums[sequence].allowed += budgets[g];
+    }
+  }
+  for (const Sum& sum : sums)
+    KVKEEP_REQUIRE(sum.given <= sum.allowed, "step: ", who, " gives the rows of a sequence ", sum.given,
+                   " slots in all; allowed ", sum.allowed,
+                   ", which the policy's budget gives them (a row that is not due counts its own)");
+}
+
+/// An allocator keeps all slots of a row that is not due, and of any other those that stay whatever they score, and no
+/// more than its budget if rows stay `even`.
 inline void check_allotted(std::string_view who, const RowTable& table, const Limits& limits, const KeepSet& keep,
-                           bool written) {
+                           bool even) {
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     const Row& row = table.rows[r];
     const RowLimit& limit = limits.rows[r];
@@ -50,7 +84,9 @@ inline void check_allotted(std::string_view who, const RowTable& table, const Li
     };
     KVKEEP_REQUIRE(limit.due || count == row.length, of_row(), ", which is not due; allowed all ", row.length,
                    " slots (RowLimit::due)");
-    if (!limit.due || !written) continue;
+    KVKEEP_REQUIRE(!limit.due || !even || count <= limit.budget, "step: ", who, " keeps ", count, " slots of layer ",
+                   row.layer, ", head ", row.head, "; allowed up to ", limit.budget, " (RowLimit::budget)");
+    if (!limit.due || !keep.in_place.empty()) continue;
     const std::span<const std::int32_t> kept = keep.row(r);
     const bool whole = count >= sinks + recents &&
                        (sinks == 0 || kept[static_cast<std::size_t>(sinks) - 1] == sinks - 1) &&
@@ -62,27 +98,123 @@ inline void check_allotted(std::string_view who, const RowTable& table, const Li
   }
 }
 
+/// Unless an allocator is ragged(), rows of one sequence that were alike stay so, and all that are cut keep as many.
+inline void check_even(std::string_view who, const RowTable& table, const Limits& limits, const KeepSet& keep) {
+  if (table.groups.empty()) return;
+  const auto of_layer = std::ranges::count(table.groups, table.groups.front().layer, &RowGroup::layer);
+  const std::size_t heads = table.rows.size() / table.groups.size(), sequences = static_cast<std::size_t>(of_layer);
+  std::vector<std::size_t> first(sequences, table.rows.size());  // row of each sequence that is due
+  const auto sequence_of = [&](std::size_t r) { return r / heads % sequences; };
+  for (std::size_t r = 0; r < table.rows.size(); ++r)
+    if (limits.rows[r].due) first[sequence_of(r)] = std::min(first[sequence_of(r)], r);
+  for (std::size_t r = 0; r < table.rows.size(); ++r) {
+    const std::size_t f = first[sequence_of(r)];
+    if (f == table.rows.size()) continue;
+    const Row &row = table.rows[r], &of = table.rows[f];
+    KVKEEP_REQUIRE(keep.count(r) == keep.count(f) || (!limits.rows[r].due && row.length != of.length), "step: ", who,
+                   " leaves rows unequal: ", keep.count(f), " slots of layer ", of.layer, ", head ", of.head, ", and ",
+                   keep.count(r), " of layer ", row.layer, ", head ", row.head,
+                   " of one sequence; allowed with ragged()");
+  }
+}
+
+/// How a decision divides one row, if it does.
+inline void check_segments(std::string_view who, const Row& row, std::span<const std::int32_t> ends, std::size_t quotas,
+                           std::string_view operation) {
+  std::int32_t before = 0;
+  bool ascend = true;
+  for (const std::int32_t end : ends) ascend = ascend && end > std::exchange(before, end);
+  KVKEEP_REQUIRE(ends.empty() || (ascend && before == row.length), operation, ": ", who, " divides layer ", row.layer,
+                 ", head ", row.head, " into segments whose ends ", ascend ? "stop at " : "do not ascend",
+                 ascend ? text(before) : "", "; allowed none, or ascending ones up to its length, ", row.length);
+  KVKEEP_REQUIRE(quotas == ends.size(), operation, ": ", who, " gives layer ", row.layer, ", head ", row.head, " ",
+                 quotas, " quotas; allowed one for each of its ", ends.size(), " segments");
+}
+
+/// Tokens of one prompt that continue.
+inline void check_tokens(std::string_view who, const RowTable& table, const RowGroup& group, const TokenSet& set) {
+  const std::int32_t present = table.rows[static_cast<std::size_t>(group.first_row)].length;
+  const std::int64_t count = set.tokens.defined() ? set.tokens.numel() : 1;
+  KVKEEP_REQUIRE(count >= 1 && count <= present, "narrow: ", who, " lets ", count, " tokens of layer ", group.layer,
+                 " continue; allowed 1 to all ", present);
+  require_flat(text("narrow: tokens of ", who), set.tokens, Dtype::i32, count, Device{});
+  KVKEEP_REQUIRE((set.indptr == std::vector<std::int64_t>{0, count}), "narrow: offsets of the tokens of ", who,
+                 " are not those of one prompt; allowed 0 and their number, ", count, " (tokens_of() makes them)");
+  require_ascending({set.tokens.data<std::int32_t>(), static_cast<std::size_t>(count)}, present,
+                    [&] { return text("narrow: ", who, " lets tokens of layer ", group.layer, " continue"); });
+}
+
 }  // namespace evict_detail
 
-KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep, bool written) {
+KVKEEP_INLINE void check_decision(std::string_view who, const RowTable& table, const Decision& decision,
+                                  std::string_view operation) {
+  const std::size_t rows = table.rows.size();
+  const bool counted = decision.keep && decision.keep->in_place.empty();  // on a device, a trial has no memory yet
+  const auto of_slots = [&](std::string_view what, const Tensor& given) {
+    require_flat(text(operation, ": ", what, " of ", who), given, Dtype::f32, table.slots, table.device, counted);
+  };
+  if (decision.credit) of_slots("credit", *decision.credit);
+  if (decision.tally) of_slots("tally", *decision.tally);
+  if (decision.scores.data.defined()) of_slots("scores", decision.scores.data);
+  KVKEEP_REQUIRE(decision.guarded.empty() || decision.guarded.size() == rows, operation, ": Decision::guarded of ", who,
+                 " has ", decision.guarded.size(), " rows; allowed none, or the ", rows, " of the event");
+  for (std::size_t r = 0; r < decision.guarded.size(); ++r) {
+    const Row& row = table.rows[r];
+    const std::int64_t most = counted ? decision.keep->count(r) : row.length;
+    KVKEEP_REQUIRE(decision.guarded[r] >= 0 && decision.guarded[r] <= most, operation, ": Decision::guarded of ", who,
+                   " says that ", decision.guarded[r], " slots of layer ", row.layer, ", head ", row.head,
+                   " stay whatever they score; allowed 0 to the ", most, " that stay");
+  }
+  if (!decision.allotment) return;
+  const Allotment& allotment = *decision.allotment;
+  if (allotment.mass.data.defined()) of_slots("mass", allotment.mass.data);
+  if (allotment.mass_used.data.defined()) of_slots("used mass", allotment.mass_used.data);
+  KVKEEP_REQUIRE(allotment.ends.size() == rows && allotment.quotas.size() == rows, operation, ": ", who,
+                 " says how it divides ", allotment.ends.size(), " rows, with the quotas of ", allotment.quotas.size(),
+                 "; allowed both of the event's ", rows, " rows, or no Decision::allotment");
+  for (std::size_t r = 0; r < rows; ++r)
+    evict_detail::check_segments(who, table.rows[r], allotment.ends[r], allotment.quotas[r].size(), operation);
+}
+
+KVKEEP_INLINE void check_layer(std::string_view who, const RowTable& table, const LayerDecision& layer) {
+  KVKEEP_REQUIRE(layer.prompts.size() == table.groups.size(), "narrow: ", who, " decides for ", layer.prompts.size(),
+                 " prompts; allowed the ", table.groups.size(), " of the layer");
+  const std::optional<KeepSet>& keep = layer.rows.keep;
+  if (keep) check_keep(who, table, *keep, "narrow");
+  check_decision(who, table, layer.rows, "narrow");
+  const std::size_t heads = table.groups.empty() ? 1 : table.rows.size() / table.groups.size();
+  for (std::size_t g = 0; g < layer.prompts.size(); ++g) {
+    const LayerDecision::Prompt& prompt = layer.prompts[g];
+    const RowGroup& group = table.groups[g];
+    KVKEEP_REQUIRE(keep || !prompt.cut, "narrow: ", who, " cuts rows of layer ", group.layer,
+                   ", and does not say what stays of them; allowed with Decision::keep");
+    for (std::size_t r = g * heads; keep && !prompt.cut && r < (g + 1) * heads; ++r)
+      KVKEEP_REQUIRE(keep->count(r) == table.rows[r].length, "narrow: ", who, " keeps ", keep->count(r),
+                     " slots of layer ", group.layer, ", head ", table.rows[r].head,
+                     ", of a prompt that it does not cut; allowed all ", table.rows[r].length, ", or with `cut`");
+    if (prompt.narrow) evict_detail::check_tokens(who, table, group, *prompt.narrow);
+  }
+}
+
+KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep,
+                              std::string_view operation) {
+  const bool written = keep.in_place.empty();
   const std::size_t rows = table.rows.size(), heads = table.groups.empty() ? 1 : rows / table.groups.size();
-  KVKEEP_REQUIRE(keep.indptr.size() == rows + 1 && keep.indptr.front() == 0, "step: ", who, " gave ",
+  KVKEEP_REQUIRE(keep.indptr.size() == rows + 1 && keep.indptr.front() == 0, operation, ": ", who, " gave ",
                  keep.indptr.size(), " offsets of kept slots; allowed ", rows + 1,
                  ", from 0 (empty_keep_set() makes them)");
-  require_flat(text("step: kept slots of ", who), keep.slots, Dtype::i32, keep.indptr.back(), table.device);
+  require_flat(text(operation, ": kept slots of ", who), keep.slots, Dtype::i32, keep.indptr.back(), table.device,
+               written);
   for (std::size_t r = 0; r < rows; ++r) {
     const Row& row = table.rows[r];
     const std::int64_t count = keep.count(r);
-    KVKEEP_REQUIRE(count <= row.length && count >= std::min(row.length, 1), "step: ", who, " keeps ", count,
+    KVKEEP_REQUIRE(count <= row.length && count >= std::min(row.length, 1), operation, ": ", who, " keeps ", count,
                    " slots of layer ", row.layer, ", head ", row.head, "; allowed 1 to all ", row.length);
     if (!written) continue;
     const std::span<const std::int32_t> kept = keep.row(r);
-    std::int32_t before = -1;
-    bool ascend = true;
-    for (const std::int32_t slot : kept) ascend = ascend && slot > std::exchange(before, slot);
-    KVKEEP_REQUIRE(ascend && before < row.length, "step: ", who, " keeps slots of layer ", row.layer, ", head ",
-                   row.head, " that ", ascend ? "are beyond it" : "do not ascend",
-                   "; allowed ascending ones from 0 to ", row.length - 1);
+    require_ascending(kept, row.length, [&] {
+      return text(operation, ": ", who, " keeps slots of layer ", row.layer, ", head ", row.head);
+    });
     const RowGroup& group = table.groups[r / heads];
     if (group.prompt_slots < 0) evict_detail::check_pinned(who, row, group, kept);
   }
@@ -96,8 +228,19 @@ KVKEEP_INLINE Evict::Evict(std::string name, std::unique_ptr<Scorer> scorer, std
       retention_(retention),
       json_(std::move(json)) {
   const std::int64_t least = std::int64_t{retention_.sink} + std::max(scorer_->keeps_newest(), 1);
+  KVKEEP_REQUIRE(retention_.share == Sharing::per_layer_per_head || !allocator_->ragged() || allocator_->thins(),
+                 "policy: share of ", name_, " joins rows, and allocator ", allocator_->name(),
+                 " lets them keep different numbers of slots (ragged()); allowed share=per_layer_per_head");
   KVKEEP_REQUIRE(least <= INT32_MAX, "policy: sink of ", name_, " and the other slots it always keeps add up to ",
                  least, " slots; allowed at most ", INT32_MAX);
+  if (retention_.trigger.prefill == Trigger::Prefill::pieces) {
+    KVKEEP_REQUIRE(!retention_.protect_prompt, "policy: prefill of ", name_,
+                   " is \"pieces\" with protect_prompt, which keeps all of a prompt; allowed protect_prompt=false, or "
+                   "prefill=cut");
+    KVKEEP_REQUIRE(retention_.rest == nullptr, "policy: prefill of ", name_,
+                   " is \"pieces\" with rest=fold, which folds a prompt that is whole; allowed rest=drop, or "
+                   "prefill=cut");
+  }
   Budget& budget = retention_.trigger.budget;
   budget.least = std::max(budget.least, retention_.sink + 1);
   if (retention_.protect_prompt) budget.beyond_prompt = std::max(newest(INT32_MAX), 1);
@@ -128,13 +271,17 @@ KVKEEP_INLINE Demand Evict::demand(const Needs& needs) const {
 
 KVKEEP_INLINE Needs needs_of(const Retention& retention, const Scorer& scorer, const Allocator& allocator) {
   Needs needs = scorer.needs();
+  const auto read = [&needs](std::int32_t queries) {
+    const std::int32_t fewer = std::min(needs.queries, queries);
+    needs.queries = fewer < 0 ? fewer : std::max(needs.queries, queries);  // problems() refuses a negative number
+  };
   // The published window leaves out one query that has been seen.
   if (allocator.window() > 0) {
-    needs.queries = std::max(needs.queries, allocator.window() + (retention.variant == Variant::official ? 1 : 0));
+    read(allocator.window() + (retention.variant == Variant::official ? 1 : 0));
     needs.keys = true;
   }
   const Needs own = allocator.needs();
-  needs.queries = std::max(needs.queries, own.queries);
+  read(own.queries);
   needs.keys = needs.keys || own.keys;
   needs.values = needs.values || own.values;
   needs.output_projection = needs.output_projection || own.output_projection;
@@ -181,7 +328,8 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
   const auto heads = static_cast<std::size_t>(evidence.spec.kv_heads);
   Limits limits{retention_.variant, padding(), std::vector<RowLimit>(table.rows.size())};
   std::size_t spans = 0;
-  std::vector<std::int32_t> least, recents;
+  std::vector<std::int32_t> budgets, least, recents;
+  budgets.reserve(table.groups.size());
   least.reserve(table.groups.size());
   recents.reserve(table.groups.size());
   const std::int64_t rows_of_a_sequence = std::ssize(evidence.spec.full_layers()) * evidence.spec.whole_heads();
@@ -189,6 +337,7 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
     const Row& first = table.rows[static_cast<std::size_t>(group.first_row)];
     const std::int64_t slot_bytes = first.slot_bytes() * rows_of_a_sequence;
     const std::int32_t budget = retention_.trigger.budget.resolve(group.seen, group.prompt, slot_bytes);
+    budgets.push_back(budget);
     for (std::size_t h = 0; h < heads; ++h) {
       const std::size_t r = static_cast<std::size_t>(group.first_row) + h;
       limits.rows[r] = {budget, table.rows[r].length > budget, {}};
@@ -205,6 +354,7 @@ KVKEEP_INLINE Limits Evict::limits(const Evidence& evidence) const {
     if (group.prompt_slots < 0) spans += heads * group.pinned.size();
   }
   allocator_->spread(evidence, least, limits.rows);
+  evict_detail::check_spread(allocator_of(), evidence, budgets, least, limits.rows);
   SlotRange* ranges = nullptr;
   if (spans > 0) {
     const std::shared_ptr<SlotRange[]> all(new SlotRange[spans]);
@@ -304,9 +454,11 @@ KVKEEP_INLINE Decision Evict::decide(Machine& machine, const Evidence& evidence)
       decision.keep.has_value(), "decide: allocator ", allocator_->name(), " of ", name_,
       " chose no slots; allowed one whose allot() fills Decision::keep, with every slot of a row that is not "
       "due");
-  const std::string who = text("allocator ", allocator_->name(), " of ", name_);
-  check_keep(who, evidence.table, *decision.keep, machine.is_host());
-  evict_detail::check_allotted(who, evidence.table, limits, *decision.keep, machine.is_host());
+  const std::string who = allocator_of();
+  check_keep(who, evidence.table, *decision.keep);
+  evict_detail::check_allotted(who, evidence.table, limits, *decision.keep, !allocator_->ragged());
+  if (!allocator_->ragged()) evict_detail::check_even(who, evidence.table, limits, *decision.keep);
+  check_decision(who, evidence.table, decision);
 #if KVKEEP_FOLDING
   if (retention_.rest != nullptr) fold_rest(machine, evidence.table, retention_.rest->cut(), decision);
 #endif

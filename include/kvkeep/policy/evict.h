@@ -50,8 +50,10 @@ struct Retention {
 class Evict final : public KVPolicy {
  public:
   /// `name` and `json` describe the policy to people and files; the registry makes them. Keeper::save() needs `json`.
-  /// Throws InvalidArgument if the slots of a budget leave no room for an open span within the reach of
-  /// retention.rest, for heads of any size; problems() has the same for the model's.
+  /// Throws InvalidArgument if rows of an allocator that is ragged() and does not thin (thins()) share a selection, if
+  /// prompts that are cut in pieces are protected or what they drop is folded, and if the slots of a budget leave no
+  /// room for an open span within the reach of retention.rest, for heads of any size; problems() has the same for the
+  /// model's.
   Evict(std::string name, std::unique_ptr<Scorer> scorer, std::unique_ptr<Allocator> allocator, Retention retention,
         std::string json = {});
 
@@ -69,6 +71,7 @@ class Evict final : public KVPolicy {
   /// has it), or into runs of at most max_span dropped slots if there are no segments.
   [[nodiscard]] Decision decide(Machine& machine, const Evidence& evidence) const override;
   using KVPolicy::decide;
+  [[nodiscard]] bool checks_kept() const override { return true; }
   [[nodiscard]] const MemoryOptions* memory() const override;
   /// Pinned slots count within the budget, like sinks. Recents shrink to the room that both leave, but not below what
   /// the scorer never drops.
@@ -94,6 +97,7 @@ class Evict final : public KVPolicy {
   [[nodiscard]] const Allocator& allocator() const { return *allocator_; }
 
  private:
+  [[nodiscard]] std::string allocator_of() const { return text("allocator ", allocator_->name(), " of ", name_); }
   [[nodiscard]] Padding padding() const {
     return retention_.variant == Variant::official ? scorer_->padding() : Padding{};
   }
@@ -115,9 +119,14 @@ class Evict final : public KVPolicy {
 };
 
 /// What an event keeps: of every row some slots, ascending and below its length, and all pinned ones. `who` chose them.
-/// `written`: the slots are there to be read; else only their counts are looked at. Throws InvalidArgument, and
+/// Of slots that a device chooses (KeepSet::in_place) only the counts are looked at. Throws InvalidArgument, and
 /// Unsupported if a pinned slot goes. Cost: O(kept slots).
-void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep, bool written);
+void check_keep(std::string_view who, const RowTable& table, const KeepSet& keep, std::string_view operation = "step");
+
+/// The rest of a decision fits the event's rows: credit, tally and scores of every slot, Decision::guarded, and the
+/// allotment, as far as there are any. `who` decided. Throws InvalidArgument. Cost: O(rows and segments).
+void check_decision(std::string_view who, const RowTable& table, const Decision& decision,
+                    std::string_view operation = "step");
 
 }  // namespace kvkeep
 

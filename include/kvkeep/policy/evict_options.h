@@ -18,6 +18,12 @@
 namespace kvkeep {
 namespace evict_options_detail {
 
+inline Retention defaults() {
+  Retention r;
+  r.trigger.interval = 512;
+  return r;
+}
+
 inline void describe_budget(Fields& f, Budget& b) {
   std::int32_t slots = 0;
   double ratio = -1;
@@ -44,13 +50,18 @@ inline void describe_common(Fields& f, Retention& r) {
   f.integer("interval", r.trigger.interval, 1, INT32_MAX,
             "new slots between events: one is due at budget + interval slots",
             {"compression_interval", "divide_length", "prune_interval"});
-  f.choice("trigger", r.trigger.kind, {{"slack", Trigger::Kind::slack}, {"counter", Trigger::Kind::counter}},
+  f.choice("trigger", r.trigger.kind,
+           {{"slack", Trigger::Kind::slack}, {"counter", Trigger::Kind::counter}, {"named", Trigger::Kind::named}},
            "an event at budget + interval slots, or every `interval` decoded tokens if there are more slots than the "
-           "budget");
+           "budget, or only when the program names it, such as at the end of a turn");
   f.choice("prefill", r.trigger.prefill,
-           {{"keep", Trigger::Prefill::keep}, {"cut", Trigger::Prefill::cut}, {"only", Trigger::Prefill::only}},
+           {{"keep", Trigger::Prefill::keep},
+            {"cut", Trigger::Prefill::cut},
+            {"only", Trigger::Prefill::only},
+            {"pieces", Trigger::Prefill::pieces}},
            "when the prompt ends: leave it to the first event of decoding, cut it to the budget, or cut it and never "
-           "cut again");
+           "cut again; pieces: also cut each step of it that leaves more slots than the budget, for prompts that are "
+           "longer than the cache");
   f.integer("growth", r.trigger.budget.growth, 0, INT32_MAX,
             "slots by which the budget grows per further `interval` of decoded tokens");
   f.integer("sink", r.sink, 0, INT32_MAX, "oldest slots that always stay", {"n_sink", "start_size", "sink_tokens"});
@@ -128,23 +139,32 @@ inline void check(const std::string& policy, const Retention& r) {
 
 }  // namespace evict_options_detail
 
+/// The options that every evicting policy has besides those of its parts, with their defaults.
+inline void describe_common_options(Fields& f) {
+  Retention r = evict_options_detail::defaults();
+  evict_options_detail::describe_common(f, r);
+  evict_options_detail::describe_rest(f, r);
+}
+
 /// The parts of an evicting policy while its options are read.
 struct EvictParts {
   Retention retention;
-  std::unique_ptr<Scorer> scorer;
-  std::unique_ptr<Allocator> allocator;
+  std::unique_ptr<Scorer> scorer = {};
+  std::unique_ptr<Allocator> allocator = {};
 };
 
-/// Order: what every policy has, the scorer's options, the allocator's, and what becomes of the rest.
+/// Order: what every policy has, the scorer's options, the allocator's, and what becomes of the rest. Throws
+/// InvalidArgument, by name, for a `make` that returns null.
 [[nodiscard]] inline EvictParts read_parts(Fields& f, const ScorerEntry& scorer, const AllocatorEntry& allocator) {
-  EvictParts parts;
+  EvictParts parts{.retention = evict_options_detail::defaults()};
   Retention& r = parts.retention;
-  r.trigger.interval = 512;
   if (scorer.defaults) scorer.defaults(f, r);
   evict_options_detail::describe_common(f, r);
   if (allocator.context) allocator.context(f);
   f.enter("scorer");
   parts.scorer = scorer.make(f);
+  KVKEEP_REQUIRE(parts.scorer != nullptr, "policy: make of scorer ", scorer.traits.name,
+                 " returned null; allowed a scorer");
   f.leave();
   AllocatorContext policy{.variant = r.variant,
                           .share = r.share,
@@ -154,6 +174,8 @@ struct EvictParts {
                           .ams_coverage = scorer.traits.ams_coverage,
                           .budget = r.trigger.budget};
   parts.allocator = allocator.make(f, policy);
+  KVKEEP_REQUIRE(parts.allocator != nullptr, "policy: make of allocator ", allocator.traits.name,
+                 " returned null; allowed an allocator");
   if (!f.listing()) parts.allocator->check(policy);
   r.variant = policy.variant;
   r.trigger.budget = policy.budget;

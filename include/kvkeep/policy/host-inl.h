@@ -10,11 +10,13 @@
 #include <optional>
 #include <utility>
 
+#include "kvkeep/core/fields.h"
 #include "kvkeep/core/header_only.h"
 #include "kvkeep/core/limits.h"
 #include "kvkeep/core/tensor.h"
 #include "kvkeep/keep/compact.h"
 #include "kvkeep/layers/prompt_scores.h"
+#include "kvkeep/policy/evict.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/policy/policy.h"
 #include "kvkeep/score/window_attention.h"
@@ -368,6 +370,7 @@ KVKEEP_INLINE LayerDecision KVPolicy::decide_layer(Machine&, const Evidence&, st
 KVKEEP_INLINE Decision KVPolicy::decide(PromptPass& pass, const Evidence& evidence) const {
   PromptPass* const passes[] = {&pass};
   LayerDecision layer = decide_layer(host(), evidence, passes);
+  check_layer(name(), evidence.table, layer);
   LayerDecision::Prompt& prompt = layer.prompts.front();
   Decision decision = std::move(layer.rows);
   if (!prompt.cut) decision = {};
@@ -375,6 +378,23 @@ KVKEEP_INLINE Decision KVPolicy::decide(PromptPass& pass, const Evidence& eviden
   decision.narrow = std::move(prompt.narrow);
   decision.relative_variance = prompt.relative_variance;
   return decision;
+}
+
+KVKEEP_INLINE std::unique_ptr<PromptPass> begun_prompt(const char* operation, const KVPolicy& policy, Machine& machine,
+                                                       const ModelSpec& spec, std::int32_t tokens) {
+  std::unique_ptr<PromptPass> pass = policy.begin_prompt(machine, spec, tokens);
+  KVKEEP_REQUIRE(pass != nullptr, operation, ": begin_prompt() of ", policy.name(),
+                 " gives none; allowed a PromptPass, of a policy that narrows");
+  return pass;
+}
+
+KVKEEP_INLINE std::int32_t wanted_queries(const char* operation, const KVPolicy& policy, const PromptPass& pass,
+                                          std::int32_t layer, std::int32_t present) {
+  const std::int32_t wanted = pass.wants(layer, present);
+  KVKEEP_REQUIRE(wanted >= 0 && wanted <= present, operation, ": ", policy.name(), " wants the newest ", wanted,
+                 " queries of layer ", layer, " (PromptPass::wants()); allowed 0 to the ", present,
+                 " tokens that reached it");
+  return wanted;
 }
 
 KVKEEP_INLINE std::vector<std::string> KVPolicy::problems_on(const Machine& machine, const ModelSpec& spec) const {
@@ -411,6 +431,9 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
     found.push_back(text("rope: ", policy.name(),
                          " turns queries or keys, and the model spec does not state the RoPE of layer ", open,
                          "; allowed rope.inv_freq, or RopeStyle::none for a layer that has none"));
+  if (needs.queries < 0 || needs.queries > kMostQueries)
+    found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries,
+                         " of every full layer (Needs::queries); allowed 0 to ", kMostQueries));
   if (needs.queries > 0 && !provided.queries)
     found.push_back(text("queries: ", policy.name(), " reads the newest ", needs.queries,
                          " of every full layer, but the engine supplies none"));
@@ -451,13 +474,17 @@ KVKEEP_INLINE std::vector<std::string> problems(const KVPolicy& policy, const Mo
 
 KVKEEP_INLINE void check_readable(const KVPolicy& policy, const ModelSpec& spec, const Machine& machine,
                                   std::span<const LayerKv> layers) {
-  if (!machine.is_host() || spec.whole_heads() > spec.kv_heads) return;
+  const bool reads = machine.is_host() && spec.whole_heads() <= spec.kv_heads;
   const Needs needs = policy.needs();
   const bool folds = policy.memory() != nullptr, keys = needs.keys || folds || policy.narrows();
   for (const std::int32_t l : spec.full_layers()) {
     const auto layer = static_cast<std::size_t>(l);
     if (layer >= layers.size() || std::holds_alternative<std::monostate>(layers[layer])) return;  // bind() says so
     const LayerSides sides = sides_of(layers[layer]);
+    KVKEEP_REQUIRE_AS(Unsupported, !folds || !sides.extra.defined(), "bind: layer ", l,
+                      " has extras, which folded spans do not hold; allowed layers without extras under policy ",
+                      policy.name(), ", which folds");
+    if (!reads) continue;
     if (keys) host_detail::require_readable("keys", sides.keys, sides.key_scales, l, policy);
     if (needs.values || folds) host_detail::require_readable("values", sides.values, sides.value_scales, l, policy);
   }

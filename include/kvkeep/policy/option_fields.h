@@ -56,6 +56,8 @@ class OptionFields final : public Fields {
   /// The policy in full: its name, and every option with its value, defaults included.
   [[nodiscard]] OptionValue resolved(const std::string& policy) const;
   [[nodiscard]] const std::vector<OptionInfo>& listed() const { return listed_; }
+  /// Full names of all options that were read or listed, under every name that they have, and of sub-objects.
+  [[nodiscard]] const std::vector<std::string>& names() const { return taken_; }
 
  protected:
   void respell(const char* name, const std::string& word) override {
@@ -107,11 +109,29 @@ namespace option_fields_detail {
 
 inline std::string shown(double value) { return OptionValue(value).json(); }
 
+/// The numbers of a range, either end of which may be infinite.
+inline std::string numbers_in(Range range) {
+  const bool from = std::isfinite(range.low), to = std::isfinite(range.high);
+  if (from && to)
+    return text("a number in ", range.low_open ? "(" : "[", shown(range.low), ", ", shown(range.high),
+                range.high_open ? ")" : "]");
+  if (from)
+    return text("a number, ", range.low_open ? "above " : "", shown(range.low), range.low_open ? "" : " or more");
+  if (to)
+    return text("a number, ", range.high_open ? "below " : "", shown(range.high), range.high_open ? "" : " or less");
+  return "a number";
+}
+
+inline bool is_of_name(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
+}
+
 }  // namespace option_fields_detail
 
 inline void OptionFields::bad_value(const char* name, const OptionValue& given, const std::string& allowed) const {
-  refuse("policy: ", full_name(name), " is out of range or of the wrong type; given ", given.shown(), "; allowed ",
-         allowed);
+  refuse("policy: ", listing() ? "the default of " : "", full_name(name),
+         " is out of range or of the wrong type; given ", given.shown(), "; allowed ", allowed,
+         listing() ? "; one that must be given has a `fallback` instead" : "");
 }
 
 inline void OptionFields::bad(const char* name, const Value& given, const std::string& allowed) const {
@@ -183,8 +203,7 @@ inline void OptionFields::real_or(const char* name, double& value, Range range, 
 
 inline OptionFields::Given OptionFields::number(const char* name, double& value, Range range, const char* what,
                                                 Aliases aliases, const char* fallback, const char* word) {
-  std::string allowed = text("a number in ", range.low_open ? "(" : "[", option_fields_detail::shown(range.low), ", ",
-                             option_fields_detail::shown(range.high), range.high_open ? ")" : "]");
+  std::string allowed = option_fields_detail::numbers_in(range);
   if (word != nullptr) allowed += text(" or ", word);
   const OptionValue* given =
       take(name, aliases, {{}, fallback != nullptr ? fallback : option_fields_detail::shown(value), allowed, what},
@@ -270,7 +289,7 @@ inline std::string OptionFields::word(const char* name, const std::string& fallb
 
 inline void OptionFields::enter(const char* scope) {
   scope_ = scope;
-  taken_.emplace_back(scope);
+  if (std::ranges::find(taken_, scope_) == taken_.end()) taken_.push_back(scope_);
   if (listing()) return;
   resolved_[scope] = OptionValue::object();
   if (const OptionValue* const object = from_->find(scope))
@@ -278,10 +297,20 @@ inline void OptionFields::enter(const char* scope) {
 }
 
 inline void OptionFields::list(const char* name, Aliases aliases, OptionInfo info) {
+  const auto add = [this](const char* given) {
+    const std::string_view said = given;
+    KVKEEP_REQUIRE(!said.empty() && std::ranges::all_of(said, option_fields_detail::is_of_name),
+                   "policy: this is no name for an option; given \"", shortened(said),
+                   "\"; allowed letters, digits, underscores and hyphens, at least one");
+    const std::string full = full_name(given);
+    KVKEEP_REQUIRE(std::ranges::find(taken_, full) == taken_.end(), "policy: ", full,
+                   " is described twice; allowed options that share no name");
+    taken_.push_back(full);
+  };
+  add(name);
+  for (const char* alias : aliases) add(alias);
   info.name = full_name(name);
   offered_.push_back(info.name);
-  taken_.push_back(info.name);
-  for (const char* alias : aliases) taken_.push_back(full_name(alias));
   listed_.push_back(std::move(info));
 }
 

@@ -55,6 +55,10 @@ struct LayerDecision {
   Decision rows;                ///< slots that stay, of all rows together, and the scores that ranked them
 };
 
+/// Such a decision fits the rows of its layer, and tokens that continue are there, ascending. `who` decided. Throws
+/// InvalidArgument. Cost: O(kept slots and tokens).
+void check_layer(std::string_view who, const RowTable& table, const LayerDecision& layer);
+
 /// Told when a stage of an event begins and ends, on the thread that calls the keeper: for NVTX ranges, spans of
 /// OpenTelemetry, or a log. Stages nest; names are "kvkeep.plan", "kvkeep.apply" and "kvkeep.finish", and live as long
 /// as the program. Must not throw, nor call the keeper. On a device they are the host's time.
@@ -134,6 +138,9 @@ class KVPolicy {
   [[nodiscard]] virtual Decision decide(Machine& machine, const Evidence& evidence) const = 0;
   /// The same on the host.
   [[nodiscard]] Decision decide(const Evidence& evidence) const { return decide(host(), evidence); }
+  /// Decisions have been through check_keep() and check_decision() (policy/evict.h), so that a keeper need not look at
+  /// them again.
+  [[nodiscard]] virtual bool checks_kept() const { return false; }
 
   /// The most slots that each row keeps where decide() would run, before anything is scored: `exact` if it keeps no
   /// fewer. Reads shapes, lengths and pins of `shapes`, and neither cache nor positions (RowGroup::prompt_slots is not
@@ -191,6 +198,14 @@ inline KVPolicy::MostKept KVPolicy::most_kept(const Evidence& shapes) const {
   for (const Row& row : shapes.table.rows) most.slots.push_back(row.length);
   return most;
 }
+
+/// The pass of a prompt of `tokens` tokens under a policy that narrows. Throws InvalidArgument if it makes none.
+[[nodiscard]] std::unique_ptr<PromptPass> begun_prompt(const char* operation, const KVPolicy& policy, Machine& machine,
+                                                       const ModelSpec& spec, std::int32_t tokens);
+
+/// Newest queries that its pass wants in a layer. Throws InvalidArgument for fewer than 0, or more than `present`.
+[[nodiscard]] std::int32_t wanted_queries(const char* operation, const KVPolicy& policy, const PromptPass& pass,
+                                          std::int32_t layer, std::int32_t present);
 
 /// Keeps everything: the baseline of every comparison, bit for bit the engine without kvkeep.
 class Full final : public KVPolicy {

@@ -77,6 +77,9 @@ inline Prefill::Prefill(std::string name, std::unique_ptr<KVPolicy> decoding, st
                  ": decode: policy must not be null; allowed one that decides after the prompt, such as full");
   KVKEEP_REQUIRE(!decoding_->narrows(), name_, ": decode: ", decoding_->name(),
                  " acts on prompts itself; allowed a policy that decides after them");
+  KVKEEP_REQUIRE(decoding_->trigger().never || decoding_->trigger().prefill != Trigger::Prefill::pieces, name_,
+                 ": decode: ", decoding_->name(), " has prefill=pieces, and ", name_,
+                 " reads a prompt whole, layer by layer; allowed prefill=keep, cut or only");
 }
 
 inline std::vector<std::string> Prefill::problems_on(const Machine& machine, const ModelSpec& spec) const {

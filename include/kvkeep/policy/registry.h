@@ -29,17 +29,24 @@ struct PolicyInfo {
   bool narrows = false;        ///< acts on prompts while they run
   std::string chooses = {};    ///< how many slots of some budgets the scorer chooses, with default options; empty if
                                ///< the policy has no scorer
+  std::string pieces = {};  ///< what it reads when a piece of a prompt has run (prefill=pieces), with default options;
+                            ///< empty if it cuts none
 };
 
 /// Every policy that this build knows, with all its options.
 [[nodiscard]] std::vector<PolicyInfo> policies();
 
+/// The one of this name. Throws InvalidArgument with the nearest name, or else all, if there is none; Unsupported if
+/// this build leaves it out.
+[[nodiscard]] PolicyInfo policy_called(std::string_view name);
+
 /// Makes a policy from "name,key=value,...": "ams-tova,budget=1024,window=64,preset=paper". Keys of sub-objects need no
 /// prefix if only one option has the name. A policy that narrows prompts may be followed by the policy that decides
 /// after them: "asl,budget=2048+ams-tova,budget=1024". Strict: an unknown key, a wrong type, a value out of range, or
-/// options that contradict each other throw InvalidArgument naming the field, the value and what is allowed. Well-known
-/// aliases of other projects are accepted (docs/reference/policies.md lists them). Throws Unsupported for what this
-/// build leaves out, with the option of CMake that has it.
+/// options that contradict each other throw InvalidArgument naming the field, the value and what is allowed; so does
+/// what a program registered and makes null. Well-known aliases of other projects are accepted
+/// (docs/reference/policies.md lists them). Throws Unsupported for what this build leaves out, with the option of CMake
+/// that has it.
 [[nodiscard]] std::unique_ptr<KVPolicy> make_policy(std::string_view text);
 
 /// The part before the + of "prefill+decode"; all of `text` if no policy follows a +.
@@ -87,8 +94,10 @@ struct PolicyEntry {
 
 /// Adds a scorer: "name" is top-k by it, and "ams-name" and the like follow for every allocator that it fits. Throws
 /// InvalidArgument, and adds nothing, for a name that is empty, has other characters than a-z, 0-9 and hyphens, or
-/// makes a policy that exists. Any thread may add at any time; a policy can be made once this has returned. Nothing is
-/// ever removed.
+/// makes a policy that exists; for an option whose name is empty, has other characters than letters, digits,
+/// underscores and hyphens, is described twice, or is that of an option of every policy; and for a `make` that is empty
+/// or makes null of the defaults. Any thread may add at any time; a policy can be made once this has returned. Nothing
+/// is ever removed.
 void register_scorer(ScorerEntry entry);
 template <class S>
 void register_scorer() {

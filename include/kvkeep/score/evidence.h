@@ -21,7 +21,7 @@ enum class Moment : std::uint8_t {
 
 /// What a policy reads. An engine that cannot supply it is told so before anything runs.
 struct Needs {
-  std::int32_t queries = 0;  ///< newest queries to keep per (layer, sequence); 0: none
+  std::int32_t queries = 0;  ///< newest queries to keep per (layer, sequence), up to kMostQueries; 0: none
   bool keys = false;
   bool values = false;
   bool calibration = false;        ///< a file that the policy names

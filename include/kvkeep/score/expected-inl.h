@@ -444,9 +444,13 @@ class RowScores {
     if (slots_ == 0) return std::iota(g, g + row.length, 0.0F);
     float* out = g + sink_;
     std::fill_n(out, slots_, 0.0F);
+    const float* sinks = spec_.sinks_of(row.layer, row.head);
     for (std::int64_t h = 0; h < sizes_.group; ++h) {
       float* x = row_logits(h);
-      const float top = cpu::row_top(x, slots_), sum = cpu::row_exp(x, round_up(slots_, kPadding), top);
+      const float sink = sinks == nullptr ? -std::numeric_limits<float>::infinity() : sinks[h],
+                  top = std::max(cpu::row_top(x, slots_), sink),
+                  sum =
+                      cpu::row_exp(x, round_up(slots_, kPadding), top) + (sinks == nullptr ? 0 : std::exp(sink - top));
       cpu::add_scaled(out, x, sum > 0 ? 1.0F / (sum * static_cast<float>(sizes_.group)) : 0.0F, slots_);
     }
     if (options_.value_norm) {
@@ -486,6 +490,7 @@ KVKEEP_INLINE std::int64_t Expected::workspace_bytes(const ModelSpec& spec, std:
 
 KVKEEP_INLINE Scores Expected::score(const Evidence& evidence, const Limits& limits, const WindowAttention&) const {
   require_host("expected", evidence.table.device);
+  for (const std::string& problem : problems(evidence.spec)) refuse<Unsupported>(problem);
   const RowTable& table = evidence.table;
   const ModelSpec& spec = evidence.spec;
   for (const Dtype dtype : {table.key_dtype, options_.value_norm ? table.value_dtype : table.key_dtype})

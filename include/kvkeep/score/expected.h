@@ -50,14 +50,21 @@ class Expected final : public Scorer {
   [[nodiscard]] std::string_view name() const override { return traits.name; }
   [[nodiscard]] Needs needs() const override;
   [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::nothing; }
+  /// The mean of exp(c tanh(x / c)) over queries has no closed form.
+  [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override {
+    if (spec.logit_cap == 0) return {};
+    return {text("logit_cap: ", name(), " expects attention of logits that are not capped; given ", spec.logit_cap,
+                 "; allowed 0, or scorers that read a window, as tova and snapkv do")};
+  }
   [[nodiscard]] Padding padding() const override { return {.oldest = options_.sink, .newest = 0}; }
 
   /// g[t] = (mean over the group's query heads of softmax over t >= sink of x + epsilon) * |V[t]|, without `value_norm`
   /// that mean alone. x = scale * m.k + scale^2 / 2 * k^T C k, where m and C are the mean and population covariance of
   /// the queries before RoPE, turned by the mean of the rotations at `future` positions from the next one on. Slots
-  /// below `sink` get the largest score of the others, as published. g[t] = t if no query was seen; a single query has
+  /// below `sink` get the largest score of the others, as published. A sink logit (LayerSpec::sinks) joins the softmax
+  /// of its query head. g[t] = t if no query was seen; a single query has
   /// no covariance. keys, values: f32, f16, bf16. x is clamped to +-FLT_MAX; a NaN in a key or value makes only that
-  /// slot's score NaN.
+  /// slot's score NaN. Throws Unsupported for what problems() names.
   ///
   /// k^T C k = |L^T k|^2 with C = L L^T: half the products, never negative. L is the centred queries themselves if a
   /// window holds at most D of them. Keys are widened once for all heads of the group. On a machine with a matrix unit,

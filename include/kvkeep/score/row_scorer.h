@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -82,10 +83,11 @@ class ScoredRow {
   /// Logical position of a slot, and of the sequence's next token.
   [[nodiscard]] KVKEEP_HD std::int32_t position(std::int32_t t) const { return row_.positions[t]; }
   [[nodiscard]] KVKEEP_HD std::int32_t next_position() const { return around_.next_position; }
-  [[nodiscard]] KVKEEP_HD float given(std::int32_t t) const { return row_.given[t]; }
-  /// What an accumulating scorer gave the slot at the last event.
+  /// NaN of slots that have none, and where needs() does not name them.
+  [[nodiscard]] KVKEEP_HD float given(std::int32_t t) const { return t < row_.given_length ? row_.given[t] : kNoScore; }
+  /// What an accumulating scorer gave the slot at the last event; 0 of slots that came since, and of other scorers.
   [[nodiscard]] KVKEEP_HD float tally(std::int32_t t) const { return t < row_.tally_length ? row_.tally[t] : 0.0F; }
-  /// Of a row that is due.
+  /// An accumulating scorer also sees rows that are not due.
   [[nodiscard]] KVKEEP_HD const RowLimit& limit() const { return *limit_; }
   [[nodiscard]] KVKEEP_HD const Key* key(std::int32_t t) const { return reinterpret_cast<const Key*>(row_.keys.at(t)); }
   [[nodiscard]] KVKEEP_HD const Value* value(std::int32_t t) const {
@@ -134,6 +136,8 @@ class ScoredRow {
   }
 
  protected:
+  static constexpr float kNoScore = std::numeric_limits<float>::quiet_NaN();
+
   const Row& row_;
   const RowLimit* limit_;
   Around around_;
@@ -159,9 +163,18 @@ void each_scored_row(const Scorer& scorer, const Evidence& evidence, const Limit
   const std::string operation(scorer.name());
   const Needs needs = scorer.needs();
   const RowTable& table = evidence.table;
+  // What needs() does not name was not widened: numbers that a body could not read are no numbers.
+  const bool no_keys = !needs.keys && !is_scorable(table.key_dtype),
+             no_values = !needs.values && !is_scorable(table.value_dtype);
+  const std::vector<float> none(static_cast<std::size_t>(std::max(evidence.spec.key_dim, evidence.spec.value_dim)),
+                                std::numeric_limits<float>::quiet_NaN());
+  const SlotAddress nowhere{.base = reinterpret_cast<std::byte*>(const_cast<float*>(none.data()))};
   const auto run = [&](auto key, auto value) {
-    each_row(table, [&](std::size_t r, const Row& row) {
+    each_row(table, [&](std::size_t r, const Row& stored) {
       if (!all && !limits.rows[r].due) return;
+      Row row = stored;
+      if (no_keys) row.keys = nowhere;
+      if (no_values) row.values = nowhere;
       const RowGroup& group = table.groups[r / static_cast<std::size_t>(evidence.spec.kv_heads)];
       score(r,
             ScoredRow<decltype(key), decltype(value)>(row, &limits.rows[r],
@@ -175,13 +188,12 @@ void each_scored_row(const Scorer& scorer, const Evidence& evidence, const Limit
   };
   const auto with_value = [&](auto key) {
     if constexpr (Traits::kReadsValues)
-      with_dtype(operation.c_str(), needs.values ? table.value_dtype : Dtype::f32,
-                 [&](auto value) { run(key, value); });
+      with_dtype(operation.c_str(), no_values ? Dtype::f32 : table.value_dtype, [&](auto value) { run(key, value); });
     else
       run(key, Unread{});
   };
   if constexpr (Traits::kReadsKeys)
-    with_dtype(operation.c_str(), needs.keys ? table.key_dtype : Dtype::f32, with_value);
+    with_dtype(operation.c_str(), no_keys ? Dtype::f32 : table.key_dtype, with_value);
   else
     with_value(Unread{});
 }
@@ -191,10 +203,10 @@ void each_scored_row(const Scorer& scorer, const Evidence& evidence, const Limit
 ///     template <class Row, class Team>
 ///     KVKEEP_HD void score(const Row& row, float* g, Team team) const;
 ///
-/// which writes g[t] for every slot of a ScoredRow, split over the team (core/hd.h). The CPU runs it with one thread
-/// per row, CUDA with one block per row if cuda/row_bodies.cu names the body; with `static constexpr bool kEachSlot =
-/// true` with as many blocks as the row is long, of which each writes the slots of ScoredRow::each_slot() and reads g
-/// of no other. `kReads`: see BodyReads.
+/// which writes g[t] for every slot of a ScoredRow, split over the team (core/hd.h). It is called for rows that are
+/// due; if accumulates(), for all. The CPU runs it with one thread per row, CUDA with one block per row if
+/// cuda/row_bodies.cu names the body; with `static constexpr bool kEachSlot = true` with as many blocks as the row is
+/// long, of which each writes the slots of ScoredRow::each_slot() and reads g of no other. `kReads`: see BodyReads.
 template <class Self, class Body>
 class RowScorer : public Scorer {
  public:
@@ -212,9 +224,9 @@ class RowScorer : public Scorer {
     if (this->needs().given_scores) require_given(name(), evidence, limits);
     Scores scores{empty({evidence.table.slots}, Dtype::f32)};
     float* const out = scores.data.template data<float>();
-    each_scored_row<Body>(*this, evidence, limits, false, [&](std::size_t, const auto& row, const Row& at) {
-      body_.score(row, out + at.first, OneThread{});
-    });
+    each_scored_row<Body>(
+        *this, evidence, limits, this->accumulates(),
+        [&](std::size_t, const auto& row, const Row& at) { body_.score(row, out + at.first, OneThread{}); });
     return scores;
   }
 
@@ -224,12 +236,13 @@ class RowScorer : public Scorer {
 
 // Scorers that finish one reduction of the attention of a row's newest queries: one body for the CPU and a GPU.
 
-/// One row of a window scorer. Without a query slots rank by age: the oldest leave first.
+/// One row of a window scorer. Without a query slots rank by age, the oldest leave first; under a scorer that
+/// accumulates they keep their tally.
 template <class Body, class Row, class Team>
-KVKEEP_HD void finish_row(const Body& body, bool sum, const Row& row, RowWindow window, float* attention, float* g,
-                          Team team) {
+KVKEEP_HD void finish_row(const Body& body, bool sum, bool accumulates, const Row& row, RowWindow window,
+                          float* attention, float* g, Team team) {
   if (window.queries == 0 && !sum)
-    row.each_slot(team, [&](std::int32_t t) { g[t] = static_cast<float>(t); });
+    row.each_slot(team, [&](std::int32_t t) { g[t] = accumulates ? row.tally(t) : static_cast<float>(t); });
   else if constexpr (!BodyTraits<Body>::kAsRead)
     body.finish(row, window, attention, g, team);
 }
@@ -241,7 +254,8 @@ KVKEEP_HD void finish_row(const Body& body, bool sum, const Row& row, RowWindow 
 ///     KVKEEP_HD void finish(const Row& row, RowWindow window, const float* attention, float* g, Team team) const;
 ///
 /// finish() writes g[t] for every slot of a ScoredRow, split over the team, from what reading() names: `attention` of
-/// the row's slots. It is called for rows that have queries; slots of others score by age. Under
+/// the row's slots. It is called for rows that are due and have queries; slots of others score by age, or keep their
+/// tally if accumulates(). Under
 /// WindowReading::Kind::sum it is called for all. It may take `float* attention` and overwrite it, unless that is
 /// usage.
 ///
@@ -262,6 +276,12 @@ class WindowScorer : public Scorer {
     return {.newest = body_.reading().kind == WindowReading::Kind::newest};
   }
   [[nodiscard]] AcrossHeads across_heads() const final { return AcrossHeads::nothing; }  ///< its body sees one row
+  [[nodiscard]] std::vector<std::string> problems(const ModelSpec&) const override {
+    const std::int32_t asked = this->needs().queries, window = body_.reading().window;
+    if (window >= 1 && asked >= window) return {};
+    return {text("scorer ", name(), ": its body reads the newest ", window, " queries, and needs() names ", asked,
+                 "; allowed a window of 1 or more, and needs() with as many queries or more")};
+  }
 
   /// Throws as read_window(), and InvalidArgument for values that the body reads and that are not f32, f16 or bf16.
   /// Cost and workspace: those of read_window(), and 4 bytes per slot; of finish() beyond.
@@ -273,9 +293,11 @@ class WindowScorer : public Scorer {
     const ReadWindow read = read_window(evidence, limits, seen, reading);
     Scores scores{BodyTraits<Body>::kInPlace ? read.attention : empty({evidence.table.slots}, Dtype::f32)};
     float *const attention = read.attention.template data<float>(), *const out = scores.data.template data<float>();
-    each_scored_row<Body>(*this, evidence, limits, sum, [&](std::size_t r, const auto& row, const Row& at) {
-      finish_row(body_, sum, row, read.windows[r], attention + at.first, out + at.first, OneThread{});
-    });
+    const bool accumulates = this->accumulates();
+    each_scored_row<Body>(
+        *this, evidence, limits, sum || accumulates, [&](std::size_t r, const auto& row, const Row& at) {
+          finish_row(body_, sum, accumulates, row, read.windows[r], attention + at.first, out + at.first, OneThread{});
+        });
     return scores;
   }
 

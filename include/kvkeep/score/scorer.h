@@ -60,12 +60,12 @@ class Scorer {
   /// over the heads of a layer, or none.
   [[nodiscard]] virtual Sharing sharing() const { return Sharing::per_layer_per_head; }
 
-  /// True if the scores add up over events: they come back as Row::tally.
+  /// True if the scores add up over events: they come back as Row::tally. score() then writes those of every row.
   [[nodiscard]] virtual bool accumulates() const { return false; }
 
-  /// Scores of every slot of every due row; the rest is undefined. `seen` holds at least the reductions of `shares()`.
-  /// Slots that are guarded in `limits` need no meaningful score. Rows run in parallel; a row reads its own layer and
-  /// sequence only.
+  /// Scores of every slot of every due row, of every row if accumulates(); the rest is undefined. `seen` holds at least
+  /// the reductions of `shares()`. Slots that are guarded in `limits` need no meaningful score. Rows run in parallel; a
+  /// row reads its own layer and sequence only.
   [[nodiscard]] virtual Scores score(const Evidence& evidence, const Limits& limits,
                                      const WindowAttention& seen) const = 0;
 };

@@ -92,6 +92,22 @@ namespace window_attention_detail {
 
 using cpu::kPanels;
 
+/// Caps the logits of `panels` panels of `slots` slots, and the largest of each of their lanes.
+inline void cap(const ModelSpec& spec, std::int64_t panels, std::int64_t slots, std::int64_t width, float* logits,
+                float* top) {
+  if (spec.logit_cap == 0) return;
+  cpu::cap_logits(logits, panels * slots * width, static_cast<float>(spec.logit_cap));
+  cpu::cap_logits(top, panels * width, static_cast<float>(spec.logit_cap));
+}
+
+/// panel_exp() of a softmax that sink logits join: `sink_of(lane)`, minus infinity where there is none.
+template <class SinkOf>
+void softmax_of_panel(std::int64_t width, float* x, std::int64_t slots, float* top, float* sum, const SinkOf& sink_of) {
+  for (std::int64_t lane = 0; lane < width; ++lane) top[lane] = std::max(top[lane], sink_of(lane));
+  cpu::panel_exp(width, x, slots, top, sum);
+  for (std::int64_t lane = 0; lane < width; ++lane) sum[lane] += std::exp(sink_of(lane) - top[lane]);
+}
+
 /// Buffers of one thread.
 struct Scratch : cpu::PanelScratch {
   Scratch(const cpu::PanelSizes& sizes, std::int32_t window) : cpu::PanelScratch(sizes) {
@@ -118,6 +134,7 @@ class RowReduction {
         window_(window),
         scratch_(scratch),
         keys_{row.keys, evidence.table.key_dtype, evidence.spec.key_dim},
+        sinks_(evidence.spec.sinks_of(row.layer, row.head)),
         width_(cpu::panel_width(std::int64_t{spec_.group()} * window.queries)) {}
 
   void run(const Evidence& evidence, const cpu::Turns& turns, const Targets& to) {
@@ -180,6 +197,7 @@ class RowReduction {
                       scratch_.widened);
     cpu::panel_logits(width_, keys_, open, length, scratch_.panels, panels, length * width_,
                       scratch_.logits + open * width_, ignored, scratch_.widened);
+    cap(spec_, panels, length, width_, scratch_.logits, scratch_.top);
     for (std::int64_t p = 0; p < panels; ++p) {
       float* x = scratch_.logits + p * length * width_;
       float *top = scratch_.top + p * width_, *sum = scratch_.sum + p * width_, *weight = scratch_.weight + p * width_;
@@ -196,7 +214,13 @@ class RowReduction {
         }
         if (visible == 0) top[lane] = 0;  // older than every remaining slot: it sees nothing
       }
-      cpu::panel_exp(width_, x, length, top, sum);
+      if (sinks_ == nullptr)
+        cpu::panel_exp(width_, x, length, top, sum);
+      else
+        softmax_of_panel(width_, x, length, top, sum, [&](std::int64_t lane) {
+          const std::int64_t n = p * width_ + lane;
+          return n < count ? sinks_[(first + n) / window_.queries] : -std::numeric_limits<float>::infinity();
+        });
       for (std::int64_t lane = 0; lane < width_; ++lane)
         weight[lane] = p * width_ + lane < count && sum[lane] != 0 ? 1.0F / sum[lane] : 0.0F;
     }
@@ -249,6 +273,7 @@ class RowReduction {
   RowWindow window_;
   Scratch& scratch_;
   cpu::Keys keys_;
+  const float* sinks_;  ///< [G] null: none
   std::int64_t width_;
 };
 
@@ -381,7 +406,9 @@ class HistoryReduction {
  public:
   HistoryReduction(const Evidence& evidence, const Row& row, const QueryView& queries, HistorySpan span,
                    HistoryOptions options, Scratch& scratch)
-      : heads_(evidence.spec.group()),
+      : spec_(evidence.spec),
+        sinks_(evidence.spec.sinks_of(row.layer, row.head)),
+        heads_(evidence.spec.group()),
         dim_(evidence.spec.key_dim),
         span_(span),
         options_(options),
@@ -426,13 +453,24 @@ class HistoryReduction {
     std::fill_n(scratch_.top, panels * width_, -std::numeric_limits<float>::infinity());
     cpu::panel_logits(width_, keys_, span_.first, span_.first + span_.reach, scratch_.panels, panels,
                       span_.reach * width_, scratch_.logits, scratch_.top, scratch_.widened);
+    window_attention_detail::cap(spec_, panels, span_.reach, width_, scratch_.logits, scratch_.top);
   }
 
-  /// Softmax of one panel x, then added to the usage; `query_of(lane)` is -1 for lanes without a query.
-  template <class QueryOf>
-  void add_softmax(float* x, const float* top, QueryOf&& query_of) {
-    if (options_.window == WindowReduce::worst) return add_worst(x, query_of);
-    cpu::panel_exp(width_, x, span_.slots(), top, scratch_.sum);
+  /// x = exp(x - top) of one panel, and scratch_.sum; sinks join. `top` may rise.
+  template <class SinkOf>
+  void exponentials(float* x, std::int64_t slots, float* top, const SinkOf& sink_of) {
+    if (sinks_ == nullptr)
+      cpu::panel_exp(width_, x, slots, top, scratch_.sum);
+    else
+      window_attention_detail::softmax_of_panel(width_, x, slots, top, scratch_.sum, sink_of);
+  }
+
+  /// Softmax of one panel x, then added to the usage; `query_of(lane)` is -1 for lanes without a query, `sink_of(lane)`
+  /// the sink logit, if there is any.
+  template <class QueryOf, class SinkOf>
+  void add_softmax(float* x, float* top, const QueryOf& query_of, const SinkOf& sink_of) {
+    if (options_.window == WindowReduce::worst) return add_worst(x, query_of, sink_of);
+    exponentials(x, span_.slots(), top, sink_of);
     for (std::int64_t lane = 0; lane < width_; ++lane) {
       const std::int64_t query = query_of(lane);
       scratch_.weight[lane] = query >= 0 ? counts(query) / scratch_.sum[lane] : 0.0F;
@@ -442,8 +480,8 @@ class HistoryReduction {
 
   /// Softmax of one panel over what each query sees. Its shares in the history, pooled, keep their sum; the largest of
   /// them and the usage so far, in its first lane.
-  template <class QueryOf>
-  void add_worst(float* x, QueryOf&& query_of) {
+  template <class QueryOf, class SinkOf>
+  void add_worst(float* x, const QueryOf& query_of, const SinkOf& sink_of) {
     const std::int64_t slots = span_.slots(), vector = cpu::panel_vector(width_), reach = options_.pool / 2;
     for (std::int64_t lane = 0; lane < width_; ++lane)
       if (const std::int64_t query = query_of(lane); query >= 0)
@@ -453,7 +491,7 @@ class HistoryReduction {
     std::copy_n(x, width_, top);
     for (std::int64_t t = 1; t < span_.reach; ++t)
       for (std::int64_t lane = 0; lane < width_; ++lane) top[lane] = std::max(top[lane], x[t * width_ + lane]);
-    cpu::panel_exp(width_, x, span_.reach, top, scratch_.sum);
+    exponentials(x, span_.reach, top, sink_of);
 
     const auto begin = [&](std::int64_t t) { return std::max<std::int64_t>(t - reach, 0); };
     const auto end = [&](std::int64_t t) { return std::min(t + reach + 1, slots); };
@@ -486,11 +524,13 @@ class HistoryReduction {
       clear(panels);
       for (std::int64_t n = 0; n < count; ++n) place(first + n, n / width_, n % width_);
       logits(panels);
-      for (std::int64_t p = 0; p < panels; ++p)
-        add_softmax(scratch_.logits + p * span_.reach * width_, scratch_.top + p * width_, [&](std::int64_t lane) {
-          const std::int64_t n = first + p * width_ + lane;
-          return n < total ? n % span_.queries : -1;
-        });
+      for (std::int64_t p = 0; p < panels; ++p) {
+        const auto of_lane = [&](std::int64_t lane) { return first + p * width_ + lane; };
+        add_softmax(
+            scratch_.logits + p * span_.reach * width_, scratch_.top + p * width_,
+            [&](std::int64_t lane) { return of_lane(lane) < total ? of_lane(lane) % span_.queries : -1; },
+            [&](std::int64_t lane) { return sinks_[std::min(of_lane(lane), total - 1) / span_.queries]; });
+      }
     }
   }
 
@@ -512,11 +552,14 @@ class HistoryReduction {
                                std::min(per_panel, heads - p * per_panel), queries, stride, head + p == 0,
                                scratch_.largest, scratch_.peak);
       }
-      add_softmax(scratch_.largest, scratch_.peak,
-                  [&](std::int64_t lane) { return lane < queries ? first + lane : -1; });
+      add_softmax(
+          scratch_.largest, scratch_.peak, [&](std::int64_t lane) { return lane < queries ? first + lane : -1; },
+          [&](std::int64_t) { return *std::max_element(sinks_, sinks_ + heads_); });
     }
   }
 
+  const ModelSpec& spec_;
+  const float* sinks_;  ///< [G] null: none
   std::int64_t heads_, dim_;
   HistorySpan span_;
   HistoryOptions options_;

@@ -18,7 +18,8 @@ namespace kvkeep {
 [[nodiscard]] std::vector<RowWindow> row_windows(const Evidence& evidence, const Limits& limits, std::int32_t window,
                                                  bool official);
 
-/// Order: a query sees the slots whose position is at most its own. Queries passed before RoPE are rotated at their own
+/// Order: a query sees the slots whose position is at most its own, and the sink logit of its head (LayerSpec::sinks).
+/// Logits are capped as ModelSpec::logit_cap says. Queries passed before RoPE are rotated at their own
 /// positions. Requires: evidence.spec.check() passed; every row's positions set, each group's queries set if its
 /// windows are not 0. Throws: InvalidArgument for a query that is not finite or whose dtype cannot be read; Unsupported
 /// for a device without kernels. Cost: 2 * Hq * W * T * D flop and one exponential per (query head, query, slot), per
@@ -79,7 +80,8 @@ struct WindowReading {
 
 /// Slice, then softmax: every window query's softmax over the slots [first, history) of its row alone, reduced over the
 /// group and over the window's queries; f32 [slots], 0 outside [first, history) and in rows whose window is empty.
-/// Means therefore sum to 1 over [first, history). WindowReduce::worst takes the softmax over [first, length) instead.
+/// Means therefore sum to 1 over [first, history), or less where sink logits join the softmax: under max_logit the
+/// largest of the group. WindowReduce::worst takes the softmax over [first, length) instead.
 /// `first`: [rows], or empty for 0 everywhere. A window's history that extends past the slots its oldest query sees
 /// ends there. Requires, throws: as window_attention. Cost: 2 * Hq * W * T
 /// * D flop and one exponential per (query head, query, slot), with max_logit per (query, slot) of each KV head, per

@@ -355,6 +355,32 @@ KVKEEP_INLINE void PanelLogits(std::int64_t width, const Keys& keys, std::int64_
     Logits<Narrow>(keys, from, to, panels, count, panel_stride, logits, top, widened);
 }
 
+/// tanh: an odd polynomial near 0 (Cephes, tanhf), else (1 - e) / (1 + e) with e = exp(-2 |x|).
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V Tanh(D d, V x) {
+  const V size = hn::Abs(x), square = hn::Mul(x, x), one = hn::Set(d, 1.0F);
+  V p = hn::Set(d, -5.70498872745e-3F);
+  p = hn::MulAdd(p, square, hn::Set(d, 2.06390887954e-2F));
+  p = hn::MulAdd(p, square, hn::Set(d, -5.37397155531e-2F));
+  p = hn::MulAdd(p, square, hn::Set(d, 1.33314422036e-1F));
+  p = hn::MulAdd(p, square, hn::Set(d, -3.33332819422e-1F));
+  const V near = hn::MulAdd(hn::Mul(p, square), x, x), e = ExpOfNegative(d, hn::Mul(size, hn::Set(d, -2.0F))),
+          far = hn::CopySign(hn::Div(hn::Sub(one, e), hn::Add(one, e)), x);
+  return hn::IfThenElse(hn::Lt(size, hn::Set(d, 0.625F)), near, hn::IfThenElse(hn::IsNaN(x), x, far));
+}
+
+KVKEEP_INLINE void CapLogits(float* HWY_RESTRICT x, std::int64_t n, float cap) {
+  const auto put = [&](auto d, float* at) HWY_ATTR {
+    const auto c = hn::Set(d, cap);
+    hn::StoreU(hn::Mul(c, Tanh(d, hn::Div(hn::LoadU(d, at), c))), d, at);
+  };
+  const D d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) put(d, x + i);
+  for (; i < n; ++i) put(hn::CappedTag<float, 1>(), x + i);
+}
+
 template <class Form>
 HWY_INLINE void Exp(float* HWY_RESTRICT x, std::int64_t slots, const float* HWY_RESTRICT top, float* HWY_RESTRICT sum) {
   const typename Form::D d;
@@ -501,6 +527,7 @@ KVKEEP_INLINE void PanelSizes(const float* HWY_RESTRICT x, std::int64_t slots, f
 
 namespace kvkeep::cpu::HWY_NAMESPACE {
 using attention_lanes::AddScaled;
+using attention_lanes::CapLogits;
 using attention_lanes::FoldLanes;
 using attention_lanes::PanelExp;
 using attention_lanes::PanelGather;
@@ -523,6 +550,7 @@ HWY_EXPORT(WidestPanel);
 HWY_EXPORT(PanelWidth);
 HWY_EXPORT(PanelVector);
 HWY_EXPORT(PanelLogits);
+HWY_EXPORT(CapLogits);
 HWY_EXPORT(PanelExp);
 HWY_EXPORT(PanelGroupMax);
 HWY_EXPORT(PanelWeigh);
@@ -544,6 +572,8 @@ KVKEEP_INLINE void panel_logits(std::int64_t width, const Keys& keys, std::int64
                                 float* top, float* widened) {
   KVKEEP_DISPATCH(PanelLogits)(width, keys, from, to, panels, count, panel_stride, logits, top, widened);
 }
+
+KVKEEP_INLINE void cap_logits(float* x, std::int64_t n, float cap) { KVKEEP_DISPATCH(CapLogits)(x, n, cap); }
 
 KVKEEP_INLINE void panel_exp(std::int64_t width, float* x, std::int64_t slots, const float* top, float* sum) {
   KVKEEP_DISPATCH(PanelExp)(width, x, slots, top, sum);

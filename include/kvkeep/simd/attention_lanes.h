@@ -47,6 +47,9 @@ inline void fetch_key(const Keys& keys, std::int64_t slot) {
 void panel_logits(std::int64_t width, const Keys& keys, std::int64_t from, std::int64_t to, const float* panels,
                   std::int64_t count, std::int64_t panel_stride, float* logits, float* top, float* widened);
 
+/// x[i] = cap * tanh(x[i] / cap), to about 2e-7 of itself; NaN stays.
+void cap_logits(float* x, std::int64_t n, float cap);
+
 /// One panel, in place: x = exp(x - top) for `slots` slots; sum[lane] gets the sums, in ascending order of slots.
 void panel_exp(std::int64_t width, float* x, std::int64_t slots, const float* top, float* sum);
 

@@ -47,6 +47,10 @@ const std::string& metadata(const io::SafetensorsFile& file, const std::string& 
 /// A metadata value that is a positive number; `fallback` if it is absent.
 double number(const io::SafetensorsFile& file, const std::string& key, double fallback);
 
+/// The sink logits of a layer of `heads` query heads.
+std::vector<float> sink_logits(const io::SafetensorsFile& file, const std::string& name, const Tensor& t,
+                               std::int32_t heads);
+
 // Prefill traces: keys and queries of all layers of one prompt.
 
 /// Runs `policy` on a trace of kind `prefill`. A policy that narrows prompts sees the layers in order, and those after

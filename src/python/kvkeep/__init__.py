@@ -35,6 +35,7 @@ from ._kvkeep import (
     load_plugin,
     loaded_plugins,
     policies,
+    prometheus_metrics,
 )
 from ._plugins import load_installed as _load_installed
 

@@ -47,7 +47,9 @@ class History:
     def note(self, rows):
         """Tokens came, or were taken back."""
         self.real, self.width = rows.real, rows.width
-        self.of_slot[:] = [sum(b.shape[3] * b.element_size() for b in rows.buffers[index]) for index in self.layers]
+        self.of_slot[:] = [
+            sum(b.shape[3] * b.element_size() for b in apart(rows.buffers[index])) for index in self.layers
+        ]
         self.now = self.bytes_in(rows)
         self.most = np.maximum(self.most, self.now)
 
@@ -108,7 +110,7 @@ class History:
         full = with_sums(np.array([self.tokens(i) for i in range(len(self.ids))])[:, None] * self.heads * self.of_slot)
         rows, allocated = self.rows(), 0
         if rows is not None and rows.ids == self.ids:
-            allocated = sum(buffer.nbytes for both in rows.buffers if both for buffer in both)
+            allocated = sum(buffer.nbytes for both in rows.buffers if both for buffer in apart(both))
         now, full, peak = (table[-1 if b is None else b].tolist() for table in (self.now, full, self.most))
         return Memory(
             now[-1],
@@ -117,6 +119,12 @@ class History:
             allocated if b is None else allocated // len(self.ids),
             [LayerMemory(*numbers) for numbers in zip(self.layers, now, full, peak)],
         )
+
+
+def apart(both):
+    """Of (keys, values), what lies by itself: values of latent rows lie within the keys."""
+    keys, values = both
+    return both if keys.untyped_storage().data_ptr() != values.untyped_storage().data_ptr() else (keys,)
 
 
 def with_sums(table):

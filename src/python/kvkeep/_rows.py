@@ -12,11 +12,15 @@ full layers. Events come at the start of the next forward, when every token that
 import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+try:
+    from transformers.cache_utils import LinearAttentionLayer
+except ImportError:  # releases whose caches have no states
+    LinearAttentionLayer = None
 
 from . import OPEN_PROMPT, InvalidArgument, StateError, Unsupported
-from ._history import History
-from ._model import refuse, tag
+from ._history import History, apart
+from ._model import absorbed, expand, has_state, refuse, row_of, softmax, tag, turned_into
 
 _ROLLBACK = 32  # tokens that Keeper.truncate() can always take back
 
@@ -27,20 +31,30 @@ def rows_of(cache):
 
 
 class KeptLayer(DynamicLayer):
-    """A layer whose length is the logical one."""
+    """A layer whose length is the logical one. It may have a state besides, which no policy sees."""
 
-    is_croppable = True
-
-    def __init__(self, rows, index):
-        super().__init__()
-        self.rows, self.index, self.columns, self.new = rows, index, 0, None
+    def of(self, rows, index):
+        self.rows, self.index, self.columns = rows, index, 0
+        self.new = None  # (keys, values) of the step, until they are in the buffers
+        self.given = None  # what the model attends to: these, or the heads that it makes of them
+        self.latent = False  # it makes heads of rows at each step
+        return self
 
     def update(self, key_states, value_states, *args, **kwargs):
         self.is_initialized = True
         self.rows.arrive(self, key_states, value_states)
         self.columns += key_states.shape[-2]
+        self.given = key_states, value_states
         tag(key_states, self)
         return key_states, value_states
+
+    def expanded(self, latent, turned, keys, values):
+        if self.new is None or latent is not self.new[0] or turned is not self.new[1]:
+            refuse(
+                Unsupported, f"layer {self.index} makes heads of other rows than those in its cache; allowed its own"
+            )
+        self.new, self.given, self.latent = row_of(latent, turned), (keys, values), True
+        tag(keys, self)
 
     def attend(self, module, query, key, value, mask, dropout, scaling, kwargs):
         return self.rows.attend(self, module, query, key, value, mask, dropout, scaling, kwargs)
@@ -55,9 +69,14 @@ class KeptLayer(DynamicLayer):
     def crop(self, length):
         refuse(Unsupported, "crop() of one layer; allowed that of the cache")
 
+    def crop_state(self, length):
+        LinearAttentionLayer.crop(self, length)
+
     def reset(self):
         self.rows.forget()
         self.columns, self.is_initialized, self.keys, self.values = 0, False, None, None
+        if has_state(self):
+            super().reset()
 
     def reorder_cache(self, beam_idx):
         refuse(Unsupported, "beam search moves a sequence's cache to another; allowed greedy decoding and sampling")
@@ -71,17 +90,37 @@ class KeptLayer(DynamicLayer):
         )
 
 
+def goes_back(layer):
+    """The newest tokens can be taken from what a layer of transformers holds beside our rows."""
+    recorded = getattr(layer, "record_past", False)
+    if has_state(layer):
+        return recorded and layer.is_croppable
+    window = getattr(layer, "sliding_window", None)
+    return window is None or recorded or layer.get_seq_length() < window
+
+
 class KeptCache(DynamicCache):
     """A DynamicCache some of whose layers are under a policy."""
 
     def crop(self, length):
         """length: below 0, tokens to remove; above it, those to keep, as releases up to 5.2 call it. Throws StateError,
-        and nothing has changed, for tokens before the last event."""
+        and nothing has changed, for tokens before the last event, and where a layer's state or window cannot go
+        back."""
         rows = rows_of(self)
-        rows.crop(-length if length <= 0 else max(0, rows.columns - length))
+        columns = -length if length <= 0 else max(0, rows.columns - length)
+        stays = next((i for i, layer in enumerate(self.layers) if not goes_back(layer)), None) if columns > 0 else None
+        if stays is not None:
+            refuse(
+                StateError,
+                f"crop: {columns} columns, and layer {stays} holds a state or a window that cannot go back; allowed "
+                "with models of full attention, within a window, and where the cache records its past",
+            )
+        rows.crop(columns)
         for layer in self.layers:
             if not isinstance(layer, KeptLayer):
                 layer.crop(length)
+            elif has_state(layer) and columns > 0:
+                layer.crop_state(length)
 
     def __deepcopy__(self, memo):
         refuse(Unsupported, "a cache under a policy was to be copied; allowed a cache for each text")
@@ -94,7 +133,9 @@ class Rows:
         self.owner, self.keeper, self.spec = owner, owner.keeper, owner.keeper.spec
         self.full = self.spec.full_layers
         self.cut_rows = [index * self.spec.kv_heads + head for index in self.full for head in range(self.spec.kv_heads)]
-        self.layers = [KeptLayer(self, i) if i in self.full else layer for i, layer in enumerate(layers)]
+        self.layers = [
+            turned_into(KeptLayer, layer).of(self, i) if i in self.full else layer for i, layer in enumerate(layers)
+        ]
         self.prompt = prompt  # (columns, [batch, columns] mask or None) of the prompt, if they were announced
         self.position_ids = self.ended = None
         self.clear()
@@ -108,12 +149,14 @@ class Rows:
         self.open = False  # the keeper will be told of its end
         self.pending = None  # a step that the keeper has not been shown: its tokens may be taken back
         self.broken = None
+        self.named = ()  # sequences whose event the program has named
         self.quit_step()
 
     def quit_step(self):
         self.tokens, self.held = None, {}
         for index in self.full:
-            self.layers[index].new, self.layers[index].columns = None, self.columns
+            self.layers[index].new = self.layers[index].given = None
+            self.layers[index].columns = self.columns
 
     def forget(self):
         with self.owner.lock:
@@ -142,6 +185,10 @@ class Rows:
             self.forget()
             self.prompt = prompt
             return
+        self.confirm()
+
+    def confirm(self):
+        """What was computed is confirmed, and what is due is cut."""
         with self.owner.lock:
             if self.pending is not None:
                 self.show(*self.pending)
@@ -149,7 +196,10 @@ class Rows:
             self.cut()
 
     def interrupted(self):
-        states = any(not isinstance(layer, KeptLayer) and type(layer).__name__ != "DummyLayer" for layer in self.layers)
+        states = any(
+            has_state(layer) or not isinstance(layer, KeptLayer) and type(layer).__name__ != "DummyLayer"
+            for layer in self.layers
+        )
         if states:
             self.broken = (
                 "a forward over this cache was interrupted, and its layers differ in length; allowed a new cache"
@@ -167,7 +217,7 @@ class Rows:
     def attend(self, layer, module, query, key, value, mask, dropout, scaling, kwargs):
         columns = query.shape[2]
         if layer.index not in self.held:
-            if layer.new is None or key is not layer.new[0] or value is not layer.new[1]:
+            if layer.new is None or key is not layer.given[0] or value is not layer.given[1]:
                 refuse(
                     Unsupported,
                     f"layer {layer.index} attends to other keys or values than those in its cache; allowed models "
@@ -176,17 +226,16 @@ class Rows:
             if self.tokens is None:
                 self.begin(key.shape[0], columns, mask)
             self.append(layer)
-            self.remember(layer.index, query)
+            self.remember(layer, module, query)
         causal = kwargs.pop("is_causal", None)
         if mask is None and columns > 1 and not (getattr(module, "is_causal", True) if causal is None else causal):
             refuse(Unsupported, f"layer {layer.index} attends to later tokens; allowed causal attention")
         seen = self.mask_of(layer.index, mask, columns, layer.keys.shape[2])
         even = isinstance(seen, str)
-        return sdpa_attention_forward(
+        return softmax(
             module,
             query,
-            layer.keys,
-            layer.values,
+            *self.heads_of(layer, module),
             None if even else seen,
             dropout,
             scaling,
@@ -311,7 +360,9 @@ class Rows:
         read = self.keeper.queries_read
         self.keep = 0
         if read > 0:
-            away = [self.width - self.columns if self.open else self.keeper.tokens_to_event(id) for id in self.ids]
+            away = [self.keeper.tokens_to_event(id) for id in self.ids]
+            if self.open:  # its end is known in columns
+                away = [min(self.width - self.columns, a) for a in away]
             if any(
                 a is not None and t > a - read
                 for a, t in zip(away, [columns] * len(away) if self.open else self.tokens)
@@ -333,10 +384,8 @@ class Rows:
         both = self.buffers[layer.index]
         if both is None or both[0].shape[2] < needed:
             room = needed if both is None else needed + needed // 2
-            both = self.buffers[layer.index] = tuple(
-                moved(old, new, room, longest) for old, new in zip(both or (None, None), (keys, values))
-            )
-        for buffer, new in zip(both, (keys, values)):
+            both = self.give_room(layer, (keys, values), room, longest)
+        for buffer, new in zip(apart(both), (keys, values)):
             if self.flat is not None:
                 buffer[:, :, longest:needed] = new
             elif most == 1:  # one token each, at places of their own; for none, behind what is held
@@ -356,13 +405,32 @@ class Rows:
         layer.keys, layer.values = both[0][:, :, :needed], both[1][:, :, :needed]
         layer.new = None
 
-    def remember(self, index, query):
+    def give_room(self, layer, like, room, held):
+        """Buffers of `room` slots, with the first `held` of those before. Values of latent rows lie within the keys."""
+        old = self.buffers[layer.index] or (None, None)
+        keys = moved(old[0], like[0], room, held)
+        within = keys[..., keys.shape[3] - like[1].shape[3] :]
+        values = within if layer.latent else moved(old[1], like[1], room, held)
+        self.buffers[layer.index] = keys, values
+        return keys, values
+
+    def heads_of(self, layer, module):
+        """Keys and values over the slots of a layer. The model makes them of latent rows, at each step anew."""
+        if not layer.latent:
+            return layer.keys, layer.values
+        if layer.given[0].shape[2] == layer.keys.shape[2] and self.flat is not None:  # the step is all there is
+            return layer.given
+        return expand(module, layer.keys, layer.values)
+
+    def remember(self, layer, module, query):
         columns = query.shape[2]
         if self.keep == 0:
-            self.held[index] = None
+            self.held[layer.index] = None
             return
         newest = query[:, :, columns - self.keep :].detach()
-        self.held[index] = newest.clone() if 2 * self.keep < columns else newest
+        if layer.latent:
+            newest = absorbed(module, newest, (layer.keys, layer.values))
+        self.held[layer.index] = newest.clone() if 2 * self.keep < columns else newest
 
     def mask_of(self, index, mask, columns, slots):
         """What each query sees: "all", "causal", or bool [batch, Hq or 1, columns, slots]. A layer that reads another
@@ -451,7 +519,7 @@ class Rows:
 
     def cut(self):
         layers = [self.buffers[index] if index in self.full else None for index in range(self.spec.num_layers)]
-        report = self.keeper.step(layers, self.ids, self.lengths)
+        report = self.keeper.step(layers, self.ids, self.lengths, named=self.named)
         self.owner.note(report, self)
         if not report.cuts:
             return
@@ -459,7 +527,7 @@ class Rows:
         for index in self.full:
             longest = int(self.heads(index).max())
             if self.buffers[index][0].shape[2] > 2 * (longest + 256):  # a long prompt's room goes back
-                self.buffers[index] = tuple(moved(b, b, longest + 128, longest) for b in self.buffers[index])
+                self.give_room(self.layers[index], self.buffers[index], longest + 128, longest)
 
     def crop(self, columns):
         """Takes back the newest columns."""

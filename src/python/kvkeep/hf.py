@@ -13,7 +13,8 @@ sliding window or a state keep their own cache. Batches may be padded; prompts m
 back. Refused by name: beam search, caches other than DynamicCache or with tokens already, and attention that is more
 than the softmax of scaled products under a mask.
 
-An event happens at the start of the forward that follows the tokens it counts, so that it sees confirmed tokens alone.
+An event happens at the start of the forward that follows the tokens it counts, so that it sees confirmed tokens alone;
+or where the program says so (attach.cut). Under prefill=pieces generate(prefill_chunk_size=N) cuts between the pieces.
 """
 
 import threading
@@ -92,6 +93,8 @@ class attach:
         policy = _policy_text(policy)  # what is wrong with it is said before the model runs
         _refuse_nested(model)
         (spec, modules), projections = describe(model), []
+        if output_projections and any(hasattr(m, "expand_kv") for m in modules.values()):
+            refuse(Unsupported, "output_projections: rows are latent, and values have no projection; allowed without")
         if output_projections:
             projections = [modules[i].o_proj.weight.detach() if i in modules else None for i in range(spec.num_layers)]
         if isinstance(remember, bool) or not isinstance(remember, int) or remember < 0:
@@ -232,6 +235,28 @@ class attach:
         past_key_values=. prompt: columns of a prompt that comes in pieces, where generate() does not say it."""
         return self._keep(_plain_cache(self.model), (prompt, None) if prompt else None)
 
+    def cut(self, cache):
+        """The event of the sequences of a cache comes now, by the program's word, such as at the end of a turn; those
+        within the budget lose nothing. Under a policy that reads queries it takes trigger=named, so that they are kept.
+        Raises InvalidArgument for a cache that this attach() did not make, StateError for one without tokens and in the
+        middle of a prompt, but with prefill=pieces, and where queries that it reads were not kept."""
+        self.require_block()
+        rows = _rows_of(cache) if isinstance(cache, DynamicCache) else None
+        if rows is None or rows.owner is not self:
+            refuse(InvalidArgument, "cut: the cache is not under this attach(); allowed one that it made")
+        if not rows.ids or rows.columns == 0:
+            refuse(StateError, "cut: the cache holds no tokens; allowed after a forward")
+        if rows.tokens is not None:
+            rows.interrupted()
+        if rows.broken:
+            refuse(StateError, rows.broken)
+        with self.lock:
+            rows.named = rows.ids
+            try:
+                rows.confirm()
+            finally:
+                rows.named = ()
+
     def _keep(self, cache, prompt=None):
         rows = _rows_of(cache) if isinstance(cache, DynamicCache) else None
         if rows is not None:
@@ -247,7 +272,10 @@ class attach:
                 Unsupported,
                 f"the cache holds {cache.get_seq_length()} tokens that kvkeep has not seen; allowed an empty one",
             )
-        rows = Rows(self, _plain_cache(self.model).layers, prompt)
+        fresh = _plain_cache(self.model)
+        if any(getattr(layer, "record_past", False) for layer in cache.layers):  # drafts will be taken back
+            fresh.activate_past_recording()
+        rows = Rows(self, fresh.layers, prompt)
         cache.layers, cache.layer_class_to_replicate = rows.layers, None
         cache.__class__ = KeptCache
         weakref.finalize(cache, rows.forget)

@@ -282,6 +282,20 @@ inline void compute(ggml_tensor* t) {
     case GGML_OP_ADD:
       std::transform(a.row(0), a.row(a.rows()), Floats(src[1]).row(0), out, std::plus());
       break;
+    case GGML_OP_TOP_K: {  // of those that the mask shows, as a mask
+      constexpr std::size_t kMost = 24;
+      const Floats masks(src[1]);
+      for (std::int64_t i = 0; i < a.rows(); ++i, out += width) {
+        std::vector<std::int64_t> order;
+        for (std::int64_t n = 0; n < width; ++n)
+          if (masks.row(i)[n] != -kInfinity) order.push_back(n);
+        std::ranges::sort(order, std::greater{}, [&](std::int64_t n) { return a.row(i)[n]; });
+        if (order.size() > kMost) order.resize(kMost);
+        std::fill_n(out, width, -kInfinity);
+        for (const std::int64_t n : order) out[n] = 0;
+      }
+      break;
+    }
     case GGML_OP_RMS_NORM:
       for (std::int64_t i = 0; i < a.rows(); ++i) {
         const float scale = 1 / std::sqrt(dot(a.row(i), a.row(i), width) / static_cast<float>(width) + 1e-5F);

@@ -14,8 +14,10 @@
 //   late          keys are normalised after RoPE
 //   mrope         positions of several dimensions, say the metadata
 //   softcap, alibi, sinks    nodes of attention say so, but compute what they always do
-//   quiet         the metadata say nothing of scale, softcap and alibi
-//   swa, recurrent, hybrid, encoder, mla, ragged-heads, no-shift    metadata or predicates say so, nothing else does
+//   swa           every other layer of four slides over 24 tokens, and has a cache of its own
+//   hybrid        every other layer of four has a state, of which nothing can be taken back; it computes nothing
+//   indexer       tokens attend to the 24 that scores of keys of 32 numbers, in a second cache, choose
+//   recurrent, encoder, diffusion, no-shift    predicates say so, nothing else does
 //   device        with offload_kqv, caches and nodes are in memory that the host cannot read through pointers
 //
 // Differs: no feed-forward layers; sums in double, so that the order of cells does not show in logits; one split, no
@@ -27,7 +29,10 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <random>
@@ -37,71 +42,11 @@
 #include <utility>
 #include <vector>
 
-#include "fake_graph.h"
+#include "fake_memory.h"
 
 using namespace fake;
 
 namespace {
-
-constexpr std::size_t kMostSequences = 256;
-
-struct Cell {
-  llama_pos position = -1;
-  std::bitset<kMostSequences> sequences = {};
-  llama_pos shift = 0;  // by which its keys are turned by the next llama_decode()
-};
-
-struct Stream {
-  std::vector<Cell> cells;
-  std::size_t head = 0;
-
-  /// Empty: there are not enough free cells.
-  [[nodiscard]] std::vector<std::size_t> find(std::size_t tokens) const {
-    const auto used = z(std::ranges::count_if(cells, [](const Cell& c) { return c.position >= 0; }));
-    std::vector<std::size_t> found;
-    std::size_t at = head > used + 2 * tokens ? 0 : head;
-    for (std::size_t tested = 0; tested < cells.size() && found.size() < tokens; ++tested, ++at) {
-      if (at >= cells.size()) at = 0;
-      if (cells[at].position < 0) found.push_back(at);
-    }
-    if (found.size() < tokens) found.clear();
-    return found;
-  }
-  /// All sequences, if `sequence` is negative.
-  void remove(llama_seq_id sequence, llama_pos p0, llama_pos p1) {
-    std::size_t least = cells.size();
-    for (std::size_t i = 0; i < cells.size(); ++i) {
-      Cell& cell = cells[i];
-      if (cell.position < p0 || cell.position < 0 || (p1 >= 0 && cell.position >= p1)) continue;
-      if (sequence >= 0 && !cell.sequences.test(z(sequence))) continue;
-      if (sequence >= 0) cell.sequences.reset(z(sequence));
-      if (sequence >= 0 && cell.sequences.any()) continue;
-      cell = {};
-      least = std::min(least, i);
-    }
-    if (least < cells.size()) head = std::min(head, least);
-  }
-  void shift(llama_seq_id sequence, llama_pos p0, llama_pos p1, llama_pos delta) {
-    std::size_t least = cells.size();
-    for (std::size_t i = 0; i < cells.size(); ++i) {
-      Cell& cell = cells[i];
-      if (!cell.sequences.test(z(sequence)) || cell.position < p0 || (p1 >= 0 && cell.position >= p1)) continue;
-      cell.position += delta;
-      cell.shift += delta;
-      if (cell.position >= 0) continue;
-      cell = {};
-      least = std::min(least, i);
-    }
-    head = least < cells.size() ? least : 0;
-  }
-  void divide(llama_seq_id sequence, llama_pos p0, llama_pos p1, int by) {
-    for (Cell& cell : cells) {
-      if (!cell.sequences.test(z(sequence)) || cell.position < p0 || (p1 >= 0 && cell.position >= p1)) continue;
-      cell.shift += cell.position / by - cell.position;
-      cell.position /= by;
-    }
-  }
-};
 
 /// A token of a batch.
 struct Token {
@@ -115,111 +60,9 @@ struct Token {
 struct MicroBatch {
   std::vector<std::size_t> tokens;  // of the batch
   std::vector<std::size_t> streams;
-  std::vector<std::vector<std::size_t>> cells{};  // per stream
+  std::vector<std::vector<std::size_t>> cells{};     // per stream
+  std::vector<std::vector<std::size_t>> windowed{};  // in the cache of layers that slide
 };
-
-}  // namespace
-
-struct llama_memory_i {
-  std::vector<Stream> streams;
-  Tensors tensors;
-  bool can_shift;
-  std::vector<ggml_tensor*> keys{}, values{};                    // per layer
-  std::vector<std::pair<std::size_t, std::size_t>> copies = {};  // of streams, by the next llama_decode()
-
-  [[nodiscard]] std::size_t stream_of(llama_seq_id sequence) const { return streams.size() == 1 ? 0 : z(sequence); }
-  /// Least and largest position of a sequence; -1: it is empty.
-  [[nodiscard]] std::pair<llama_pos, llama_pos> positions(llama_seq_id sequence) const {
-    std::pair<llama_pos, llama_pos> found(-1, -1);
-    for (const Cell& cell : streams.at(stream_of(sequence)).cells) {
-      if (!cell.sequences.test(z(sequence))) continue;
-      found.first = found.first < 0 ? cell.position : std::min(found.first, cell.position);
-      found.second = std::max(found.second, cell.position);
-    }
-    return found;
-  }
-};
-
-struct llama_vocab {
-  std::int32_t tokens = 64;
-};
-
-struct llama_model {
-  std::set<std::string> variants;
-  std::map<std::string, std::string> metadata;
-  llama_vocab vocab;
-  std::int64_t heads = 4, kv_heads = 2, dim = 32, embd = 128, rotary = 32;
-  std::size_t layers = 3;
-  Tensors tensors{true};
-  std::map<std::string, ggml_tensor*> weights;
-
-  [[nodiscard]] bool is(const char* variant) const { return variants.contains(variant); }
-
-  explicit llama_model(std::set<std::string> chosen) : variants(std::move(chosen)) {
-    if (is("long-heads")) dim = rotary = 64;
-    if (is("partial")) rotary = dim / 2;
-    metadata = {{"general.architecture", "fake"},
-                {"fake.attention.head_count", "4"},
-                {"fake.attention.head_count_kv", is("ragged-heads") ? "[2, 1, 2]" : "2"},
-                {"fake.rope.freq_base", "10000.000000"}};
-    if (is("partial")) metadata["fake.rope.dimension_count"] = "16";
-    if (is("long-heads")) metadata["fake.attention.key_length"] = metadata["fake.attention.value_length"] = "64";
-    if (is("mla")) metadata["fake.attention.kv_lora_rank"] = "16";
-    if (is("scale") && !is("quiet")) metadata["fake.attention.scale"] = "0.200000";
-    if (is("softcap") && !is("quiet")) metadata["fake.attn_logit_softcapping"] = "50.000000";
-    if (is("alibi") && !is("quiet")) metadata["fake.attention.max_alibi_bias"] = "8.000000";
-
-    std::map<ggml_tensor*, double> gains;
-    const auto matrix = [&](const std::string& name, std::int64_t from, std::int64_t to, double gain) {
-      weights[name] = tensors.make(GGML_TYPE_F32, {from, to, 1, 1}, name + ".weight");
-      gains[weights[name]] = gain;
-    };
-    matrix("token_embd", embd, vocab.tokens, 10);
-    matrix("output", embd, vocab.tokens, 4);
-    matrix("rope_freqs", rotary / 2, 1, 1);
-    if (is("yarn")) metadata["fake.rope.scaling.type"] = "yarn";
-    matrix("attn_sinks", heads, 1, 1);
-    for (std::size_t l = 0; l < layers; ++l) {
-      const std::string block = "blk." + std::to_string(l) + ".attn_";
-      matrix(block + "q", embd, heads * dim, 3);
-      matrix(block + "k", embd, kv_heads * dim, 1);
-      matrix(block + "v", embd, kv_heads * dim, 1);
-      matrix(block + "output", heads * dim, embd, 2);
-    }
-    std::mt19937 random(1);  // the same numbers everywhere
-    for (const auto& [name, t] : weights)
-      for (float& weight : values<float>(t))
-        weight =
-            static_cast<float>((double(random()) / 4294967296.0 - 0.5) * gains[t] * std::sqrt(12.0 / double(t->ne[0])));
-    for (float& factor : values<float>(weights["rope_freqs"])) factor = 1 + 8 * std::abs(factor);
-  }
-};
-
-struct llama_context {
-  const llama_model& model;
-  llama_context_params params;
-  bool host, flash;
-  llama_memory_i memory;
-  std::vector<std::vector<float>> logits;  // per token of the batch; empty: it has none
-
-  llama_context(const llama_model& m, const llama_context_params& p)
-      : model(m),
-        params(p),
-        host(!m.is("device") || !p.offload_kqv),
-        flash(p.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_ENABLED),
-        memory{std::vector<Stream>(p.kv_unified ? 1 : p.n_seq_max), Tensors(host), !m.is("no-shift")} {
-    const std::size_t streams = memory.streams.size();
-    for (Stream& stream : memory.streams) stream.cells.resize(params.n_ctx / streams);
-    const Shape ne{m.kv_heads * m.dim, std::int64_t{params.n_ctx} / std::ssize(memory.streams),
-                   std::ssize(memory.streams), 1};
-    for (std::size_t l = 0; l < model.layers; ++l) {
-      memory.keys.push_back(memory.tensors.make(params.type_k, ne, "cache_k_l" + std::to_string(l)));
-      memory.values.push_back(memory.tensors.make(params.type_v, ne, "cache_v_l" + std::to_string(l)));
-    }
-  }
-};
-
-namespace {
 
 /// Nothing: llama.cpp refuses the batch.
 std::optional<std::vector<Token>> read(const llama_context& c, const llama_batch& batch) {
@@ -250,7 +93,7 @@ std::optional<std::vector<Token>> read(const llama_context& c, const llama_batch
 
 std::vector<MicroBatch> split(const llama_context& c, const std::vector<Token>& batch) {
   std::vector<MicroBatch> all;
-  if (c.memory.streams.size() == 1) {
+  if (c.memory.streams.size() == 1 && !c.memory.has_states) {
     for (std::size_t i = 0; i < batch.size(); ++i) {
       if (i % c.params.n_ubatch == 0) all.push_back({{}, {0}});
       all.back().tokens.push_back(i);
@@ -264,7 +107,9 @@ std::vector<MicroBatch> split(const llama_context& c, const std::vector<Token>& 
     for (std::size_t i = 0; i < batch.size() && micro.streams.size() <= c.params.n_ubatch; ++i) {
       const std::size_t sequence = z(batch[i].sequences[0]);
       const auto& own = waiting[sequence];
-      const bool follows = micro.streams.empty() || sequence == micro.streams.back() + 1;
+      const bool one = c.memory.streams.size() == 1;  // where any sequences go together
+      const bool follows = one ? std::ranges::find(micro.streams, sequence) == micro.streams.end()
+                               : micro.streams.empty() || sequence == micro.streams.back() + 1;
       if (!own.empty() && own.front() <= i && follows) micro.streams.push_back(sequence);
     }
     std::size_t each = std::max<std::size_t>(1, c.params.n_ubatch / micro.streams.size());
@@ -275,21 +120,24 @@ std::vector<MicroBatch> split(const llama_context& c, const std::vector<Token>& 
       waiting[s].erase(waiting[s].begin(), waiting[s].begin() + static_cast<std::ptrdiff_t>(each));
     }
     left -= micro.tokens.size();
+    if (c.memory.streams.size() == 1) micro.streams = {0};
     all.push_back(std::move(micro));
   }
   return all;
 }
 
-void occupy(std::vector<Stream>& streams, const MicroBatch& micro, const std::vector<Token>& batch) {
+void occupy(std::vector<Stream>& streams, const std::vector<std::vector<std::size_t>>& cells, const MicroBatch& micro,
+            const std::vector<Token>& batch) {
   std::size_t t = 0;
   for (std::size_t s = 0; s < micro.streams.size(); ++s) {
     Stream& stream = streams[micro.streams[s]];
-    for (const std::size_t cell : micro.cells[s]) {
+    for (const std::size_t cell : cells[s]) stream.remove_cell(cell);
+    for (const std::size_t cell : cells[s]) {
       const Token& token = batch[micro.tokens[t++]];
       stream.cells[cell].position = token.position;
       for (const llama_seq_id sequence : token.sequences) stream.cells[cell].sequences.set(z(sequence));
     }
-    stream.head = micro.cells[s].back() + 1;
+    stream.head = cells[s].back() + 1;
   }
 }
 
@@ -308,10 +156,12 @@ ggml_tensor* rotate(const llama_context& c, Graph& graph, ggml_tensor* made, ggm
 /// What copies and shifts left to do. Shifts are a graph of their own, which the callback sees as well.
 void update(llama_context& c) {
   for (const auto& [from, to] : std::exchange(c.memory.copies, {}))
-    for (const auto& layers : {c.memory.keys, c.memory.values})
+    for (const auto& layers : {c.memory.keys, c.memory.values, c.memory.indexers})
       for (const ggml_tensor* t : layers)
-        std::memcpy(memory_of(t) + to * t->nb[2], memory_of(t) + from * t->nb[2], t->nb[2]);
+        if (t != nullptr) std::memcpy(memory_of(t) + to * t->nb[2], memory_of(t) + from * t->nb[2], t->nb[2]);
   std::vector<llama_pos> shifts;
+  for (Stream& stream : c.memory.windows)
+    for (Cell& cell : stream.cells) cell.shift = 0;  // their keys are not turned here
   for (Stream& stream : c.memory.streams)
     for (Cell& cell : stream.cells) shifts.push_back(std::exchange(cell.shift, 0));
   const bool none = std::ranges::all_of(shifts, [](llama_pos shift) { return shift == 0; });
@@ -319,11 +169,32 @@ void update(llama_context& c) {
   Graph graph(c.host);
   ggml_tensor* by = graph.make(GGML_TYPE_I32, {std::ssize(shifts), 1, 1, 1}, "k_shift");
   std::ranges::copy(shifts, values<std::int32_t>(by).begin());
-  for (ggml_tensor* t : c.memory.keys) {
+  for (std::size_t l = 0; l < c.model.layers; ++l) {
+    if (c.model.slides(l) || c.model.has_state(l)) continue;
+    ggml_tensor* t = c.memory.keys[l];
     ggml_tensor* heads = graph.reshape(t, {c.model.dim, c.model.kv_heads, std::ssize(shifts), 1});
     rotate(c, graph, graph.alias(heads), heads, by);
   }
   graph.run(c.params);
+}
+
+/// What is left of a mask: the indexer stores its keys, those of the first head once more, and chooses by them.
+ggml_tensor* choose(const llama_context& c, Graph& graph, ggml_tensor* q, ggml_tensor* k, ggml_tensor* mask,
+                    ggml_tensor* at, std::size_t layer, std::size_t stream) {
+  ggml_tensor* keys = c.memory.indexers[layer];
+  const std::int64_t tokens = k->ne[2], streams = mask->ne[3], each = tokens / streams;
+  const auto first = [&](ggml_tensor* t, std::int64_t rows, std::int64_t count) {
+    return graph.view(GGML_OP_VIEW, t, {kIndexerDim, rows, 1, count},
+                      {t->nb[0], t->nb[2], z(rows) * t->nb[2], z(rows) * t->nb[2]});
+  };
+  graph.set_rows(keys, {kIndexerDim, keys->ne[1] * keys->ne[2], 1, 1}, first(k, tokens, 1), at);
+  ggml_tensor* shown = graph.view(GGML_OP_VIEW, keys, {kIndexerDim, mask->ne[0], 1, streams},
+                                  {keys->nb[0], keys->nb[1], keys->nb[2], keys->nb[2]}, stream * keys->nb[2]);
+  ggml_tensor* scores = graph.multiply(shown, first(q, each, streams));
+  ggml_tensor* chosen = graph.node(GGML_OP_TOP_K, graph.like(scores), {scores, mask});
+  ggml_tensor* both = graph.node(GGML_OP_ADD, graph.like(scores), {chosen, mask});
+  if (!c.flash) return both;
+  return graph.node(GGML_OP_CPY, graph.make(GGML_TYPE_F16, {mask->ne[0], each, 1, streams}), {both});
 }
 
 /// [heads * dim, tokens]
@@ -365,24 +236,37 @@ ggml_tensor* attention(const llama_context& c, Graph& graph, ggml_tensor* q, ggm
 bool run(llama_context& c, const MicroBatch& micro, const std::vector<Token>& batch) {
   const auto tokens = static_cast<std::int64_t>(micro.tokens.size());
   const auto streams = static_cast<std::int64_t>(micro.streams.size());
-  const std::int64_t size = c.memory.keys[0]->ne[1], width = c.memory.keys[0]->ne[0];
+  const std::int64_t width = c.model.kv_heads * c.model.dim;
   const std::int64_t columns = c.flash ? 1 : width;  // values are stored by element where they are transposed
-  std::int64_t cells = 256;                          // that attention reads
-  for (const std::size_t s : micro.streams)
-    for (std::int64_t i = 0; i < size; ++i)
-      if (c.memory.streams[s].cells[z(i)].position >= 0) cells = std::max(cells, i + 1);
-  cells = std::min((cells + 255) / 256 * 256, size);
 
   Graph graph(c.host);
   ggml_tensor* ids = graph.make(GGML_TYPE_I32, {tokens, 1, 1, 1}, "inp_tokens");
   ggml_tensor* positions = graph.make(GGML_TYPE_I32, {tokens, 1, 1, 1}, "inp_pos");
-  ggml_tensor* mask =
-      graph.make(c.flash ? GGML_TYPE_F16 : GGML_TYPE_F32, {cells, tokens / streams, 1, streams}, "attn_inp_kq_mask");
-  ggml_tensor* k_at = graph.make(GGML_TYPE_I64, {tokens, 1, 1, 1}, "attn_inp_k_idxs");
-  ggml_tensor* v_at = graph.make(GGML_TYPE_I64, {tokens * columns, 1, 1, 1}, "attn_inp_v_idxs");
+  struct Inputs {  // of a cache
+    const std::vector<Stream>* held;
+    const std::vector<std::vector<std::size_t>>* taken;
+    llama_pos window;
+    std::int64_t size = 0, cells = 256;  // that attention reads
+    ggml_tensor *mask = nullptr, *k_at = nullptr, *v_at = nullptr;
+  };
+  std::vector<Inputs> caches{{&c.memory.streams, &micro.cells, 0}};
+  if (c.memory.window > 0) caches.push_back({&c.memory.windows, &micro.windowed, c.memory.window});
+  for (Inputs& in : caches) {
+    in.size = std::ssize((*in.held)[0].cells);
+    for (const std::size_t s : micro.streams)
+      for (std::int64_t i = 0; i < in.size; ++i)
+        if ((*in.held)[s].cells[z(i)].position >= 0) in.cells = std::max(in.cells, i + 1);
+    in.cells = std::min((in.cells + 255) / 256 * 256, in.size);
+    in.mask = graph.make(c.flash ? GGML_TYPE_F16 : GGML_TYPE_F32, {in.cells, tokens / streams, 1, streams},
+                         "attn_inp_kq_mask");
+    in.k_at = graph.make(GGML_TYPE_I64, {tokens, 1, 1, 1}, "attn_inp_k_idxs");
+    in.v_at = graph.make(GGML_TYPE_I64, {tokens * columns, 1, 1, 1}, "attn_inp_v_idxs");
+  }
   ggml_tensor* x = graph.node(GGML_OP_GET_ROWS, graph.make(GGML_TYPE_F32, {c.model.embd, tokens, 1, 1}),
                               {c.model.weights.at("token_embd"), ids});
   for (std::size_t l = 0; l < c.model.layers; ++l) {
+    if (c.model.has_state(l)) continue;
+    const Inputs& in = c.model.slides(l) ? caches[1] : caches[0];
     const std::string number = std::to_string(l);
     const auto weight = [&](const char* name) { return c.model.weights.at("blk." + number + ".attn_" + name); };
     ggml_tensor* normalized = graph.normalized(x);
@@ -397,32 +281,38 @@ bool run(llama_context& c, const MicroBatch& micro, const std::vector<Token>& ba
       k = rotate(c, graph, graph.like(k, "Kcur-" + number), k, positions);
     }
     if (c.model.is("late")) k = graph.normalized(k);
-    const std::int64_t all = size * c.memory.keys[l]->ne[2];
-    graph.set_rows(c.memory.keys[l], {width, all, 1, 1}, graph.reshape(k, {width, tokens, 1, 1}), k_at);
+    const std::int64_t all = in.size * c.memory.keys[l]->ne[2];
+    ggml_tensor* mask =
+        c.memory.indexers[l] == nullptr ? in.mask : choose(c, graph, q, k, in.mask, in.k_at, l, micro.streams[0]);
+    graph.set_rows(c.memory.keys[l], {width, all, 1, 1}, graph.reshape(k, {width, tokens, 1, 1}), in.k_at);
     graph.set_rows(c.memory.values[l], {width / columns, all * columns, 1, 1},
-                   graph.reshape(v, {width / columns, tokens * columns, 1, 1}), v_at);
+                   graph.reshape(v, {width / columns, tokens * columns, 1, 1}), in.v_at);
     ggml_tensor* attended = graph.multiply(weight("output"), attention(c, graph, q, mask, l, micro.streams[0]));
     x = graph.node(GGML_OP_ADD, graph.like(x, "l_out-" + number), {x, attended});
   }
   ggml_tensor* out = graph.multiply(c.model.weights.at("output"), graph.normalized(x), "result_output");
 
-  std::vector<float> row(z(cells));
   for (std::int64_t t = 0; t < tokens; ++t) {
     const std::int64_t s = t / (tokens / streams);
     const Token& token = batch[micro.tokens[z(t)]];
-    const Stream& stream = c.memory.streams[micro.streams[z(s)]];
-    const auto cell = static_cast<std::int64_t>(micro.cells[z(s)][z(t % (tokens / streams))]);
-    const auto begin = static_cast<std::int64_t>(micro.streams[z(s)]) * size;
     values<std::int32_t>(ids)[z(t)] = token.id;
     values<std::int32_t>(positions)[z(t)] = token.position;
-    values<std::int64_t>(k_at)[z(t)] = begin + cell;
-    for (std::int64_t d = 0; d < columns; ++d)
-      values<std::int64_t>(v_at)[z(t * columns + d)] = begin * columns + d * size + cell;
-    for (std::size_t i = 0; i < row.size(); ++i) {
-      const Cell& read = stream.cells[i];
-      row[i] = read.sequences.test(z(token.sequences[0])) && read.position <= token.position ? 0 : -kInfinity;
+    for (const Inputs& in : caches) {
+      const Stream& stream = (*in.held)[micro.streams[z(s)]];
+      const auto cell = static_cast<std::int64_t>((*in.taken)[z(s)][z(t % (tokens / streams))]);
+      const auto begin = static_cast<std::int64_t>(micro.streams[z(s)]) * in.size;
+      values<std::int64_t>(in.k_at)[z(t)] = begin + cell;
+      for (std::int64_t d = 0; d < columns; ++d)
+        values<std::int64_t>(in.v_at)[z(t * columns + d)] = begin * columns + d * in.size + cell;
+      std::vector<float> row(z(in.cells));
+      for (std::size_t i = 0; i < row.size(); ++i) {
+        const Cell& read = stream.cells[i];
+        const bool near = in.window == 0 || token.position - read.position < in.window;
+        const bool seen = read.sequences.test(z(token.sequences[0])) && read.position <= token.position && near;
+        row[i] = seen ? 0 : -kInfinity;
+      }
+      store(in.mask, t, row.data());
     }
-    store(mask, t, row.data());
   }
   if (!graph.run(c.params)) return false;
   for (std::size_t t = 0; t < micro.tokens.size(); ++t)
@@ -442,17 +332,25 @@ std::int32_t llama_decode(llama_context* c, llama_batch given) {
   const bool shared = std::ranges::any_of(*batch, [](const Token& t) { return t.sequences.size() > 1; });
   if (shared && c->memory.streams.size() > 1) return 1;
   std::vector<MicroBatch> all = split(*c, *batch);
-  std::vector<Stream> ahead = c->memory.streams;
+  std::vector<Stream> ahead = c->memory.streams, windows = c->memory.windows;
   for (MicroBatch& micro : all) {
     for (const std::size_t s : micro.streams) {
-      micro.cells.push_back(ahead[s].find(micro.tokens.size() / micro.streams.size()));
+      const std::size_t each = micro.tokens.size() / micro.streams.size();
+      micro.cells.push_back(ahead[s].find(each));
       if (micro.cells.back().empty()) return 1;
+      if (c->memory.window == 0) continue;
+      micro.windowed.push_back(windows[s].find(each, c->memory.window));
+      if (micro.windowed.back().empty()) return 1;
     }
-    occupy(ahead, micro, *batch);
+    occupy(ahead, micro.cells, micro, *batch);
+    if (c->memory.window > 0) occupy(windows, micro.windowed, micro, *batch);
   }
   c->logits.assign(batch->size(), {});
   for (const MicroBatch& micro : all) {
-    occupy(c->memory.streams, micro, *batch);
+    occupy(c->memory.streams, micro.cells, micro, *batch);
+    if (c->memory.window > 0) occupy(c->memory.windows, micro.windowed, micro, *batch);
+    for (const std::size_t t : micro.tokens)
+      for (const llama_seq_id sequence : (*batch)[t].sequences) c->memory.states[sequence] = (*batch)[t].position;
     if (run(*c, micro, *batch)) continue;
     for (const std::size_t t : micro.tokens)
       for (const llama_seq_id sequence : (*batch)[t].sequences)
@@ -463,6 +361,16 @@ std::int32_t llama_decode(llama_context* c, llama_batch given) {
 }
 
 // ---- The public functions ----
+
+const char* ggml_op_name(ggml_op op) {
+  const std::map<ggml_op, const char*> names{{GGML_OP_SET_ROWS, "SET_ROWS"},
+                                             {GGML_OP_ROPE, "ROPE"},
+                                             {GGML_OP_SOFT_MAX, "SOFT_MAX"},
+                                             {GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT"}};
+  const auto found = names.find(op);
+  return found == names.end() ? "" : found->second;
+}
+std::size_t ggml_tensor_overhead() { return 32 + sizeof(ggml_tensor); }
 
 const ggml_type_traits* ggml_get_type_traits(ggml_type type) { return &all_traits().at(type); }
 const char* ggml_type_name(ggml_type type) { return ggml_get_type_traits(type)->type_name; }
@@ -490,7 +398,7 @@ void ggml_backend_tensor_get(const ggml_tensor* tensor, void* data, std::size_t 
   std::memcpy(data, memory_of(tensor) + offset, size);
 }
 
-llama_model_params llama_model_default_params() { return {.n_gpu_layers = -1}; }
+llama_model_params llama_model_default_params() { return {.n_gpu_layers = -1, .no_alloc = false}; }
 llama_context_params llama_context_default_params() {
   llama_context_params params{};
   params.n_ctx = params.n_ubatch = 512;
@@ -498,6 +406,7 @@ llama_context_params llama_context_default_params() {
   params.n_seq_max = 1;
   params.n_threads = params.n_threads_batch = 4;
   params.rope_scaling_type = LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED;
+  params.attention_type = LLAMA_ATTENTION_TYPE_UNSPECIFIED;
   params.yarn_ext_factor = params.yarn_attn_factor = params.yarn_beta_fast = params.yarn_beta_slow = -1;
   params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_AUTO;
   params.type_k = params.type_v = GGML_TYPE_F16;
@@ -506,17 +415,21 @@ llama_context_params llama_context_default_params() {
 }
 
 llama_model* llama_model_load_from_file(const char* path, llama_model_params) {
-  static const std::set<std::string> known{"llama",   "neox",         "norope",   "partial", "linear",  "long-heads",
-                                           "scale",   "yarn",         "alibi",    "sinks",   "factors", "quiet",
-                                           "softcap", "mla",          "swa",      "hybrid",  "encoder", "recurrent",
-                                           "device",  "ragged-heads", "no-shift", "nope",    "late",    "mrope"};
+  static const std::set<std::string> known{"llama",    "neox", "norope", "partial", "linear",    "long-heads",
+                                           "scale",    "yarn", "alibi",  "sinks",   "factors",   "diffusion",
+                                           "softcap",  "swa",  "hybrid", "encoder", "recurrent", "device",
+                                           "no-shift", "nope", "late",   "mrope",   "indexer"};
   if (!std::string(path).starts_with("fake:")) return nullptr;
   std::istringstream words(path + 5);
   std::set<std::string> variants;
   for (std::string word; std::getline(words, word, ',');) variants.insert(word);
   return std::ranges::includes(known, variants) ? new llama_model(std::move(variants)) : nullptr;
 }
+llama_model* llama_model_load_from_splits(const char** paths, std::size_t count, llama_model_params params) {
+  return count == 1 ? llama_model_load_from_file(*paths, params) : nullptr;
+}
 void llama_model_free(llama_model* model) { delete model; }
+std::int32_t llama_model_n_ctx_train(const llama_model*) { return 4096; }
 std::int32_t llama_model_meta_val_str(const llama_model* model, const char* key, char* buffer, std::size_t size) {
   const auto found = model->metadata.find(key);
   const std::string text = found == model->metadata.end() ? "" : found->second;
@@ -527,7 +440,7 @@ std::int32_t llama_model_n_embd(const llama_model* model) { return static_cast<s
 std::int32_t llama_model_n_layer(const llama_model* model) { return static_cast<std::int32_t>(model->layers); }
 std::int32_t llama_model_n_head(const llama_model* model) { return static_cast<std::int32_t>(model->heads); }
 std::int32_t llama_model_n_head_kv(const llama_model* model) { return static_cast<std::int32_t>(model->kv_heads); }
-std::int32_t llama_model_n_swa(const llama_model* model) { return model->is("swa") ? 128 : 0; }
+std::int32_t llama_model_n_swa(const llama_model* model) { return model->is("swa") ? 24 : 0; }
 float llama_model_rope_freq_scale_train(const llama_model* model) {
   return model->is("yarn") ? 0.25F : model->is("linear") ? 0.5F : 1;
 }
@@ -537,6 +450,7 @@ llama_rope_type llama_model_rope_type(const llama_model* model) {
   return model->is("neox") ? LLAMA_ROPE_TYPE_NEOX : LLAMA_ROPE_TYPE_NORM;
 }
 bool llama_model_has_encoder(const llama_model* model) { return model->is("encoder"); }
+bool llama_model_is_diffusion(const llama_model* model) { return model->is("diffusion"); }
 bool llama_model_is_recurrent(const llama_model* model) { return model->is("recurrent"); }
 bool llama_model_is_hybrid(const llama_model* model) { return model->is("hybrid"); }
 const llama_vocab* llama_model_get_vocab(const llama_model* model) { return &model->vocab; }
@@ -557,6 +471,9 @@ llama_context* llama_init_from_model(llama_model* model, llama_context_params pa
   if (params.rope_freq_scale == 0) params.rope_freq_scale = llama_model_rope_freq_scale_train(model);
   return new llama_context(*model, params);
 }
+llama_context* llama_new_context_with_model(llama_model* model, llama_context_params params) {
+  return llama_init_from_model(model, params);
+}
 void llama_free(llama_context* context) { delete context; }
 std::uint32_t llama_n_ctx(const llama_context* context) { return context->params.n_ctx; }
 std::uint32_t llama_n_ctx_seq(const llama_context* context) {
@@ -566,26 +483,38 @@ std::uint32_t llama_n_seq_max(const llama_context* context) { return context->pa
 llama_memory_t llama_get_memory(const llama_context* context) { return &const_cast<llama_context*>(context)->memory; }
 
 bool llama_memory_seq_rm(llama_memory_t memory, llama_seq_id sequence, llama_pos p0, llama_pos p1) {
-  for (std::size_t s = 0; s < memory->streams.size(); ++s)
-    if (sequence < 0 || s == memory->stream_of(sequence)) memory->streams[s].remove(sequence, p0, p1);
+  if (memory->has_states && sequence >= 0) {
+    const auto state = memory->states.find(sequence);
+    const bool newest = state != memory->states.end() && p0 <= state->second && (p1 < 0 || p1 > state->second);
+    if (newest && p0 > 0) return false;
+    if (newest) memory->states.erase(state);
+  }
+  if (sequence < 0 && p0 <= 0 && p1 < 0) memory->states.clear();
+  for (std::vector<Stream>* streams : {&memory->streams, &memory->windows})
+    for (std::size_t s = 0; s < streams->size(); ++s)
+      if (sequence < 0 || s == memory->stream_of(sequence)) (*streams)[s].remove(sequence, p0, p1);
   return true;
 }
 void llama_memory_seq_cp(llama_memory_t memory, llama_seq_id from, llama_seq_id to, llama_pos p0, llama_pos p1) {
   const std::size_t source = memory->stream_of(from), target = memory->stream_of(to);
-  std::vector<Cell>& cells = memory->streams.at(source).cells;
-  if (source != target) {
-    const auto size = static_cast<llama_pos>(cells.size());
-    if ((p0 > 0 && p0 + 1 < size) || (p1 > 0 && p1 + 1 < size)) std::abort();  // only whole sequences
-    memory->copies.emplace_back(source, target);
-    memory->streams.at(target) = {std::vector<Cell>(cells.size()), memory->streams[source].head};
-  }
-  for (std::size_t i = 0; i < cells.size(); ++i) {
-    const llama_pos at = cells[i].position;
-    if (!cells[i].sequences.test(z(from)) || at < p0 || (p1 >= 0 && at >= p1)) continue;
-    Cell& copied = memory->streams[target].cells[i];
-    copied.position = at;
-    copied.shift = cells[i].shift;
-    copied.sequences.set(z(to));
+  if (source != target) memory->copies.emplace_back(source, target);
+  if (memory->states.contains(from)) memory->states[to] = memory->states.at(from);
+  for (std::vector<Stream>* streams : {&memory->streams, &memory->windows}) {
+    if (streams->empty()) continue;
+    std::vector<Cell>& cells = streams->at(source).cells;
+    if (source != target) {
+      const auto size = static_cast<llama_pos>(cells.size());
+      if ((p0 > 0 && p0 + 1 < size) || (p1 > 0 && p1 + 1 < size)) std::abort();  // only whole sequences
+      streams->at(target) = {std::vector<Cell>(cells.size()), (*streams)[source].head};
+    }
+    for (std::size_t i = 0; i < cells.size(); ++i) {
+      const llama_pos at = cells[i].position;
+      if (!cells[i].sequences.test(z(from)) || at < p0 || (p1 >= 0 && at >= p1)) continue;
+      Cell& copied = (*streams)[target].cells[i];
+      copied.position = at;
+      copied.shift = cells[i].shift;
+      copied.sequences.set(z(to));
+    }
   }
 }
 llama_pos llama_memory_seq_pos_min(llama_memory_t memory, llama_seq_id sequence) {
@@ -595,7 +524,11 @@ llama_pos llama_memory_seq_pos_max(llama_memory_t memory, llama_seq_id sequence)
   return memory->positions(sequence).second;
 }
 void llama_memory_seq_add(llama_memory_t memory, llama_seq_id sequence, llama_pos p0, llama_pos p1, llama_pos delta) {
-  if (delta != 0 && p0 != p1) memory->streams.at(memory->stream_of(sequence)).shift(sequence, p0, p1, delta);
+  if (delta == 0 || p0 == p1) return;
+  memory->streams.at(memory->stream_of(sequence)).shift(sequence, p0, p1, delta);
+  if (memory->window > 0) memory->windows.at(memory->stream_of(sequence)).shift(sequence, p0, p1, delta);
+  const auto state = memory->states.find(sequence);
+  if (state != memory->states.end() && state->second >= p0 && (p1 < 0 || state->second < p1)) state->second += delta;
 }
 void llama_memory_seq_keep(llama_memory_t memory, llama_seq_id sequence) {
   for (llama_seq_id other = 0; z(other) < kMostSequences; ++other)
@@ -605,13 +538,11 @@ void llama_memory_seq_keep(llama_memory_t memory, llama_seq_id sequence) {
 void llama_memory_seq_div(llama_memory_t memory, llama_seq_id sequence, llama_pos p0, llama_pos p1, int by) {
   if (by != 1 && p0 != p1) memory->streams.at(memory->stream_of(sequence)).divide(sequence, p0, p1, by);
 }
-std::size_t llama_state_seq_get_size(llama_context* context, llama_seq_id sequence) {
-  const Stream& stream = context->memory.streams.at(context->memory.stream_of(sequence));
-  return 20 + 72 * z(std::ranges::count_if(stream.cells, [&](const Cell& c) { return c.sequences.test(z(sequence)); }));
-}
 bool llama_memory_can_shift(llama_memory_t memory) { return memory->can_shift; }
 void llama_memory_clear(llama_memory_t memory, bool data) {
-  for (Stream& stream : memory->streams) stream = {std::vector<Cell>(stream.cells.size()), 0};
+  for (std::vector<Stream>* streams : {&memory->streams, &memory->windows})
+    for (Stream& stream : *streams) stream = {std::vector<Cell>(stream.cells.size()), 0};
+  memory->states.clear();
   if (data) memory->tensors.fill(std::byte{0});
 }
 
@@ -651,4 +582,9 @@ llama_pos fake_llama_cell(const llama_context* context, llama_seq_id sequence, s
   const std::size_t size = context->memory.streams[0].cells.size();
   const Cell& found = context->memory.streams.at(z(cell) / size).cells[z(cell) % size];
   return found.sequences.test(z(sequence)) ? found.position : -1;
+}
+bool fake_llama_slides_over(const llama_context* context, llama_seq_id sequence, llama_pos position) {
+  const llama_memory_i& memory = context->memory;
+  return std::ranges::any_of(memory.windows.at(memory.stream_of(sequence)).cells,
+                             [&](const Cell& c) { return c.sequences.test(z(sequence)) && c.position == position; });
 }

@@ -41,6 +41,12 @@ enum ggml_op {
   GGML_OP_SOFT_MAX,
   GGML_OP_ROPE,
   GGML_OP_FLASH_ATTN_EXT,
+  GGML_OP_UNARY,
+  GGML_OP_TOP_K,
+};
+
+enum ggml_unary_op {
+  GGML_UNARY_OP_TANH = 4,
 };
 
 struct ggml_tensor {
@@ -77,6 +83,9 @@ const struct ggml_type_traits* ggml_get_type_traits(enum ggml_type type);
 const char* ggml_type_name(enum ggml_type type);
 size_t ggml_row_size(enum ggml_type type, int64_t elements);
 size_t ggml_nbytes(const struct ggml_tensor* tensor);
+const char* ggml_op_name(enum ggml_op op);
+/// Of a tensor in ggml's memory.
+size_t ggml_tensor_overhead(void);
 /// YaRN: pairs from dims[0] to dims[1] turn ever less at their own frequency.
 void ggml_rope_yarn_corr_dims(int n_dims, int n_ctx_orig, float freq_base, float beta_fast, float beta_slow,
                               float dims[2]);

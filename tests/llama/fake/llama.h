@@ -16,6 +16,8 @@ typedef struct llama_memory_i* llama_memory_t;
 typedef int32_t llama_pos;
 typedef int32_t llama_token;
 typedef int32_t llama_seq_id;
+typedef uint32_t llama_state_seq_flags;
+#define LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY 1
 
 enum llama_rope_type {
   LLAMA_ROPE_TYPE_NONE = -1,
@@ -31,6 +33,19 @@ enum llama_rope_scaling_type {
   LLAMA_ROPE_SCALING_TYPE_NONE = 0,
   LLAMA_ROPE_SCALING_TYPE_LINEAR = 1,
   LLAMA_ROPE_SCALING_TYPE_YARN = 2,
+};
+enum llama_context_type {
+  LLAMA_CONTEXT_TYPE_DEFAULT = 0,
+  LLAMA_CONTEXT_TYPE_MTP = 1,
+};
+enum llama_attention_type {
+  LLAMA_ATTENTION_TYPE_UNSPECIFIED = -1,
+  LLAMA_ATTENTION_TYPE_CAUSAL = 0,
+  LLAMA_ATTENTION_TYPE_NON_CAUSAL = 1,
+};
+enum llama_process_type {
+  LLAMA_PROCESS_TYPE_ENCODE,
+  LLAMA_PROCESS_TYPE_DECODE,
 };
 enum llama_flash_attn_type {
   LLAMA_FLASH_ATTN_TYPE_AUTO = -1,  // on, here
@@ -51,6 +66,7 @@ typedef struct llama_batch {
 
 struct llama_model_params {
   int32_t n_gpu_layers;
+  bool no_alloc;  // no weights
 };
 
 struct llama_context_params {
@@ -60,6 +76,8 @@ struct llama_context_params {
   uint32_t n_seq_max;
   int32_t n_threads;
   int32_t n_threads_batch;
+  enum llama_context_type ctx_type;
+  enum llama_attention_type attention_type;
   enum llama_rope_scaling_type rope_scaling_type;
   enum llama_flash_attn_type flash_attn_type;
   float rope_freq_base;   // 0: the model's
@@ -75,15 +93,20 @@ struct llama_context_params {
   enum ggml_type type_v;
   ggml_abort_callback abort_callback;
   void* abort_callback_data;
+  bool embeddings;
   bool offload_kqv;
+  bool swa_full;
   bool kv_unified;
+  struct llama_context* ctx_other;  // that this one drafts for
 };
 
 struct llama_model_params llama_model_default_params(void);
 struct llama_context_params llama_context_default_params(void);
 
 struct llama_model* llama_model_load_from_file(const char* path, struct llama_model_params params);
+struct llama_model* llama_model_load_from_splits(const char** paths, size_t count, struct llama_model_params params);
 void llama_model_free(struct llama_model* model);
+int32_t llama_model_n_ctx_train(const struct llama_model* model);
 int32_t llama_model_meta_val_str(const struct llama_model* model, const char* key, char* buffer, size_t size);
 int32_t llama_model_n_embd(const struct llama_model* model);
 int32_t llama_model_n_layer(const struct llama_model* model);
@@ -93,12 +116,14 @@ int32_t llama_model_n_swa(const struct llama_model* model);
 float llama_model_rope_freq_scale_train(const struct llama_model* model);
 enum llama_rope_type llama_model_rope_type(const struct llama_model* model);
 bool llama_model_has_encoder(const struct llama_model* model);
+bool llama_model_is_diffusion(const struct llama_model* model);
 bool llama_model_is_recurrent(const struct llama_model* model);
 bool llama_model_is_hybrid(const struct llama_model* model);
 const struct llama_vocab* llama_model_get_vocab(const struct llama_model* model);
 int32_t llama_vocab_n_tokens(const struct llama_vocab* vocab);
 
 struct llama_context* llama_init_from_model(struct llama_model* model, struct llama_context_params params);
+struct llama_context* llama_new_context_with_model(struct llama_model* model, struct llama_context_params params);
 void llama_free(struct llama_context* context);
 uint32_t llama_n_ctx(const struct llama_context* context);
 uint32_t llama_n_ctx_seq(const struct llama_context* context);
@@ -117,8 +142,30 @@ bool llama_memory_can_shift(llama_memory_t memory);
 /// -1: the sequence is empty.
 llama_pos llama_memory_seq_pos_min(llama_memory_t memory, llama_seq_id sequence);
 llama_pos llama_memory_seq_pos_max(llama_memory_t memory, llama_seq_id sequence);
-/// Bytes of its saved state: so many for none, and as many for each cell.
+/// Its saved state: so many bytes for none, and as many for each cell. 0: there is no room.
+#define LLAMA_STATE_SEQ_FLAGS_NONE 0
+typedef uint32_t llama_state_seq_flags;
 size_t llama_state_seq_get_size(struct llama_context* context, llama_seq_id sequence);
+size_t llama_state_seq_get_data(struct llama_context* context, uint8_t* to, size_t size, llama_seq_id sequence);
+size_t llama_state_seq_set_data(struct llama_context* context, const uint8_t* from, size_t size, llama_seq_id sequence);
+/// Of mixed memories, what is partial: without the cells of full layers.
+size_t llama_state_seq_get_size_ext(struct llama_context* context, llama_seq_id sequence, llama_state_seq_flags flags);
+size_t llama_state_seq_get_data_ext(struct llama_context* context, uint8_t* to, size_t size, llama_seq_id sequence,
+                                    llama_state_seq_flags flags);
+size_t llama_state_seq_set_data_ext(struct llama_context* context, const uint8_t* from, size_t size,
+                                    llama_seq_id sequence, llama_state_seq_flags flags);
+size_t llama_state_seq_save_file(struct llama_context* context, const char* path, llama_seq_id sequence,
+                                 const llama_token* tokens, size_t count);
+/// Without `tokens`: how many there are.
+size_t llama_state_seq_load_file(struct llama_context* context, const char* path, llama_seq_id sequence,
+                                 llama_token* tokens, size_t room, size_t* count);
+/// Of all sequences: none, here.
+size_t llama_state_set_data(struct llama_context* context, const uint8_t* from, size_t size);
+size_t llama_set_state_data(struct llama_context* context, const uint8_t* from);
+bool llama_state_load_file(struct llama_context* context, const char* path, llama_token* tokens, size_t room,
+                           size_t* count);
+bool llama_load_session_file(struct llama_context* context, const char* path, llama_token* tokens, size_t room,
+                             size_t* count);
 void llama_memory_clear(llama_memory_t memory, bool data);
 
 struct llama_batch llama_batch_get_one(llama_token* tokens, int32_t count);
@@ -127,6 +174,26 @@ void llama_batch_free(struct llama_batch batch);
 
 /// 0: done; 1: no free cells, and 2: aborted (earlier micro-batches stay); -1: the batch is not valid.
 int32_t llama_decode(struct llama_context* context, struct llama_batch batch);
+
+/// A batch whose tokens are set one by one.
+struct llama_batch_ext;
+struct llama_embd {
+  const float* data;
+  size_t n_rows;
+  size_t n_embd;
+};
+struct llama_batch_ext* llama_batch_ext_init(struct llama_context* context);
+void llama_batch_ext_free(struct llama_batch_ext* batch);
+void llama_batch_ext_clear(struct llama_batch_ext* batch);
+int32_t llama_batch_ext_add(struct llama_batch_ext* batch, llama_seq_id sequence);
+int32_t llama_batch_ext_add_token(struct llama_batch_ext* batch, llama_seq_id sequence, llama_token id);
+/// None, here: -2.
+int32_t llama_batch_ext_add_embd(struct llama_batch_ext* batch, llama_seq_id sequence, struct llama_embd embd);
+bool llama_batch_ext_add_seq(struct llama_batch_ext* batch, int32_t index, llama_seq_id sequence);
+bool llama_batch_ext_set_pos(struct llama_batch_ext* batch, int32_t index, const llama_pos* position);
+bool llama_batch_ext_set_output_logits(struct llama_batch_ext* batch, int32_t index, bool value);
+bool llama_batch_ext_set_output_embd(struct llama_batch_ext* batch, int32_t index, bool value);
+int32_t llama_process(struct llama_context* context, enum llama_process_type type, struct llama_batch_ext* batch);
 /// Of a token of the newest batch, or from the end of those that have logits if negative.
 float* llama_get_logits_ith(struct llama_context* context, int32_t index);
 
@@ -136,3 +203,5 @@ float* llama_get_logits_ith(struct llama_context* context, int32_t index);
 float fake_rope_factor(const llama_model* model, int pair);
 /// Of the stand-in alone: position of a cell (streams follow one another) if the sequence holds it, else -1.
 llama_pos fake_llama_cell(const llama_context* context, llama_seq_id sequence, int32_t cell);
+/// Of the stand-in alone: layers that slide hold this position of the sequence.
+bool fake_llama_slides_over(const llama_context* context, llama_seq_id sequence, llama_pos position);

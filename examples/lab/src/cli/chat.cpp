@@ -16,6 +16,7 @@
 #include "kvkeep/cli/program.h"
 #include "kvkeep/core/error.h"
 #include "kvkeep/core/limits.h"
+#include "kvkeep/io/run_files.h"
 #include "kvlab/generation.h"
 #include "model_options.h"
 
@@ -158,7 +159,7 @@ class Conversation {
     const std::int64_t events = keeper.totals().events,
                        full = tokens * rows * lm::bytes_of_slot(spec, options_.model.dtype());
     const bool cut_off = !ended_ && interrupted == 0;
-    const bool pale = ::isatty(STDERR_FILENO) == 1;
+    const bool pale = io::shows_colour(STDERR_FILENO);
     note(text(tokens, " tokens, ", real_cell(static_cast<double>(slots) / static_cast<double>(rows), 0).shown,
               " slots a row after ", events, events == 1 ? " event, " : " events, ",
               bytes_cell(generator_.bytes_held(*id_)).shown, " of ", bytes_cell(full).shown,

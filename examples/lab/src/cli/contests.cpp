@@ -7,6 +7,7 @@
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 #include "kvkeep/cli/options.h"
 #include "kvkeep/cli/program.h"
@@ -54,7 +55,12 @@ std::vector<Contest> contests_of(const ContestOptions& o, const std::string& wri
   }
   std::vector<Contest> resolved;
   for (Contest& contest : all) {
-    resolve(contest);
+    try {
+      resolve(contest);
+    } catch (const InvalidArgument& error) {
+      if (std::string_view(error.what()).find("budget is missing") == std::string_view::npos) throw;
+      refuse(error.what(), ", or --budgets N,...");
+    }
     resolved.push_back(contest);
     if (!o.protect_prompt || contest.keeps_all() || contest.keeps_prompt) continue;
     if (contest.policy.takes("protect_prompt")) {

@@ -34,7 +34,8 @@ Examples:
   kvkeep eval --model examples/model --policy tova --policy ams-tova --budgets 128 --samples 100 --against tova
   kvkeep eval --model examples/model --policy tova,ratio=0.5 --policy ams-tova,bytes=200000 --diagnostics
   kvkeep eval --model examples/model --task ask,chain --policy full --policy tova,budget=32,interval=32,rest=fold
-  kvkeep eval --model examples/model --task needle --length 1024 --retrieval 4 --batch 1 --policy fastkv,layer=1
+  kvkeep eval --model examples/model --task needle --length 1024 --retrieval 4 --batch 1 --budgets 96 \
+      --policy fastkv,layer=1
   kvkeep eval --model SmolLM2.gguf --task ruler/niah-single-1,ruler/vt --length 1024 --budgets 512,256 --policy tova
   kvkeep eval --model SmolLM2.gguf --task text/needle --haystack prose.txt --budgets 256 --question after --batch 4
   kvkeep eval --model SmolLM2.gguf --samples-in mine.jsonl --policy full --policy tova --budgets 512,256
@@ -140,7 +141,7 @@ Difference difference_of(const Contest& contest, const Measured& own, const std:
 }
 
 std::vector<std::string> default_policies() {
-  return {"full", "streaming", "tova", "ams-tova", "ams-tova,variant=official", std::string(kOracle)};
+  return {"full", "streaming", "tova", "tova,rest=fold", "ams-tova", "ams-tova,variant=official", std::string(kOracle)};
 }
 
 // A repeated task would count its look-ups twice and make intervals too narrow.
@@ -431,13 +432,18 @@ Run add_eval(CLI::App& app) {
   o->model.add(*sub);
   o->model.device.add(*sub);
   using Lists = std::vector<std::string>;
-  o->task = sub->add_option_function<Lists>(
-                   "--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); },
-                   "tasks of the small model: chain, ask, needle, updates, copies; over text: ruler/niah-single-1 and "
-                   "others, "
-                   "text/needle")
+  std::vector<std::string> tasks = small_tasks();
+  append(tasks, tasks_over_text());
+  o->task = as_names(sub->add_option_function<Lists>(
+                         "--task", [o](const Lists& lists) { o->tasks = tasks_of(lists); },
+                         text("tasks of the small model: ", joined(small_tasks()),
+                              "; over text: ruler/niah-single-1 and others, text/needle")),
+                     tasks)
                 ->option_text("NAME,... [ask]");
-  o->contests.add(*sub, "full, streaming, tova, ams-tova strict and official, oracle (small model only)");
+  o->contests.add(
+      *sub,
+      "full, streaming, tova, tova,rest=fold, ams-tova strict and official, oracle; over text snapkv instead "
+      "of the last two");
   o->samples_option = sub->add_option("--samples", o->samples, "samples of each task; of --samples-in: the first N")
                           ->check(CLI::Range(1, 1 << 24))
                           ->option_text("N [20]");

@@ -616,7 +616,7 @@ void evaluate_text(const TextEvaluation& given) {
   TextEvaluation e = given;
   KVKEEP_REQUIRE(!e.text.samples_in.empty() || (e.text.templates.empty() && !e.text.truncate),
                  "eval: --templates and --truncate are for samples of files; allowed with --samples-in");
-  const std::vector<std::string> policies{"full", "streaming", "tova", "ams-tova", "snapkv"};
+  const std::vector<std::string> policies{"full", "streaming", "tova", "tova,rest=fold", "ams-tova", "snapkv"};
   const auto made = [&](const ContestOptions& options) {
     std::vector<Contest> all = contests(options, policies, {static_cast<std::int32_t>(e.length / 4)});
     for (const Contest& contest : all) static_cast<void>(make_untold(contest.policy));

@@ -22,6 +22,7 @@
 #include "kvlab/published_calibration.h"
 #include "kvlab/router_training.h"
 #include "kvlab/span_trace.h"
+#include "model_options.h"
 #include "oracle.h"
 
 namespace kvkeep::cli {
@@ -95,16 +96,17 @@ void restart_with_short_spins(const CLI::App& command, char** argv) {
 class Laboratory final : public Program {
  public:
   [[nodiscard]] std::vector<Run> add_commands(CLI::App& app) const override {
-    return {add_generate(app),   add_chat(app),     add_tokens(app),        add_eval(app),
-            add_perplexity(app), add_fidelity(app), add_replay(app, *this), add_record(app),
-            add_calibrate(app),  add_plan(app),     add_policies(app),      add_doctor(app, *this)};
+    return {add_policies(app),   add_plan(app),     add_replay(app, *this), add_doctor(app, *this),
+            add_generate(app),   add_chat(app),     add_tokens(app),        add_eval(app),
+            add_perplexity(app), add_fidelity(app), add_record(app),        add_calibrate(app)};
   }
 
   [[nodiscard]] std::string examples() const override {
-    return R"(
+    return text(kModelsAtHand, R"(
+
 Examples:
   kvkeep policies                                           the policies to choose from
-  kvkeep generate --model SmolLM2.gguf --chat --prompt-file examples/lighthouse.txt \
+  kvkeep generate --model SmolLM2.gguf --chat --stop --prompt-file examples/lighthouse.txt \
       --policy ams-tova,preset=question,budget=192,prefill=cut
   kvkeep chat --model SmolLM2.gguf --policy ams-tova,budget=512,interval=64
   kvkeep eval --model examples/model --task ask --budgets 64 --policy full --policy tova --policy tova,rest=fold
@@ -112,10 +114,10 @@ Examples:
   kvkeep generate --model examples/model --task chain --seed 7 --policy ams-tova,budget=96,interval=32 \
       --max-new-tokens 200
   kvkeep plan --shape qwen7b --policy ams-tova,budget=1024 --batch 16 --length 32768
-  kvkeep record --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --event 130 \
+  kvkeep record --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --event 129 \
       --out event.safetensors
   kvkeep replay event.safetensors --policy ams-tova,budget=96,interval=32 --out kept.safetensors
-)";
+)");
   }
 
   void prepare(const CLI::App& command, char** argv) const override { restart_with_short_spins(command, argv); }
@@ -142,7 +144,7 @@ Examples:
 
   [[nodiscard]] std::string reason(const std::exception& error) const override {
     const auto* torch = dynamic_cast<const c10::Error*>(&error);
-    if (torch == nullptr) return error.what();
+    if (torch == nullptr) return said_by(error);
     const std::string why = torch->what_without_backtrace();
     return text("LibTorch: ", why.substr(0, why.find('\n')));
   }

@@ -16,14 +16,15 @@
 
 namespace kvkeep::cli {
 
+void add_model(CLI::App& app, std::string& folder, const std::string& what) {
+  as_input(app.add_option("--model", folder, what), io::Source::file_or_folder)->required()->option_text("FILE|DIR");
+  app.footer([] { return std::string(kModelsAtHand); });  // stands before the footer that is a text
+}
+
 void ModelOptions::add(CLI::App& app) {
-  as_input(
-      app.add_option("--model", folder,
-                     "a Llama, Qwen2, Qwen3, SmolLM3 or Gemma 3 model: a GGUF file, or a folder with config.json and "
-                     "*.safetensors"),
-      io::Source::file_or_folder)
-      ->required()
-      ->option_text("FILE|DIR");
+  add_model(app, folder,
+            "a Llama, Qwen2, Qwen3, SmolLM3 or Gemma 3 model: a GGUF file, or a folder with config.json and "
+            "*.safetensors");
   app.add_option("--threads", threads, "CPU threads; 0: one for a model below 8 MiB, else LibTorch's default")
       ->check(CLI::Range(0, kMostThreads))
       ->option_text("N [0]");
@@ -65,13 +66,22 @@ void require_memory_of_samples(std::size_t tasks, std::int64_t samples, std::int
                      "a smaller --samples or --length");
 }
 
+std::vector<std::string> small_tasks() {
+  std::vector<std::string> names;
+  for (const lm::TaskInfo& one : lm::tasks()) names.emplace_back(one.name);
+  return names;
+}
+
+std::vector<std::string> tasks_over_text() {
+  std::vector<std::string> names;
+  for (const lm::TextTaskInfo& one : lm::text_tasks()) names.emplace_back(one.name);
+  return names;
+}
+
 void require_task(const std::string& task, bool over_text) {
-  std::vector<std::string_view> small, text;
-  for (const lm::TaskInfo& one : lm::tasks()) small.push_back(one.name);
-  if (over_text)
-    for (const lm::TextTaskInfo& one : lm::text_tasks()) text.push_back(one.name);
-  std::vector<std::string_view> all = small;
-  append(all, text);
+  const std::vector<std::string> small = small_tasks(), text = tasks_over_text();
+  std::vector<std::string> all = small;
+  if (over_text) append(all, text);
   KVKEEP_REQUIRE(std::ranges::find(all, task) != all.end(), "--task: there is no task \"", shortened(task), "\"",
                  did_you_mean(task, all), "; allowed ", joined(small),
                  over_text ? "; over text " + joined(text) : std::string());
@@ -181,13 +191,14 @@ std::vector<std::int32_t> TextReading::ids(const lm::TextModel& model, const std
 }
 
 void PromptOptions::add(CLI::App& app) {
-  CLI::Option_group* source = app.add_option_group("prompt (one of)");
+  CLI::Option_group* source = app.add_option_group("prompt");
   source->add_option("--prompt", prompt, "text")->check(not_empty())->option_text("TEXT");
   as_input(source->add_option("--prompt-file", prompt_file, "text in a file, taken verbatim"))->option_text("FILE");
   source->add_option("--ids", ids, "token ids")->option_text("1,2,3");
   as_input(source->add_option("--ids-file", ids_file, "token ids in a file, separated by white space or commas"))
       ->option_text("FILE");
-  source->add_option("--task", task, "one of kvkeep's tasks: chain, ask, needle, updates, copies")->option_text("NAME");
+  as_names(source->add_option("--task", task, text("one of kvkeep's tasks: ", joined(small_tasks()))), small_tasks())
+      ->option_text("NAME");
   source->require_option(1);
   reading.add(app);
   app.add_option("--seed", seed, "seed of the task's sample")->option_text("N [0]");

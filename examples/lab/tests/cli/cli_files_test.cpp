@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -88,6 +89,18 @@ TEST_F(Command, RefusesWhatCannotBeTheNameOfAFile) {
   expect_refused(with("--retention", place("loop")), "loop");
   ASSERT_EQ(::mkfifo(place("pipe").c_str(), 0600), 0);
   expect_refused({"replay", place("pipe"), "--policy", "full", "--out", place("out")}, "regular file");
+}
+
+// The shell makes the file first; an earlier version took it for one of the model's.
+TEST_F(Command, MayBeRedirectedToANewFileInTheModelsFolder) {
+  fs::copy(model(), place("model"));
+  const std::string tokens =
+      KVKEEP_CLI_PATH + (" generate --ids 1,2,3 --max-new-tokens 2 --quiet --model " + place("model"));
+  ASSERT_EQ(std::system((tokens + " > " + place("model/out.txt")).c_str()), 0);
+  EXPECT_NE(content(place("model/out.txt")), "");
+  const std::string config = content(place("model/config.json"));
+  EXPECT_EQ(WEXITSTATUS(std::system((tokens + " >> " + place("model/config.json 2> /dev/null")).c_str())), 2);
+  EXPECT_EQ(content(place("model/config.json")), config);
 }
 
 // An earlier version said so after the whole run.

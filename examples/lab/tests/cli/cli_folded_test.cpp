@@ -44,6 +44,15 @@ TEST_F(Folded, ABudgetThatATextFillsIsNamedIfNothingOpens) {
   EXPECT_GT(folded["did_not_fit"], 0);
 }
 
+TEST_F(Folded, StandsBesideDroppingWhereNoPolicyIsNamed) {
+  Words words = eval;
+  words.insert(words.end(), {"-o", "csv"});
+  const Outcome outcome = run(words);
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  for (const char* policy : {"\ntova,", "\n\"tova,rest=fold\",", "\noracle,"})
+    EXPECT_NE(outcome.out.find(policy), std::string::npos) << outcome.out;
+}
+
 TEST_F(Folded, ABudgetThatCannotOpenASpanIsRefusedBeforeAnythingRuns) {
   const Outcome made = with(generate, "sekv,budget=128,recent=512"),
                 met = with(generate, "sekv,budget=160,max_span=128");

@@ -199,7 +199,9 @@ TEST_F(CommandGuard, NamesWhatIsUnknownFirstAndOffersTheNearest) {
   expect_refused(with("TOVA,budget=64"), "no policy \"TOVA\" (did you mean \"tova" + rest);
   expect_refused({"policies", "TOVA"}, "no policy \"TOVA\" (did you mean \"tova" + rest);
   expect_refused({"policies", "tova,budget=64"}, "no policy \"tova,budget=64\" (did you mean \"tova" + rest);
-  expect_refused(with("xyzzy,budget=64"), "no policy \"xyzzy\"; allowed full, ");
+  expect_refused({"eval", "--model", model(), "--task", "chain", "--policy", "tova"},
+                 "allowed exactly one of budget, ratio, bytes, or --budgets N,...");
+  expect_refused(with("xyzzy,budget=64"), "no policy \"xyzzy\"; kvkeep policies lists all");
   expect_refused(with("tova,budget=64,share=none"), "per_layer_per_head, per_head, union, union_mean");
   expect_refused(with("tova,budget=64,trigger=counters"), "(did you mean \"counter\"?)");
   expect_refused(with("tova,budget=64,rst=fold"), "no option \"rst\" (did you mean \"rest\"?)");
@@ -259,7 +261,7 @@ TEST_F(CommandGuard, SaysThatAnInputIsNotThereAFolderOrEmpty) {
       return all;
     };
     expect_refused(with(place("nope")), option + ": there is no file '" + place("nope") + "'");
-    expect_refused(with(""), option + ": the path is empty");
+    expect_refused(with(""), option == "trace" ? "is empty (behind '" : option + ": the path is empty");
     expect_refused(with(place("empty")), option + ": '" + place("empty") + "' is empty");
     if (!folder) expect_refused(with(place("folder")), option + ": '" + place("folder") + "' is a folder");
   };

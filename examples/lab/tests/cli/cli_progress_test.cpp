@@ -3,8 +3,6 @@
 
 #ifdef KVKEEP_CLI_PATH
 
-#include <stdlib.h>
-
 #include "command_text.h"
 
 namespace kvkeep::cli_progress_test {
@@ -35,34 +33,6 @@ class CommandProgress : public CommandText {
           "ruler/niah-single-1"}}};
   }
 
-  // What a terminal gets that is the command's stderr.
-  std::string shown(const Words& words) {
-    const int terminal = ::posix_openpt(O_RDWR | O_NOCTTY);
-    EXPECT_TRUE(terminal >= 0 && ::grantpt(terminal) == 0 && ::unlockpt(terminal) == 0);
-    const int other_end = ::open(::ptsname(terminal), O_RDWR | O_NOCTTY);
-    EXPECT_GE(other_end, 0);
-    std::vector<char*> argv{const_cast<char*>(KVKEEP_CLI_PATH)};
-    for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
-    argv.push_back(nullptr);
-    const pid_t child = ::fork();
-    if (child == 0) {
-      ::dup2(::open("/dev/null", O_WRONLY), STDOUT_FILENO);
-      ::dup2(other_end, STDERR_FILENO);
-      ::close(terminal);
-      ::execv(KVKEEP_CLI_PATH, argv.data());
-      ::_exit(99);
-    }
-    ::close(other_end);
-    std::string all;
-    char some[4096];
-    for (ssize_t n = 0; (n = ::read(terminal, some, sizeof some)) > 0;) all.append(some, static_cast<std::size_t>(n));
-    ::close(terminal);
-    int status = 0;
-    ::waitpid(child, &status, 0);
-    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << all;
-    return all;
-  }
-
   std::vector<std::pair<std::string, Words>> commands_;  // the label of a bar, and who shows it
 };
 
@@ -83,6 +53,7 @@ TEST_F(CommandProgress, IsSilentElsewhere) {
   for (auto& [label, words] : commands_) {
     SCOPED_TRACE(label);
     EXPECT_EQ(run(words).err.find('\r'), std::string::npos) << "a pipe";
+    EXPECT_EQ(shown(words, {.kind = "dumb"}).find('\033'), std::string::npos) << "a terminal that moves no cursor";
     words.push_back("--quiet");
     EXPECT_EQ(shown(words), "");
   }

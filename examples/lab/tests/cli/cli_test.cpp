@@ -47,6 +47,38 @@ TEST_F(Command, TeachesByExampleInTheHelpOfEverySubcommand) {
   }
 }
 
+TEST_F(Command, SaysWhereTheModelOfItsExamplesComesFrom) {
+  const std::string script = content(fs::path(KVKEEP_TEST_MODEL_DIR) / "../../cmake/bootstrap.sh");
+  for (const Words& words : std::vector<Words>{{"--help"}, {"generate", "--help"}, {"tokens", "--help"}}) {
+    const std::string help = run(words).out;
+    std::smatch file;
+    ASSERT_TRUE(std::regex_search(help, file, std::regex(R"(bash examples/demo.sh loads:\s+(\.cache/[^ /]+)/(\S+))")))
+        << help;
+    EXPECT_NE(script.find(file[1].str() + '"'), std::string::npos) << file[1];
+    EXPECT_NE(script.find("name=" + file[2].str() + '\n'), std::string::npos) << file[2];
+  }
+}
+
+// An earlier version named the step behind it, where nothing is due.
+TEST_F(Command, RecordsAnEventOfTheRunInItsExample) {
+  std::smatch example;
+  const std::string help = run({"record", "--help"}).out;
+  ASSERT_TRUE(std::regex_search(help, example, std::regex("--task ask --forced --policy (\\S+) --event ([0-9]+)")))
+      << help;
+  const json run_of = json::parse(run({"generate", "--model", KVKEEP_TEST_MODEL_DIR, "--task", "ask", "--forced",
+                                       "--policy", example[1], "-o", "json", "--quiet"})
+                                      .out);
+  EXPECT_TRUE(std::ranges::any_of(run_of["events"], [&](const json& e) { return e["step"] == std::stoi(example[2]); }))
+      << example[2];
+}
+
+TEST_F(Command, OffersTheNamesOfTasksToShells) {
+  EXPECT_EQ(run({"__complete", "eval", "--task", "ask,ch"}).out, "ask,chain\n");
+  EXPECT_EQ(run({"__complete", "eval", "--task", "text/"}).out, "text/needle\n");
+  EXPECT_EQ(run({"__complete", "generate", "--task", "ne"}).out, "needle\n");
+  EXPECT_EQ(run({"__complete", "record", "--kind", "p"}).out, "prefill\n");
+}
+
 TEST_F(Command, LetsThreadsSpinBrieflyUnlessItIsToldHowTheyWait) {
   const auto waits = [&](const char* name, const char* value) {
     const char* before = std::getenv(name);
