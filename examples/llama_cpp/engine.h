@@ -97,6 +97,7 @@ class Engine {
     params.n_ctx = static_cast<std::uint32_t>(cells);
     params.n_batch = params.n_ubatch = static_cast<std::uint32_t>(o.batch);
     params.n_seq_max = 1;
+    params.swa_full = shifts_;  // layers that slide hold their window; llama.cpp shifts where they hold all cells
     if (o.threads > 0) params.n_threads = params.n_threads_batch = o.threads;
     params.type_k = params.type_v = cache_type(o.cache_type);
     if (shifts_) params.n_batch = params.n_ubatch = std::min(params.n_batch, std::max(1U, params.n_ctx / 4));
@@ -145,6 +146,9 @@ class Engine {
   [[nodiscard]] int highest_cell() const {
     return evictor_ ? std::ranges::max(evictor_->cells(0)) + 1 : next_position();
   }
+
+  /// llama.cpp's own size of the sequence's state: rows of all layers in use, with their positions.
+  [[nodiscard]] std::size_t state_bytes() const { return llama_state_seq_get_size(context_.get(), 0); }
 
   /// A prompt, or the next turn of a chat, in batches.
   void feed(std::vector<llama_token> ids) {

@@ -91,8 +91,10 @@ int main(int argc, char** argv) {
       "Example:\n  kvkeep-llama generate -m model.gguf --prompt-file book.txt --policy tova,budget=1024 --stats");
   const auto common = [&](CLI::App* sub) {
     sub->add_option("-m,--model", o.model, "GGUF file")->required()->check(CLI::ExistingFile);
-    sub->add_option("-c,--context", o.context,
-                    "cells of the cache; default: the length that the model was trained for");
+    sub->add_option(
+        "-c,--context", o.context,
+        "cells of the cache; default: the length that the model was trained for; of `bench` and `answer`: as "
+        "many as the prompt and what follows it need");
     sub->add_option("-n,--tokens", o.tokens, "tokens to decode")->check(CLI::Range(1, 1 << 30))->capture_default_str();
     sub->add_option("-t,--threads", o.threads, "threads of llama.cpp; default: its own choice")
         ->check(CLI::Range(0, static_cast<int>(16 * std::max(1U, std::thread::hardware_concurrency()))));

@@ -226,9 +226,8 @@ void bench(const Options& o) {
     }
   std::printf(
       "%d prompt tokens, %d decoded, medians of %d rounds in turns\n\n| policy | prefill tok/s | decode tok/s | CPU ms "
-      "a "
-      "token | highest cell | events | reading | observing | events' time |\n"
-      "|---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
+      "a token | highest cell | state MB | events | reading | observing | events' time |\n"
+      "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n",
       o.prompt_tokens, o.tokens, o.rounds);
   for (std::size_t i = 0; i < all.size(); ++i) {
     const auto mid = [&](double Rate::* number) {
@@ -236,10 +235,11 @@ void bench(const Options& o) {
       for (const Rate& one : all[i].rates) values.push_back(one.*number);
       return median(std::move(values));
     };
-    std::printf("| %s | %.1f | %.2f | %.2f | %d | %lld | %.2f %% | %.2f %% | %.2f %% |\n",
+    std::printf("| %s | %.1f | %.2f | %.2f | %d | %.2f | %lld | %.2f %% | %.2f %% | %.2f %% |\n",
                 kvkeep::escaped(o.policies[i]).c_str(), all[i].prefill, mid(&Rate::decode), mid(&Rate::cpu_ms),
-                all[i].engine->highest_cell(), static_cast<long long>(spent_by(*all[i].engine).cut),
-                mid(&Rate::reading), mid(&Rate::observing), mid(&Rate::events));
+                all[i].engine->highest_cell(), static_cast<double>(all[i].engine->state_bytes()) / 1e6,
+                static_cast<long long>(spent_by(*all[i].engine).cut), mid(&Rate::reading), mid(&Rate::observing),
+                mid(&Rate::events));
   }
 }
 
@@ -336,24 +336,29 @@ void answer(const Options& o) {
   const ggml_type type = cache_type(o.cache_type);
   const double width = static_cast<double>(ggml_row_size(type, 64)) / 128;  // of 16 bits
   std::vector<nlohmann::json> answers(samples.size(), nlohmann::json::array());
-  std::printf("| policy | budget | task | samples | answered | tok/s |\n|---|---:|---|---:|---:|---:|\n");
+  std::printf(
+      "| policy | budget | task | samples | answered | tok/s | state MB |\n|---|---:|---|---:|---:|---:|---:|\n");
   for (const std::string& policy : o.policies) {
     const bool shift = policy == "shift", whole = policy == "full" || policy == "alone";
+    const std::string prefill = policy.find(",prefill=") == std::string::npos ? ",prefill=cut" : "";
+    const std::string cut_at_end = prefill + ",interval=1000000,budget=";
     for (const Budget& budget : whole ? std::vector<Budget>{{"1/1", 1, 0}} : budgets) {
       std::map<std::string, std::pair<double, int>> by_task;
       double seconds = 0;
       std::int64_t written = 0;
+      std::size_t held = 0;  // bytes of the states behind the prompts
       for (std::size_t i = 0; i < samples.size(); ++i) {
         if (interrupted != 0) return;
         const nlohmann::json& sample = samples[i];
         const auto prompt = sample.at("prompt").get<std::vector<llama_token>>();
         const auto question = sample.at("question").get<std::vector<llama_token>>();
         const int most = sample.at("max_new_tokens").get<int>(), kept = budget.of(prompt.size());
-        const auto all = static_cast<int>(prompt.size() + question.size()) + most + 8;
-        Engine engine(model.get(), o,
-                      whole || shift ? policy : policy + ",prefill=cut,interval=1000000,budget=" + std::to_string(kept),
-                      shift ? kept + static_cast<int>(question.size()) + most + 8 : all);
+        const int after = static_cast<int>(question.size()) + most + 8;
+        const int cells = (shift ? kept : static_cast<int>(prompt.size())) + after;
+        Engine engine(model.get(), o, whole || shift ? policy : policy + cut_at_end + std::to_string(kept),
+                      o.context > 0 ? o.context : cells);
         engine.feed(prompt);
+        held += engine.state_bytes();
         if (!question.empty()) engine.feed(question);
         const Stopwatch decoding;
         const int begun = engine.next_position();
@@ -372,9 +377,10 @@ void answer(const Options& o) {
                               {"kept_bytes", std::llround(full_bytes(sample) * width * share)}});
       }
       for (const auto& [task, scores] : by_task)
-        std::printf("| %s | %s | %s | %d | %.1f %% | %.1f |\n", kvkeep::escaped(policy).c_str(), budget.name.c_str(),
-                    kvkeep::escaped(task).c_str(), scores.second, 100 * scores.first / scores.second,
-                    static_cast<double>(written) / seconds);
+        std::printf("| %s | %s | %s | %d | %.1f %% | %.1f | %.2f |\n", kvkeep::escaped(policy).c_str(),
+                    budget.name.c_str(), kvkeep::escaped(task).c_str(), scores.second,
+                    100 * scores.first / scores.second, static_cast<double>(written) / seconds,
+                    static_cast<double>(held) / 1e6 / static_cast<double>(samples.size()));
       std::fflush(stdout);
     }
   }

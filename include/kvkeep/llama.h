@@ -39,6 +39,7 @@
 
 #include "kvkeep/core/cache_view.h"
 #include "kvkeep/keeper/keeper.h"
+#include "kvkeep/keeper/thread_pool.h"
 #include "kvkeep/llama/model.h"
 #include "kvkeep/parts/pins.h"
 
@@ -92,18 +93,20 @@ enum class Positions : std::uint8_t {
 class Evictor {
  public:
   /// Puts the callback into `params`; one that is there already is called as well. Turns flash attention on if the
-  /// policy needs it and `params` leaves it open. Throws InvalidArgument, with every reason, if the policy cannot run
-  /// on the model, and Unsupported for what facts_of() refuses, which runs one token in a context of its own, for a
-  /// policy whose rows end up unequal, for `params` that rule out rewriting (flash attention off, a quantised cache
-  /// with heads of no whole blocks or with Positions::cache) under a `share` that needs it, for policies that turn
-  /// queries or keys back over a quantised cache or with Positions::cache, for Positions::cache over a quantised cache
-  /// whose heads are no multiple of 64 (llama.cpp's rotation ends the program there) and over models whose layers slide
-  /// or have states or an indexer, for models with an indexer unless share=union, for a budget of fewer slots than
-  /// layers slide over, and, where queries or keys are turned, for RoPE that cannot be read.
+  /// policy needs it and `params` leaves it open. Events run on `params.n_threads` threads. Throws InvalidArgument,
+  /// with every reason, if the policy cannot run on the model, and Unsupported for what facts_of() refuses, which runs
+  /// one token in a context of its own, for a policy whose rows end up unequal, for `params` that rule out rewriting
+  /// (flash attention off, a quantised cache with heads of no whole blocks or with Positions::cache) under a `share`
+  /// that needs it, for policies that turn queries or keys back over a quantised cache or with Positions::cache, for
+  /// Positions::cache over a quantised cache whose heads are no multiple of 64 (llama.cpp's rotation ends the program
+  /// there) and over models whose layers slide or have states or an indexer, for models with an indexer unless
+  /// share=union, for a budget of fewer slots than layers slide over, and, where queries or keys are turned, for RoPE
+  /// that cannot be read.
   Evictor(const llama_model* model, llama_context_params& params, std::unique_ptr<KVPolicy> policy,
           Positions positions = Positions::text)
       : facts_(facts_of(model, params)),
-        keeper_(make_keeper(facts_, std::move(policy), positions)),
+        pool_(std::max(1, params.n_threads)),
+        keeper_(make_keeper(facts_, std::move(policy), positions, pool_.threads())),
         needs_(keeper_.policy().needs()),
         full_layers_(keeper_.spec().full_layers()),
         positions_(positions),
@@ -340,6 +343,8 @@ class Evictor {
   /// queries and whose trigger is not `named`, as those of tokens far from its own events were not read.
   void cut(llama_seq_id sequence);
 
+  /// Layers slide or have states, beside those that are cut.
+  [[nodiscard]] bool mixed() const { return facts_.mixed(); }
   /// Tokens over which layers slide, beside those that are cut; 0: none does.
   [[nodiscard]] std::int32_t window() const { return facts_.window; }
   /// Layers have states, beside those that are cut.
@@ -478,7 +483,8 @@ class Evictor {
     return found->second;
   }
 
-  static Keeper make_keeper(const Facts& facts, std::unique_ptr<KVPolicy> policy, Positions positions) {
+  static Keeper make_keeper(const Facts& facts, std::unique_ptr<KVPolicy> policy, Positions positions,
+                            const Threads& threads) {
     const bool read = policy != nullptr && policy->needs().rope;
     if (read || positions == Positions::cache) {
       if (facts.rope_error) std::rethrow_exception(facts.rope_error);
@@ -487,7 +493,7 @@ class Evictor {
                         " in another way than after RoPE alone, and ", read ? policy->name() : "Positions::cache",
                         " turns them; allowed policies that read them as they are, with Positions::text");
     }
-    return Keeper(facts.spec, std::move(policy));
+    return Keeper(facts.spec, std::move(policy), {.threads = threads});
   }
 
   [[nodiscard]] bool in_pieces() const { return keeper_.policy().trigger().prefill == Trigger::Prefill::pieces; }
@@ -537,6 +543,7 @@ class Evictor {
   void remove(llama_seq_id sequence, std::span<const std::int32_t> before, std::vector<std::int32_t> freed);
 
   Facts facts_;
+  ThreadPool pool_;  ///< as many threads as the context decodes on; they sleep but for events
   Keeper keeper_;
   Needs needs_;
   std::vector<std::int32_t> full_layers_;

@@ -44,8 +44,6 @@ struct Followed {
     alone = true;
     say(policy, " ends here, and llama.cpp goes on alone: ", error.what());
   }
-  /// Layers slide or have states.
-  [[nodiscard]] bool mixed() const { return evictor.window() > 0 || evictor.has_states(); }
   [[nodiscard]] bool has(llama_seq_id sequence) const {
     return evictor.keeper().knows(sequence) && KVKEEP_OWN(llama_memory_seq_pos_max)(memory, sequence) >= 0;
   }
@@ -78,7 +76,7 @@ struct Contexts {
     if (inside) return nullptr;
     const std::lock_guard lock(mutex);
     const auto found = std::ranges::find_if(all, [&](const auto& f) { return is(*f); });
-    return found == all.end() || ((*found)->alone && !(*found)->mixed()) ? nullptr : found->get();
+    return found == all.end() || ((*found)->alone && !(*found)->evictor.mixed()) ? nullptr : found->get();
   }
   template <class Is>
   Followed* find(Is is) {

@@ -259,6 +259,10 @@ bool reaches(const Followed& f, llama_seq_id sequence, llama_pos p0, llama_pos p
   return f.has(sequence) && p0 <= KVKEEP_OWN(llama_memory_seq_pos_max)(f.memory, sequence) && (p1 < 0 || p1 > p0);
 }
 
+/// Tokens that the window of layers that slide may lack behind a state that was put back, since llama-server takes back
+/// one of it: llama.cpp goes on without them.
+constexpr std::int64_t kLacks = 1;
+
 /// The program may take [p0, p1) out of a sequence.
 bool may_remove(const Followed& f, llama_seq_id sequence, llama_pos p0, llama_pos p1) {
   if (!reaches(f, sequence, p0, p1)) return true;
@@ -274,6 +278,11 @@ bool may_remove(const Followed& f, llama_seq_id sequence, llama_pos p0, llama_po
     say(what, "an event has cut what comes before; allowed from ", least, " on, or all");
     return false;
   }
+  const std::int64_t whole = f.evictor.least_length(sequence);
+  if (p0 > 0 && p0 < whole - kLacks) {
+    say(what, "layers that slide have lost tokens of their window then; allowed from ", whole, " on, or all");
+    return false;
+  }
   return true;
 }
 
@@ -285,14 +294,8 @@ bool remove(Followed& f, llama_seq_id sequence, llama_pos p0, llama_pos p1) {
     for (std::size_t s = 0; s < all.size(); ++s) all[s] = static_cast<llama_seq_id>(s);
   }
   if (!std::ranges::all_of(all, [&](llama_seq_id s) { return may_remove(f, s, p0, p1); })) return false;
-  for (const llama_seq_id s : all) {
-    if (p0 == 0 || !reaches(f, s, p0, p1)) continue;
-    const std::int64_t least = f.evictor.least_length(s);
-    if (p0 < least)  // llama.cpp takes them back all the same
-      say("sequence ", s, " goes back to ", p0, " tokens, behind which layers that slide lack ", least - p0,
-          " tokens of their window, as without a policy");
-    if (!f.evictor.go_back(s, p0, true)) return false;
-  }
+  for (const llama_seq_id s : all)
+    if (p0 > 0 && reaches(f, s, p0, p1) && !f.evictor.go_back(s, p0, true)) return false;
   return KVKEEP_OWN(llama_memory_seq_rm)(f.memory, sequence, p0, p1);
 }
 
@@ -377,7 +380,7 @@ T guarded(const F& f, T otherwise) {
 /// A part of a state, without the cells of full layers, says how a sequence was as long as nothing cuts them: what a
 /// program asks for as a part is the whole.
 llama_state_seq_flags whole(const Followed& f, llama_state_seq_flags flags) {
-  return f.mixed() ? LLAMA_STATE_SEQ_FLAGS_NONE : flags;
+  return f.evictor.mixed() ? LLAMA_STATE_SEQ_FLAGS_NONE : flags;
 }
 
 /// Before the evictor's bytes.
@@ -424,7 +427,7 @@ std::size_t get_state(Followed& f, llama_seq_id sequence, std::uint8_t* to, std:
         const std::vector<std::byte> tail = tail_of(f, sequence);
         const std::size_t written = size < tail.size() ? 0 : get(size - tail.size());
         if (written == 0) return 0;
-        std::memcpy(to + written, tail.data(), tail.size());
+        if (!tail.empty()) std::memcpy(to + written, tail.data(), tail.size());
         return written + tail.size();
       },
       std::size_t{0});
@@ -435,7 +438,7 @@ std::size_t set_state(Followed& f, llama_seq_id sequence, const std::uint8_t* fr
   return guarded(
       [&]() -> std::size_t {
         const std::size_t read = set();
-        if (read == 0 && f.mixed()) {  // a part of it may have been read
+        if (read == 0 && f.evictor.mixed()) {  // a part of it may have been read
           KVKEEP_OWN(llama_memory_seq_rm)(f.memory, sequence, -1, -1);
           say("the bytes of sequence ", sequence,
               " are no state that this library has given, and the sequence is empty");
@@ -499,6 +502,15 @@ KVKEEP_EXPORT llama_model* llama_model_load_from_file(const char* path, llama_mo
 KVKEEP_EXPORT llama_model* llama_model_load_from_splits(const char** paths, std::size_t count,
                                                         llama_model_params params) {
   return loaded(KVKEEP_OWN(llama_model_load_from_splits)(paths, count, params), params);
+}
+
+KVKEEP_EXPORT void llama_model_free(llama_model* model) {
+  {
+    const std::lock_guard lock(contexts().mutex);
+    contexts().left.erase(model);
+    contexts().empty.erase(model);
+  }
+  KVKEEP_OWN(llama_model_free)(model);
 }
 
 KVKEEP_EXPORT std::int32_t llama_decode(llama_context* context, llama_batch batch) {

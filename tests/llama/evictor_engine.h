@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
@@ -117,6 +118,7 @@ inline llama_context_params params_of(const Setting& s) {
   params.type_k = params.type_v = s.type;
   params.flash_attn_type = s.flash;
   params.n_threads = params.n_threads_batch = 1;
+  params.swa_full = false;
   params.abort_callback = s.stop;
   return params;
 }
@@ -193,6 +195,42 @@ inline std::vector<llama_token> some_tokens(std::size_t count, unsigned seed = 1
     ids.push_back(static_cast<llama_token>(
         random() % static_cast<unsigned>(llama_vocab_n_tokens(llama_model_get_vocab(the_model())))));
   return ids;
+}
+
+/// Of words that each model here knows.
+inline std::vector<llama_token> words(std::size_t count, unsigned seed = 1) {
+  std::mt19937 random(seed);
+  std::vector<llama_token> ids(count);
+  for (llama_token& id : ids) id = static_cast<llama_token>(random() % 60U);
+  return ids;
+}
+inline std::vector<float> logits_of(const Engine& run, const llama_model* model) {
+  const float* from = llama_get_logits_ith(run.context.get(), -1);
+  return {from, from + llama_vocab_n_tokens(llama_model_get_vocab(model))};
+}
+/// The same logits, but for sums in another order: up to a share of the largest.
+inline void expect_alike(const std::vector<float>& got, const std::vector<float>& want, float share = rounding()) {
+  const float most = std::abs(*std::ranges::max_element(want, {}, [](float x) { return std::abs(x); }));
+  for (std::size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[i], want[i], share * most) << i;
+}
+
+/// llama.cpp's state of a sequence, and the evictor's.
+struct Session {
+  std::vector<std::uint8_t> cache;
+  std::vector<std::byte> kept;
+};
+inline Session save(const Engine& run, llama_seq_id sequence = 0) {
+  Session session;
+  session.cache.resize(llama_state_seq_get_size(run.context.get(), sequence));
+  EXPECT_EQ(llama_state_seq_get_data(run.context.get(), session.cache.data(), session.cache.size(), sequence),
+            session.cache.size());
+  session.kept = run.evictor->save(sequence);
+  return session;
+}
+inline void restore(const Engine& run, const Session& session, llama_seq_id sequence = 0) {
+  ASSERT_EQ(llama_state_seq_set_data(run.context.get(), session.cache.data(), session.cache.size(), sequence),
+            session.cache.size());
+  run.evictor->restore(sequence, session.kept);
 }
 
 /// What llama.cpp and the evictor know of a sequence agrees.

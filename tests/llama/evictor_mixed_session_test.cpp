@@ -4,8 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -15,41 +13,7 @@ namespace kvkeep::llama {
 namespace {
 
 const std::string kMixedPolicies[] = {"tova,budget=40,interval=8,sink=2,recent=4,prefill=cut",
-                                     "knorm,budget=40,interval=8,recent=4,share=union", "tova,budget=900"};
-
-/// Of words that each model here knows.
-std::vector<llama_token> words_of(std::size_t count, unsigned seed) {
-  std::mt19937 random(seed);
-  std::vector<llama_token> ids(count);
-  for (llama_token& id : ids) id = static_cast<llama_token>(random() % 60U);
-  return ids;
-}
-std::vector<float> seen_logits(const Engine& run, const llama_model* model) {
-  const float* from = llama_get_logits_ith(run.context.get(), -1);
-  return {from, from + llama_vocab_n_tokens(llama_model_get_vocab(model))};
-}
-void expect_same(const std::vector<float>& got, const std::vector<float>& want) {
-  const float most = std::abs(*std::ranges::max_element(want, {}, [](float x) { return std::abs(x); }));
-  for (std::size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[i], want[i], rounding() * most) << i;
-}
-
-struct Saved {
-  std::vector<std::uint8_t> cache;
-  std::vector<std::byte> kept;
-};
-Saved saved(const Engine& run, llama_seq_id sequence) {
-  Saved session;
-  session.cache.resize(llama_state_seq_get_size(run.context.get(), sequence));
-  EXPECT_EQ(llama_state_seq_get_data(run.context.get(), session.cache.data(), session.cache.size(), sequence),
-            session.cache.size());
-  session.kept = run.evictor->save(sequence);
-  return session;
-}
-void put_back(const Engine& run, const Saved& session, llama_seq_id sequence) {
-  ASSERT_EQ(llama_state_seq_set_data(run.context.get(), session.cache.data(), session.cache.size(), sequence),
-            session.cache.size());
-  run.evictor->restore(sequence, session.kept);
-}
+                                      "knorm,budget=40,interval=8,recent=4,share=union", "tova,budget=900"};
 
 /// Under another id, in another context whose cells are others; saved in the middle of a prompt, or behind it.
 TEST_P(LlamaEvictor, ASessionOfAMixedModelGoesOnWhereItWasSaved) {
@@ -62,19 +26,19 @@ TEST_P(LlamaEvictor, ASessionOfAMixedModelGoesOnWhereItWasSaved) {
           SCOPED_TRACE(std::string(kind) + ' ' + policy + (unified ? "" : " streams") + (prompted ? "" : " prompt"));
           const Setting setting{.cells = 1536, .sequences = 3, .unified = unified, .type = GGML_TYPE_F32};
           const Engine first(policy, setting, model.get()), second(policy, setting, model.get());
-          ASSERT_EQ(first.decode({{0, words_of(90, 1), prompted}}), 0);
-          if (prompted) ASSERT_EQ(first.decode({{0, words_of(21, 2)}}), 0);
-          ASSERT_EQ(second.decode({{0, words_of(230, 3)}, {1, words_of(20, 4)}}), 0);
-          ASSERT_EQ(second.decode({{1, words_of(200, 5)}}), 0);
+          ASSERT_EQ(first.decode({{0, words(90, 1), prompted}}), 0);
+          if (prompted) ASSERT_EQ(first.decode({{0, words(21, 2)}}), 0);
+          ASSERT_EQ(second.decode({{0, words(230, 3)}, {1, words(20, 4)}}), 0);
+          ASSERT_EQ(second.decode({{1, words(200, 5)}}), 0);
           ASSERT_TRUE(llama_memory_seq_rm(second.memory(), 0, -1, -1));
-          put_back(second, saved(first, 0), 2);
+          restore(second, save(first, 0), 2);
           EXPECT_EQ(second.evictor->next_position(2), prompted ? 111 : 90);
           EXPECT_TRUE(second.evictor->cells(2).empty()) << "cells are not known yet";
-          ASSERT_EQ(second.decode({{1, words_of(3, 6)}}), 0) << "others go on meanwhile";
+          ASSERT_EQ(second.decode({{1, words(3, 6)}}), 0) << "others go on meanwhile";
           for (unsigned i = 0; i < 40; ++i) {
-            ASSERT_EQ(first.decode({{0, words_of(i == 0 ? 12 : 1, i)}}), 0);
-            ASSERT_EQ(second.decode({{2, words_of(i == 0 ? 12 : 1, i)}}), 0);
-            ASSERT_NO_FATAL_FAILURE(expect_same(seen_logits(second, model.get()), seen_logits(first, model.get())));
+            ASSERT_EQ(first.decode({{0, words(i == 0 ? 12 : 1, i)}}), 0);
+            ASSERT_EQ(second.decode({{2, words(i == 0 ? 12 : 1, i)}}), 0);
+            ASSERT_NO_FATAL_FAILURE(expect_alike(logits_of(second, model.get()), logits_of(first, model.get())));
           }
           for (const std::int32_t l : first.evictor->keeper().spec().full_layers())
             EXPECT_EQ(second.positions(2, l, 0), first.positions(0, l, 0));
@@ -88,12 +52,12 @@ TEST_P(LlamaEvictor, AStateOfAMixedModelThatLlamaCppAloneSavedIsAPrefix) {
   for (const char* kind : {"swa", "states"}) {
     const Model model = of_kind(kind);
     const Engine alone("", {}, model.get()), kept(kMixedPolicies[0], {}, model.get());
-    ASSERT_EQ(alone.decode({{0, words_of(120, 1)}}), 0);
-    Saved session;
+    ASSERT_EQ(alone.decode({{0, words(120, 1)}}), 0);
+    Session session;
     session.cache.resize(llama_state_seq_get_size(alone.context.get(), 0));
     llama_state_seq_get_data(alone.context.get(), session.cache.data(), session.cache.size(), 0);
-    put_back(kept, session, 0);
-    ASSERT_EQ(kept.decode({{0, words_of(4, 2)}}), 0);
+    restore(kept, session, 0);
+    ASSERT_EQ(kept.decode({{0, words(4, 2)}}), 0);
     EXPECT_EQ(kept.evictor->report().cuts.at(0).logical_length, 124) << kind;
     EXPECT_EQ(kept.evictor->cells(0).size(), 40U) << kind;
   }
@@ -106,7 +70,7 @@ TEST_P(LlamaEvictor, ASequenceOfLayersThatSlideGoesBackAsFarAsTheirWindowIsThere
   const Model model = of_kind("swa");
   const std::int32_t window = llama_model_n_swa(model.get());
   const Setting setting{.cells = 1024, .type = GGML_TYPE_F32};
-  const std::vector<llama_token> text = words_of(600, 1), more = words_of(20, 2);
+  const std::vector<llama_token> text = words(600, 1), more = words(20, 2);
   const auto begin = [&](const Engine& run, std::ptrdiff_t tokens) {
     for (std::ptrdiff_t at = 0; at < tokens; at += 60)
       ASSERT_EQ(run.decode({{0, {text.begin() + at, text.begin() + std::min(at + 60, tokens)}, false}}), 0);
@@ -135,7 +99,7 @@ TEST_P(LlamaEvictor, ASequenceOfLayersThatSlideGoesBackAsFarAsTheirWindowIsThere
   const Engine fresh(kMixedPolicies[2], setting, model.get());
   begin(fresh, least);
   for (const Engine* each : {&run, &fresh}) ASSERT_EQ(each->decode({{0, more}}), 0);
-  expect_same(seen_logits(run, model.get()), seen_logits(fresh, model.get()));
+  expect_alike(logits_of(run, model.get()), logits_of(fresh, model.get()));
 }
 
 TEST_P(LlamaEvictor, ASequenceOfLayersThatSlideGoesBackToItsLastEvent) {
@@ -143,13 +107,13 @@ TEST_P(LlamaEvictor, ASequenceOfLayersThatSlideGoesBackToItsLastEvent) {
   const Model model = of_kind("swa");
   const Setting setting{.cells = 512, .type = GGML_TYPE_F32};
   const Engine run(kMixedPolicies[0], setting, model.get()), fresh(kMixedPolicies[0], setting, model.get());
-  for (const Engine* each : {&run, &fresh}) ASSERT_EQ(each->decode({{0, words_of(90, 1)}}), 0);
-  ASSERT_EQ(run.decode({{0, words_of(6, 2)}}), 0);
+  for (const Engine* each : {&run, &fresh}) ASSERT_EQ(each->decode({{0, words(90, 1)}}), 0);
+  ASSERT_EQ(run.decode({{0, words(6, 2)}}), 0);
   EXPECT_EQ(run.evictor->least_length(0), 90);
   EXPECT_FALSE(run.evictor->go_back(0, 89)) << "what was cut is gone";
   ASSERT_TRUE(run.evictor->go_back(0, 90));
-  for (const Engine* each : {&run, &fresh}) ASSERT_EQ(each->decode({{0, words_of(30, 3)}}), 0);
-  expect_same(seen_logits(run, model.get()), seen_logits(fresh, model.get()));
+  for (const Engine* each : {&run, &fresh}) ASSERT_EQ(each->decode({{0, words(30, 3)}}), 0);
+  expect_alike(logits_of(run, model.get()), logits_of(fresh, model.get()));
   EXPECT_EQ(run.evictor->spent().cut, 2);
 }
 
@@ -160,8 +124,8 @@ TEST_P(LlamaEvictor, StatesDoNotGoBackAndNothingHasChanged) {
   for (const std::string& policy : {kMixedPolicies[0], kMixedPolicies[2]}) {
     const Engine run(policy, setting, model.get()), fresh(policy, setting, model.get());
     for (const Engine* each : {&run, &fresh}) {
-      ASSERT_EQ(each->decode({{0, words_of(90, 1)}}), 0);
-      ASSERT_EQ(each->decode({{0, words_of(6, 2)}}), 0);
+      ASSERT_EQ(each->decode({{0, words(90, 1)}}), 0);
+      ASSERT_EQ(each->decode({{0, words(6, 2)}}), 0);
     }
     const auto before = std::ssize(run.evictor->cells(0));
     EXPECT_FALSE(run.evictor->go_back(0, 95));
@@ -169,8 +133,8 @@ TEST_P(LlamaEvictor, StatesDoNotGoBackAndNothingHasChanged) {
     EXPECT_TRUE(run.evictor->go_back(0, 96)) << "to where it is";
     EXPECT_EQ(run.evictor->next_position(0), 96);
     EXPECT_EQ(std::ssize(run.evictor->cells(0)), before);
-    for (const Engine* each : {&run, &fresh}) ASSERT_EQ(each->decode({{0, words_of(30, 3)}}), 0);
-    expect_same(seen_logits(run, model.get()), seen_logits(fresh, model.get()));
+    for (const Engine* each : {&run, &fresh}) ASSERT_EQ(each->decode({{0, words(30, 3)}}), 0);
+    expect_alike(logits_of(run, model.get()), logits_of(fresh, model.get()));
     for (const std::int32_t l : run.evictor->keeper().spec().full_layers())
       EXPECT_EQ(run.positions(0, l, 1), fresh.positions(0, l, 1));
   }

@@ -16,19 +16,6 @@
 namespace kvkeep::llama {
 namespace {
 
-/// Of words that each model here knows.
-std::vector<llama_token> words(std::size_t count, unsigned seed = 1) {
-  std::mt19937 random(seed);
-  std::vector<llama_token> ids(count);
-  for (llama_token& id : ids) id = static_cast<llama_token>(random() % 60U);
-  return ids;
-}
-
-std::vector<float> logits_of(const Engine& run, const llama_model* model) {
-  const float* from = llama_get_logits_ith(run.context.get(), -1);
-  return {from, from + llama_vocab_n_tokens(llama_model_get_vocab(model))};
-}
-
 /// What llama.cpp holds of a sequence is what the evictor says, and its window lacks nothing.
 /// `first`: cells and bytes of the first state that was asked for.
 void expect_mixed_sound(const Engine& run, llama_seq_id sequence, std::int32_t window,
@@ -269,6 +256,16 @@ TEST_P(LlamaEvictor, SaysWhatMixedModelsCannotDo) {
     EXPECT_NE(std::string(error.what()).find(std::to_string(window) + " tokens"), std::string::npos) << error.what();
   }
   const Evictor evictor(model.get(), params, make_policy("tova,sink=1,recent=1,budget=" + std::to_string(window)));
+}
+
+TEST_P(LlamaEvictor, QueriesAreTurnedBackWhereLayersThatSlideTurnOtherwise) {
+  if (!exact()) return;
+  const Model model = of_kind("swa");
+  const Engine run("expected,budget=40,interval=8,sink=2,recent=4,prefill=cut", {}, model.get());
+  ASSERT_EQ(run.decode({{0, words(60)}}), 0);
+  EXPECT_EQ(run.evictor->spent().cut, 1);
+  std::pair<std::size_t, std::size_t> first;
+  expect_mixed_sound(run, 0, window_of(model.get()), first);
 }
 
 TEST_P(LlamaEvictor, AnEventThatTheProgramNamesLeavesTheWindowWhereRowsCannotMove) {

@@ -12,24 +12,6 @@
 namespace kvkeep::llama {
 namespace {
 
-/// llama.cpp's state of a sequence, and the evictor's.
-struct Session {
-  std::vector<std::uint8_t> cache;
-  std::vector<std::byte> kept;
-};
-Session save(const Engine& run, llama_seq_id sequence = 0) {
-  Session session;
-  session.cache.resize(llama_state_seq_get_size(run.context.get(), sequence));
-  EXPECT_EQ(llama_state_seq_get_data(run.context.get(), session.cache.data(), session.cache.size(), sequence),
-            session.cache.size());
-  session.kept = run.evictor->save(sequence);
-  return session;
-}
-void restore(const Engine& run, const Session& session, llama_seq_id sequence = 0) {
-  ASSERT_GT(llama_state_seq_set_data(run.context.get(), session.cache.data(), session.cache.size(), sequence), 0U);
-  run.evictor->restore(sequence, session.kept);
-}
-
 /// Tokens after a context that has been used, whose cells are then others.
 std::vector<llama_token> go_on(const Engine& run, llama_token first, int tokens, llama_seq_id sequence) {
   std::vector<llama_token> made{first};

@@ -5,7 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <random>
@@ -760,6 +762,22 @@ INSTANTIATE_TEST_SUITE_P(Tiny, LlamaEvictor, testing::Values("tiny"), [](const a
 INSTANTIATE_TEST_SUITE_P(SmolLM2, LlamaEvictor, testing::Values("smollm2"),
                          [](const auto& model) { return model.param; });
 #endif
+
+TEST_P(LlamaEvictor, EventsRunOnAsManyThreadsAsTheContext) {
+  const auto threads = [] {
+    const std::filesystem::directory_iterator tasks("/proc/self/task");
+    return std::distance(begin(tasks), end(tasks));
+  };
+  const auto more = [&] {
+    llama_context_params params = params_of({});
+    params.n_threads = 3;
+    const auto before = threads();
+    const Evictor evictor(the_model(), params, make_policy("tova,budget=40"));
+    return threads() - before;
+  };
+  more();  // llama.cpp's own threads come here, and stay
+  EXPECT_EQ(more(), 2);
+}
 
 }  // namespace
 }  // namespace kvkeep::llama

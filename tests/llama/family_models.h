@@ -177,6 +177,7 @@ inline void describe_attention(Metadata& m, std::string_view arch, const Shape& 
     m.number("attention.value_length", s.dim);
   }
   m.number("attention.sliding_window", s.window);
+  if (arch == "gemma3") m.real("rope.freq_base", 1e6F);  // of full layers; 10,000 of those that slide
   if (one_of(arch, {"cohere2moe", "mimo2", "step35", "spark2_5", "muse-glimmer", "granite_swa", "dots3note", "maple",
                     "gemma4"}))
     m.numbers("attention.sliding_window_pattern", by_layer(s, [](std::uint32_t l) { return l % 3 == 2 ? 0U : 1U; }));

@@ -21,8 +21,7 @@ std::int64_t kvkeep_llama_events(const llama_context* context);
 namespace kvkeep::llama {
 
 /// A context of a program under KVKEEP_POLICY; null: none is set.
-inline Engine under(const char* policy,
-                    const Setting& setting = {.cells = 1024, .sequences = 4, .type = GGML_TYPE_F32},
+inline Engine under(const char* policy, const Setting& setting = {.cells = 1024, .sequences = 4, .type = GGML_TYPE_F32},
                     llama_model* model = the_model()) {
   policy == nullptr ? unsetenv("KVKEEP_POLICY") : setenv("KVKEEP_POLICY", policy, 1);
   return Engine("", setting, model);

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// libkvkeep_llama_preload.so over models whose layers slide or have states: what a server asks of their memory, and what
-// it saves of it, to go on where texts have parted.
+// libkvkeep_llama_preload.so over models whose layers slide or have states: what a server asks of their memory, and
+// what it saves of it, to go on where texts have parted.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <random>
 #include <string>
@@ -19,21 +18,6 @@ namespace {
 constexpr const char* kHolds = "tova,budget=2000";
 constexpr const char* kCuts = "tova,budget=40,interval=8,sink=2,recent=4,prefill=cut";
 const Setting kSetting{.cells = 2048, .sequences = 3, .type = GGML_TYPE_F32};
-
-std::vector<llama_token> words(std::size_t count, unsigned seed) {
-  std::mt19937 random(seed);
-  std::vector<llama_token> ids(count);
-  for (llama_token& id : ids) id = static_cast<llama_token>(random() % 60U);
-  return ids;
-}
-std::vector<float> logits_of(const Engine& run, const llama_model* model) {
-  const float* from = llama_get_logits_ith(run.context.get(), -1);
-  return {from, from + llama_vocab_n_tokens(llama_model_get_vocab(model))};
-}
-void expect_alike(const std::vector<float>& got, const std::vector<float>& want) {
-  const float most = std::abs(*std::ranges::max_element(want, {}, [](float x) { return std::abs(x); }));
-  for (std::size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(got[i], want[i], rounding() * most) << i;
-}
 
 /// What was done to a sequence since it was empty: a batch, or what was taken back.
 struct Step {
@@ -54,8 +38,8 @@ struct Slot {
   std::vector<std::uint8_t> state = {};  ///< of one that was put away
 };
 
-/// A server's slots, as llama-server handles them: it asks where a sequence begins, goes back, and saves parts of states
-/// where a part of a memory cannot go back.
+/// A server's slots, as llama-server handles them: it asks where a sequence begins, goes back, and saves parts of
+/// states where a part of a memory cannot go back.
 class Server {
  public:
   Server(const Engine& run, llama_model* model) : run_(run), model_(model), window_(llama_model_n_swa(model)) {
@@ -78,10 +62,9 @@ class Server {
       const llama_pos min = llama_memory_seq_pos_min(run_.memory(), id);
       ASSERT_NE(min, -1);
       if (min >= threshold) {
-        const auto found =
-            std::find_if(slot.checkpoints.rbegin(), slot.checkpoints.rend(), [&](const Checkpoint& c) {
-              return c.max <= next && (c.min < threshold || c.min == 0);
-            });
+        const auto found = std::find_if(slot.checkpoints.rbegin(), slot.checkpoints.rend(), [&](const Checkpoint& c) {
+          return c.max <= next && (c.min < threshold || c.min == 0);
+        });
         begun += found == slot.checkpoints.rend() ? 1 : 0;
         if (found == slot.checkpoints.rend()) {
           next = past = 0;
@@ -169,9 +152,11 @@ std::vector<float> alone_with(const std::vector<llama_token>& text, llama_model*
   const Engine run = under(nullptr, kSetting, model);
   for (std::size_t at = 0; at < text.size(); at += 60) {
     const std::size_t end = std::min(text.size(), at + 60);
-    EXPECT_EQ(run.decode({{0, {text.begin() + static_cast<std::ptrdiff_t>(at),
-                               text.begin() + static_cast<std::ptrdiff_t>(end)}, end == text.size()}}),
-              0);
+    EXPECT_EQ(
+        run.decode({{0,
+                     {text.begin() + static_cast<std::ptrdiff_t>(at), text.begin() + static_cast<std::ptrdiff_t>(end)},
+                     end == text.size()}}),
+        0);
   }
   return logits_of(run, model);
 }
@@ -190,7 +175,7 @@ std::vector<float> done_anew(const char* policy, const std::vector<Step>& histor
 /// text; under others what the same steps give in a context of their own.
 TEST_F(LlamaPreload, AServerOverSlidingLayersAndStatesLosesNothing) {
 #ifdef KVKEEP_TEST_FAKE_LLAMA
-  const int requests = 60;
+  const int requests = 40;
 #else
   const int requests = 120;
 #endif
@@ -238,6 +223,129 @@ TEST_F(LlamaPreload, AServerOverSlidingLayersAndStatesLosesNothing) {
     }
   }
   EXPECT_GT(begun, 0);
+}
+
+void decode_long(const Engine& run, const std::vector<llama_token>& text) {
+  for (auto at = text.begin(); at < text.end(); at += 60)
+    ASSERT_EQ(run.decode({{0, {at, std::min(at + 60, text.end())}, false}}), 0);
+}
+
+TEST_F(LlamaPreload, APositionSaysHowFarASequenceGoesBackWhateverTheWindow) {
+  const Model model = of_kind("swa");
+  const std::int32_t window = llama_model_n_swa(model.get());
+  ASSERT_GT(window, 1);
+  const std::vector<llama_token> text = words(600, 1);
+  const Engine alone = under(nullptr, kSetting, model.get());
+  decode_long(alone, text);
+  EXPECT_EQ(llama_model_n_swa(model.get()), window);
+  const llama_pos oldest = least(alone);
+  ASSERT_GT(oldest, 100) << "cells were written anew";
+  const Engine run = under(kHolds, kSetting, model.get());
+  EXPECT_EQ(llama_model_n_swa(model.get()), 1) << "it is in the position";
+  ASSERT_EQ(run.decode({{0, words(100, 2), false}}), 0);
+  EXPECT_EQ(least(run), 0) << "-1 says that there are none";
+  ASSERT_TRUE(llama_memory_seq_rm(run.memory(), 0, -1, -1));
+  EXPECT_EQ(least(run), -1);
+  decode_long(run, text);
+  EXPECT_EQ(least(run), oldest + window - 2);
+  // llama.cpp takes back more than it can go on with: one token, as llama-server does, and no more.
+  const llama_pos short_of = oldest + window - 2;
+  EXPECT_SAYS(said([&] { EXPECT_FALSE(llama_memory_seq_rm(run.memory(), 0, short_of - 1, -1)); }),
+              "lost tokens of their window then; allowed from " + std::to_string(short_of + 1) + " on, or all");
+  EXPECT_EQ(length(run), 600);
+  for (const Engine* each : {&run, &alone}) EXPECT_TRUE(llama_memory_seq_rm(each->memory(), 0, short_of, -1));
+  for (const Engine* each : {&run, &alone}) ASSERT_EQ(each->decode({{0, words(5, 3)}}), 0);
+  expect_alike(logits_of(run, model.get()), logits_of(alone, model.get()));
+  const Engine cut = under(kCuts, kSetting, model.get());
+  ASSERT_EQ(cut.decode({{0, words(90, 4)}}), 0);
+  EXPECT_EQ(least(cut), 89) << "what the event saw stays";
+  EXPECT_SAYS(said([&] { EXPECT_FALSE(llama_memory_seq_rm(cut.memory(), 0, 89, -1)); }), "an event has cut");
+  llama_context_params embeds = params_of(kSetting);
+  embeds.embeddings = true;
+  const Context other(llama_init_from_model(model.get(), embeds));
+  EXPECT_EQ(llama_model_n_swa(model.get()), window) << "another context of the model is alone";
+}
+
+TEST_F(LlamaPreload, StatesSayThatTheyDoNotGoBack) {
+  const Model model = of_kind("states");
+  const Engine run = under(kCuts, kSetting, model.get());
+  ASSERT_EQ(run.decode({{0, words(90, 1)}}), 0);
+  ASSERT_EQ(run.decode({{0, words(3, 1)}}), 0);
+  EXPECT_EQ(least(run), 92);
+  EXPECT_EQ(said([&] { EXPECT_FALSE(llama_memory_seq_rm(run.memory(), 0, 92, -1)); }), "") << "as without a policy";
+  EXPECT_TRUE(llama_memory_seq_rm(run.memory(), 0, 93, -1));
+  EXPECT_EQ(length(run), 93);
+#ifdef KVKEEP_TEST_FAKE_LLAMA
+  const Model both = of_kind("swa,hybrid");
+  EXPECT_EQ(llama_model_n_swa(both.get()), 24);
+  const Engine slides = under(kCuts, kSetting, both.get());
+  EXPECT_EQ(llama_model_n_swa(both.get()), 0) << "its states save what a server goes back to";
+  ASSERT_EQ(slides.decode({{0, words(90, 1)}}), 0);
+  EXPECT_EQ(least(slides), 89);
+#endif
+}
+
+std::vector<std::uint8_t> part_of(const Engine& run) {
+  const auto part = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+  std::vector<std::uint8_t> state(llama_state_seq_get_size_ext(run.context.get(), 0, part));
+  EXPECT_EQ(llama_state_seq_get_data_ext(run.context.get(), state.data(), state.size(), 0, part), state.size());
+  return state;
+}
+std::size_t put_part(const Engine& run, const std::vector<std::uint8_t>& state) {
+  return llama_state_seq_set_data_ext(run.context.get(), state.data(), state.size(), 0,
+                                      LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+}
+
+/// Of llama.cpp alone, they would put back layers that slide, and leave the full ones as events have cut them.
+TEST_F(LlamaPreload, PartsOfStatesAreWhole) {
+  for (const char* kind : {"swa", "states"}) {
+    const Model model = of_kind(kind);
+    const Engine run = under(kCuts, kSetting, model.get()), alone = under(nullptr, kSetting, model.get());
+    for (const Engine* each : {&run, &alone}) ASSERT_EQ(each->decode({{0, words(30, 1)}}), 0);
+    const std::vector<std::uint8_t> whole = part_of(run), part = part_of(alone);
+    EXPECT_EQ(whole.size(), llama_state_seq_get_size(run.context.get(), 0));
+    EXPECT_LT(part.size(), llama_state_seq_get_size(alone.context.get(), 0));
+    ASSERT_EQ(run.decode({{0, words(60, 2)}}), 0);
+    EXPECT_EQ(events(run), 1);
+    ASSERT_EQ(put_part(run, whole), whole.size());
+    EXPECT_EQ(length(run), 30);
+    for (const Engine* each : {&run, &alone}) ASSERT_EQ(each->decode({{0, words(5, 3)}}), 0);
+    ASSERT_NO_FATAL_FAILURE(expect_alike(logits_of(run, model.get()), logits_of(alone, model.get())));
+    EXPECT_SAYS(said([&] { EXPECT_EQ(put_part(run, part), 0U); }), "no state that this library has given");
+    EXPECT_EQ(length(run), 0);
+    EXPECT_EQ(run.decode({{0, words(5, 3)}}), 0) << "and the sequence is of use";
+  }
+}
+
+/// A program that llama.cpp has alone by now goes on with what it was told before.
+TEST_F(LlamaPreload, WhatAProgramWasToldHoldsWhereThePolicyHasEnded) {
+  const Model model = of_kind("swa");
+  const std::int32_t window = llama_model_n_swa(model.get());
+  const Engine run = under(kHolds, kSetting, model.get()), alone = under(nullptr, kSetting, model.get());
+  for (const Engine* each : {&run, &alone}) ASSERT_EQ(each->decode({{0, words(50, 1), false}}), 0);
+  const std::vector<std::uint8_t> state = part_of(run);
+  const std::string text = said([&] {
+    llama_batch batch = llama_batch_init(1, 0, 2);
+    batch.n_tokens = 1;
+    batch.token[0] = 5, batch.pos[0] = 0, batch.n_seq_id[0] = 2, batch.logits[0] = 1;
+    batch.seq_id[0][0] = 1, batch.seq_id[0][1] = 2;
+    for (const Engine* each : {&run, &alone}) EXPECT_EQ(llama_decode(each->context.get(), batch), 0);
+    llama_batch_free(batch);
+  });
+  EXPECT_SAYS(text, "ends here, and llama.cpp goes on alone");
+  EXPECT_EQ(events(run), -1);
+  EXPECT_EQ(llama_model_n_swa(model.get()), 1);
+  EXPECT_EQ(least(run), 0);
+  for (const Engine* each : {&run, &alone}) decode_long(*each, words(600, 2));
+  ASSERT_GT(least(alone), 100);
+  EXPECT_EQ(least(run), least(alone) + window - 2);
+  EXPECT_EQ(put_part(run, state), state.size());
+  EXPECT_EQ(length(run), 50);
+  EXPECT_EQ(part_of(run).size(), llama_state_seq_get_size(run.context.get(), 0));
+  ASSERT_TRUE(llama_memory_seq_rm(alone.memory(), 0, -1, -1));
+  ASSERT_EQ(alone.decode({{0, words(50, 1), false}}), 0);
+  for (const Engine* each : {&run, &alone}) ASSERT_EQ(each->decode({{0, words(5, 3)}}), 0);
+  expect_alike(logits_of(run, model.get()), logits_of(alone, model.get()));
 }
 
 }  // namespace

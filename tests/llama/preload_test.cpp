@@ -385,6 +385,30 @@ TEST_F(LlamaPreload, ShowsMoreCellsThanThereAre) {
   EXPECT_EQ(llama_n_ctx(larger.context.get()), 256U) << "never more than asked for";
 }
 
+/// Each piece is cut behind its batch, so that the cells hold the budget and the next one.
+TEST_F(LlamaPreload, PromptsLongerThanTheCellsGoThroughInPieces) {
+  const std::vector<llama_token> prompt = some_tokens(900);
+  for (const std::string policy :
+       {"tova,budget=48,interval=16,prefill=pieces,sink=2,recent=4", "knorm,budget=48,prefill=pieces,share=union"}) {
+    std::vector<std::vector<llama_token>> answers;
+    for (const char* cells : {"256", ""}) {
+      setenv("KVKEEP_CELLS", cells, 1);
+      const Engine run = under(policy.c_str(), {.cells = 4096, .type = GGML_TYPE_F32});
+      EXPECT_EQ(llama_n_ctx(run.context.get()), 4096U);
+      if (*cells != 0) EXPECT_EQ(run.decode({{0, {prompt.begin(), prompt.begin() + 256}, false}}), 0);
+      if (*cells != 0) EXPECT_TRUE(llama_memory_seq_rm(run.memory(), 0, -1, -1));
+      for (auto at = prompt.begin(); at != prompt.end(); at += 150)
+        ASSERT_EQ(run.decode({{0, {at, at + 150}, at + 150 == prompt.end()}}), 0) << at - prompt.begin();
+      EXPECT_EQ(length(run), 900);
+      EXPECT_GE(events(run), 6);
+      // More than there is room for: nothing has changed, and fewer go through, as a server tries them.
+      if (*cells != 0) EXPECT_EQ(run.decode({{0, some_tokens(250, 2), false}}), 1);
+      answers.push_back(go_on(run, 3, 40, 0));
+    }
+    EXPECT_EQ(answers[0], answers[1]) << policy;
+  }
+}
+
 TEST_F(LlamaPreload, ProgramsThatLoadItChooseThePolicyThemselves) {
   unsetenv("KVKEEP_POLICY");
   kvkeep_llama_policy(kCuts);

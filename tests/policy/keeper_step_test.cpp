@@ -166,5 +166,39 @@ TEST(KeeperStep, RefusesWhatItCannotFile) {
       std::string::npos);
 }
 
+/// Layer 0 has shown tokens that layer 1 has yet to show, whether they come by observe() or by record().
+TEST(KeeperStep, TakesNoTokensBackInItsMiddle) {
+  const SequenceId id = 1;
+  const Ints two{0, 2};
+  const StepTokens tokens{.sequences = {&id, 1}, .indptr = two};
+  const Array numbers = Array::full({2, 4, kKeyDim}, 1, Dtype::f32);
+  for (const bool records : {false, true}) {
+    Keeper keeper(model(), make_policy(kTova));
+    keeper.join(id);
+    const auto show = [&](std::int32_t layer) {
+      if (records && layer == 0) keeper.begin_step(tokens);
+      if (records)
+        keeper.record(layer, Tensor(numbers));
+      else
+        keeper.observe({.layer = layer, .sequences = tokens.sequences, .indptr = two, .queries = Tensor(numbers)});
+    };
+    for (const std::int32_t layer : {0, 1}) show(layer);
+    show(0);
+    for (const bool with_window : {false, true}) {
+      const auto take = [&] { with_window ? keeper.truncate_with_window(id, 1) : keeper.truncate(id, 1); };
+      EXPECT_NE(
+          testing::message_of<StateError>(take).find(std::string(with_window ? "truncate_with_window" : "truncate") +
+                                                     ": layer 1 has shown 2 of the 4 tokens"),
+          std::string::npos)
+          << records;
+      EXPECT_EQ(keeper.logical_length(id), 4) << "nothing has changed";
+    }
+    show(1);
+    keeper.truncate(id, 3);
+    keeper.truncate_with_window(id, 1);
+    EXPECT_EQ(keeper.logical_length(id), 1);
+  }
+}
+
 }  // namespace
 }  // namespace kvkeep::keeper_step_test

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvkeep.llama_cpp over llama-cpp-python, where that is installed, with the library that KVKEEP_LLAMA_LIBRARY names and
-the model that KVKEEP_TEST_SMOLLM2 names."""
+the model that KVKEEP_TEST_SMOLLM2 names; one whose layers slide over 512 tokens, if KVKEEP_TEST_GEMMA3 names it."""
 
 import os
 
@@ -42,11 +42,33 @@ def test_prompts_are_cut_and_texts_go_on():
     assert answer(llama) == first
 
 
+@pytest.mark.skipif("KVKEEP_TEST_GEMMA3" not in os.environ, reason="KVKEEP_TEST_GEMMA3 is not set: a GGUF of Gemma 3")
+@pytest.mark.parametrize("swa_full", [True, False])
+def test_layers_that_slide(swa_full):
+    options = {**OPTIONS, "model_path": os.environ["KVKEEP_TEST_GEMMA3"], "n_ctx": 4096, "n_batch": 4096}
+    options["swa_full"] = swa_full
+    text = TEXT * 4
+    want = answer(llama_cpp.Llama(**options), text)
+    for policy in ("tova,budget=3000", "full"):
+        llama = kvkeep.llama_cpp.Llama(policy, **options)
+        assert answer(llama, text) == want
+        assert kvkeep.llama_cpp.events(llama) == 0
+    with pytest.raises(kvkeep.Unsupported, match="slide over 512 tokens"):
+        kvkeep.llama_cpp.Llama("tova,budget=511", **options)
+    llama = kvkeep.llama_cpp.Llama("tova,budget=512,interval=16,prefill=cut", **options)
+    first = answer(llama, text)
+    before = kvkeep.llama_cpp.events(llama)
+    assert before >= 1
+    assert answer(llama, text + first + " And then", 40)
+    assert kvkeep.llama_cpp.events(llama) > before
+    assert answer(llama, text) == first
+
+
 def test_what_cannot_run_is_an_error():
     with pytest.raises(kvkeep.Unsupported, match="tovva"):
         kvkeep.llama_cpp.Llama("tovva,budget=64", **OPTIONS)
     with pytest.raises(kvkeep.Unsupported, match="q8_0"):
-        kvkeep.llama_cpp.Llama("tova,budget=64", type_k=8, **OPTIONS)
+        kvkeep.llama_cpp.Llama("expected,budget=64", type_k=8, **OPTIONS)
     with pytest.raises(kvkeep.Unsupported, match="embeddings"):
         kvkeep.llama_cpp.Llama("tova,budget=64", embedding=True, **OPTIONS)
     with pytest.raises(kvkeep.StateError):

@@ -314,7 +314,7 @@ inline bool Evictor::wants(ggml_tensor* node) {
         return broken_off_;
       }
       cache_[static_cast<std::size_t>(k)].keys = root;
-      if (turns_ && dtype_of(root->type)) check_rope(node->src[0], k);
+      if (turns_ && is_full(k) && dtype_of(root->type)) check_rope(node->src[0], k);
     }
     if (v >= 0 && static_cast<std::size_t>(v) < cache_.size()) {
       cache_[static_cast<std::size_t>(v)].values = root;
@@ -512,18 +512,21 @@ inline void Evictor::see(const ggml_tensor* mask) {
                 static_cast<std::size_t>(member.newest / tokens) * mask->nb[3] +
                     static_cast<std::size_t>(member.newest % tokens) * mask->nb[1],
                 seen_.size());
-    const auto sees = [&](std::size_t cell) {  // 0, not minus infinity
-      const std::byte* at = seen_.data() + cell * element;
-      return at[0] == std::byte{0} && at[element - 1] == std::byte{0};
-    };
     const std::int32_t first = streams_ == 1 ? 0 : member.sequence * per_stream_;
-    visible_.clear();
-    for (std::size_t cell = 0; cell < cells; ++cell)
-      if (sees(cell)) visible_.push_back(first + static_cast<std::int32_t>(cell));
     Held& held = held_.at(member.sequence);
-    const bool ours =
-        std::ranges::all_of(held.cells, [&](std::int32_t cell) { return std::ranges::binary_search(visible_, cell); });
-    if (visible_.size() != held.count() || !ours || !place_restored(held)) moved_.insert(member.sequence);
+    const auto shows_ours = [&](auto seen) {  // 0; others are minus infinity
+      const auto* row = static_cast<const decltype(seen)*>(static_cast<const void*>(seen_.data()));
+      const auto sees = [&](std::size_t cell) { return cell < cells && row[cell] == seen; };
+      visible_.clear();
+      for (std::size_t cell = 0; cell < cells && !held.unplaced.empty(); ++cell)
+        if (sees(cell)) visible_.push_back(first + static_cast<std::int32_t>(cell));
+      const auto count = static_cast<std::size_t>(std::count(row, row + cells, seen));
+      const bool all = std::ranges::all_of(
+          held.cells, [&](std::int32_t cell) { return sees(static_cast<std::size_t>(cell - first)); });
+      return count == held.count() && all;
+    };
+    const bool ours = element == 4 ? shows_ours(std::uint32_t{0}) : shows_ours(std::uint16_t{0});
+    if (!ours || !place_restored(held)) moved_.insert(member.sequence);
   }
   broken_off_ = std::ranges::any_of(members_, [&](const Member& m) { return moved_.contains(m.sequence); });
 }

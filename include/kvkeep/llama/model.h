@@ -34,8 +34,15 @@ namespace kvkeep::llama {
 // Read from the nodes of llama.cpp's graph: a model file does not say which layers slide or have no RoPE, nor frequency
 // factors, nor what an architecture scales products by.
 
+/// What a tensor is, or shows.
+template <class T>
+[[nodiscard]] T* root_of(T* t) {
+  while (t->view_src != nullptr) t = t->view_src;
+  return t;
+}
+
 [[nodiscard]] inline bool on_host(const ggml_tensor* t) {
-  const ggml_tensor* root = t->view_src != nullptr ? t->view_src : t;
+  const ggml_tensor* root = root_of(t);
   return root->buffer != nullptr && ggml_backend_buffer_is_host(root->buffer);
 }
 
@@ -45,13 +52,6 @@ inline void read_tensor(const ggml_tensor* t, void* to, std::size_t offset, std:
     std::memcpy(to, static_cast<const std::byte*>(t->data) + offset, bytes);
   else
     ggml_backend_tensor_get(t, to, offset, bytes);
-}
-
-/// What a tensor is, or shows.
-template <class T>
-[[nodiscard]] T* root_of(T* t) {
-  while (t->view_src != nullptr) t = t->view_src;
-  return t;
 }
 
 /// Layer of a tensor that is, or shows, cache_k_l<layer> or cache_v_l<layer>; -1: something else.
@@ -222,7 +222,7 @@ class GraphReader {
                         "; allowed models with layers of full attention over one cache, which are alike");
     };
     const auto require_no_other = [&](bool ok, const auto& name) {
-      require(ok, "a cache beside keys and values (", name, ") that it does not read as an indexer's");
+      require(ok, "a cache beside keys and values (", name, "), which holds other things than an indexer's keys");
     };
     require_no_other(other_.empty(), other_);
     for (const Layer& layer : seen_) facts.indexed = facts.indexed || layer.stored.size() > 1;

@@ -141,13 +141,14 @@ void occupy(std::vector<Stream>& streams, const std::vector<std::vector<std::siz
   }
 }
 
-/// RoPE of [dim, heads, positions] into `made`.
-ggml_tensor* rotate(const llama_context& c, Graph& graph, ggml_tensor* made, ggml_tensor* heads,
-                    ggml_tensor* positions) {
+/// RoPE of [dim, heads, positions] into `made`. Layers that slide have a base of their own, as in Gemma 3.
+ggml_tensor* rotate(const llama_context& c, Graph& graph, ggml_tensor* made, ggml_tensor* heads, ggml_tensor* positions,
+                    bool slides = false) {
   made->op_params[1] = static_cast<std::int32_t>(c.model.rotary);
   made->op_params[2] = llama_model_rope_type(&c.model);
   made->op_params[4] = 64;
-  const float options[]{c.params.rope_freq_base, c.params.rope_freq_scale, c.model.is("yarn") ? 1.0F : 0.0F, 1, 32, 1};
+  const float base = slides ? c.params.rope_freq_base / 8 : c.params.rope_freq_base;
+  const float options[]{base, c.params.rope_freq_scale, c.model.is("yarn") ? 1.0F : 0.0F, 1, 32, 1};
   std::memcpy(made->op_params + 5, options, sizeof options);
   ggml_tensor* factors = c.model.is("factors") ? c.model.weights.at("rope_freqs") : nullptr;
   return graph.node(GGML_OP_ROPE, made, {heads, positions, factors});
@@ -277,8 +278,8 @@ bool run(llama_context& c, const MicroBatch& micro, const std::vector<Token>& ba
     ggml_tensor* k = heads("k", c.model.kv_heads);
     ggml_tensor* v = heads("v", c.model.kv_heads);
     if (!c.model.is("norope") && !(c.model.is("nope") && l + 1 == c.model.layers)) {
-      q = rotate(c, graph, graph.like(q, "Qcur-" + number), q, positions);
-      k = rotate(c, graph, graph.like(k, "Kcur-" + number), k, positions);
+      q = rotate(c, graph, graph.like(q, "Qcur-" + number), q, positions, c.model.slides(l));
+      k = rotate(c, graph, graph.like(k, "Kcur-" + number), k, positions, c.model.slides(l));
     }
     if (c.model.is("late")) k = graph.normalized(k);
     const std::int64_t all = in.size * c.memory.keys[l]->ne[2];
