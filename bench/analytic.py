@@ -59,6 +59,7 @@ from counting import (
     floor_us,
     kernels,
     prefill_kernels,
+    rows_of,
     tables_us,
     total,
 )
@@ -204,10 +205,6 @@ class CountedBefore:
                     yield f"{event} of {case}: {now:.1f} us of what was counted as {row['us']}"
                 if not 0.85 * low <= now <= 1.15 * high:
                     yield f"{event} of {case}: {now:.1f} us, by hand {low} to {high}"
-
-
-def rows_of(name, batch):
-    return SHAPES[name][0] * SHAPES[name][2] * batch
 
 
 # ---- Tables and text
@@ -707,7 +704,7 @@ def measured_text(measured):
                  {number(ceiling["products"]["TFLOPS"])} TFLOP/s by cuBLAS in bf16. bf16 caches, random tensors, caches
                  cold, medians. Bytes are those that must move: kept rows read and written, and keys once for every
                  reading that the kernel or policy needs. The kernels are those of that
-                 day; those of an event have [changed since](#on-a-gpu-counted), and no GPU has run them as they are."""),
+                 day; those of an event have [changed since](#on-a-gpu-counted), and no GPU has run them so."""),
             wrap("""Whole events over all layers. One by one is GPU time between two CUDA events around `Keeper::step`,
                  which also waits for the host; in a graph the same launches are replayed. LibTorch does less in its
                  column: topk, sort and gather of K and V, layer by layer, of scores that are finished, into new

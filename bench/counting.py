@@ -277,6 +277,10 @@ def total(counted, rows, gap=GAP):
     return sum(k.predicted() + gap for k in counted) + tables_us(rows)
 
 
+def rows_of(name, batch):
+    return SHAPES[name][0] * SHAPES[name][2] * batch
+
+
 def prefill_kernels(shape, tokens, select=2048, window=32, observed=8):
     """(launches, kernel) of one layer of one prompt that is observed."""
     _, query_heads, kv_heads, dim = shape
