@@ -11,33 +11,45 @@ namespace {
 using tuning::kCompactThreads;
 using tuning::kCompactWords;
 
-/// Moves one side of one row upwards, tile by tile. Every slot of a tile has been read before the first of it is
-/// written; what is read later comes after it.
+constexpr std::int32_t kFewRows = 200;  ///< fewer of them are moved by two blocks per side
+
+/// Moves words [begin, end) of every slot of one side of one row upwards, tile by tile. Every slot of a tile has been
+/// read before the first of it is written; what is read later comes after it.
 template <class Word>
-__device__ void move_side(const SlotAddress& from, const SlotAddress& to, const std::int32_t* kept,
-                          std::int64_t count) {
-  const auto words = static_cast<std::int32_t>(from.width / static_cast<std::int64_t>(sizeof(Word)));  // of one slot
+__device__ void move_side(const SlotAddress from, const SlotAddress& after, const std::int32_t* kept,
+                          std::int32_t count, std::int32_t begin, std::int32_t end) {
+  SlotAddress to = from;
+  to.base = after.base, to.pages = after.pages;
+  const std::int32_t words = end - begin, slots = kCompactThreads / words, rest = kCompactThreads - slots * words;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  struct Place {
+    std::int32_t slot, word;
+  };
+  const auto advance = [&](Place& place) {
+    place.slot += slots, place.word += rest;
+    if (place.word >= end) place.word -= words, ++place.slot;
+  };
+  Place place{thread / words, begin + thread % words};
   constexpr std::int64_t kTile = std::int64_t{kCompactThreads} * kCompactWords;
-  const std::int64_t all = count * words;
-  for (std::int64_t first = 0; first < all; first += kTile) {
-    Word held[kCompactWords];
-    Word* target[kCompactWords];
+  for (auto left = static_cast<std::int32_t>((std::int64_t{count} * words + kTile - 1) / kTile); left > 0; --left) {
+    Word held[kCompactWords] = {};
+    std::int32_t source[kCompactWords];
+    std::uint32_t moves = 0;  // a bit for each
+    Place read = place;
 #pragma unroll
-    for (int i = 0; i < kCompactWords; ++i) {
-      const std::int64_t n = first + i * kCompactThreads + static_cast<std::int64_t>(threadIdx.x);
-      target[i] = nullptr;
-      if (n >= all) continue;
-      const std::int64_t slot = n / words, word = n - slot * words;
-      const auto* source = reinterpret_cast<const Word*>(from.at(kept[slot])) + word;
-      auto* destination = reinterpret_cast<Word*>(to.at(slot)) + word;
-      if (source == destination) continue;
-      held[i] = *source;
-      target[i] = destination;
+    for (int i = 0; i < kCompactWords; ++i, advance(read)) source[i] = kept[read.slot < count ? read.slot : count - 1];
+    read = place;
+#pragma unroll
+    for (int i = 0; i < kCompactWords; ++i, advance(read)) {
+      const std::byte* const at = from.at(source[i]);
+      const bool moved = read.slot < count && at != to.at(read.slot);
+      if (moved) held[i] = reinterpret_cast<const Word*>(at)[read.word];
+      moves |= moved ? 1U << i : 0U;
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kCompactWords; ++i)
-      if (target[i] != nullptr) *target[i] = held[i];
+    for (int i = 0; i < kCompactWords; ++i, advance(place))
+      if ((moves >> i & 1U) != 0) reinterpret_cast<Word*>(to.at(place.slot))[place.word] = held[i];
   }
 }
 
@@ -55,9 +67,10 @@ __device__ SlotAddress column(const void* base) {
 
 constexpr unsigned kSides = Row::kSides + 4;  ///< those of a row, positions, credit, tally, given scores
 
-__global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(CompactArguments a) {
-  for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
-    const std::int64_t begin = a.indptr[r], count = a.counts != nullptr ? a.counts[r] : a.indptr[r + 1] - begin;
+__global__ void __launch_bounds__(tuning::kCompactThreads, 5) compact_kernel(CompactArguments a) {
+  for (unsigned r = blockIdx.x; r < static_cast<unsigned>(a.count); r += gridDim.x) {
+    const std::int64_t begin = a.indptr[r];
+    const auto count = a.counts != nullptr ? a.counts[r] : static_cast<std::int32_t>(a.indptr[r + 1] - begin);
     const std::int32_t* kept = a.slots + begin;
     const Row& row = a.rows[r];
     if (blockIdx.y < Row::kSides) {
@@ -65,8 +78,13 @@ __global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(Compac
       if (side == nullptr) continue;
       SlotAddress to = *side;
       if (to.pages != nullptr && a.pages_after != nullptr) to.pages = a.pages_after + row.sequence * a.pages_stride;
-      with_word(alignment_of(*side, to), [&](auto word) { move_side<decltype(word)>(*side, to, kept, count); });
-    } else if (a.columns != nullptr) {
+      with_word(alignment_of(*side, to), [&](auto word) {
+        const auto words = static_cast<std::int32_t>(side->width / static_cast<std::int64_t>(sizeof word)),
+                   first = static_cast<std::int32_t>(words * blockIdx.z / gridDim.z),
+                   last = static_cast<std::int32_t>(words * (blockIdx.z + 1) / gridDim.z);
+        if (first < last) move_side<decltype(word)>(*side, to, kept, count, first, last);
+      });
+    } else if (a.columns != nullptr && blockIdx.z == 0) {
       const ColumnMove& move = a.columns[r];
       const unsigned n = blockIdx.y - Row::kSides;
       const void* from = n == 0   ? static_cast<const void*>(move.positions)
@@ -78,7 +96,7 @@ __global__ void __launch_bounds__(tuning::kCompactThreads) compact_kernel(Compac
                        : n == 2 ? move.tally
                                 : move.given;
       if (from == nullptr || to == nullptr) continue;
-      move_side<std::uint32_t>(column(from), column(to), kept, count);
+      move_side<std::uint32_t>(column(from), column(to), kept, count, 0, 1);
     }
   }
 }
@@ -108,8 +126,9 @@ __global__ void __launch_bounds__(tuning::kCompactThreads) compact_gather_kernel
 }  // namespace
 
 void launch_compact(const CompactArguments& arguments, Stream stream) {
+  const unsigned parts = arguments.count < kFewRows ? 2 : 1;  // of every slot
   launch("compact", compact_kernel,
-         {.blocks = blocks_for(arguments.count, kSides), .threads = kCompactThreads, .shared_bytes = 0}, stream,
+         {.blocks = blocks_for(arguments.count, kSides, parts), .threads = kCompactThreads, .shared_bytes = 0}, stream,
          arguments);
 }
 

@@ -34,10 +34,10 @@ struct CompactArguments {
   std::int64_t pages_stride = 0;
 };
 
-/// Slot kept[j] moves to slot j, in place: one block per row and side walks its tiles upwards, reads a whole one, then
-/// writes it. Requires: slots ascend, so that kept[j] >= j, and new pages as plan_pages() chooses them. Does not check
-/// them: they are on the device. Cost: kept bytes read and written once, in words of up to 16 bytes; slots that are
-/// already in place are skipped. Registers only, no workspace.
+/// Slot kept[j] moves to slot j, in place: one block per row and side, or two, walks its tiles upwards, reads a whole
+/// one, then writes it. Requires: slots ascend, so that kept[j] >= j, and new pages as plan_pages() chooses them. Does
+/// not check them: they are on the device. Cost: kept bytes read and written once, in words of up to 16 bytes; slots
+/// that are already in place are skipped. Registers only, no workspace.
 void launch_compact(const CompactArguments& arguments, Stream stream);
 
 /// Bytes from slots of one tensor to another: out[n] = row.keys or row.values at slots[indptr[r] + j], n counting

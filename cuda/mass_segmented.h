@@ -27,8 +27,8 @@ struct MassSegmentedArguments : AllottedRows {
   std::byte* workspace = nullptr;      ///< mass_segmented_workspace_bytes(), aligned to 32
 };
 
-/// 13 bytes per slot, none where no row has more than 3072 slots, and for every row 64 bytes per segment that it can
-/// fall into.
+/// 12 bytes per slot, none where no row has more than 3072 slots or 128 segments, and for every row 40 bytes per
+/// segment that it can fall into.
 [[nodiscard]] std::size_t mass_segmented_workspace_bytes(const MassSegmentedOptions& options, std::int32_t count,
                                                          std::int32_t longest, std::int64_t slots_in_all);
 

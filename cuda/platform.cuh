@@ -36,15 +36,20 @@ __device__ inline float exp2_of(float x) {
   return y;
 }
 
-/// Begins to copy 16 bytes from global to shared memory, both aligned to that. They are there after wait_for_copies()
-/// of the same thread, and for others after a barrier behind it.
+/// Begins to copy kBytes, 4, 8 or 16, from global to shared memory, both aligned to that. They are there after
+/// wait_for_copies() of the same thread, and for others after a barrier behind it.
+template <int kBytes = 16>
 __device__ inline void copy_ahead(void* shared, const void* global) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-      "l"(global)
-      : "memory");
+  const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kBytes) : "memory");
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/// Begins to bring what is there to the L2.
+__device__ inline void fetch_ahead(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 /// sum += left * right of 16 x 16 and 16 x 8 numbers of type S, by a warp: mma.m16n8k16 of PTX. With g = lane / 4 and
 /// c = lane % 4, left[0] is row g, columns 2c and 2c + 1; left[1] the same of row g + 8; left[2] and left[3] the same,

@@ -4,6 +4,7 @@
 #include "element.cuh"
 #include "kvkeep/core/protect.h"
 #include "launch.cuh"
+#include "team.cuh"
 #include "tuning.cuh"
 
 namespace kvkeep::cuda {
@@ -83,10 +84,16 @@ __global__ void __launch_bounds__(kTurnThreads)
       append_positions(e.rows[n], a.newest[n / e.kv_heads]);
       __syncthreads();
     }
+    if (threadIdx.x >= 32) continue;
     if (a.pins != nullptr && threadIdx.x == 0) settle_limit(a, n);
-    if (a.windows != nullptr && threadIdx.x == 0)
-      a.windows[n] = a.fresh ? fresh_window_of(e.rows[n], e.queries[n / e.kv_heads], a.window)
-                             : window_of(e.rows[n], e.queries[n / e.kv_heads], e.limits[n], a.window, a.official);
+    __syncwarp();  // e.limits are what was settled
+    if (a.windows != nullptr) {
+      const Row& row = e.rows[n];
+      const QueryView& view = e.queries[n / e.kv_heads];
+      const RowWindow seen = a.fresh ? fresh_window_of(row, view, a.window, WarpTeam{})
+                                     : window_of(row, view, e.limits[n], a.window, a.official, WarpTeam{});
+      if (threadIdx.x == 0) a.windows[n] = seen;
+    }
   }
 }
 

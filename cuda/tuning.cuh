@@ -14,7 +14,7 @@ inline constexpr std::int32_t kMostThreads = 512;
 constexpr std::int32_t threads_for(std::int32_t longest) { return longest <= 4096 ? 256 : kMostThreads; }
 
 inline constexpr std::int32_t kNearSlots =
-    3072;  ///< of the longest row whose AMS runs in shared memory: two blocks per multiprocessor have room
+    3072;  ///< of the longest row whose AMS runs in shared memory: four blocks per multiprocessor have room
 inline constexpr std::int32_t kWarpSegment = 4096;  ///< longest segment that is left to one warp
 
 inline constexpr std::int32_t kTurnThreads = 128;
@@ -26,8 +26,9 @@ inline constexpr std::int32_t kAttentionParts = 32;  ///< most pieces of a row t
 inline constexpr std::int32_t kAttentionTile = 128;  ///< slots that are multiplied at a time
 inline constexpr std::int32_t kAttentionSlice = 64;  ///< components of them that are in shared memory at a time
 inline constexpr std::int32_t kMatrixThreads = 256;  ///< each warp has slots of its own, and all queries
-inline constexpr std::int32_t kMatrixChunks = 8;     ///< most chunks that a block of them looks at: where there are
-inline constexpr std::int32_t kMatrixBlocks = 8;     ///< rows enough for so many blocks per multiprocessor
+inline constexpr std::int32_t kSplitThreads = 128;  ///< of a block that prepares queries for them, a warp for each tile
+inline constexpr std::int32_t kMatrixSlots = 4096;  ///< most that a block of them looks at
+inline constexpr std::int32_t kMatrixStart = 256;   ///< slots for which it could be at work while it begins
 
 inline constexpr std::int32_t kKeyThreads = 256;  ///< of a block that reads keys alone, eight of them per slot
 inline constexpr std::int32_t kKeyChunk = 1024;   ///< slots that one such block reads

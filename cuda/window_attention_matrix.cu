@@ -21,15 +21,15 @@
 //                   x = q.k; top = max(old, x * factor); sum = sum * 2^(old - top) + sum of 2^(x * factor - top)
 //                 the 8 warps of the block join their (top, sum), the last block that arrives at a row joins the parts:
 //                   shift = -(top + log2(sum + 2^(sink log2(e) - top)))
-//   columns     for each chunk of 512 slots:
-//                 each warp, for its 32 slots in every 256, for every 16 queries:
+//   columns     each warp, for its 32 slots in every 256, for every 16 queries:
 //                   x = q.k; s = 2^(x * factor + shift); column[t] += s; for the newest query newest[t] += s / G
 //                 write_slot() divides column[t] by the queries that count
 //
 // A warp reads the keys of its slots once, into registers, and all queries pass by in shared memory: a QueryTile has 16
-// of them. Above 128 components a warp has 16 slots, and 8 warps have 128. Where shared memory does not hold all tiles,
-// `columns` brings them again for every round of 256 slots, and `statistics` reads the keys again for every batch of
-// tiles.
+// of them. While they do, the keys of its next slots are copied to shared memory, each word by the lane that takes it
+// from there, so that no warp waits for another; keys for which there is no room are read when they are needed. Above
+// 128 components a warp has 16 slots, and 8 warps have 128. Where shared memory does not hold all tiles, `columns`
+// brings them again for every round of 256 slots, and `statistics` reads the keys again for every batch of tiles.
 //
 // No logit leaves the registers. The G W logits of a slot are more bytes than its key: with W = 32, G = 4 and D = 128
 // in 16 bits, writing and reading them would move 1024 bytes, where the second pass reads 256 bytes of key again.
@@ -56,6 +56,8 @@
 // same: with this one a lane reads 16 neighbouring bytes of a key for both products. The four lanes of one g have the
 // logits of a query, the eight of one c those of a slot: shuffles among them add up over slots or over queries.
 
+#include <algorithm>
+
 #include "launch.cuh"
 #include "window_attention_queries.cuh"
 #include "workspace.h"
@@ -63,7 +65,6 @@
 namespace kvkeep::cuda::attention {
 namespace {
 
-using tuning::kAttentionChunk;
 using tuning::kMatrixThreads;
 
 /// Times 2^top: sums below it can be added up by the million.
@@ -106,96 +107,119 @@ struct BlockWork {
   std::int32_t end;        ///< behind the last one that takes part
   std::int32_t part;       ///< slots whose statistics are taken together
   std::int32_t at_a_time;  ///< tiles in shared memory
-  bool some;               ///< there is any
   bool split;              ///< low numbers come with them, behind the tiles
   bool aligned;
+  SlotAddress keys;
+  const std::int32_t* positions;
 
   [[nodiscard]] __device__ std::int32_t tiles() const { return pieces(plan.total, kTileQueries); }
 };
 
-/// Shared memory of a block with `resident` tiles.
-template <int kSpans, bool kApply>
+/// Shared memory of a block with `resident` tiles of a row's `most` that copies `ahead` of a warp's blocks of slots at
+/// a time.
+template <class T, int kSpans, bool kApply>
 struct AttentionMatrixShared {
   static constexpr std::int32_t kBlocks = kSpans > 4 ? 2 : 4;  ///< of eight slots that a warp has
   static constexpr std::int32_t kSlots = 8 * kBlocks, kRound = kWarps * kSlots;
   using Tile = QueryTile<kSpans>;
-  static constexpr std::size_t kWork = 0;
-  static constexpr std::size_t kWarpSlots = (sizeof(BlockWork) + 31) / 32 * 32;
+  using Word = PackedElements<T, 8>;  ///< eight components of a key
+  static constexpr std::size_t kWork = 0, kWarpSlots = (sizeof(BlockWork) + 31) / 32 * 32;
+  static constexpr std::size_t kPositions = kWarpSlots + (sizeof(WarpSlot) * kRound + 31) / 32 * 32;
+  static constexpr std::size_t kScales = kPositions + sizeof(std::int32_t) * kRound;
   static constexpr std::size_t kOwn =
-      kWarpSlots + (sizeof(WarpSlot) * kRound + 31) / 32 * 32;  ///< words of each thread
-  static constexpr std::size_t kRest = kOwn + sizeof(float4) * kMatrixThreads * (kApply ? kBlocks / 2 : 1);
-  std::size_t tiles, tops, sums, bytes;
+      kScales + (std::is_same_v<T, Bits8> ? sizeof(float) * kRound : 0);  ///< what each thread adds to newest
+  static constexpr std::size_t kRest = kOwn + sizeof(float4) * kMatrixThreads * (kApply ? kBlocks / 2 : 0);
+  std::size_t tiles, tops, sums, words, bytes;
 
-  KVKEEP_HD explicit AttentionMatrixShared(std::int32_t resident) {
-    const auto count = static_cast<std::size_t>(resident), states = kApply ? 0 : kWarps * kTileQueries * count;
+  KVKEEP_HD AttentionMatrixShared(std::int32_t resident, std::int32_t most, std::int32_t ahead) {
+    const auto count = static_cast<std::size_t>(resident),
+               states = static_cast<std::size_t>(kApply ? 0 : kWarps * queries_of(resident, most));
     Parts parts{kRest};
     tiles = parts.take(sizeof(Tile) * count);
     tops = parts.take(sizeof(float) * states);
     sums = parts.take(sizeof(float) * states);
+    words = parts.take(sizeof(Word) * kSpans * kMatrixThreads * static_cast<std::size_t>(ahead));
     bytes = parts.bytes;
   }
-};
-
-/// Eight components of a key as they are stored. `own`: room of the thread for a key that is not aligned, which would
-/// take many registers.
-template <class T, bool kAligned>
-__device__ inline uint4 key_word(const T* key, void* own) {
-  PackedElements<T, 8> from;
-  if constexpr (kAligned) {
-    from = *reinterpret_cast<const PackedElements<T, 8>*>(key);
-  } else {
-#pragma unroll 1
-    for (int k = 0; k < 8; ++k) static_cast<T*>(own)[k] = key[k];
-    from = *static_cast<const PackedElements<T, 8>*>(own);
+  /// Whose statistics a warp has at most.
+  KVKEEP_HD static std::int32_t queries_of(std::int32_t resident, std::int32_t most) {
+    return (resident < most ? resident : most) * kTileQueries;
   }
-  uint4 word{};
-  memcpy(&word, &from, sizeof from);
-  return word;
-}
+};
 
 /// What a warp works with: of its block's shared memory, and of the slots that it has now. A lane has the products of
 /// queries lane / 4 + 8 i and slots 8 b + lane % 4 * 2 + e as x[b][2 * i + e]: see the picture above.
 template <class T, int kSpans, bool kApply>
 class WarpState {
-  using Shared = AttentionMatrixShared<kSpans, kApply>;
+  using Shared = AttentionMatrixShared<T, kSpans, kApply>;
+  using Word = typename Shared::Word;
   static constexpr int kBlocks = Shared::kBlocks;
   using Products = float[kBlocks][4];
 
  public:
   using Sums = float[2 * kBlocks];  ///< of the lane's slots, [2 * b + e]
 
-  __device__ WarpState(const AttentionTask& task, std::byte* shared, const Shared& parts, std::int32_t resident)
-      : task_(task),
+  __device__ WarpState(const AttentionMatrixTask& m, std::byte* shared, const Shared& parts)
+      : task_(m.of),
+        ahead_(m.ahead),
         work_(*reinterpret_cast<const BlockWork*>(shared + Shared::kWork)),
         tiles_(reinterpret_cast<const QueryTile<kSpans>*>(shared + parts.tiles)),
         slots_(reinterpret_cast<WarpSlot*>(shared + Shared::kWarpSlots) + index() * Shared::kSlots),
         own_(reinterpret_cast<float4*>(shared + Shared::kOwn) + threadIdx.x),
-        tops_(reinterpret_cast<float*>(shared + parts.tops) + index() * resident * kTileQueries),
-        sums_(reinterpret_cast<float*>(shared + parts.sums) + index() * resident * kTileQueries) {}
+        tops_(reinterpret_cast<float*>(shared + parts.tops) + index() * Shared::queries_of(m.resident, m.queries.most)),
+        sums_(reinterpret_cast<float*>(shared + parts.sums) + index() * Shared::queries_of(m.resident, m.queries.most)),
+        words_(reinterpret_cast<Word*>(shared + parts.words) + threadIdx.x),
+        position_(reinterpret_cast<std::int32_t*>(shared + Shared::kPositions) + index() * Shared::kSlots + lane()),
+        scale_(reinterpret_cast<float*>(shared + Shared::kScales) + index() * Shared::kSlots + lane()) {}
 
   [[nodiscard]] __device__ static std::int32_t index() { return static_cast<std::int32_t>(threadIdx.x / 32); }
 
-  /// Reads the keys of slots [slot0, end), at most kSlots of them and possibly none.
+  /// Begins to copy what read() of slots [slot0, end) takes, if there are any.
+  __device__ void ask(std::int32_t slot0, std::int32_t end) const {
+    if (slot0 >= end) return;
+    if (const std::int32_t slot = slot0 + lane(); lane() < Shared::kSlots && slot < end) {
+      copy_ahead<4>(position_, work_.positions + static_cast<std::uint32_t>(slot));
+      if constexpr (std::is_same_v<T, Bits8>) copy_ahead<4>(scale_, work_.plan.row->key_scales.at(slot));
+    }
+    copy_keys(slot0, end);
+    const SlotAddress keys = work_.keys;
+#pragma unroll 1
+    for (std::int32_t b = ahead_; b < kBlocks; ++b) {  // no further than to the L2
+      const T* key = this->key(keys, slot0 + 8 * b, end);
+#pragma unroll
+      for (int s = 0; s < kSpans; ++s) fetch_ahead(key + component(s));
+    }
+  }
+
+  /// Takes slots [slot0, end), at most kSlots of them and at least one, that were asked for.
   __device__ void read(std::int32_t slot0, std::int32_t end) {
     const AttentionPlan& plan = work_.plan;
-    const Row& row = *plan.row;
-    if (work_.aligned)
-      read_keys<true>(row.keys, slot0, end);
-    else
-      read_keys<false>(row.keys, slot0, end);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if ((b & (ahead_ - 1)) == 0) {
+        if (b > 0) copy_keys(slot0 + 8 * b, end);
+        wait_for_copies();
+      }
+#pragma unroll
+      for (int s = 0; s < kSpans; ++s) {
+        keys_[b][s] = {};
+        memcpy(&keys_[b][s], word(b & (ahead_ - 1), s), sizeof(Word));
+      }
+    }
     if constexpr (std::is_same_v<T, Bits8>) widen();  // once all of them are under way
-    clear_ = slot0 >= plan.from && slot0 + Shared::kSlots <= end;
-    if (clear_ && task_.kind != Kind::history)
-      clear_ = row.positions[slot0 + Shared::kSlots - 1] <= plan.position(0) &&
-               (!kApply || task_.kind != Kind::window || slot0 + Shared::kSlots <= plan.history);
     __syncwarp();
     if (lane() < Shared::kSlots) {
-      const std::int32_t slot = slot0 + lane(), at = slot < end ? slot_position(task_, plan, slot) : kNever;
+      const std::int32_t slot = slot0 + lane();
+      const std::int32_t at = slot < plan.from || slot >= end ? kNever
+                              : task_.kind == Kind::history   ? kFirst
+                                                              : *position_;
       // On the suffix only strictly later queries count.
       slots_[lane()] = {at, task_.kind == Kind::window && slot >= plan.history && at != kNever ? at + 1 : at,
-                        slot < end ? key_scale<T>(row, slot) : 0.0F};
+                        std::is_same_v<T, Bits8> && slot < end ? *scale_ : 0.0F};
     }
     __syncwarp();
+    clear_ = slot0 >= plan.from && slot0 + Shared::kSlots <= end && slots_[Shared::kSlots - 1].newest <= plan.oldest &&
+             (!kApply || task_.kind != Kind::window || slot0 + Shared::kSlots <= plan.history);
   }
 
   /// The slots have got nothing in newest. What a lane's queries give its slots there is in shared memory: few tiles
@@ -208,6 +232,7 @@ class WarpState {
   /// Adds what `count` tiles of queries give the slots.
   __device__ void give(std::int32_t count, Sums& columns) const {
     bool clear = clear_;
+    __syncwarp();
     for (std::int32_t tile = 0; tile < count;) {
       Products x;
       multiply(tile, x);
@@ -291,18 +316,33 @@ class WarpState {
     return sums[0];
   }
 
-  /// What is behind the last slot or component is any other one: its products count for nothing.
-  template <bool kAligned>
-  __device__ void read_keys(const SlotAddress keys, std::int32_t slot0, std::int32_t end) {
-    const std::int32_t first = lane() % 4 * 8;
+  /// Key of the lane's slot of the eight from slot0 on. What is behind the last slot or component is any other one: its
+  /// products count for nothing.
+  [[nodiscard]] __device__ static const T* key(const SlotAddress& keys, std::int32_t slot0, std::int32_t end) {
+    const std::int32_t slot = slot0 + lane() / 4;
+    return reinterpret_cast<const T*>(keys.at(slot < end ? slot : end - 1));
+  }
+  /// Where the lane's part of a span begins.
+  [[nodiscard]] __device__ std::int32_t component(int span) const {
+    const std::int32_t first = lane() % 4 * 8, d = span * kSpan + first;
+    return d < task_.e.dim ? d : 0;
+  }
+  [[nodiscard]] __device__ Word* word(int block, int span) const {
+    return words_ + (block * kSpans + span) * kMatrixThreads;
+  }
+  /// Begins to copy as many keys as there is room for.
+  __device__ void copy_keys(std::int32_t slot0, std::int32_t end) const {
+    const SlotAddress keys = work_.keys;
+    const bool aligned = work_.aligned;
+#pragma unroll 1
+    for (std::int32_t b = 0; b < ahead_; ++b) {
+      const T* key = this->key(keys, slot0 + 8 * b, end);
+      if (aligned) {
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const std::int32_t slot = slot0 + 8 * b + lane() / 4;
-      const T* key = reinterpret_cast<const T*>(keys.at(slot < end ? slot : 0));
-#pragma unroll
-      for (int s = 0; s < kSpans; ++s) {
-        const std::int32_t d = s * kSpan + first;
-        keys_[b][s] = key_word<T, kAligned>(key + (d < task_.e.dim ? d : 0), own_);
+        for (int s = 0; s < kSpans; ++s) copy_ahead<sizeof(Word)>(word(b, s), key + component(s));
+      } else {
+#pragma unroll 1
+        for (int k = 0; k < 8 * kSpans; ++k) word(b, k / 8)->x[k % 8] = key[component(k / 8) + k % 8];
       }
     }
   }
@@ -469,11 +509,15 @@ class WarpState {
   }
 
   const AttentionTask& task_;
+  const std::int32_t ahead_;
   const BlockWork& work_;
   const QueryTile<kSpans>* tiles_;
   WarpSlot* slots_;
   float4* own_;
   float *tops_, *sums_;
+  Word* words_;             ///< copies of the lane's words of keys, kMatrixThreads apart
+  std::int32_t* position_;  ///< of the lane's own slot
+  float* scale_;
   uint4 keys_[kBlocks][kSpans];
   bool clear_;  ///< every query sees every slot that the warp has
 };
@@ -505,6 +549,7 @@ __device__ void combine_warps(const AttentionMatrixTask& m, const BlockWork& wor
                               std::int32_t first, std::int32_t count, std::byte* shared, const Shared& parts) {
   const auto* tops = reinterpret_cast<const float*>(shared + parts.tops);
   const auto* sums = reinterpret_cast<const float*>(shared + parts.sums);
+  const std::int32_t each = Shared::queries_of(m.resident, m.queries.most);
   const std::int32_t left = work.plan.total - first * kTileQueries,
                      queries = left < count * kTileQueries ? left : count * kTileQueries;
   float2* to = m.of.partial + (work.row * m.of.parts + begin / work.part) * m.of.most + first * kTileQueries;
@@ -512,10 +557,10 @@ __device__ void combine_warps(const AttentionMatrixTask& m, const BlockWork& wor
   for (auto q = static_cast<std::int32_t>(threadIdx.x); q < queries; q += kMatrixThreads) {
     float top = kNothing, sum = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, tops[w * m.resident * kTileQueries + q]);
+    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, tops[w * each + q]);
 #pragma unroll
     for (int w = 0; w < kWarps && top > kNothing; ++w)
-      sum = fmaf(sums[w * m.resident * kTileQueries + q], exp2_of(tops[w * m.resident * kTileQueries + q] - top), sum);
+      sum = fmaf(sums[w * each + q], exp2_of(tops[w * each + q] - top), sum);
     to[q] = {top, sum};
   }
   __syncthreads();
@@ -551,34 +596,50 @@ __device__ void arrive(const AttentionMatrixTask& m, const BlockWork& work) {
   }
 }
 
-/// Fills `work` with the block's next. Returns false if there is none. The whole block calls, and waits.
-template <int kSpans, bool kApply>
+/// Fills `work` with the block's next. Returns false if there is none. The whole block calls, and waits. `columns` goes
+/// backwards: the last rows that `statistics` read may still be in the L2.
+template <bool kApply, std::int32_t kRound>
 __device__ bool find_work(const AttentionMatrixTask& m, BlockWork& work) {
   const AttentionTask& task = m.of;
+  const std::int64_t all = std::int64_t{task.e.count} * m.pieces;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    const std::int32_t pieces_of_a_row =
-        pieces(kApply ? pieces(task.e.longest, kAttentionChunk) : task.parts, m.at_once);
-    const std::int64_t all = std::int64_t{task.e.count} * pieces_of_a_row;
-    for (work.some = false; !work.some && work.number < all; work.number += gridDim.x) {
-      const std::int64_t r = work.number / pieces_of_a_row;
-      if (!task.e.due(r)) continue;
-      const std::int32_t length = task.e.rows[r].length, part = kApply ? kAttentionChunk : part_of(length);
-      const std::int64_t begin = (work.number - r * pieces_of_a_row) * m.at_once * part,
-                         stop = begin + std::int64_t{m.at_once} * part;
-      work.plan = m.queries.plans[r];
-      work.some = begin < length && (kApply || work.plan.total > 0);
-      work.row = r;
-      work.tile0 = r * m.queries.most;
-      work.part = part;
-      work.begin = static_cast<std::int32_t>(begin);
-      work.stop = stop < length ? static_cast<std::int32_t>(stop) : length;
-      work.end = work.plan.to < work.stop ? work.plan.to : work.stop;
-      work.aligned = is_aligned(work.plan.row->keys);
-    }
+  std::int64_t number = work.number, r = 0;
+  std::int32_t length = 0, part = kRound, begin = 0;
+  bool some = false;
+  for (; !some && number < all; number += gridDim.x) {
+    const auto n = static_cast<std::uint32_t>(kApply ? all - 1 - number : number);
+    r = n / static_cast<std::uint32_t>(m.pieces);
+    if (!task.e.due(r)) continue;
+    const std::int32_t total = m.queries.plans[r].total;
+    length = task.e.rows[r].length;
+    if constexpr (!kApply) part = part_of(length);
+    begin = static_cast<std::int32_t>(n - static_cast<std::uint32_t>(r * m.pieces)) * m.at_once * part;
+    some = begin < length && (kApply || total > 0);
   }
   __syncthreads();
-  if (!work.some) return false;
+  if (!some) return false;
+  if (threadIdx.x == 0) {
+    const Row& row = task.e.rows[r];
+    const std::int32_t stop = begin + m.at_once * part;
+    work.plan = m.queries.plans[r];
+    work.number = number;
+    work.row = r;
+    work.tile0 = r * m.queries.most;
+    work.part = part;
+    work.begin = begin;
+    work.stop = stop < length ? stop : length;
+    work.end = work.plan.to < work.stop ? work.plan.to : work.stop;
+    work.keys = row.keys;
+    work.positions = row.positions;
+    work.aligned = is_aligned(row.keys);
+  }
+  __syncthreads();
+  return true;
+}
+
+/// Finds out if the row's queries need low numbers. The whole block calls, and waits.
+template <int kSpans>
+__device__ void find_split(const AttentionMatrixTask& m, BlockWork& work) {
   std::int32_t flags = 0;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < work.tiles(); i += kMatrixThreads)
     flags |= m.queries.of<kSpans>()[work.tile0 + i].flags.x;
@@ -588,31 +649,33 @@ __device__ bool find_work(const AttentionMatrixTask& m, BlockWork& work) {
     work.at_a_time = split ? m.resident / 2 : m.resident;
   }
   __syncthreads();
-  return true;
 }
 
 /// One pass over the keys: kApply gives the columns, else the statistics are taken.
 template <class T, int kSpans, bool kApply>
 __global__ void __launch_bounds__(kMatrixThreads, 2) attention_matrix_kernel(AttentionMatrixTask m) {
-  using Shared = AttentionMatrixShared<kSpans, kApply>;
+  using Shared = AttentionMatrixShared<T, kSpans, kApply>;
   using Warp = WarpState<T, kSpans, kApply>;
-  const Shared parts(m.resident);
+  const Shared parts(m.resident, m.queries.most, m.ahead);
   std::byte *shared = dynamic_shared(), *tiles = shared + parts.tiles;
   BlockWork& work = *reinterpret_cast<BlockWork*>(shared + Shared::kWork);
   const std::int32_t own = Warp::index() * Shared::kSlots;
   if (threadIdx.x == 0) work.number = blockIdx.x;
-  while (find_work<kSpans, kApply>(m, work)) {
+  while (find_work<kApply, Shared::kRound>(m, work)) {
+    Warp(m, shared, parts).ask(work.begin + own, work.end);
+    find_split<kSpans>(m, work);
     if constexpr (kApply) {
       for (std::int32_t round = work.begin; round < work.stop; round += Shared::kRound) {
-        Warp warp(m.of, shared, parts, m.resident);
-        const bool some = round + own < work.end;
-        warp.read(round + own, work.end);
+        Warp warp(m, shared, parts);
         typename Warp::Sums columns = {};
         warp.begin_newest();
         for (std::int32_t s = 0; s < work.tiles(); s += work.at_a_time) {
           const std::int32_t left = work.tiles() - s, count = left < work.at_a_time ? left : work.at_a_time;
           if (round == work.begin || work.tiles() > work.at_a_time) bring<kSpans>(m.queries, work, s, count, tiles);
-          if (some) warp.give(count, columns);
+          if (round + own >= work.end) continue;
+          if (s == 0) warp.read(round + own, work.end);
+          if (left == count) warp.ask(round + Shared::kRound + own, work.end);
+          warp.give(count, columns);
         }
         warp.write(columns, round + own, work.stop);
       }
@@ -622,10 +685,12 @@ __global__ void __launch_bounds__(kMatrixThreads, 2) attention_matrix_kernel(Att
         bring<kSpans>(m.queries, work, s, count, tiles);
         for (std::int32_t begin = work.begin; begin < work.stop; begin += work.part) {
           const std::int32_t end = work.end - begin < work.part ? work.end : begin + work.part;
-          Warp(m.of, shared, parts, m.resident).begin(s, count);
+          Warp(m, shared, parts).begin(s, count);
           for (std::int32_t slot0 = begin + own; slot0 < end; slot0 += Shared::kRound) {
-            Warp warp(m.of, shared, parts, m.resident);
+            Warp warp(m, shared, parts);
             warp.read(slot0, end);
+            const std::int32_t next = slot0 + Shared::kRound;
+            warp.ask(next < work.end || left == count ? next : work.begin + own, work.end);  // or for other tiles
             warp.take(count, slot0 == begin + own);
           }
           combine_warps(m, work, begin, s, count, shared, parts);
@@ -647,32 +712,52 @@ std::int32_t of_device(cudaDeviceAttr attribute) {
 
 /// Tiles of queries that a block keeps in shared memory: so many that two blocks fit a multiprocessor. Where that is
 /// not all of them, they come in turns of about the same size.
-template <int kSpans, bool kApply>
-std::int32_t resident_tiles(std::int32_t wanted) {
-  const std::size_t limit = (static_cast<std::size_t>(of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin)) - 1024) / 2;
-  std::int32_t most = 2;  // a block has 1 KiB more than it asks for
-  while (most < wanted && AttentionMatrixShared<kSpans, kApply>(most + 2).bytes <= limit) most += 2;
+template <class Shared>
+std::int32_t resident_tiles(std::int32_t wanted, std::int32_t tiles, std::size_t limit) {
+  std::int32_t most = 2;
+  while (most < wanted && Shared(most + 2, tiles, 1).bytes <= limit) most += 2;
   const std::int32_t turns = pieces(wanted, most);
   return pieces(pieces(wanted, turns), 2) * 2;
 }
 
-/// pieces_of_a_row: chunks or parts of the longest row.
+/// How many of a row's `all` pieces of `slots` a block takes so that `rows` rows take the shortest time, if `blocks`
+/// run at the same time and the beginning of each takes as long as kMatrixStart slots.
+std::int32_t pieces_at_once(std::int64_t rows, std::int32_t all, std::int32_t slots, std::int64_t blocks) {
+  std::int32_t best = 1;
+  std::int64_t shortest = std::numeric_limits<std::int64_t>::max();
+  for (std::int32_t n = 1; n <= all && n * slots <= std::max(slots, tuning::kMatrixSlots); ++n) {
+    const std::int64_t turns = (rows * pieces(all, n) + blocks - 1) / blocks,
+                       time = turns * (n * slots + tuning::kMatrixStart);
+    if (time < shortest) shortest = time, best = n;
+  }
+  return best;
+}
+
 template <class T, int kSpans, bool kApply>
-void launch_pass(const char* name, AttentionMatrixTask m, std::int32_t pieces_of_a_row, Stream stream) {
+void launch_pass(const char* name, AttentionMatrixTask m, Stream stream) {
   // Queries that come in the keys' own dtype need no second number; those that were turned do.
   const bool likely_split = m.of.queries != nullptr || with_element(m.of.e.query, [](auto x) {
                               return !std::is_same_v<decltype(x), MatrixElement<T>>;
                             });
-  m.resident = resident_tiles<kSpans, kApply>(likely_split ? m.queries.most * 2 : m.queries.most);
-  const std::int64_t blocks = std::int64_t{of_device(cudaDevAttrMultiProcessorCount)} * tuning::kMatrixBlocks,
-                     at_once = std::int64_t{m.of.e.count} * pieces_of_a_row / blocks;
-  m.at_once = at_once < 1                       ? 1
-              : at_once < tuning::kMatrixChunks ? static_cast<std::int32_t>(at_once)
-                                                : tuning::kMatrixChunks;
+  using Shared = AttentionMatrixShared<T, kSpans, kApply>;
+  const std::size_t limit =  // a block has 1 KiB more than it asks for
+      (static_cast<std::size_t>(of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin)) - 1024) / 2;
+  m.resident = resident_tiles<Shared>(likely_split ? m.queries.most * 2 : m.queries.most, m.queries.most, limit);
+  for (m.ahead = 1; m.ahead < Shared::kBlocks && Shared(m.resident, m.queries.most, 2 * m.ahead).bytes <= limit;)
+    m.ahead *= 2;
+  const std::int32_t all = kApply ? pieces(m.of.e.longest, Shared::kRound) : m.of.parts;
+  m.at_once = pieces_at_once(m.of.e.count, all, kApply ? Shared::kRound : part_of(m.of.e.longest),
+                             std::int64_t{2} * of_device(cudaDevAttrMultiProcessorCount));
+  m.pieces = pieces(all, m.at_once);
+  // For two blocks on a multiprocessor as little as possible of its shared memory may serve as L1.
+  const cudaError_t status =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(attention_matrix_kernel<T, kSpans, kApply>),
+                           cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess, name, ": ", cudaGetErrorString(status));
   launch(name, attention_matrix_kernel<T, kSpans, kApply>,
-         {.blocks = blocks_for(std::int64_t{m.of.e.count} * pieces(pieces_of_a_row, m.at_once)),
+         {.blocks = blocks_for(std::int64_t{m.of.e.count} * m.pieces),
           .threads = kMatrixThreads,
-          .shared_bytes = AttentionMatrixShared<kSpans, kApply>(m.resident).bytes},
+          .shared_bytes = Shared(m.resident, m.queries.most, m.ahead).bytes},
          stream, m);
 }
 
@@ -692,13 +777,13 @@ void launch_on_matrix_units(const AttentionTask& task, void* workspace, Stream s
     using T = decltype(type);
     with_spans(task.e.dim, [&](auto spans) {
       if constexpr (!std::is_same_v<T, float>) {
-        launch(
-            "attention_split_queries", attention_split_queries_kernel<MatrixElement<T>, spans()>,
-            {.blocks = blocks_for(std::int64_t{task.e.count} * m.queries.most), .threads = kTileQueries * spans() * 4},
-            stream, m);
-        if (task.log_sum_exp == nullptr)
-          launch_pass<T, spans(), false>("attention_matrix_statistics", m, task.parts, stream);
-        launch_pass<T, spans(), true>("attention_matrix", m, pieces(task.e.longest, kAttentionChunk), stream);
+        constexpr std::int32_t kSplitThreads = tuning::kSplitThreads;
+        launch("attention_split_queries", attention_split_queries_kernel<MatrixElement<T>, spans()>,
+               {.blocks = blocks_of_threads(std::int64_t{task.e.count} * m.queries.most * 32, kSplitThreads),
+                .threads = kSplitThreads},
+               stream, m);
+        if (task.log_sum_exp == nullptr) launch_pass<T, spans(), false>("attention_matrix_statistics", m, stream);
+        launch_pass<T, spans(), true>("attention_matrix", m, stream);
       }
     });
   });

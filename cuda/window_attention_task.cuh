@@ -48,6 +48,7 @@ struct AttentionPlan {
   std::int32_t from = 0, to = 0;  ///< slots of the softmax
   std::int32_t end = 0;           ///< Kind::worst: of the slots that get a share
   std::int32_t total = 0;
+  std::int32_t oldest = 0;  ///< on matrix units: position of the oldest query
 
   [[nodiscard]] __device__ std::int32_t query_of(std::int32_t n) const { return n % window; }
   [[nodiscard]] __device__ std::int32_t position(std::int32_t i) const {

@@ -7,6 +7,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "device.h"
@@ -31,6 +32,7 @@ struct Case {
   std::vector<std::int32_t> newest;  ///< [groups] position of the newest query
   std::vector<std::vector<std::int32_t>> positions;
   std::vector<std::vector<float>> old_credit;
+  std::vector<std::vector<SlotRange>> pins;  ///< [rows]
   std::vector<float> scores, usage;
 
   [[nodiscard]] std::int32_t longest() const {
@@ -39,6 +41,20 @@ struct Case {
     return most;
   }
 };
+
+/// Pins up to three ranges of slots, as far as the budget goes.
+void pin(RowLimit& limit, std::int32_t length, oracle::Random& random, std::vector<SlotRange>& pins) {
+  Protected& guarded = limit.guarded;
+  std::int32_t from = guarded.sinks, room = limit.budget - guarded.count();
+  const std::int32_t end = length - guarded.recents;
+  while (pins.size() < 3 && room > 0 && from < end) {
+    from = random.between(from, end - 1);
+    const std::int32_t slots = random.between(1, std::min(room, end - from));
+    pins.push_back({from, from + slots});
+    guarded.pinned += slots, room -= slots, from += slots + random.between(1, 9);
+  }
+  guarded.ranges = static_cast<std::int32_t>(pins.size());
+}
 
 Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
   Case c;
@@ -84,6 +100,8 @@ Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
       for (float& x : c.old_credit.back()) x = static_cast<float>(random.unit()) * 0.01F;
       c.limits.push_back(
           {budget, due, protect(length, budget, random.between(0, 5), random.between(0, 33), c.variant)});
+      c.pins.emplace_back();
+      if (c.variant == Variant::strict && random.chance(0.3)) pin(c.limits.back(), length, random, c.pins.back());
       c.windows.push_back({window, window == 0 ? length : std::max(0, history)});
       const int kind = random.between(0, 3);
       for (std::int32_t t = 0; t < length; ++t) {
@@ -134,7 +152,8 @@ Outcome on_cpu(const Case& c) {
   seen.usage = at::from_blob(const_cast<float*>(c.usage.data()), {table.slots}, f32).clone();
   Decision decision;
   decision.scores.data = at::from_blob(const_cast<float*>(c.scores.data()), {table.slots}, f32);
-  const Limits limits{c.variant, c.padding, c.limits};
+  Limits limits{c.variant, c.padding, c.limits};
+  for (std::size_t r = 0; r < c.rows.size(); ++r) limits.rows[r].guarded.pins = c.pins[r].data();
   MassSegmented(c.options).allot({.spec = spec,
                                   .table = table,
                                   .basis = QueryBasis::pre_rope,
@@ -183,7 +202,13 @@ void compare(const Case& c, const std::string& what) {
       next += c.old_credit[r].size();
     }
     const DeviceArray<Row> device_rows(rows);
-    const DeviceArray<RowLimit> limits(c.limits);
+    std::vector<SlotRange> all_pins;
+    for (const std::vector<SlotRange>& pins : c.pins) all_pins.insert(all_pins.end(), pins.begin(), pins.end());
+    const DeviceArray<SlotRange> device_pins(all_pins);
+    std::vector<RowLimit> row_limits = c.limits;
+    for (std::size_t r = 0, at = 0; r < rows.size(); at += c.pins[r++].size())
+      row_limits[r].guarded.pins = device_pins.data() + at;
+    const DeviceArray<RowLimit> limits(row_limits);
     const DeviceArray<RowWindow> windows(c.windows);
     const DeviceArray<std::int32_t> newest(c.newest);
     std::vector<QueryView> last(c.newest.size());
@@ -258,6 +283,38 @@ TEST_F(MassSegmentedKernel, TakesRowsThatNeedTheLargestBlockAndSegmentsTooLongFo
   }
 }
 
+TEST_F(MassSegmentedKernel, TakesSegmentsOfEveryLengthThatOneWarpRanksInItsOwnWay) {
+  oracle::Random random(26);
+  for (const int slots : {1, 2, 31, 32, 33, 63, 64, 65, 128, 255, 256, 257, 600})
+    for (int round = 0; round < 3; ++round) {
+      Case c = random_case(random, {600});
+      c.options.segments = Segmentation::fixed;
+      c.options.fixed = slots;
+      if (round == 0)
+        for (float& score : c.scores) score = static_cast<float>(random.between(0, 1));  // most of them are equal
+      compare(c, std::to_string(slots) + " slots a segment, round " + std::to_string(round));
+    }
+}
+
+TEST_F(MassSegmentedKernel, TakesAsManySegmentsAndThresholdsAsFitSharedMemoryAndMore) {
+  oracle::Random random(27);
+  for (const int parts : {127, 128, 129, 130, 1024, 1025, 1026})
+    for (const int length : {100, 600}) {
+      Case c = random_case(random, {length});
+      c.options.segments = Segmentation::mass;
+      c.options.segment_mass = 1.0 / parts;
+      c.options.min_segment = 1;
+      c.options.max_segment = length;
+      compare(c, std::to_string(parts) + " parts of " + std::to_string(length) + " slots");
+    }
+  for (const int length : {255, 256, 257, 258}) {
+    Case c = random_case(random, {length});
+    c.options.segments = Segmentation::fixed;
+    c.options.fixed = 2;
+    compare(c, "segments of two of " + std::to_string(length) + " slots");
+  }
+}
+
 TEST_F(MassSegmentedKernel, TakesTheLargestUsageOfAllHeadsFromThoseThatAreDue) {
   oracle::Random random(23);
   int mixed = 0;
@@ -271,6 +328,28 @@ TEST_F(MassSegmentedKernel, TakesTheLargestUsageOfAllHeadsFromThoseThatAreDue) {
     compare(c, "round " + std::to_string(round));
   }
   EXPECT_GT(mixed, 10);
+}
+
+TEST_F(MassSegmentedKernel, TakesScoresAndUsageThatAreNoNumbersOrAsLowAsCanBe) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity(), kMost = std::numeric_limits<float>::max(),
+                  kNan = std::numeric_limits<float>::quiet_NaN();
+  oracle::Random random(28);
+  for (int round = 0; round < 90; ++round) {
+    Case c = random_case(random, {2, 31, 97, 256, 300, 600});
+    if (round % 3 == 0) c.variant = Variant::official;
+    if (c.variant == Variant::official) {
+      c.options.coverage = 1.0;
+      c.options.coverage_auto = false;
+      c.options.protected_mass = true;
+      for (RowLimit& limit : c.limits) limit.guarded = {};  // then all candidates of the segments may stay
+    }
+    const bool every = random.chance(0.5);
+    for (float& score : c.scores)
+      if (every || random.chance(0.3)) score = random.one_of({kNan, kNan, -kInfinity, -kMost, kInfinity});
+    for (float& usage : c.usage)
+      if (random.chance(0.05)) usage = random.one_of({kNan, -1.0F, -kInfinity, kInfinity, kMost, 1e-45F, -0.0F});
+    compare(c, "round " + std::to_string(round));
+  }
 }
 
 }  // namespace

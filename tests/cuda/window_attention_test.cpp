@@ -245,13 +245,34 @@ TEST_F(WindowAttentionKernel, GivesARowTheSameBitsOnAnyChip) {
                                .pre_rope = turned});
     const Got got = on_device(c, 16, false, Wanted::usage);
     for (const model::Chip chip : {model::Chip{.shared_bytes = 227 << 10, .multiprocessors = 1},
-                                   model::Chip{.shared_bytes = 16 << 10, .multiprocessors = 132}}) {
+                                   model::Chip{.shared_bytes = 32 << 10, .multiprocessors = 132}}) {
       const OtherChip other(chip);
       const Got there = on_device(c, 16, false, Wanted::usage);
       EXPECT_EQ(there.column, got.column) << chip.shared_bytes << " bytes, turned: " << turned;
       EXPECT_EQ(there.newest, got.newest) << chip.shared_bytes << " bytes, turned: " << turned;
     }
   }
+}
+
+TEST_F(WindowAttentionKernel, CopiesAheadAsManyKeysAsThereIsRoomFor) {
+  // Of the blocks of eight slots that a warp has, all, half of them, or one. In rows of several rounds, of one, and of
+  // less than a block.
+  constexpr std::int32_t kPages[] = {0, 1, 16};
+  std::uint64_t seed = 410;
+  for (const int shared_bytes : {227 << 10, 110 << 10, 64 << 10})
+    for (const std::int32_t dim : {48, 128, 208})
+      for (const Element keys : {Element::bf16, Element::f8_e4m3, Element::f16}) {
+        const OtherChip other({.shared_bytes = shared_bytes, .multiprocessors = 2});
+        ++seed;
+        EvidenceCase c(seed, {.group = 2,
+                              .dim = dim,
+                              .lengths = {seed % 2 == 0 ? 520 : 300, 256, 5},
+                              .seen = 8,
+                              .keys = keys,
+                              .query = Element::bf16});
+        c.limits.rows[1].due = seed % 4 != 0;
+        expect_as_on_cpu(c, 8, false, {.gap = seed % 5 == 0 ? 4 : 0, .page = kPages[seed % 3]});
+      }
 }
 #endif
 

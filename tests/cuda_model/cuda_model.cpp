@@ -70,7 +70,7 @@ struct Fiber {
   int number = 0;
   bool done = false;
   std::uint64_t exchanges = 0;
-  std::vector<std::array<void*, 2>> copies;  ///< under way to shared memory
+  std::vector<Copy> copies;  ///< under way to shared memory
   std::unique_ptr<std::byte[]> stack;
 #if defined(__x86_64__)
   void* top = nullptr;
@@ -317,7 +317,7 @@ void set_order(Order order) { machine().order = settings().seed != 0 ? Order::ra
 const Counters& counters() { return machine().counters; }
 void waited() { ++machine().counters.waits; }
 void allocated() { ++machine().counters.allocations; }
-std::vector<std::array<void*, 2>>& copies_under_way() { return running->fiber->copies; }
+std::vector<Copy>& copies_under_way() { return running->fiber->copies; }
 
 Chip& chip() {
   static Chip only;

@@ -106,8 +106,13 @@ unsigned wait_block(bool counts = false);
 void wait_warp(unsigned mask);
 /// Where other blocks may see a difference: lets them run, in random order.
 void give_way();
-/// Copies to shared memory that the thread has begun, [to, from].
-[[nodiscard]] std::vector<std::array<void*, 2>>& copies_under_way();
+/// A copy to shared memory that the thread has begun.
+struct Copy {
+  void* to = nullptr;
+  const void* from = nullptr;
+  std::size_t bytes = 0;
+};
+[[nodiscard]] std::vector<Copy>& copies_under_way();
 /// Every lane of `mask` gives `bytes` and sees what all gave: [32][bytes]. Valid until the lane's next call.
 const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes);
 [[nodiscard]] int lane();
@@ -210,6 +215,27 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0 ? 1 : 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask ? 1 : 0; }
+template <class T, class Combine>
+T reduce_warp(unsigned mask, T value, T neutral, const Combine& combine) {
+  const std::byte* all = kvkeep::cuda::model::exchange(mask, &value, sizeof value);
+  T out = neutral;
+  for (unsigned i = 0; i < 32; ++i) {
+    T other = 0;
+    std::memcpy(&other, all + i * sizeof other, sizeof other);
+    if ((mask >> i & 1U) != 0) out = combine(out, other);
+  }
+  return out;
+}
+inline unsigned __reduce_add_sync(unsigned mask, unsigned value) { return reduce_warp(mask, value, 0U, std::plus<>{}); }
+inline int __reduce_max_sync(unsigned mask, int value) {
+  return reduce_warp(mask, value, std::numeric_limits<int>::min(), [](int a, int b) { return std::max(a, b); });
+}
+inline unsigned __reduce_and_sync(unsigned mask, unsigned value) {
+  return reduce_warp(mask, value, ~0U, std::bit_and<>{});
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+  return reduce_warp(mask, value, 0U, std::bit_or<>{});
+}
 inline unsigned __activemask() = delete;  // says nothing that a kernel may rely on
 
 inline int __popc(unsigned x) { return std::popcount(x); }
@@ -284,15 +310,19 @@ inline float exp2_of(float x) {
 }
 
 /// Copies land when their thread waits for them: whoever reads too early reads what was there before.
-inline void copy_ahead(void* shared, const void* global) {
-  if ((reinterpret_cast<std::uintptr_t>(shared) | reinterpret_cast<std::uintptr_t>(global)) % 16 != 0)
-    throw std::logic_error("copy_ahead: an address that is no multiple of 16");
-  model::copies_under_way().push_back({shared, const_cast<void*>(global)});
+template <int kBytes = 16>
+void copy_ahead(void* shared, const void* global) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  if ((reinterpret_cast<std::uintptr_t>(shared) | reinterpret_cast<std::uintptr_t>(global)) % kBytes != 0)
+    throw std::logic_error("copy_ahead: an address that is no multiple of its bytes");
+  model::copies_under_way().push_back({shared, global, kBytes});
 }
 inline void wait_for_copies() {
-  for (const auto& [to, from] : model::copies_under_way()) std::memcpy(to, from, 16);
+  for (const model::Copy& copy : model::copies_under_way()) std::memcpy(copy.to, copy.from, copy.bytes);
   model::copies_under_way().clear();
 }
+
+inline void fetch_ahead(const void*) {}
 
 /// mma.m16n8k16, with the fragments as PTX lays them out.
 template <class S>

@@ -163,6 +163,7 @@ cudaError_t cudaGetLastError() { return std::exchange(runtime().last_error, cuda
 cudaError_t cudaPeekAtLastError() { return runtime().last_error; }
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout && value >= -1 && value <= 100) return cudaSuccess;
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > chip().shared_bytes)
     return told(cudaErrorInvalidValue);
   runtime().shared_bytes[kernel] = static_cast<std::size_t>(value);

@@ -53,16 +53,20 @@ KVKEEP_HD inline std::int32_t most_segments(const MassSegmentedOptions& options,
   return most < length ? static_cast<std::int32_t>(most) : length;
 }
 
-/// Pools the history of `usage` in place. `scratch`: [history], used only for pooling.
+/// Pools the history of `usage` in place. Returns its own_largest(). `scratch`: [history], used only for pooling.
 template <class Team>
-KVKEEP_HD void pool_history(const MassSegmentedOptions& options, float* usage, std::int32_t history, float* scratch,
-                            Team team) {
-  if (options.pool <= 1) return;
+KVKEEP_HD float pool_history(const MassSegmentedOptions& options, float* usage, std::int32_t history, float* scratch,
+                             Team team) {
+  if (options.pool <= 1) return own_largest(usage, history, team);
+  float own = 0;
   for (std::int32_t t = team.thread(); t < history; t += team.size()) scratch[t] = usage[t];
   team.sync();
-  for (std::int32_t t = team.thread(); t < history; t += team.size())
+  for (std::int32_t t = team.thread(); t < history; t += team.size()) {
     usage[t] = pooled_average(scratch, history, options.pool, t);
+    own = usable(usage[t]) > own ? usable(usage[t]) : own;
+  }
   team.sync();
+  return own;
 }
 
 /// Fills in the usage of the suffix. `newest`: position of the newest query; `top`: the largest pooled usage in the
@@ -80,8 +84,8 @@ KVKEEP_HD void fill_suffix(SuffixFill fill, const std::int32_t* positions, std::
 }
 
 /// Turns usage into mass in place and writes what segments follow to `used`, which may be `usage`. If `credit` is not
-/// null, it receives the new credit, computed from `old` ([known] oldest slots), and `used` is the mixture; otherwise
-/// `used` is the mass. `fed`: scratch [length], only for raw mass.
+/// null, it receives the new credit, computed from `old` ([known] oldest slots; may be `credit`), and `used` is the
+/// mixture; otherwise `used` is the mass. `fed`: scratch [length], only for raw mass.
 template <class Team>
 KVKEEP_HD void weigh_row(const MassSegmentedOptions& options, const float* old, std::int32_t known, std::int32_t length,
                          float* usage, float* fed, float* credit, float* used, Team team) {
@@ -98,7 +102,7 @@ KVKEEP_HD void weigh_row(const MassSegmentedOptions& options, const float* old, 
     return;
   }
   if (old == nullptr || known > length) known = 0;
-  for (std::int32_t t = team.thread(); t < known; t += team.size()) credit[t] = old[t];
+  for (std::int32_t t = team.thread(); old != credit && t < known; t += team.size()) credit[t] = old[t];
   team.sync();
   update_credit(raw ? fed : usage, length, known, {options.credit_decay, options.credit_mix}, kMassEpsilon, raw, credit,
                 used, team);

@@ -186,8 +186,7 @@ inline std::vector<float> pool_rows(const MassSegmentedOptions& options, const R
   const auto make = [] { return std::vector<float>(); };
   each_due_row(table, limits, make, [&](std::size_t r, const Row& row, std::vector<float>& scratch) {
     scratch.resize(static_cast<std::size_t>(row.length));
-    pool_history(options, usage + row.first, windows[r].history, scratch.data(), OneThread{});
-    tops[r] = largest(usage + row.first, windows[r].history);
+    tops[r] = pool_history(options, usage + row.first, windows[r].history, scratch.data(), OneThread{});
   });
   return tops;
 }

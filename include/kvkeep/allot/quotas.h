@@ -38,14 +38,16 @@ KVKEEP_HD inline std::int32_t floor_of(const Share& s, std::int32_t min_quota) {
   return s.protect > least ? s.protect : least;
 }
 
-/// Number of members i that come before segment `of`: those with a larger value; among equal values, those with a lower
+/// Number of segments that come before segment `of`: those with a larger value; among equal values, those with a lower
 /// index.
-template <class Member, class Value>
-KVKEEP_HD std::int32_t rank_of(std::int32_t of, std::int32_t count, const Member& member, const Value& value) {
-  const float mine = value(of);
+template <class Value>
+KVKEEP_HD std::int32_t rank_of(std::int32_t of, std::int32_t count, const Value& value) {
+  const double mine = value(of);
   std::int32_t before = 0;
-  for (std::int32_t i = 0; i < count; ++i)
-    if (member(i) && (value(i) > mine || (value(i) == mine && i < of))) ++before;
+  for (std::int32_t i = 0; i < count; ++i) {
+    const double other = value(i);
+    before += other > mine || (other == mine && i < of) ? 1 : 0;
+  }
   return before;
 }
 
@@ -57,17 +59,16 @@ KVKEEP_HD void pour_floors(Share* s, std::int32_t count, std::int32_t left, std:
   std::int32_t rounds = 0;
   for (std::int64_t given = 0;; ++rounds) {  // whole rounds that fit
     std::int64_t next = given;
-    for (std::int32_t i = 0; i < count; ++i) next += need(i) > rounds ? 1 : 0;
+    KVKEEP_UNROLL(1) for (std::int32_t i = 0; i < count; ++i) next += need(i) > rounds ? 1 : 0;
     if (next > left || next == given) {
       left -= static_cast<std::int32_t>(given);
       break;
     }
     given = next;
   }
-  for (std::int32_t i = team.thread(); i < count; i += team.size()) {
-    const auto wants = [&](std::int32_t n) { return need(n) > rounds; };
-    const bool last =
-        wants(i) && rank_of(i, count, wants, [&](std::int32_t n) { return static_cast<float>(s[n].mass); }) < left;
+  KVKEEP_UNROLL(1) for (std::int32_t i = team.thread(); i < count; i += team.size()) {
+    const auto value = [&](std::int32_t n) { return need(n) > rounds ? static_cast<float>(s[n].mass) : -1.0F; };
+    const bool last = need(i) > rounds && rank_of(i, count, value) < left;
     s[i].quota = s[i].protect + (need(i) < rounds ? need(i) : rounds) + (last ? 1 : 0);
   }
   team.sync();
@@ -81,56 +82,61 @@ KVKEEP_HD void pour_floors(Share* s, std::int32_t count, std::int32_t left, std:
 template <class Team = OneThread>
 KVKEEP_HD void strict_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota,
                              Team team = {}) {
-  std::int32_t left = budget;
-  std::int64_t wanting = 0;
-  for (std::int32_t i = 0; i < count; ++i) {
-    left -= s[i].protect;
-    wanting += detail::floor_of(s[i], min_quota) - s[i].protect;
-  }
+  const auto each = [&](const auto& body) {
+    KVKEEP_UNROLL(1) for (std::int32_t i = team.thread(); i < count; i += team.size()) body(s[i]);
+  };
+  const auto sum_of = [&](const auto& number) {  // sums of slots, which are no more than the row's
+    std::int32_t mine = 0;
+    each([&](const Share& share) { mine += number(share); });
+    return static_cast<std::int32_t>(team.sum(static_cast<std::uint32_t>(mine)));
+  };
+  std::int32_t left = budget - sum_of([](const Share& x) { return x.protect; });
+  const std::int32_t wanting = sum_of([&](const Share& x) { return detail::floor_of(x, min_quota) - x.protect; });
   if (wanting > left) return detail::pour_floors(s, count, left, min_quota, team);
-  for (std::int32_t i = team.thread(); i < count; i += team.size()) s[i].quota = detail::floor_of(s[i], min_quota);
-  team.sync();
-  left -= static_cast<std::int32_t>(wanting);
-  const auto open = [&](std::int32_t i) { return s[i].quota < s[i].length; };
+  each([&](Share& x) { x.quota = detail::floor_of(x, min_quota); });
+  left -= wanting;
+  const auto open = [](const Share& x) { return x.quota < x.length; };
   while (left > 0) {
+    each([&](Share& x) { x.part = open(x) ? x.mass : 0.0; });
+    team.sync();
     double active = 0;
-    std::int32_t opened = 0;
-    for (std::int32_t i = 0; i < count; ++i)
-      if (open(i)) {
-        active += s[i].mass;
-        ++opened;
-      }
+    for (std::int32_t i = 0; i < count; ++i) active += s[i].part;  // every member: in this order
     team.sync();
-    for (std::int32_t i = team.thread(); i < count; i += team.size()) {
-      s[i].part = active > 0 ? left * (s[i].mass / active) : static_cast<double>(left) / opened;
-      s[i].more = open(i) && s[i].quota + s[i].part >= s[i].length ? s[i].length - s[i].quota : 0;
-    }
-    team.sync();
-    std::int32_t filled = 0, units = left;
-    for (std::int32_t i = 0; i < count; ++i) {
-      filled += s[i].more;
-      if (open(i)) units -= static_cast<std::int32_t>(std::floor(s[i].part));
-    }
-    team.sync();
+    const double opened =
+        active > 0 ? 1.0 : static_cast<double>(sum_of([&](const Share& x) { return open(x) ? 1 : 0; }));
+    each([&](Share& x) {
+      x.part = active > 0 ? left * (x.mass / active) : left / opened;
+      x.more = open(x) && x.quota + x.part >= x.length ? x.length - x.quota : 0;
+    });
+    std::int32_t filled = sum_of([](const Share& x) { return x.more; });
     if (filled == 0) {  // no segment fills up: whole parts first, then the largest fractional parts
-      const auto fraction = [&](std::int32_t i) { return static_cast<float>(s[i].part - std::floor(s[i].part)); };
-      for (std::int32_t i = team.thread(); i < count; i += team.size())
-        if (open(i))
-          s[i].more = static_cast<std::int32_t>(std::floor(s[i].part)) +
-                      (detail::rank_of(i, count, open, fraction) < units ? 1 : 0);
+      each([&](Share& x) {
+        const double whole = std::floor(x.part);
+        x.more = open(x) ? static_cast<std::int32_t>(whole) : 0;
+        x.part = open(x) ? static_cast<double>(static_cast<float>(x.part - whole)) : -1.0;
+      });
+      const std::int32_t units = left - sum_of([](const Share& x) { return x.more; });
       team.sync();
+      KVKEEP_UNROLL(1) for (std::int32_t i = team.thread(); i < count; i += team.size()) {
+        if (open(s[i]) && detail::rank_of(i, count, [&](std::int32_t n) { return s[n].part; }) < units) ++s[i].more;
+      }
       filled = left;
     }
-    for (std::int32_t i = team.thread(); i < count; i += team.size()) s[i].quota += s[i].more;
-    team.sync();
+    each([](Share& x) { x.quota += x.more; });
     left -= filled;
+    team.sync();
   }
+  team.sync();
 }
 
-/// The published quotas. Falls back to `strict_quotas` when the published loop would never end: more segments than
-/// budget, each with a floor of at least one. Requires: budget <= sum of length. Runs on one thread.
-KVKEEP_HD inline void official_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota) {
-  if (count > budget && min_quota >= 1) return strict_quotas(s, count, budget, min_quota);
+/// Whether the published loop would never end: more segments than budget, each with a floor of at least one.
+/// Published quotas are then strict ones.
+KVKEEP_HD inline bool never_fits(std::int32_t count, std::int32_t budget, std::int32_t min_quota) {
+  return count > budget && min_quota >= 1;
+}
+
+/// The published quotas, where they are not never_fits(). Runs on one thread.
+KVKEEP_HD inline void published_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota) {
   const auto floor = [&](std::int32_t i) { return min_quota < s[i].length ? min_quota : s[i].length; };
   std::int64_t sum = 0;
   double mass = 0;
@@ -164,6 +170,12 @@ KVKEEP_HD inline void official_quotas(Share* s, std::int32_t count, std::int32_t
       ++s[i].quota;
       ++sum;
     }
+}
+
+/// The published quotas, or strict ones where they are never_fits(). Requires: budget <= sum of length.
+KVKEEP_HD inline void official_quotas(Share* s, std::int32_t count, std::int32_t budget, std::int32_t min_quota) {
+  never_fits(count, budget, min_quota) ? strict_quotas(s, count, budget, min_quota)
+                                       : published_quotas(s, count, budget, min_quota);
 }
 
 }  // namespace kvkeep

@@ -33,6 +33,19 @@ struct SegmentOptions {
 /// exactly in a double.
 inline constexpr double kLeastSegmentMass = 0x1p-52;
 
+/// Writes number(0) + ... + number(t) to prefix[t], for all t of [0, length). A block has its own.
+template <class Team, class Number>
+KVKEEP_HD void prefix_sums(Team team, std::int32_t length, const Number& number, std::uint64_t* prefix) {
+  std::uint64_t before = 0;
+  for (std::int32_t first = 0; first < length; first += team.size()) {
+    const std::int32_t t = first + team.thread();
+    const std::uint64_t mine = t < length ? number(t) : 0, through = before + team.sum_before(mine) + mine;
+    if (t < length) prefix[t] = through;
+    before += team.sum(mine);
+  }
+  team.sync();
+}
+
 /// Prefix sums of the integer mass: prefix[t] covers slots 0..t, less those in `left_out`. The order of summation does
 /// not matter.
 template <class Team = OneThread>
@@ -47,15 +60,9 @@ KVKEEP_HD void prefix_mass(const float* mass, std::int32_t length, std::uint64_t
   }
   const float last = largest(mass + from, end - from, team);
   const IntegerMass integers(last > top ? last : top, length);
-  std::uint64_t before = 0;
-  for (std::int32_t first = 0; first < length; first += team.size()) {
-    const std::int32_t t = first + team.thread();
-    const std::uint64_t mine = t >= begin && t < end && !left_out.pins_slot(t) ? integers(mass[t]) : 0;
-    const std::uint64_t through = before + team.sum_before(mine) + mine;
-    if (t < length) prefix[t] = through;
-    before += team.sum(mine);
-  }
-  team.sync();
+  prefix_sums(
+      team, length,
+      [&](std::int32_t t) { return t >= begin && t < end && !left_out.pins_slot(t) ? integers(mass[t]) : 0; }, prefix);
 }
 
 namespace detail {
@@ -102,90 +109,118 @@ KVKEEP_HD inline std::int64_t next_threshold(const std::uint64_t* prefix, std::i
   return next;
 }
 
-/// Writes the cut positions, ascending and inside (0, length), to `cuts` and returns their number. `cut_of(k)`:
-/// cut_at(k), possibly cached. Cost: one cut_of per cut.
-template <class CutOf>
-KVKEEP_HD std::int32_t cut_by_mass(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options,
-                                   const CutOf& cut_of, std::int32_t* cuts) {
+/// Writes the cut positions, ascending and inside (0, length), to `cuts` and returns their number. Cost: one cut_at()
+/// per cut.
+KVKEEP_HD inline std::int32_t cut_by_mass(const std::uint64_t* prefix, std::int32_t length,
+                                          const SegmentOptions& options, std::int32_t* cuts) {
   const std::int64_t most = thresholds(options.segment_mass);
   std::int32_t count = 0;
   for (std::int64_t k = 1; k <= most; k = next_threshold(prefix, length, options, k, cuts[count - 1])) {
-    const std::int32_t cut = cut_of(k);
+    const std::int32_t cut = cut_at(prefix, length, options, k);
     if (cut >= length) break;
     cuts[count++] = cut;
   }
   return count;
 }
 
-/// Merges intervals shorter than `least` into the next; with `last`, a short last one into the previous. In place.
-KVKEEP_HD inline std::int32_t merge_short(std::int32_t* ends, std::int32_t count, std::int32_t least, bool last) {
-  std::int32_t out = 0, start = 0;
-  for (std::int32_t i = 0; i < count; ++i) {
-    if (ends[i] - start < least && i + 1 < count) continue;
-    ends[out++] = ends[i];
-    start = ends[i];
+/// The same, given cut_at() of all `count` thresholds: cuts ascend with them, so equal ones are neighbours. Each of
+/// them once is what cut_by_mass() writes, since the next threshold that it asks for is the first to cut elsewhere.
+template <class Team>
+KVKEEP_HD std::int32_t distinct_cuts(const std::int32_t* cached, std::int64_t count, std::int32_t length,
+                                     std::int32_t* cuts, Team team) {
+  std::int32_t out = 0;
+  KVKEEP_UNROLL(1) for (std::int64_t first = 0; first < count; first += team.size()) {
+    const std::int64_t k = first + team.thread();
+    const std::int32_t cut = k < count ? cached[k] : length;
+    const bool is_new = cut < length && (k == 0 || cached[k - 1] != cut);
+    const std::int32_t place = out + team.count_before(is_new);
+    if (is_new) cuts[place] = cut;
+    out += team.count(is_new);
   }
-  if (last && out >= 2 && ends[out - 1] - ends[out - 2] < least) {
-    ends[out - 2] = ends[out - 1];
-    --out;
-  }
+  team.sync();
   return out;
+}
+
+/// Merges intervals shorter than `least` into the next; with `last`, a short last one into the previous. In place.
+template <class Team = OneThread>
+KVKEEP_HD std::int32_t merge_short(std::int32_t* ends, std::int32_t count, std::int32_t least, bool last,
+                                   Team team = {}) {
+  std::int32_t out = 0, start = 0, next = ends[0];
+  for (std::int32_t i = 0; team.thread() == 0 && i < count; ++i) {
+    const std::int32_t end = next;
+    if (i + 1 < count) next = ends[i + 1];  // on its way while this one is looked at
+    if (end - start < least && i + 1 < count) continue;
+    if (last && i + 1 == count && out >= 1 && end - start < least) --out;
+    ends[out++] = start = end;
+  }
+  team.sync();
+  return team.from_first(out);
 }
 
 /// Cuts intervals longer than `most` into near-equal pieces (`equal`) or into pieces of exactly `most` and a remainder.
 /// `from` and `to` must not be the same array.
-KVKEEP_HD inline std::int32_t split_long(const std::int32_t* from, std::int32_t count, std::int32_t most, bool equal,
-                                         std::int32_t* to) {
-  std::int32_t out = 0, start = 0;
-  for (std::int32_t i = 0; i < count; ++i) {
-    const std::int32_t length = from[i] - start;
-    const std::int32_t pieces = (length - 1) / most + 1;
-    for (std::int32_t j = 1; j < pieces; ++j)
-      to[out++] =
+template <class Team = OneThread>
+KVKEEP_HD std::int32_t split_long(const std::int32_t* from, std::int32_t count, std::int32_t most, bool equal,
+                                  std::int32_t* to, Team team = {}) {
+  std::int32_t out = 0;
+  KVKEEP_UNROLL(1) for (std::int32_t first = 0; first < count; first += team.size()) {
+    const std::int32_t i = first + team.thread(), start = i > 0 && i < count ? from[i - 1] : 0,
+                       length = i < count ? from[i] - start : 0;
+    const std::uint32_t pieces = length > 0 ? (length - 1) / most + 1 : 0;
+    const std::int32_t place = out + static_cast<std::int32_t>(team.sum_before(pieces));
+    KVKEEP_UNROLL(1) for (std::int32_t j = 1; j < static_cast<std::int32_t>(pieces); ++j) {
+      to[place + j - 1] =
           start + (equal ? static_cast<std::int32_t>(static_cast<std::int64_t>(length) * j / pieces) : j * most);
-    to[out++] = from[i];
-    start = from[i];
+    }
+    if (pieces > 0) to[place + static_cast<std::int32_t>(pieces) - 1] = from[i];
+    out += static_cast<std::int32_t>(team.sum(pieces));
   }
+  team.sync();
   return out;
 }
 
 }  // namespace detail
 
-/// Writes one past each segment's last slot to `ends` (ascending, the last is `length`) and returns their number. Runs
-/// on one thread. `cut_of(k)` says where threshold k cuts (detail::cut_at of the same prefix). Requires: length >= 1;
-/// `ends` and `scratch` hold most_segments() entries, which never exceed `length`. Strict lengths are in
+/// Writes one past each segment's last slot to `ends` (ascending, the last is `length`) and returns their number.
+/// `write_cuts(cuts)` writes where thresholds cut, as detail::cut_by_mass() does, and returns how many. Requires:
+/// length
+/// >= 1; `ends` and `scratch` hold most_segments() entries, which never exceed `length`. Strict lengths are in
 /// [min((min_segment, (max_segment + 1) / 2), max_segment], except a single segment of a shorter row.
-template <class CutOf>
-KVKEEP_HD std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t length, const SegmentOptions& options,
-                                    const CutOf& cut_of, std::int32_t* ends, std::int32_t* scratch) {
-  if (options.kind == Segmentation::none) {
-    ends[0] = length;
-    return 1;
-  }
-  if (options.kind == Segmentation::fixed) {
-    const std::int32_t whole = length;
-    return detail::split_long(&whole, 1, options.fixed, false, ends);
+template <class WriteCuts, class Team = OneThread>
+KVKEEP_HD std::int32_t segment_ends(std::int32_t length, const SegmentOptions& options, const WriteCuts& write_cuts,
+                                    std::int32_t* ends, std::int32_t* scratch, Team team = {}) {
+  if (options.kind != Segmentation::mass) {
+    const std::int32_t most = options.kind == Segmentation::fixed ? options.fixed : length,
+                       count = (length - 1) / most + 1;
+    KVKEEP_UNROLL(1) for (std::int32_t i = team.thread(); i < count; i += team.size()) {
+      ends[i] = i + 1 < count ? (i + 1) * most : length;
+    }
+    team.sync();
+    return count;
   }
   const bool strict = options.variant == Variant::strict;
   std::int32_t* cuts = strict ? scratch : ends;
-  std::int32_t count = detail::cut_by_mass(prefix, length, options, cut_of, cuts);
-  cuts[count++] = length;
+  std::int32_t count = write_cuts(cuts);
+  if (team.thread() == 0) cuts[count] = length;
+  team.sync();
+  ++count;
   if (strict) {
-    count = detail::merge_short(cuts, count, options.min_segment, true);
-    return detail::split_long(cuts, count, options.max_segment, true, ends);
+    count = detail::merge_short(cuts, count, options.min_segment, true, team);
+    return detail::split_long(cuts, count, options.max_segment, true, ends, team);
   }
-  count = detail::split_long(cuts, count, options.max_segment, false, scratch);
-  count = detail::merge_short(scratch, count, options.min_segment, false);
-  for (std::int32_t i = 0; i < count; ++i) ends[i] = scratch[i];
+  count = detail::split_long(cuts, count, options.max_segment, false, scratch, team);
+  count = detail::merge_short(scratch, count, options.min_segment, false, team);
+  KVKEEP_UNROLL(1) for (std::int32_t i = team.thread(); i < count; i += team.size()) ends[i] = scratch[i];
+  team.sync();
   return count;
 }
 
-/// The same without cached cuts. Cost: O(cuts * log(length)), with at most as many cuts as slots, and at most 1 /
+/// The same, cut by one thread. Cost: O(cuts * log(length)), with at most as many cuts as slots, and at most 1 /
 /// segment_mass.
 KVKEEP_HD inline std::int32_t segment_ends(const std::uint64_t* prefix, std::int32_t length,
                                            const SegmentOptions& options, std::int32_t* ends, std::int32_t* scratch) {
   return segment_ends(
-      prefix, length, options, [&](std::int64_t k) { return detail::cut_at(prefix, length, options, k); }, ends,
+      length, options, [&](std::int32_t* cuts) { return detail::cut_by_mass(prefix, length, options, cuts); }, ends,
       scratch);
 }
 

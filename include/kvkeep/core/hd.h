@@ -18,6 +18,14 @@
 #define KVKEEP_HD
 #endif
 
+// Before a loop: how often a GPU's compiler writes it out. Without, it may be four times or more, for few rounds.
+#if defined(__CUDA_ARCH__)
+#define KVKEEP_PRAGMA(x) _Pragma(#x)
+#define KVKEEP_UNROLL(times) KVKEEP_PRAGMA(unroll times)
+#else
+#define KVKEEP_UNROLL(times)
+#endif
+
 // Hides from the compiler how the number or vector x came about. Our own sources, kernels included, are compiled so
 // that nothing is fused, and need no such fence, behind which plain loops are not vectorised.
 #if defined(KVKEEP_FP_CONTRACT_OFF) || defined(__CUDACC__)
@@ -60,7 +68,8 @@ template <class Real>
 ///
 /// Every member calls the same functions in the same order with the same arguments except `mine`. Work over n elements
 /// is split by `for (i = thread(); i < n; i += size())`. Members see each other's writes after sync(). Sums are over
-/// integers, so they do not depend on the order of addition; sum_in_order() alone is not.
+/// integers, so they do not depend on the order of addition; sum_in_order() alone is not. count() and count_before()
+/// are there for one thread and for a warp.
 struct OneThread {
   /// Number of this member, 0 to size() - 1.
   [[nodiscard]] KVKEEP_HD constexpr std::int32_t thread() const { return 0; }
@@ -74,6 +83,15 @@ struct OneThread {
   [[nodiscard]] KVKEEP_HD float largest(float mine) const { return mine; }
   /// Sum over the members before this one.
   [[nodiscard]] KVKEEP_HD std::uint64_t sum_before(std::uint64_t mine) const { return mine - mine; }
+  /// How many members say yes.
+  [[nodiscard]] KVKEEP_HD std::int32_t count(bool mine) const { return mine ? 1 : 0; }
+  /// The same of the members before this one.
+  [[nodiscard]] KVKEEP_HD std::int32_t count_before(bool) const { return 0; }
+  /// The first member's number, for every member.
+  template <class T>
+  [[nodiscard]] KVKEEP_HD T from_first(T mine) const {
+    return mine;
+  }
 };
 
 }  // namespace kvkeep

@@ -27,6 +27,18 @@ KVKEEP_HD std::int32_t partition_point(std::int32_t low, std::int32_t high, cons
   return low;
 }
 
+/// The same by a team, whose n members ask n at a time.
+template <class Before, class Team>
+KVKEEP_HD std::int32_t partition_point(std::int32_t low, std::int32_t high, const Before& before, Team team) {
+  while (low < high) {
+    const std::int32_t each = (high - low + team.size()) / (team.size() + 1),
+                       own = low + (team.thread() + 1) * each - 1, count = team.count(own < high && before(own));
+    low += count * each;
+    if (count < team.size() && low + each - 1 < high) high = low + each - 1;
+  }
+  return low;
+}
+
 /// How many of a row's queries take part, and from which slot on some of them cannot see.
 struct RowWindow {
   std::int32_t queries = 0;  ///< W of this row; 0: no query seen yet
@@ -41,8 +53,9 @@ struct RowWindow {
 };
 
 /// The window of one row: row_windows() says how it follows.
-KVKEEP_HD inline RowWindow window_of(const Row& row, const QueryView& view, const RowLimit& limit, std::int32_t window,
-                                     bool official) {
+template <class Team = OneThread>
+KVKEEP_HD RowWindow window_of(const Row& row, const QueryView& view, const RowLimit& limit, std::int32_t window,
+                              bool official, Team team = {}) {
   std::int32_t fits = window;
   for (const std::int32_t most : {official ? view.count - 1 : view.count, row.length - 1, limit.budget})
     fits = fits < most ? fits : most;
@@ -52,16 +65,18 @@ KVKEEP_HD inline RowWindow window_of(const Row& row, const QueryView& view, cons
     return {queries, row.length > queries ? row.length - queries : 0};
   }
   const std::int32_t oldest = view.position(view.count - fits);
-  return {fits, partition_point(0, row.length, [&](std::int32_t t) { return row.positions[t] < oldest; })};
+  const auto before = [&](std::int32_t t) { return row.positions[t] < oldest; };
+  return {fits, partition_point(0, row.length, before, team)};
 }
 
 /// The queries of a row, at most the newest `window`, whose own slots came after its last event; all slots are history.
-KVKEEP_HD inline RowWindow fresh_window_of(const Row& row, const QueryView& view, std::int32_t window) {
+template <class Team = OneThread>
+KVKEEP_HD RowWindow fresh_window_of(const Row& row, const QueryView& view, std::int32_t window, Team team = {}) {
   if (row.tally_length >= row.length) return {0, row.length};
   const std::int32_t since = row.tally_length == 0 ? 0 : row.positions[row.tally_length],
                      oldest = view.count < window ? 0 : view.count - window;
-  return {view.count - partition_point(oldest, view.count, [&](std::int32_t i) { return view.position(i) < since; }),
-          row.length};
+  const auto before = [&](std::int32_t i) { return view.position(i) < since; };
+  return {view.count - partition_point(oldest, view.count, before, team), row.length};
 }
 
 /// Reductions of softmax(scale * q.k + causal mask) over the newest `queries` queries of each row, over all slots of
