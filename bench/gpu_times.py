@@ -50,10 +50,10 @@ def header(measured):
         if case.startswith("StepWithoutEvent/llama8b/")
     ]
     truth = {False: "false", True: "true"}
+    table = "\n".join(f'    {{"{p}", "{s}", {b}, {a}, {us}, {truth[c]}}},' for p, s, b, a, us, c in rows(measured))
     return f"""// SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Written by bench/gpu_times.py --write src/cli/gpu_times.h from bench/gpu/h100.jsonl and bench/counting.py, whose words
-// apply.
+// Written by bench/gpu_times.py --write src/cli/gpu_times.h from bench/gpu/h100.jsonl and bench/counting.py.
 
 #include <cstdint>
 
@@ -70,7 +70,7 @@ struct EventTime {{
 
 // clang-format off
 inline constexpr EventTime kEventTimes[] = {{
-{chr(10).join(f'    {{"{p}", "{s}", {b}, {a}, {us}, {truth[c]}}},' for p, s, b, a, us, c in rows(measured))}
+{table}
 }};
 // clang-format on
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Written by bench/gpu_times.py --write src/cli/gpu_times.h from bench/gpu/h100.jsonl and bench/counting.py, whose
-// words apply.
+// Written by bench/gpu_times.py --write src/cli/gpu_times.h from bench/gpu/h100.jsonl and bench/counting.py.
 
 #include <cstdint>
 

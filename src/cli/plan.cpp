@@ -54,7 +54,7 @@ docs/method/memory.md says what follows from which option.
 
 With --gpu it predicts what one GPU serves, with the policy and with the full cache: how many requests fit, how long a
 step takes with so many in flight, and what becomes of requests that arrive at random (Poisson), all with --prompt
-tokens and an answer up to --length. It is a roofline: bytes at the rate of reading, operations at --share of the
+tokens and an answer up to --length. It is a roofline: bytes at the rate of reading, operations at --utilisation of the
 products; only events of a policy, and showing queries to it, are times that an H100 took. What is assumed stands below
 the tables. How good answers are is not predicted: kvkeep eval measures that.
 
@@ -190,7 +190,15 @@ void run(const PlanOptions& o) {
     KVKEEP_REQUIRE(dim % numbers_of(plan.dtype) == 0, "--dtype: ", o.dtype, " stores blocks of ",
                    numbers_of(plan.dtype), " numbers; the head size is ", dim, "; allowed a multiple of ",
                    numbers_of(plan.dtype), ", or another dtype");
-  if (on_gpu) return print(serving_text(o, spec, *policy, plan));
+  const auto warn = [&] {
+    const std::string warning = warning_about(*policy);
+    if (!o.output.quiet && !warning.empty()) note(warning);
+  };
+  if (on_gpu) {
+    const std::string answer = serving_text(o, spec, *policy, plan);
+    warn();
+    return print(answer);
+  }
   const double most = static_cast<double>(spec.num_layers()) * spec.kv_heads *
                       static_cast<double>(plan.slot_bytes(spec)) * (static_cast<double>(o.length) + o.page_size) *
                       o.batch;
@@ -214,8 +222,7 @@ void run(const PlanOptions& o) {
   }
   const Forecast sequence = forecast(spec, *policy, plan);
   const PlannedExactly out = planned(sequence, sequence.peak_bytes);
-  const std::string warning = warning_about(*policy);
-  if (!o.output.quiet && !warning.empty()) note(warning);
+  warn();
   print(o.output.format == Format::md ? markdown(o, out) : o.output.format == Format::csv ? csv(o, out) : json(o, out));
 }
 

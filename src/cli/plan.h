@@ -19,8 +19,8 @@ namespace kvkeep::cli {
 // On which GPU requests are served, on paper. Nothing that is not given has a value, so that it can be refused.
 struct ServingOptions {
   std::optional<std::string> gpu;
-  std::optional<double> memory, bandwidth, flops;           // GB, TB/s, TFLOP/s
-  std::optional<double> parameters, share, event_us, rate;  // 1e9, of `flops`, us, a second
+  std::optional<double> memory, bandwidth, flops;                 // GB, TB/s, TFLOP/s
+  std::optional<double> parameters, utilisation, event_us, rate;  // 1e9, of `flops`, us, a second
   std::optional<std::int64_t> requests;
   std::optional<std::uint32_t> seed;
   [[nodiscard]] bool asked() const { return gpu || memory || bandwidth || flops; }

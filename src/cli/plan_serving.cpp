@@ -137,27 +137,29 @@ Table served_table(const OnGpu& out) {
   return table;
 }
 
-std::string tokens_text(double n) { return text(std::llround(n)); }
-
 // What the tables come to: where it pays and where it does not.
 std::string said(const OnGpu& out) {
   const Roofline& r = out.roofline;
-  const std::int64_t most = std::max<std::int64_t>(1, out.fit_full());
-  const double prompt = r.prompt(out.full), alone = r.prompt(out.cut);
-  const double full = r.decode(out.full, most) * out.full.decode_steps();
-  const std::string most_text = text(most, " in flight");
+  const std::int64_t most = out.fit_full();
+  const auto tokens = [&](std::int64_t n) { return std::llround(break_even(r, out.cut, n)); };
   std::string all =
-      text("- Break-even: a step under ", out.name, " takes as long as one over a full cache of ",
-           tokens_text(break_even(r, out.cut, 1)), " tokens, with ", most_text, "\n  ",
-           tokens_text(break_even(r, out.cut, most)), ". Shorter texts lose time: showing the queries takes ",
+      text("- Break-even: a step under ", out.name, " takes as long as one over a full cache of ", tokens(1), " tokens",
+           most > 1 ? text(", with ", most, " in flight\n  ", tokens(most)) : "",
+           ". Shorter texts lose time: showing the queries takes ",
            number_text(r.showing(out.cut.shows_queries ? 1 : 0) * 1e3, 2), " ms of a step of one, events take ",
            number_text(out.cut.mean_event() * 1e6, 1), " us\n  of every step for each in flight.\n");
-  all += text("- A prompt takes ", number_text(prompt, 2), " s by itself, ", number_text(alone, 2), " under ", out.name,
-              ": ", share_cell(static_cast<double>(most) * prompt / (static_cast<double>(most) * prompt + full)).shown,
-              " of what ", most_text,
-              " with a full cache take.\n  Operations limit prompts; eviction gains in the steps "
-              "after them, and room.\n");
-  return all;
+  const double whole = r.prompt(out.full), prompt = r.prompt(out.cut);
+  all +=
+      text("- A prompt takes ", number_text(whole, 2), " s by itself, ", number_text(prompt, 2), " under ", out.name);
+  if (most > 0) {
+    const double prompts = static_cast<double>(most) * whole,
+                 steps = r.decode(out.full, most) * out.full.decode_steps();
+    all += text(": ", share_cell(prompts / (prompts + steps)).shown, " of what ", most,
+                " in flight with a full cache take");
+  }
+  const bool shorter = prompt < 0.9 * whole;
+  return all + (shorter ? ", since its later pieces see few slots.\n"
+                        : ".\n  Operations limit prompts; eviction gains in the steps after them, and room.\n");
 }
 
 std::string assumed(const OnGpu& out) {
@@ -273,7 +275,7 @@ void add_serving(CLI::App& plan, ServingOptions& s) {
   real("--flops", s.flops, 0.001, kMost, "the same: bf16 operations that are reached, in TFLOP/s", "TFLOP/S");
   real("--parameters", s.parameters, 0.001, kMost, "of the model, in 1e9; known of names, but for mixtures of experts",
        "N");
-  real("--share", s.share, 0.01, 1, "of those operations that the model's products reach", "X [0.5]");
+  real("--utilisation", s.utilisation, 0.01, 1, "of those operations that the model's products reach", "X [0.5]");
   real("--event-us", s.event_us, 0, 1e9, "an event of one sequence in us, instead of what was measured", "US");
   real("--rate", s.rate, 0.001, kMost, "requests that arrive in a second, on average", "X [0.8 of what full serves]");
   plan.add_option("--requests", s.requests, "how many arrive")
@@ -284,7 +286,7 @@ void add_serving(CLI::App& plan, ServingOptions& s) {
 
 void refuse_without_gpu(const ServingOptions& s) {
   for (const auto& [given, name] : {std::pair(s.parameters.has_value(), "--parameters"),
-                                    {s.share.has_value(), "--share"},
+                                    {s.utilisation.has_value(), "--utilisation"},
                                     {s.event_us.has_value(), "--event-us"},
                                     {s.rate.has_value(), "--rate"},
                                     {s.requests.has_value(), "--requests"},
@@ -297,8 +299,10 @@ std::string serving_text(const PlanOptions& o, const ModelSpec& spec, const KVPo
   const ServingOptions& s = o.serving;
   KVKEEP_REQUIRE_AS(Unsupported, !policy.narrows() && policy.memory() == nullptr, "--policy: the text decides what ",
                     policy.name(), " holds; allowed with --gpu: policies that neither fold nor narrow prompts");
-  KVKEEP_REQUIRE_AS(Unsupported, policy.trigger().kind != Trigger::Kind::named, "--policy: under trigger=named the "
-                    "program says when ", policy.name(), " cuts; allowed with --gpu: slack, counter");
+  KVKEEP_REQUIRE_AS(Unsupported, policy.trigger().kind != Trigger::Kind::named,
+                    "--policy: under trigger=named the "
+                    "program says when ",
+                    policy.name(), " cuts; allowed with --gpu: slack, counter");
   KVKEEP_REQUIRE(o.batch == 1, "--batch: ", o.batch, ", but the GPU's memory says how many run; allowed without --gpu");
   KVKEEP_REQUIRE(o.prompt >= 1 && o.length - o.prompt >= 3, "--prompt: ", o.prompt, " of ", o.length,
                  " tokens; allowed with --gpu: 1 to --length less 3, so that a request has a prompt and an answer");
@@ -321,26 +325,32 @@ std::string serving_text(const PlanOptions& o, const ModelSpec& spec, const KVPo
   const std::unique_ptr<KVPolicy> nothing = make_policy("full");
   OnGpu out{o,
             gpu,
-            roofline_of(spec, parameters, gpu, s.share.value_or(kProductShare)),
+            roofline_of(spec, parameters, gpu, s.utilisation.value_or(kProductShare)),
             room,
             course_of(spec, *nothing, plan, std::nullopt),
             course_of(spec, policy, plan, price),
             std::string(policy.name()),
             price ? price->said() : "none"};
-  const auto run = [&](double rate, const std::string& cache, const Course& course) {
-    const Load load{.requests = requests, .rate = rate, .seed = s.seed.value_or(1)};
-    out.rows.push_back({rate, cache, serve(course, out.roofline, out.room, load)});
+  // A text that no full cache holds may fit under a policy.
+  std::vector<std::pair<std::string, const Course*>> caches{{out.name, &out.cut}};
+  if (out.fit_full() > 0) caches.insert(caches.begin(), {"full", &out.full});
+  Progress progress(2 * std::ssize(caches), o.output.quiet);
+  progress.label(text("serving ", requests, " requests on paper"));
+  const auto run_at = [&](double rate) {
+    for (const auto& [name, course] : caches) {
+      const Load load{.requests = requests, .rate = rate, .seed = s.seed.value_or(1)};
+      out.rows.push_back({rate, name, serve(*course, out.roofline, out.room, load)});
+      progress.advance(std::ssize(out.rows));
+    }
   };
-  run(0, "full", out.full);
+  run_at(0);
   const Served& most = out.rows.front().served;
   // Two digits.
   const double capacity = kLoadShare * static_cast<double>(most.finished) / most.seconds,
                digits = std::pow(10, std::floor(std::log10(capacity)) - 1);
-  const double rate = s.rate.value_or(std::round(capacity / digits) * digits);
-  run(0, out.name, out.cut);
-  run(rate, "full", out.full);
-  run(rate, out.name, out.cut);
-  std::ranges::rotate(out.rows, out.rows.begin() + 2);
+  run_at(s.rate.value_or(std::round(capacity / digits) * digits));
+  std::ranges::rotate(out.rows, out.rows.begin() + std::ssize(caches));
+  progress.clear();
   return o.output.format == Format::md    ? markdown(out)
          : o.output.format == Format::csv ? served_table(out).csv()
                                           : json(out);

@@ -15,6 +15,7 @@
 
 #include "command.h"
 #include "gpu_times.h"
+#include "kvkeep/cli/program.h"
 #include "kvkeep/policy/registry.h"
 #include "served.h"
 #include "shapes.h"
@@ -46,9 +47,9 @@ TEST(GpuTimes, AreThoseThatWereMeasured) {
     events += name.starts_with("Event/") && name.find("/batch:1/") != std::string::npos && name.ends_with("/dense");
   EXPECT_EQ(std::ranges::count(kEventTimes, false, &EventTime::counted), events);
   // What is counted: the events and kernels that bench/gpu_times.py names.
-  const std::map<std::string, std::pair<const char*, const char*>> counted{
-      {"ams-expected", {"ams-tova", "Expected"}}, {"expected", {"streaming", "Expected"}},
-      {"keydiff", {"streaming", "KeyDiff"}}};
+  const std::map<std::string, std::pair<const char*, const char*>> counted{{"ams-expected", {"ams-tova", "Expected"}},
+                                                                           {"expected", {"streaming", "Expected"}},
+                                                                           {"keydiff", {"streaming", "KeyDiff"}}};
   for (const EventTime& of : kEventTimes) {
     const auto& [event, kernel] = of.counted ? counted.at(of.policy) : std::pair{of.policy, ""};
     const double beside = of.counted ? us(kernel, of, "", "us") : 0;
@@ -71,8 +72,8 @@ TEST(EventPrice, IsTheTimeThatWasMeasuredWhereThereIsOneAndBetweenThemOtherwise)
   EXPECT_NEAR(ams.seconds(rows * 1536, rows * 1024), 452.032e-6, 1e-12);
   EXPECT_NEAR(ams.seconds(rows * 32768, rows * 2048), 3727.328e-6, 1e-12);
   EXPECT_NEAR(priced("ams-tova,budget=1024", "qwen7b").seconds(28 * 4 * 1536, 28 * 4 * 1024), 400.704e-6, 1e-12);
-  // Keys of 256 bytes once, kept rows of 512 bytes twice. Between llama8b at 1536 (369,098,752 bytes) and qwen7b at 32768
-  // (1,174,405,120, 2200.768 us).
+  // Keys of 256 bytes once, kept rows of 512 bytes twice. Between llama8b at 1536 (369,098,752 bytes) and qwen7b at
+  // 32768 (1,174,405,120, 2200.768 us).
   const double bytes = rows * (4096.0 * 256 + 2048.0 * 1024);
   ASSERT_EQ(bytes, 805306368);
   EXPECT_NEAR(ams.seconds(rows * 4096, rows * 2048),
@@ -80,8 +81,8 @@ TEST(EventPrice, IsTheTimeThatWasMeasuredWhereThereIsOneAndBetweenThemOtherwise)
   EXPECT_NEAR(ams.seconds(1, 1), 400.704e-6, 1e-12) << "never below the smallest that was measured";
   EXPECT_NEAR(ams.seconds(rows * 65536, rows * 4096), 2 * 3727.328e-6, 1e-12) << "above, as the largest by its bytes";
   const double faster = gpu_called("h200").bandwidth / gpu_called("h100").bandwidth;
-  EXPECT_NEAR(priced("ams-tova,budget=1024", "llama8b", "h200").seconds(rows * 1536, rows * 1024),
-              452.032e-6 / faster, 1e-12);
+  EXPECT_NEAR(priced("ams-tova,budget=1024", "llama8b", "h200").seconds(rows * 1536, rows * 1024), 452.032e-6 / faster,
+              1e-12);
   EXPECT_EQ(EventPrice(5e-6).seconds(1000000, 5), 5e-6);
 }
 
@@ -94,10 +95,11 @@ TEST(EventPrice, IsRefusedForWhatNobodyMeasured) {
 }
 
 TEST(Course, OfATinyCacheIsTheOneThatAPencilGives) {
-  // 2 rows, 256 bytes a slot, positions of 4 bytes; a page of 4 slots. The prompt of 10 is cut to 6, then 3 more are due.
-  const Course course = course_of(shape_called("1:2:2:64"), *make_policy("streaming,budget=6,interval=3,prefill=cut"),
-                                  {.prompt = 10, .length = 18, .dtype = Dtype::bf16, .page_size = 4, .piece = 4},
-                                  EventPrice(1e-3));
+  // 2 rows, 256 bytes a slot, positions of 4 bytes; a page of 4 slots. The prompt of 10 is cut to 6, then 3 more are
+  // due.
+  const Course course =
+      course_of(shape_called("1:2:2:64"), *make_policy("streaming,budget=6,interval=3,prefill=cut"),
+                {.prompt = 10, .length = 18, .dtype = Dtype::bf16, .page_size = 4, .piece = 4}, EventPrice(1e-3));
   const std::vector<std::int64_t> slots{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 7, 8, 9, 7, 8, 9, 7, 8};
   ASSERT_EQ(course.read.size(), slots.size());
   for (std::size_t seen = 0; seen < slots.size(); ++seen) {
@@ -124,9 +126,9 @@ TEST(Course, CountsLayersThatSlideAndPromptsInPieces) {
   EXPECT_EQ(full.held[12], (12 + 5) * 512);
   EXPECT_EQ(full.sliding, 5 * 512);
   EXPECT_EQ(full.token_bytes, 512);
-  const Course pieces = course_of(shape_called("1:2:2:64"), *make_policy("streaming,budget=6,prefill=pieces"),
-                                  {.prompt = 16, .length = 20, .dtype = Dtype::bf16, .page_size = 1, .piece = 8},
-                                  EventPrice(1));
+  const Course pieces =
+      course_of(shape_called("1:2:2:64"), *make_policy("streaming,budget=6,prefill=pieces"),
+                {.prompt = 16, .length = 20, .dtype = Dtype::bf16, .page_size = 1, .piece = 8}, EventPrice(1));
   EXPECT_EQ(pieces.read[8], 8 * 512);
   EXPECT_EQ(pieces.read[16], 14 * 512) << "six stayed of the first piece";
   EXPECT_EQ(pieces.event[8] + pieces.event[16], 2);
@@ -136,15 +138,15 @@ TEST(Course, CountsLayersThatSlideAndPromptsInPieces) {
 TEST(Roofline, OfTheFullCacheIsAClosedForm) {
   const ModelSpec spec = shape_called("llama8b");
   const Roofline roofline = roofline_of(spec, 8.03e9, gpu_called("h100"), 0.5);
-  const Course full = course_of(spec, *make_policy("full"),
-                                {.prompt = 1000, .length = 3000, .dtype = Dtype::bf16, .page_size = 16, .piece = 2048},
-                                std::nullopt);
+  const Course full =
+      course_of(spec, *make_policy("full"),
+                {.prompt = 1000, .length = 3000, .dtype = Dtype::bf16, .page_size = 16, .piece = 2048}, std::nullopt);
   // 32 layers of 8 heads of 128, K and V of two bytes: 131,072 bytes a token; tokens 1001 to 2999 are fed.
   const double weights = 16.06e9 / 3068.816e9, products = 2 * 8.03e9 / (0.5 * 891.303e12), gaps = 11 * 32 * 1.3e-6;
   for (const std::int64_t n : {1, 7, 100, 400}) {
     const auto many = static_cast<double>(n);
-    EXPECT_NEAR(roofline.decode(full, n),
-                std::max(weights, many * products) + many * 2000 * 131072 / 3068.816e9 + gaps, 1e-9)
+    EXPECT_NEAR(roofline.decode(full, n), std::max(weights, many * products) + many * 2000 * 131072 / 3068.816e9 + gaps,
+                1e-9)
         << n;
   }
   EXPECT_GT(400 * products, weights) << "where operations limit a step";
@@ -153,11 +155,11 @@ TEST(Roofline, OfTheFullCacheIsAClosedForm) {
               1000 * products + 4.0 * 32 * 128 * 32 * 1000 * 1001 / 2 / (0.5 * 891.303e12) + gaps, 1e-9);
   EXPECT_NEAR(break_even(roofline, full, 5), 2000, 1e-6) << "of the full cache with itself: what it holds";
   // 452 us an event at 1536 slots, 512 tokens apart; queries are shown in 100 us.
-  const Course cut = course_of(spec, *make_policy("ams-tova,budget=1024"),
-                               {.prompt = 1536, .length = 1536 + 5121, .dtype = Dtype::bf16, .page_size = 16,
-                                .piece = 2048},
-                               priced("ams-tova,budget=1024"));
-  EXPECT_NEAR(cut.mean_event() * 5120, 11 * 452.032e-6, 1e-5) << "at 1537 slots and then at every 1536th";
+  const Course cut =
+      course_of(spec, *make_policy("ams-tova,budget=1024"),
+                {.prompt = 1536, .length = 1536 + 5121, .dtype = Dtype::bf16, .page_size = 16, .piece = 2048},
+                priced("ams-tova,budget=1024"));
+  EXPECT_NEAR(cut.mean_event() * 5120, 10 * 452.032e-6, 1e-6) << "at token 1537 and every 512 from there";
   EXPECT_NEAR(break_even(roofline, cut, 1),
               cut.mean_read() / 131072 + (100.032e-6 + cut.mean_event()) * 3068.816e9 / 131072, 1e-6);
   EXPECT_NEAR(roofline.showing(32), 268.992e-6, 1e-12);
@@ -181,7 +183,8 @@ Course bytes(std::int32_t prompt, std::int32_t length, std::int32_t piece) {
 }
 
 TEST(Served, ThreeRequestsByHand) {
-  // Prompts of 4, one in a step; answers of 3. With room for all: first tokens after 1, 2 and 3 s, and 2 s more for each.
+  // Prompts of 4, one in a step; answers of 3. With room for all: first tokens after 1, 2 and 3 s, and 2 s more for
+  // each.
   const Course course = bytes(4, 7, 4);
   const Served all = serve(course, a_second_a_step(), 1000, {.requests = 3});
   EXPECT_EQ(all.finished, 3);
@@ -315,13 +318,16 @@ TEST(Served, AgreesWithASlowSimulationOnRandomLoadsAndKeepsWithinItsMemory) {
     const std::string budget = text("budget=", between(6, 30), ",interval=", between(1, 20),
                                     std::array{"", ",prefill=cut", ",prefill=pieces"}[bits() % 3]);
     const std::string policy = std::array<std::string, 3>{"full", "streaming," + budget, "knorm," + budget}[bits() % 3];
-    const SequencePlan plan{.prompt = prompt, .length = prompt + between(3, 80), .dtype = Dtype::bf16,
-                            .page_size = between(1, 8), .piece = between(1, 64)};
-    Course course =
-        course_of(shape_called("2:4:2:64"), *make_policy(policy), plan, EventPrice(1e-6 * between(1, 500)));
+    const SequencePlan plan{.prompt = prompt,
+                            .length = prompt + between(3, 80),
+                            .dtype = Dtype::bf16,
+                            .page_size = between(1, 8),
+                            .piece = between(1, 64)};
+    Course course = course_of(shape_called("2:4:2:64"), *make_policy(policy), plan, EventPrice(1e-6 * between(1, 500)));
     course.shows_queries = bits() % 2 == 0;
     const std::int64_t room = course.scratch + course.most_held(0) * between(10, 80) / 10;
-    const Load load{.requests = between(1, 40), .rate = bits() % 4 == 0 ? 0.0 : 1000.0 * between(1, 100) / 10,
+    const Load load{.requests = between(1, 40),
+                    .rate = bits() % 4 == 0 ? 0.0 : 1000.0 * between(1, 100) / 10,
                     .seed = static_cast<std::uint32_t>(n)};
     const Served fast = serve(course, roofline, room, load);
     const Plainly slow(course, roofline, room, load.requests, load.rate, load.seed);
@@ -396,6 +402,16 @@ TEST_F(PlanOnAGpu, PredictsFromTheMemoryThatThePlanWithoutItCounts) {
   EXPECT_EQ(other["served"][2], all["served"][2]) << "at once there is nothing to draw";
 }
 
+TEST_F(PlanOnAGpu, ServesTextsThatNoFullCacheHolds) {
+  const json all = plan({"--policy", "tova,budget=8192,prefill=pieces", "--length", "602000", "--prompt", "600000",
+                         "--gpu", "h100", "--requests", "20"});
+  EXPECT_EQ(all["full"]["requests_that_fit"], 0);
+  EXPECT_GT(all["cut"]["requests_that_fit"], 40);
+  ASSERT_EQ(all["served"].size(), 2U);
+  for (const json& row : all["served"]) EXPECT_EQ(row["cache"], "tova");
+  EXPECT_TRUE(all["steps"][0]["full_ms"].is_null());
+}
+
 TEST_F(PlanOnAGpu, TakesNumbersOfYourOwnAndRefusesWhatDoesNotGoTogether) {
   const Words least{"--policy", "rkv,budget=1024", "--length", "2000", "--prompt", "1000", "--requests", "20"};
   Words own = least;
@@ -415,7 +431,7 @@ TEST_F(PlanOnAGpu, TakesNumbersOfYourOwnAndRefusesWhatDoesNotGoTogether) {
   refused(with({"--gpu", "h10"}), "--gpu: 'h10'");
   refused(with({"--gpu", "h10"}), "(did you mean \"h100\"?)");
   refused(with({"--gpu"}), "--gpu has no value; allowed one after it");
-  for (const char* option : {"--rate", "--requests", "--seed", "--share", "--event-us", "--parameters"})
+  for (const char* option : {"--rate", "--requests", "--seed", "--utilisation", "--event-us", "--parameters"})
     refused(with({option, "1"}), text(option, ": what a GPU serves was not asked; allowed with --gpu"));
   refused(with({"--bandwidth", "2"}), "--bandwidth: a GPU of your own has all three of");
   for (const char* number : {"nan", "0", "-1", "1x", "inf"})
@@ -426,13 +442,54 @@ TEST_F(PlanOnAGpu, TakesNumbersOfYourOwnAndRefusesWhatDoesNotGoTogether) {
   refused(with({"--gpu", "h100", "--memory", "18"}), "--length: one request holds");
   refused(with({"--gpu", "h100"}), "--parameters: how many qwen3-30b-a3b has", "qwen3-30b-a3b");
   refused({"--policy", "tova,budget=1024", "--length", "2000", "--gpu", "h100"}, "--prompt: 0 of 2000 tokens");
-  refused({"--policy", "tova,budget=1024", "--length", "2000000", "--prompt", "9", "--gpu", "h100"}, "--length: 2000000");
-  refused({"--policy", "tova,budget=1024", "--length", "1000000", "--prompt", "9", "--gpu", "h100"}, "--requests: 10000");
+  refused({"--policy", "tova,budget=1024", "--length", "2000000", "--prompt", "9", "--gpu", "h100"},
+          "--length: 2000000");
+  refused({"--policy", "tova,budget=1024", "--length", "1000000", "--prompt", "9", "--gpu", "h100"},
+          "--requests: 10000");
   for (const auto& [policy, why] : {std::pair("rkv,budget=1024", "--policy: no event of rkv was measured on a GPU"),
                                     {"snapkv,budget=1024,window=16", "measured with 64 queries, this one reads 16"},
                                     {"sekv,budget=1024", "--policy: the text decides what sekv holds"},
                                     {"tova,budget=1024,trigger=named", "under trigger=named the program says when"}})
     refused({"--policy", policy, "--length", "2000", "--prompt", "1000", "--gpu", "h100"}, why);
+}
+
+// The page shows one whole answer, and one row of each of some others.
+TEST_F(PlanOnAGpu, IsWhatThePageOfPerformanceShows) {
+  const std::string page = content(root() / "docs/inside/performance.md");
+  const Words shown{
+      "plan",     "--gpu", "h100",     "--shape", "llama8b", "--policy", "ams-tova,budget=4096,prefill=cut",
+      "--length", "32768", "--prompt", "31744"};
+  std::string command = "    kvkeep";
+  for (const std::string& word : shown) command += " " + word;
+  const std::string answer = run(shown).out;
+  EXPECT_NE(page.find(command + "\n\n<!-- predicted: begin -->\n" + answer + "<!-- predicted: end -->\n"),
+            std::string::npos)
+      << command << "\n"
+      << answer;
+  struct Case {
+    const char *length, *prompt, *policy;
+  };
+  for (const Case& of : std::vector<Case>{{"32768", "31744", "ams-tova,budget=4096,prefill=cut"},
+                                          {"32768", "1024", "ams-tova,budget=4096"},
+                                          {"131072", "130048", "ams-tova,budget=16384,prefill=cut"},
+                                          {"131072", "1024", "ams-tova,budget=16384"},
+                                          {"4096", "3072", "ams-tova,budget=512,prefill=cut"},
+                                          {"1024", "512", "ams-tova,budget=512,interval=128"},
+                                          {"1024", "512", "ams-expected,budget=256,interval=16,prefill=cut"}}) {
+    const json all = plan(
+        {"--gpu", "h100", "--requests", "300", "--length", of.length, "--prompt", of.prompt, "--policy", of.policy});
+    const auto both = [&](const char* what, std::size_t from) {
+      return text(all["served"][from][what].dump(), " / ", all["served"][from + 1][what].dump());
+    };
+    const double gain = all["served"][3]["tokens_s"].get<double>() / all["served"][2]["tokens_s"].get<double>();
+    const std::string row =
+        text("\n| ", of.length, " | ", of.prompt, " | `", of.policy, "` | ", all["full"]["requests_that_fit"].dump(),
+             " / ", all["cut"]["requests_that_fit"].dump(), " | ", both("tokens_s", 2), " | ", real_cell(gain, 2).shown,
+             " | ", both("between_ms_50", 0), " | ", both("first_s_90", 0), " | ",
+             std::llround(all["break_even_tokens"]["one"].get<double>()), " / ",
+             std::llround(all["break_even_tokens"]["most_of_full"].get<double>()), " |\n");
+    EXPECT_NE(page.find(row), std::string::npos) << row;
+  }
 }
 
 }  // namespace
