@@ -44,8 +44,7 @@ class CourseMaker {
         heads_(static_cast<std::size_t>(spec.kv_heads)),
         lengths_(spec.full_layers().size() * heads_, 0),
         fixed_(own.queries + own.surprisal),
-        columns_(own.positions + own.credit + own.tally + own.given),
-        peak_slots_(std::max<std::int64_t>(1, peak_slots)) {
+        slot_columns_((own.positions + own.credit + own.tally + own.given) / std::max<std::int64_t>(1, peak_slots)) {
     course.prompt = plan.prompt, course.length = plan.length;
     const auto all = static_cast<std::size_t>(plan.length) + 1;
     course.held.assign(all, 0), course.read.assign(all, 0), course.event.assign(all, 0);
@@ -70,8 +69,8 @@ class CourseMaker {
       for (const std::int32_t most : longest) pages += whole_pages(most + grown);
       const auto at = static_cast<std::size_t>(s);
       course.read[at] = now * course.slot_bytes + sliding(s, 1);
-      course.held[at] = pages * spec_.kv_heads * course.slot_bytes + sliding(s, plan_.page_size) + fixed_ +
-                        columns_ * now / peak_slots_;
+      course.held[at] =
+          pages * spec_.kv_heads * course.slot_bytes + sliding(s, plan_.page_size) + fixed_ + slot_columns_ * now;
     }
     for (std::int32_t& length : lengths_) length += seen - seen_;
     seen_ = seen;
@@ -103,7 +102,7 @@ class CourseMaker {
   const SequencePlan& plan_;
   std::size_t heads_;
   std::vector<std::int32_t> lengths_;  // [full layers * Hkv]
-  std::int64_t fixed_, columns_, peak_slots_;
+  std::int64_t fixed_, slot_columns_;  // bytes: of kvkeep's own, at all times and for each slot
   std::int32_t seen_ = 0;
 };
 
