@@ -4,6 +4,7 @@
 #include <CLI/App.hpp>
 #include <CLI/Option.hpp>
 #include <CLI/Validators.hpp>
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <set>
@@ -349,7 +350,7 @@ std::string serving_text(const PlanOptions& o, const ModelSpec& spec, const KVPo
   const double capacity = kLoadShare * static_cast<double>(most.finished) / most.seconds,
                digits = std::pow(10, std::floor(std::log10(capacity)) - 1);
   run_at(s.rate.value_or(std::round(capacity / digits) * digits));
-  std::ranges::rotate(out.rows, out.rows.begin() + std::ssize(caches));
+  std::rotate(out.rows.begin(), out.rows.begin() + std::ssize(caches), out.rows.end());
   progress.clear();
   return o.output.format == Format::md    ? markdown(out)
          : o.output.format == Format::csv ? served_table(out).csv()

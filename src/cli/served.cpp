@@ -58,7 +58,8 @@ class PaperEngine {
     std::mt19937 bits(load.seed);
     double time = 0;
     for (std::int64_t r = 0; r < load.requests; ++r) {
-      if (load.rate > 0) time -= std::log((bits() + 0.5) / 4294967296.0) / load.rate;  // alike on every machine
+      if (load.rate > 0)
+        time -= std::log((static_cast<double>(bits()) + 0.5) / 4294967296.0) / load.rate;  // alike on every machine
       arrivals_.push_back(time);
     }
   }
