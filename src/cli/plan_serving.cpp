@@ -93,7 +93,7 @@ Table steps_table(const OnGpu& out) {
                {"full_ms", "full: ms a step"},
                {"full_tokens_s", "tokens/s"},
                {"policy_ms", text(out.name, ": ms a step")},
-               {"events_ms", "its events"},
+               {"events_ms", "of it events"},
                {"policy_tokens_s", "tokens/s"},
                {"to_full", "to full"}});
   const Cell none(nullptr, "-");
@@ -182,7 +182,12 @@ std::string assumed(const OnGpu& out) {
   all += text("- An event: ", out.priced, ";\n  between sizes by the bytes that must move. Events of a step add up.\n");
   all += text("- When memory is short the newest request leaves for the host's memory, at ",
               number_text(kHostLink / 1e9, 0), " GB/s both ways.\n");
-  return all + "- All requests are alike. What they answer is not predicted.\n";
+  all += text("- All requests are alike. They arrive at random (Poisson)",
+              s.rate ? ""
+                     : text(", ", number_text(kLoadShare, 1), " times as many as ", out.rows.front().cache,
+                            " serves when all are there at once"),
+              ".\n");
+  return all + "- What they answer is not predicted: kvkeep eval measures that.\n";
 }
 
 std::string markdown(const OnGpu& out) {
