@@ -200,7 +200,8 @@ int main_of(int argc, char** argv) {
       "  example_engine --cache none                        how much more is run without a cache\n"
       "  example_engine --pages 40                          a pool that is too small: preemption\n"
       "  example_engine --policy full --pages 400           without eviction\n"
-      "  example_engine --metrics 9400                      then open http://127.0.0.1:9400/metrics");
+      "  example_engine --metrics 9400                      then open http://127.0.0.1:9400/metrics\n"
+      "\nIts times are a toy's. What a GPU would serve: kvkeep plan --gpu h100 (docs/inside/performance.md).");
   try {
     app.parse(argc, argv);
     o.endless = o.metrics > 0 && app.count("--requests") == 0;

@@ -34,6 +34,8 @@ Examples:
   kvkeep plan --shape qwen7b --policy snapkv,budget=8192,prefill=pieces --length 101000 --prompt 100000 --piece 512
   kvkeep plan --shape qwen7b --policy sekv,budget=2048 --prompt 32000
   kvkeep plan --shape qwen7b --policy asl,budget=2048+tova,budget=1024,rest=fold --prompt 32000
+  kvkeep plan --gpu h100 --shape llama8b --policy ams-tova,budget=4096,prefill=cut --length 32768 --prompt 31744
+  kvkeep plan --gpu h200 --shape llama8b --policy streaming,budget=4096 --length 32768 --prompt 1024 --rate 2
 
 No weights are read and nothing is run: the policy's own trigger and limits are followed token by token.
 slots         what a row (layer, KV head) holds; a range if heads differ
@@ -49,6 +51,12 @@ Policies that fold (sekv, rest=fold) or narrow prompts (asl and its relatives) h
 every figure has a least and a most that no text leaves: `near` is K and V of slots, coarse entries and sketches, as
 kvkeep generate and eval count cache bytes; `far` the factors, at most the folded rows themselves.
 docs/method/memory.md says what follows from which option.
+
+With --gpu it predicts what one GPU serves, with the policy and with the full cache: how many requests fit, how long a
+step takes with so many in flight, and what becomes of requests that arrive at random (Poisson), all with --prompt
+tokens and an answer up to --length. It is a roofline: bytes at the rate of reading, operations at --utilisation of the
+products; only events of a policy, and showing queries to it, are times that an H100 took. What is assumed stands below
+the tables. How good answers are is not predicted: kvkeep eval measures that.
 
 Bytes are those of K and V with pages rounded up to --page-size slots. The heads of a layer share its pages, so the
 longest row counts.
@@ -167,19 +175,30 @@ void run(const PlanOptions& o) {
   const ModelSpec spec = spec_of(o);
   const std::unique_ptr<KVPolicy> policy = PolicyText(o.policy).make();
   const bool in_pieces = policy->trigger().prefill == Trigger::Prefill::pieces;
-  KVKEEP_REQUIRE(o.piece == 0 || in_pieces, "--piece: ", o.piece, " tokens, but ", policy->name(),
-                 " cuts no prompt before it has ended; allowed with prefill=pieces");
+  const bool on_gpu = o.serving.asked();
+  if (!on_gpu) refuse_without_gpu(o.serving);
+  KVKEEP_REQUIRE(o.piece == 0 || in_pieces || on_gpu, "--piece: ", o.piece, " tokens, but ", policy->name(),
+                 " cuts no prompt before it has ended; allowed with prefill=pieces, or --gpu");
   const SequencePlan plan{.prompt = o.prompt,
                           .length = o.length,
                           .dtype = kDtypes.at(o.dtype),
                           .page_size = o.page_size,
-                          .piece = !in_pieces    ? 0
-                                   : o.piece > 0 ? o.piece
-                                                 : kPiece};
+                          .piece = !in_pieces && !on_gpu ? 0
+                                   : o.piece > 0         ? o.piece
+                                                         : kPiece};
   for (const std::int32_t dim : {spec.key_dim, spec.value_dim})
     KVKEEP_REQUIRE(dim % numbers_of(plan.dtype) == 0, "--dtype: ", o.dtype, " stores blocks of ",
                    numbers_of(plan.dtype), " numbers; the head size is ", dim, "; allowed a multiple of ",
                    numbers_of(plan.dtype), ", or another dtype");
+  const auto warn = [&] {
+    const std::string warning = warning_about(*policy);
+    if (!o.output.quiet && !warning.empty()) note(warning);
+  };
+  if (on_gpu) {
+    const std::string answer = serving_text(o, spec, *policy, plan);
+    warn();
+    return print(answer);
+  }
   const double most = static_cast<double>(spec.num_layers()) * spec.kv_heads *
                       static_cast<double>(plan.slot_bytes(spec)) * (static_cast<double>(o.length) + o.page_size) *
                       o.batch;
@@ -203,8 +222,7 @@ void run(const PlanOptions& o) {
   }
   const Forecast sequence = forecast(spec, *policy, plan);
   const PlannedExactly out = planned(sequence, sequence.peak_bytes);
-  const std::string warning = warning_about(*policy);
-  if (!o.output.quiet && !warning.empty()) note(warning);
+  warn();
   print(o.output.format == Format::md ? markdown(o, out) : o.output.format == Format::csv ? csv(o, out) : json(o, out));
 }
 
@@ -265,6 +283,7 @@ Run add_plan(CLI::App& app) {
   sub->add_option("--page-size", o->page_size, "slots per page; 1 for a dense cache")
       ->check(CLI::Range(1, 1 << 20))
       ->option_text("N [16]");
+  add_serving(*sub, o->serving);
   o->output.add(*sub);
   sub->footer(text(kPlanExamples, known_shapes(), "\n"));
   return [o] { run(*o); };

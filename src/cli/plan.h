@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -15,9 +16,20 @@
 
 namespace kvkeep::cli {
 
+// On which GPU requests are served, on paper. Nothing that is not given has a value, so that it can be refused.
+struct ServingOptions {
+  std::optional<std::string> gpu;
+  std::optional<double> memory, bandwidth, flops;                 // GB, TB/s, TFLOP/s
+  std::optional<double> parameters, utilisation, event_us, rate;  // 1e9, of `flops`, us, a second
+  std::optional<std::int64_t> requests;
+  std::optional<std::uint32_t> seed;
+  [[nodiscard]] bool asked() const { return gpu || memory || bandwidth || flops; }
+};
+
 struct PlanOptions {
   std::string model, shape, policy, dtype = "bf16";
   std::int32_t batch = 1, length = 32768, prompt = 0, piece = 0, page_size = 16;
+  ServingOptions serving;
   OutputOptions output;
 };
 
@@ -92,6 +104,14 @@ std::string json_text(const PlanOptions& o, const Planned<Sequence>& out, const 
   all["sequences_that_fit"] = out.fits;
   return io::written(all, 2) + "\n";
 }
+
+// How a GPU serves requests of this plan, with the policy and without. Throws InvalidArgument for options that do not
+// go together.
+void add_serving(CLI::App& plan, ServingOptions& options);
+std::string serving_text(const PlanOptions& options, const ModelSpec& spec, const KVPolicy& policy,
+                         const SequencePlan& plan);
+// Of options of a GPU without one.
+void refuse_without_gpu(const ServingOptions& options);
 
 // The answer where the text decides.
 std::string bounds_text(const PlanOptions& options, const Planned<BoundedForecast>& planned);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -22,42 +23,43 @@ namespace {
 
 struct ModelShape {
   const char* name = "";
+  double parameters = 0;  // 1e9, of the language model; 0: not told, because a token does not need all of them
   std::int32_t layers = 0, query_heads = 0, kv_heads = 0, head_dim = 0;
   std::int32_t window = 0, step = 1;  // all layers but the last of each `step` slide
 };
 
 // As the config.json of these models says.
 constexpr ModelShape kShapes[] = {
-    {"llama1b", 16, 32, 8, 64},
-    {"llama3b", 28, 24, 8, 128},
-    {"llama8b", 32, 32, 8, 128},
-    {"llama70b", 80, 64, 8, 128},
-    {"llama405b", 126, 128, 8, 128},
-    {"qwen7b", 28, 28, 4, 128},
-    {"qwen14b", 48, 40, 8, 128},
-    {"qwen32b", 64, 40, 8, 128},
-    {"qwen72b", 80, 64, 8, 128},
-    {"qwen3-0.6b", 28, 16, 8, 128},
-    {"qwen3-1.7b", 28, 16, 8, 128},
-    {"qwen3-4b", 36, 32, 8, 128},
-    {"qwen3-8b", 36, 32, 8, 128},
-    {"qwen3-14b", 40, 40, 8, 128},
-    {"qwen3-32b", 64, 64, 8, 128},
-    {"qwen3-30b-a3b", 48, 32, 4, 128},
-    {"qwen3-235b-a22b", 94, 64, 4, 128},
-    {"mistral7b", 32, 32, 8, 128},
-    {"phi4", 40, 40, 10, 128},
-    {"smollm2-135m", 30, 9, 3, 64},
-    {"smollm2-360m", 32, 15, 5, 64},
-    {"smollm2-1.7b", 24, 32, 32, 64},
-    {"gemma2-2b", 26, 8, 4, 256, 4096, 2},
-    {"gemma2-9b", 42, 16, 8, 256, 4096, 2},
-    {"gemma2-27b", 46, 32, 16, 128, 4096, 2},
-    {"gemma3-270m", 18, 4, 1, 256, 512, 6},
-    {"gemma3-1b", 26, 4, 1, 256, 512, 6},
-    {"gemma3-4b", 34, 8, 4, 256, 1024, 6},
-    {"gemma3-12b", 48, 16, 8, 256, 1024, 6},
-    {"gemma3-27b", 62, 32, 16, 128, 1024, 6},
+    {"llama1b", 1.236, 16, 32, 8, 64},
+    {"llama3b", 3.213, 28, 24, 8, 128},
+    {"llama8b", 8.03, 32, 32, 8, 128},
+    {"llama70b", 70.554, 80, 64, 8, 128},
+    {"llama405b", 405.853, 126, 128, 8, 128},
+    {"qwen7b", 7.616, 28, 28, 4, 128},
+    {"qwen14b", 14.77, 48, 40, 8, 128},
+    {"qwen32b", 32.764, 64, 40, 8, 128},
+    {"qwen72b", 72.706, 80, 64, 8, 128},
+    {"qwen3-0.6b", 0.596, 28, 16, 8, 128},
+    {"qwen3-1.7b", 1.721, 28, 16, 8, 128},
+    {"qwen3-4b", 4.022, 36, 32, 8, 128},
+    {"qwen3-8b", 8.191, 36, 32, 8, 128},
+    {"qwen3-14b", 14.768, 40, 40, 8, 128},
+    {"qwen3-32b", 32.762, 64, 64, 8, 128},
+    {"qwen3-30b-a3b", 0, 48, 32, 4, 128},
+    {"qwen3-235b-a22b", 0, 94, 64, 4, 128},
+    {"mistral7b", 7.248, 32, 32, 8, 128},
+    {"phi4", 14.66, 40, 40, 10, 128},
+    {"smollm2-135m", 0.135, 30, 9, 3, 64},
+    {"smollm2-360m", 0.362, 32, 15, 5, 64},
+    {"smollm2-1.7b", 1.711, 24, 32, 32, 64},
+    {"gemma2-2b", 2.614, 26, 8, 4, 256, 4096, 2},
+    {"gemma2-9b", 9.242, 42, 16, 8, 256, 4096, 2},
+    {"gemma2-27b", 27.227, 46, 32, 16, 128, 4096, 2},
+    {"gemma3-270m", 0.268, 18, 4, 1, 256, 512, 6},
+    {"gemma3-1b", 1, 26, 4, 1, 256, 512, 6},
+    {"gemma3-4b", 3.88, 34, 8, 4, 256, 1024, 6},
+    {"gemma3-12b", 11.766, 48, 16, 8, 256, 1024, 6},
+    {"gemma3-27b", 27.009, 62, 32, 16, 128, 1024, 6},
 };
 constexpr std::int32_t kMostOfAShape = 32768;
 
@@ -202,6 +204,12 @@ std::vector<std::string> names_of_shapes() {
   return names;
 }
 
+double parameters_of(const std::string& name) {
+  for (const ModelShape& known : kShapes)
+    if (name == known.name) return std::round(known.parameters * 1e9);
+  return 0;
+}
+
 std::string known_shapes() {
   constexpr std::size_t kWidth = 116;
   std::string all, line;
@@ -235,7 +243,7 @@ ModelSpec shape_called(const std::string& given) {
                  did_you_mean(given, names), "; allowed ", joined(names),
                  ", layers:query heads:KV heads:head size such as 28:28:4:128, a config.json, its folder, or a GGUF "
                  "file");
-  return spec_of({"", numbers[0], numbers[1], numbers[2], numbers[3]}, "--shape");
+  return spec_of({"", 0, numbers[0], numbers[1], numbers[2], numbers[3]}, "--shape");
 }
 
 ModelSpec shape_in(const std::string& path, const std::string& option) {

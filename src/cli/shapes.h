@@ -13,6 +13,9 @@ namespace kvkeep::cli {
 std::vector<std::string> names_of_shapes();
 std::string known_shapes();
 
+// Of a model by its name; 0 if it is no known name, or a mixture of experts, of which a token reads some.
+double parameters_of(const std::string& name);
+
 // A known name, or layers:query heads:KV heads:head size. Throws InvalidArgument for anything else.
 ModelSpec shape_called(const std::string& given);
 

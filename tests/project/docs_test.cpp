@@ -217,7 +217,7 @@ TEST(Docs, TheReadmeIsShortAndBeginsWithCode) {
 TEST(Docs, LinksBetweenPagesLeadToPages) {
   const std::regex link(R"(\]\(([^)#: ]+)(#[^)]*)?\))");
   for (const char* folder : {".", "docs", "docs/start", "docs/reference", "docs/method", "docs/inside", "tests/golden",
-                             "examples/model", "examples/lab", "examples/lab/docs"})
+                             "examples/model", "examples/serving", "examples/lab", "examples/lab/docs"})
     for (const auto& entry : fs::directory_iterator(root() / folder)) {
       if (entry.path().extension() != ".md") continue;
       const std::string page = read(entry.path());
