@@ -8,8 +8,9 @@
 #   bash bench/gpu.sh bench OUT      ceilings of this machine, whole events, kernels
 #   bash bench/gpu.sh sanitize OUT   memcheck, racecheck, synccheck, initcheck over one small case of every kernel
 #   bash bench/gpu.sh profile OUT    the time of every kernel of an event, and what ncu says of the kernels that decide
+#   bash bench/gpu.sh python OUT     the Python package, built there over the kit's libraries: Keeper and attach()
 #   bash bench/gpu.sh model OUT      a pretrained model: slots and answers beside the CPU's, tokens/s at batch 1, 8, 32
-#   bash bench/gpu.sh all OUT        build, smoke, test, bench, sanitize, profile, which share 560 s
+#   bash bench/gpu.sh all OUT        build, smoke, test, python, bench, sanitize, profile, which share 560 s
 #   bash bench/gpu.sh first OUT      the same without build, out of a kit, in 420 s (bench/gpu_first.sh)
 #   bash bench/gpu.sh filters TESTS  fails if a kernel has no sanitizer test, or its filter matches none in TESTS
 #
@@ -212,6 +213,7 @@ stage_build() {
     options+=(-DKVKEEP_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch" -DKVKEEP_BUILD_CUDA_MODEL=OFF)
   fi
   if [[ -n ${KVKEEP_GPU_MODEL:-} || $rehearsal == 1 ]]; then targets+=(kvkeep_cli); fi # the stage model needs it
+  if [[ $rehearsal == 1 ]]; then targets+=(kvkeep_cuda_modelled); fi
   if [[ -d .deps/usr ]]; then options+=("-DCMAKE_PREFIX_PATH=$PWD/.deps/usr"); fi
   # shellcheck disable=SC2206  # words are intended
   options+=(${KVKEEP_GPU_CMAKE:-})
@@ -306,6 +308,33 @@ report_test() {
     fi
   done
   say_tests repeated
+}
+
+# The package is compiled for the Python that is there, which needs no network where that has nanobind.
+stage_python() {
+  local library=kvkeep_cuda options=()
+  if ! python3 -c 'import nanobind, pytest, torch, transformers' > "$folder/needs.log" 2>&1; then
+    say "python: left out, since python3 lacks something: $(tail -n 1 "$folder/needs.log")"
+    return
+  fi
+  if [[ $rehearsal == 1 ]]; then library=kvkeep_cuda_modelled options=(KVKEEP_CUDA_MODEL=host); fi
+  if ! compgen -G "$build/lib/lib$library.so*" > /dev/null; then
+    say "python: left out, since $build/lib has no lib$library"
+    return
+  fi
+  step configure 60 cmake -G Ninja -S tests/python/package -B "$folder/package" -DCMAKE_BUILD_TYPE=Release \
+    "-DPython_EXECUTABLE=$(command -v python3)" "-DKVKEEP_LIBRARIES=$(realpath -- "$build/lib")" \
+    "-DKVKEEP_CUDA_LIBRARY=$library"
+  if [[ ${#failed[@]} -gt 0 ]]; then return; fi
+  step package "$(left)" cmake --build "$folder/package"
+  step pytest "$(left)" env "${options[@]}" "PYTHONPATH=$folder/package" python3 -m pytest -q -p no:cacheprovider \
+    tests/python/test_cuda.py
+}
+
+report_python() {
+  grep -hE '^(FAILED|E  )|error:|passed|failed' "$folder"/{configure,package,pytest}.log 2> /dev/null |
+    cut -c 1-200 | tail -n 12 || true
+  rm -rf -- "$folder/package"
 }
 
 stage_sanitize() {
@@ -505,7 +534,7 @@ print(os.path.dirname(s.origin) if s else "")')"
 
 asked="${1:-}"
 case "$asked" in
-  build | smoke | test | sanitize | bench | profile | model | all | first) ;;
+  build | smoke | test | python | sanitize | bench | profile | model | all | first) ;;
   filters)
     [[ $# -eq 2 ]] || {
       usage >&2
@@ -563,7 +592,7 @@ if [[ -f "$build/COMMIT" ]]; then
 fi
 case "$asked" in
   smoke | test | sanitize) needed="$tests" ;;
-  bench | profile | first) needed="$bench" ;;
+  bench | profile | python | first) needed="$bench" ;;
   model) needed="$build/bin/kvkeep" ;;
   *) needed="" ;;
 esac
@@ -578,7 +607,7 @@ share() { echo $(((seconds - SECONDS) * $1 / 100)); }
 # Characters that a stage's report may take where all of them are printed.
 declare -A room=()
 if [[ $asked == all || $asked == first ]]; then
-  room=([build]=300 [smoke]=200 [test]=300 [bench]=2900 [sanitize]=700 [profile]=1700)
+  room=([build]=300 [smoke]=200 [test]=300 [python]=300 [bench]=2900 [sanitize]=700 [profile]=1700)
 fi
 
 case "$asked" in
@@ -586,7 +615,8 @@ case "$asked" in
     if [[ $asked == all ]]; then run_stage build "$(share 40)"; fi
     if [[ ${#failed[@]} -eq 0 ]]; then run_stage smoke "$(share 10)"; fi
     if [[ ${#failed[@]} -gt 0 ]]; then exit 1; fi # nothing after it would mean anything
-    run_stage test "$(share 45)"
+    run_stage test "$(share 40)"
+    run_stage python "$(share 35)"
     run_stage bench "$(share 55)"
     run_stage sanitize "$(share 80)"
     run_stage profile "$(share 90)"

@@ -58,6 +58,8 @@ for program in "${programs[@]}"; do strip --strip-debug -o "$kit/kit/bin/$progra
 ldd "${programs[@]/#/build/gpu-kit/bin/}" |
   awk '$2 == "=>" && $1 ~ /^lib(kvkeep|hwy|utf8proc)/ { print $1, $3 }' | sort -u |
   while read -r name path; do strip -o "$kit/kit/lib/$name" "$path"; done
+mkdir -p "$kit/kit/generated/kvkeep" # for the Python package, which is compiled there
+cp build/gpu-kit/generated/kvkeep/version.h "$kit/kit/generated/kvkeep/"
 printf '%s%s, sm_%s, %s\n%s\n' "$(git rev-parse --short HEAD)" \
   "$([[ -z "$(git status --porcelain)" ]] || echo ' and changes')" \
   "${KVKEEP_GPU_ARCH:-90-real}" "$(date -u +%Y-%m-%dT%H:%MZ)" "$(sources)" > "$kit/kit/COMMIT"

@@ -55,9 +55,12 @@ build() {
   local folder="$scratch/$1" launcher=() start=$SECONDS
   mkdir -- "$folder"
   tar -xf "$scratch"/sdist/kvkeep-*.tar.gz -C "$folder" --strip-components=1
-  if command -v ccache > /dev/null; then launcher=(-C cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache -C cmake.define.CMAKE_CUDA_COMPILER_LAUNCHER=ccache); fi
+  if command -v ccache > /dev/null; then
+    launcher=(-C cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache -C cmake.define.CMAKE_CUDA_COMPILER_LAUNCHER=ccache)
+  fi
   CCACHE_BASEDIR="$scratch" CCACHE_NOHASHDIR=1 loud python -m pip wheel --disable-pip-version-check --no-deps \
-    --no-build-isolation "${launcher[@]}" -C "cmake.define.KVKEEP_CUDA=${KVKEEP_CUDA:-AUTO}" -C build-dir="$folder/build" -w "$folder/made" "$folder" ||
+    --no-build-isolation "${launcher[@]}" -C "cmake.define.KVKEEP_CUDA=${KVKEEP_CUDA:-AUTO}" \
+    -C build-dir="$folder/build" -w "$folder/made" "$folder" ||
     fail "the wheel does not build"
   loud auditwheel repair --wheel-dir "$folder/wheel" "$folder"/made/kvkeep-*.whl ||
     fail "auditwheel gives the wheel no manylinux tag"

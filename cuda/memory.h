@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "kvkeep/core/device_resources.h"
+#include "kvkeep/core/machine_memory.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

@@ -45,7 +45,8 @@ if ! "$own" -m pip install --quiet ipykernel matplotlib nbmake numpy pytest 'tra
   exit 77
 fi
 
-KVKEEP_CUDA="${KVKEEP_TEST_KERNELS:-OFF}" PYTHON="$python" "$source_dir/cmake/wheel.sh" "$scratch/dist" || fail "there is no wheel"
+KVKEEP_CUDA="${KVKEEP_TEST_KERNELS:-OFF}" PYTHON="$python" "$source_dir/cmake/wheel.sh" "$scratch/dist" ||
+  fail "there is no wheel"
 "$own" -m pip install --quiet --no-deps "$scratch"/dist/*.whl || fail "the wheel does not install"
 ls -l "$scratch"/dist
 
@@ -121,7 +122,7 @@ done
 if [[ -n "${KVKEEP_TEST_MODELLED:-}" ]]; then
   "$own" -m pip install --quiet nanobind > log 2>&1 || fail "there is no nanobind"
   {
-    cmake -G Ninja -S "$source_dir/tests/python/modelled" -B modelled -DCMAKE_BUILD_TYPE=Release \
+    cmake -G Ninja -S "$source_dir/tests/python/package" -B modelled -DCMAKE_BUILD_TYPE=Release \
       "-DPython_EXECUTABLE=$own" "-DKVKEEP_LIBRARIES=$KVKEEP_TEST_MODELLED" &&
       cmake --build modelled
   } > log 2>&1 || {

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "kvkeep/core/compiled_only.h"
-#include "kvkeep/core/device_resources.h"
+#include "kvkeep/core/machine_memory.h"
 #include "kvkeep/policy/machine.h"
 
 namespace kvkeep::cuda {
@@ -26,10 +26,5 @@ namespace kvkeep::cuda {
 /// a cudaStream_t of that GPU, null: the default stream. The stream must outlive whatever uses them. allocate() throws
 /// StateError while the stream is captured. Throws DeviceError for a GPU without memory pools.
 [[nodiscard]] std::shared_ptr<DeviceResources> pool_resources(int index, void* stream = nullptr);
-
-/// From now on, in every thread, the keeper of `accelerator` launches on `stream`, a cudaStream_t of its GPU that must
-/// outlive the keeper, whatever the resources say. Work that was launched before is not waited for. Throws
-/// InvalidArgument for a machine that accelerator() did not make.
-void use_stream(Machine& accelerator, void* stream);
 
 }  // namespace kvkeep::cuda

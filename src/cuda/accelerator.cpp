@@ -200,7 +200,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     ++serial_;
   }
 
-  void use_stream(Stream stream) { pool_.use_stream(stream); }
+  void use_stream(void* stream) override { pool_.use_stream(static_cast<Stream>(stream)); }
 
  private:
   [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override { return pool_.allocate(bytes); }
@@ -436,13 +436,6 @@ std::shared_ptr<Machine> accelerator(int index, std::shared_ptr<DeviceResources>
     resources = make == nullptr ? pool_resources(index) : make(device);
   }
   return make_accelerator(device, std::move(resources));
-}
-
-void use_stream(Machine& accelerator, void* stream) {
-  auto* const own = dynamic_cast<CudaAccelerator*>(&accelerator);
-  KVKEEP_REQUIRE(own != nullptr, "use_stream: the machine on ", accelerator.device().str(),
-                 " has no stream of its own; allowed what cuda::accelerator() made");
-  own->use_stream(static_cast<Stream>(stream));
 }
 
 }  // namespace kvkeep::cuda

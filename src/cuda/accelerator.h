@@ -2,7 +2,7 @@
 #pragma once
 /// The accelerator of kvkeep::cuda. In the tests' execution model its device is the host.
 
-#include "kvkeep/core/device_resources.h"
+#include "kvkeep/core/machine_memory.h"
 #include "kvkeep/policy/machine.h"
 #include "stream.h"
 

@@ -49,8 +49,7 @@ kvkeep_status kvkeep_cuda_accelerator_make_with(int32_t index, const kvkeep_cuda
 }
 
 kvkeep_status kvkeep_cuda_use_stream(kvkeep_accelerator* accelerator, void* stream) {
-  return kvkeep::guarded(
-      [&] { kvkeep::cuda::use_stream(*kvkeep::required(accelerator, "accelerator").machine, stream); });
+  return kvkeep::guarded([&] { kvkeep::required(accelerator, "accelerator").machine->use_stream(stream); });
 }
 
 }  // extern "C"

@@ -6,7 +6,6 @@
 #include <optional>
 #include <vector>
 
-#include "kvkeep/core/device_resources.h"
 #include "kvkeep/core/machine_memory.h"
 #include "stream.h"
 

@@ -4,6 +4,7 @@
 import os
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import kvkeep
 import kvkeep.cuda
@@ -242,3 +243,69 @@ def test_an_accelerator_of_another_device_is_refused():
 def test_what_a_gpu_refuses_is_refused_when_attach_is_made():
     with pytest.raises(kvkeep.InvalidArgument, match="the ends of segments, which the host does not know"):
         attached(model_of(), "ams-tova,budget=40,rest=fold")
+
+
+# ---- Without a GPU: tensors that say they are on one
+
+
+class Recorder:
+    """Stands for a keeper on a GPU: arrays that come are there, and rows lose slots, each another number."""
+
+    device, turns, queries_read, steps = "cuda:0", False, 8, 0
+
+    def __init__(self, spec):
+        self.spec, self.observed = spec, 0
+
+    def observe(self, layer, ids, indptr, queries=None, **more):
+        if queries is not None:
+            assert str(queries.device) == self.device and queries.shape[0] == indptr[-1]
+            self.observed += 1
+
+    def step(self, layers, ids, lengths, named=()):
+        assert all(str(side.device) == self.device for layer in layers for side in layer)
+        self.steps += 1
+        cuts = [kvkeep_cut(ids[0])] if self.steps % 8 in (2, 5) else []
+        if cuts:
+            lengths -= np.arange(lengths.size).reshape(lengths.shape).astype(np.int32) % 3
+        return SimpleNamespace(cuts=cuts, bytes_moved=0)
+
+    def tokens_to_event(self, id):
+        return 4
+
+    def logical_length(self, id):
+        return 0
+
+    def join(self, *given):
+        pass
+
+    leave = truncate = end_prompt = join
+
+
+def kvkeep_cut(id):
+    return SimpleNamespace(sequence=id, logical_length=0, length_before=0, length_after=0)
+
+
+def test_no_step_mixes_tensors_of_two_devices(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=200,
+    )  # fmt: skip
+    spec = hf.describe(transformers.AutoModelForCausalLM.from_config(config).eval())[0]
+    rows = pytest.importorskip("kvkeep._rows")
+    monkeypatch.setattr(rows.Rows, "there", lambda self, array: torch.from_numpy(array.copy()).to(self.device))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with torch.device("cuda:0"):
+            model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        kept = object.__new__(hf.attach)
+        kept._start(model, "a policy", Recorder(spec))
+        with kept:
+            for batch in (1, 2):
+                cache, ids = kept.cache(), torch.zeros((batch, 12), dtype=torch.long, device="cuda:0")
+                for tokens in (12, *[1] * 8):
+                    logits = hf.run(model, ids[:, :tokens], cache)
+                cache.crop(-1)
+                assert logits.shape == (batch, 1, 200) and str(logits.device) == "cuda:0"
+                assert len(set(rows.rows_of(cache).lengths.ravel().tolist())) > 1
+            assert kept.keeper.steps >= 16 and kept.keeper.observed >= 32

@@ -237,7 +237,7 @@ def kept_under(monkeypatch, model, policy, ids, told=None, **more):
     """{(layer, head): positions} after generate(), and its events; `told`: what the spec becomes."""
     if told is not None:
         learned = hf.describe
-        monkeypatch.setattr(hf, "describe", lambda m: (told(learned(m)[0]), learned(m)[1]))
+        monkeypatch.setattr(hf, "describe", lambda m: (told(learned(m)[0]), *learned(m)[1:]))
     with hf.attach(model, policy) as kept:
         cache = kept.cache()
         generate(model, ids, **with_cache(model, cache), **more)
@@ -291,7 +291,7 @@ def test_gemma3_turns_full_layers_by_their_own_frequencies():
     model = model_of("gemma3")
     names = dict(model.get_decoder().rotary_emb.named_buffers())
     full = next(n for n in ("full_attention_inv_freq", "inv_freq") if n in names)
-    spec, _ = hf.describe(model)
+    spec = hf.describe(model)[0]
     assert spec.rope(1).inv_freq == names[full].double().tolist() and spec.rope(2).inv_freq == spec.rope(1).inv_freq
 
 

@@ -7,14 +7,15 @@
     kept.plot()
     open("kept.html", "w").write(kept.html(tokenizer, out))
 
-Decoder models whose attention goes through transformers' attention interface, on the CPU or on a GPU of NVIDIA, in f32,
-f16 or bf16: what a model does is learned from three short forwards, and a text is compared with that of the model alone. Layers with a
-sliding window or a state keep their own cache. Batches may be padded; prompts may come in pieces; drafts may be taken
-back. Refused by name: beam search, caches other than DynamicCache or with tokens already, and attention that is more
-than the softmax of scaled products under a mask.
+Decoder models whose attention goes through transformers' attention interface, on the CPU or on one GPU of NVIDIA, in
+f32, f16 or bf16: what a model does is learned from three short forwards, and a text is compared with that of the model
+alone. Layers with a sliding window or a state keep their own cache. Batches may be padded; prompts may come in pieces;
+drafts may be taken back. Refused by name: beam search, caches other than DynamicCache or with tokens already, and
+attention that is more than the softmax of scaled products under a mask.
 
 An event happens at the start of the forward that follows the tokens it counts, so that it sees confirmed tokens alone;
-or where the program says so (attach.cut). On a GPU it is queued on the current stream, as the forward is. Under prefill=pieces generate(prefill_chunk_size=N) cuts between the pieces.
+or where the program says so (attach.cut). On a GPU it is queued on the current stream, as the forward is. Under
+prefill=pieces generate(prefill_chunk_size=N) cuts between the pieces.
 """
 
 import threading

@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "kvkeep/core/device_resources.h"
+#include "kvkeep/core/machine_memory.h"
 
 namespace kvkeep::cuda::model {
 
