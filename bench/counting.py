@@ -18,7 +18,7 @@ STEP, SLOW, SHARED, SHUFFLE = 5, 11, 30, 24
 BARRIER_US = 0.05
 GAP, EAGER_GAP = 1.3, 2.5  # us from the end of a kernel to the start of the next
 HOST_LINK, HOST_US = 50e9, 2.0  # bytes a second over PCIe, us that a copy takes besides
-TABLES = (320, 48)  # bytes a row of the two tables that every event sends: of a Row 272
+TABLES = (376, 48)  # bytes a row of the two tables that every event sends: of a Row 328
 SECTOR = 32  # bytes that a scattered write occupies
 NEAR_SLOTS = 3072  # of the longest row that AMS holds in shared memory
 LAYER = {"qwen7b": 233e6, "llama8b": 218e6}  # weights of one layer
@@ -27,28 +27,38 @@ CASES = [("qwen7b", 1), ("llama8b", 1), ("llama8b", 32)]
 
 # Instructions of a warp. The attention: 16 queries by 32 slots, with one number of each query or two, and beside them
 # for every 32 slots.
-PRODUCTS = {"statistics": (131, 181), "columns": (112, 162)}
-TILE = {"statistics": 230, "columns": 370}
+PRODUCTS = {"statistics": (132, 182), "columns": (112, 162)}
+TILE = {"statistics": 291, "columns": 400}
 QUERY_BYTES = 16 * 128 * 2 + 272  # of 16 queries in shared memory
-SPLIT, SPLIT_WIDE = 253, 279  # eight components of a query in bf16 or f32
+ROUND, PART = 256, 512  # slots that a block has at a time, and whose statistics are taken together
+START, MOST_SLOTS = 256, 4096  # slots for which a block could be at work while it begins; most that it looks at
+SPLIT, SPLIT_WIDE = 505, 677  # eight queries of a tile in bf16 or f32, which two rounds split
+SPLIT_BESIDE = 200  # of a tile, besides
 TURN = 154  # one component of a query
-MOVE = 332  # four words of 16 bytes
-# AMS, passes of a row, per slot of a thread: (times, instructions, of them f64 and conversions, answers of L1 or L2
+WINDOW_PROBE = 23  # 32 positions looked at
+MOVE = 278  # four words of 16 bytes
+# AMS, passes of a row, per slot of a thread: (instructions, of them f64 and conversions, answers of shared memory or L2
 # that are waited for).
-PASSES = [
-    (3, 8, 0, 1),
-    (1, 68, 2, 5),
-    (5, 10, 0, 1),
-    (3, 34, 12, 1),
-    (2, 30, 12, 1),
-    (1, 18, 6, 2),
-    (1, 46, 12, 2),
-    (1, 158, 13, 2),
-]
-CUT = (84, 22, 3)  # one cut, by one thread: instructions, f64 and conversions, answers of shared memory
-MERGE, SPLIT_SEGMENT = 12, 40  # one cut merged, one segment split, by one thread
-# One digit of the key of the last slot that stays, with its inner loops, and for 32 slots.
-DIGIT, DIGIT_SLOTS = 144 + 37, 38
+PASSES = {
+    "mass, score and credit asked for": (24, 0, 0),
+    "copied, pooled over five, suffix": (10 + 77 + 10, 1, 7),
+    "two sums in integers": (2 * 18, 2 * 8, 2),
+    "mass": (17, 8, 1),
+    "credit: known, its part, its sum, both": (7 + 20 + 18 + 32, 6 + 8 + 12, 4),
+    "written": (31, 0, 1),
+    "largest, prefix sums": (10 + 44 + 5, 8, 3),
+    "orders": (35, 0, 1),
+}
+PROBE = (11, 2, 1)  # of 32 cuts, by a warp: instructions, f64 and conversions, answers
+# One warp, for 32 cuts or segments: cuts that differ; merged, with what lies beside; split, the same; shares.
+DIVIDE = 28 + 79 + 43 + 117 + 39 + 82
+POUR = (320, 40)  # a round of quotas for 32 segments but for what follows: instructions, f64 and conversions
+POUR_EACH = (2, 1)  # of it, one after the other for every segment
+RANK_EIGHT = (36, 8)  # eight remainders compared
+BIT, BESIDE_BITS, BITS = 20, 130, 22  # one bit of 64 orders by a warp, beside them, bits until they are told apart
+WRITE = 25 + 8  # 32 slots
+# Where rows are not near: one digit of the key of the last slot that stays, and for 32 slots.
+DIGIT, DIGIT_SLOTS = 132, 18
 
 
 def pieces(n, of):
@@ -102,66 +112,72 @@ def ams(rows, length, budget):
     near = length <= NEAR_SLOTS
     threads = 256 if length <= 4096 else 512
     warps, each = threads // 32, pieces(length, threads)
-    cuts, segments, digits = (47, 33, 3) if near else (49, 50, 4)
-    own, slots = pieces(segments, warps), pieces(pieces(length, segments), 32)  # segments of a warp, 32 slots each
-    passes = [sum(times * part[i] for times, *part in PASSES) for i in range(3)]
-    of_row = dict(
-        instructions=each * passes[0], slow=each * passes[1], memory=2 + 3 * each, barriers=58 if near else 116
-    )
-    of_row |= (
-        dict(shared=each * (passes[2] - 3), shuffles=each * 24)
-        if near
-        else dict(near=each * (passes[2] - 3), shuffles=each * 24)
-    )
+    cuts, segments = (47, 33) if near else (49, 50)
+    turns, own = pieces(cuts, 32), pieces(segments, warps)  # of a warp; segments that a warp selects in
+    instructions, slow, waits = (each * sum(part[i] for part in PASSES.values()) for i in range(3))
+    where = "shared" if near else "near"
+    of_row = dict(instructions=instructions, slow=slow, memory=5, barriers=30) | {where: waits}
     reductions = dict(instructions=9 * 60, shuffles=9 * 15)
-    search = dict(instructions=40 + 11 * 11, slow=11 * 2, **{"shared" if near else "near": 11})
-    one_thread = dict(
-        instructions=cuts * (CUT[0] + MERGE) + segments * SPLIT_SEGMENT,
-        slow=cuts * CUT[1],
-        shared=cuts * CUT[2] + (cuts + segments) * 2,
+    probes = dict(instructions=40 + 11 * PROBE[0], slow=11 * PROBE[1]) | {where: 11 * PROBE[2]}
+    rank = pieces(segments, 8) * turns
+    # Two rounds of pouring.
+    one_warp = dict(
+        instructions=turns * DIVIDE + 2 * (turns * POUR[0] + segments * POUR_EACH[0] + rank * RANK_EIGHT[0]),
+        slow=2 * (turns * POUR[1] + segments * POUR_EACH[1] + rank * RANK_EIGHT[1] // 4),
+        shared=turns * 20 + 2 * (segments // 4 + rank * 4 // 2),
+        shuffles=turns * 10 + 2 * 10,
     )
-    # Two rounds of pouring: sums over all segments in every warp, parts one segment a lane, ranks of the remainders.
-    quotas = dict(
-        instructions=segments * (7 + 2 * 15 + 19) + 2 * 50, slow=segments * 5 + 2 * 18, shared=segments * 8 // 4 + 6
-    )
-    selection = dict(
-        instructions=own * (digits * (DIGIT + DIGIT_SLOTS * slots) + 60 + 40 * slots),
-        shared=own * (digits * (6 + 2 * slots) + slots),
-        shuffles=own * digits * 12,
-    )
-    write = dict(instructions=36 * each + 80, shuffles=30)
-    chain = sum(alone(**part) for part in (of_row, reductions, search, one_thread, quotas, selection, write))
-    by_all = of_row["instructions"] + reductions["instructions"] + quotas["instructions"] + write["instructions"]
+    if near:
+        selection = dict(instructions=own * (BITS * BIT + BESIDE_BITS), slow=own * BITS)
+    else:
+        slots = pieces(pieces(length, segments), 32)
+        selection = dict(
+            instructions=own * (4 * (DIGIT + DIGIT_SLOTS * slots) + 20 * slots),
+            near=own * 5 * slots,
+            shared=own * 4 * (6 + slots),
+            shuffles=own * 4 * 8,
+        )
+    write = dict(instructions=WRITE * each + 80, shuffles=12)
+    chain = sum(alone(**part) for part in (of_row, reductions, probes, one_warp, selection, write))
     issued = (
-        warps * by_all
-        + 2 * search["instructions"]
-        + one_thread["instructions"]
+        warps * sum(part["instructions"] for part in (of_row, reductions, write))
+        + turns * probes["instructions"]
+        + one_warp["instructions"]
         + selection["instructions"] / own * segments
     )
     slots_in_all = rows * length
+    # Mass and credit read and written, what segments follow written, scores read.
     return Kernel(
         "AMS: mass, credit, segments, quotas, selection",
-        slots_in_all * (4 + 4 + 4 + 4 + 8 + 8 + 4) + rows * budget * 4,
+        slots_in_all * 6 * 4 + rows * budget * 4,
         rows,
-        2 if near else 1,
+        4 if near else 1,
         chain,
         rows * issued,
-        near=(9 if near else 22) * slots_in_all * 8,
+        near=slots_in_all * (4 if near else 14 * 8),
     )
+
+
+def pieces_at_once(rows, every, slots):
+    """pieces_at_once() of cuda/window_attention_matrix.cu on this chip."""
+    counts = [n for n in range(1, every + 1) if n * slots <= max(slots, MOST_SLOTS)]
+    return min(counts, key=lambda n: pieces(rows * pieces(every, n), 2 * PROCESSORS) * (n * slots + START))
 
 
 def attention(shape, rows, length, queries, wide=False):
     """The two passes over the keys. wide: every query is two numbers."""
-    steps, chunks = pieces(queries, 16), pieces(length, 512)
-    at_once = max(1, min(8, rows * chunks // (PROCESSORS * 8)))
-    blocks, tiles = rows * pieces(chunks, at_once), 2 * min(at_once, chunks)  # of 32 slots and a warp
+    steps = pieces(queries, 16)
     turns = pieces(2 * steps, 20) if wide else 1  # in which the queries are in shared memory
     products = 2 * rows * queries * length * shape[3] * (2 if wide else 1)
     keys, shown = rows * length * shape[3] * 2, rows * steps * QUERY_BYTES * (2 if wide else 1)
 
-    def one(loop, written, readings, end):
+    def one(loop, slots, written, readings, end):
+        every = pieces(length, slots)
+        at_once = pieces_at_once(rows, every, slots)
+        blocks, tiles = rows * pieces(every, at_once), min(at_once, every) * slots // ROUND  # of 32 slots and a warp
         of_tile = steps * PRODUCTS[loop][wide] + TILE[loop]
-        chain = alone(200, memory=3, near=2, barriers=6) + tiles * alone(of_tile, memory=readings, near=2) + end
+        # The first keys are waited for; the next are on their way while those are multiplied.
+        chain = alone(300, memory=4, near=2, barriers=6) + tiles * readings * alone(of_tile / readings, shared=8) + end
         return Kernel(
             f"window attention, {loop}",
             keys * readings + shown + written,
@@ -174,26 +190,26 @@ def attention(shape, rows, length, queries, wide=False):
             blocks * steps * QUERY_BYTES * (2 if wide else 1) + keys * readings,
         )
 
-    return [one("statistics", 0, turns, alone(300, near=3, barriers=4)), one("columns", rows * length * 8, 1, 0)]
+    return [
+        one("statistics", PART, 0, turns, alone(300, near=3, barriers=4)),
+        one("columns", ROUND, rows * length * 8, 1, 0),
+    ]
 
 
 def splitting(shape, groups, window, wide=False):
-    """Of queries into the form in which they are multiplied. Stores of four bytes: two lanes share a sector, so that
-    each occupies 16."""
+    """Of queries into the form in which they are multiplied, 16 by a warp. wide: they are f32, and split twice."""
     _, query_heads, kv_heads, dim = shape
-    queries, blocks = (
-        groups * query_heads * window * dim,
-        groups * kv_heads * pieces(query_heads // kv_heads * window, 16),
-    )
-    instructions = SPLIT_WIDE if wide else SPLIT
+    queries = groups * query_heads * window * dim
+    tiles = groups * kv_heads * pieces(query_heads // kv_heads * window, 16)
+    instructions = (4 * SPLIT_WIDE if wide else 2 * SPLIT) + SPLIT_BESIDE
     return Kernel(
         "window attention: queries split",
         queries * ((4 if wide else 2) + (4 if wide else 2)),
-        blocks,
+        pieces(tiles, 4),
         6,
-        alone(instructions, memory=3, barriers=2, shuffles=4),
-        blocks * 8 * instructions,
-        near=queries * (4 + 8 * 2 if wide else 2 + 8),
+        alone(instructions, memory=7 if wide else 5, shuffles=24),
+        tiles * instructions,
+        near=queries * (2 * 4 + 4 if wide else 2 + 2),
     )
 
 
@@ -206,9 +222,9 @@ def kernels(shape, batch, length, budget, window=32, given=False, before_rope=Fa
         "prepare: windows, newest positions",
         rows * (length - budget) * 4,
         rows,
-        10,
-        alone(300, memory=5, near=11),
-        rows * 4 * 100,
+        9,
+        alone(200 + 3 * WINDOW_PROBE, memory=5, near=3),
+        rows * (4 * 110 + 100 + 3 * WINDOW_PROBE),
     )
     if before_rope:
         numbers = groups * window * query_heads * dim
@@ -218,7 +234,7 @@ def kernels(shape, batch, length, budget, window=32, given=False, before_rope=Fa
             "prepare: and queries turned",
             prepare.bytes + numbers * (2 + 4),
             rows + groups * window,
-            10,
+            9,
             turn,
             numbers / 32 * TURN,
         )
@@ -234,13 +250,13 @@ def kernels(shape, batch, length, budget, window=32, given=False, before_rope=Fa
         slots / 32 * 20,
     )
     # Keys and values: blocks of 1024 words of 16 bytes at a time. What other columns move is counted with them.
-    tiles = pieces(budget * dim * 2, 16 * 1024)
+    tiles, parts = pieces(budget * dim * 2, 16 * 1024), 2 if rows < 200 else 1
     compaction = Kernel(
         "compaction of K, V and columns",
         rows * budget * (2 * dim * 2 * 2 + 4 * 4),
-        rows * 2,
-        3,
-        alone(100, memory=3) + tiles * alone(MOVE, memory=1, near=1, barriers=1),
+        rows * 2 * parts,
+        5,
+        alone(100, memory=3) + pieces(tiles, parts) * alone(MOVE, memory=1, near=1, barriers=1),
         rows * 2 * tiles * 8 * MOVE,
     )
     return [
@@ -259,6 +275,10 @@ def tables_us(rows):
 
 def total(counted, rows, gap=GAP):
     return sum(k.predicted() + gap for k in counted) + tables_us(rows)
+
+
+def rows_of(name, batch):
+    return SHAPES[name][0] * SHAPES[name][2] * batch
 
 
 def prefill_kernels(shape, tokens, select=2048, window=32, observed=8):

@@ -6,6 +6,7 @@ Needs nvcc, no GPU. Writes a Markdown table; docs/inside/cuda.md holds the last 
 
     bench/kernel_resources.py                   print the table
     bench/kernel_resources.py --write FILE      put the table between the marks in FILE
+    bench/kernel_resources.py --check FILE      fail where FILE has another table, or a kernel spills
     bench/kernel_resources.py --instructions    print what a warp issues in the loops that bench/analytic.py counts;
                                                 needs cuobjdump and nvdisasm too
 """
@@ -13,6 +14,7 @@ Needs nvcc, no GPU. Writes a Markdown table; docs/inside/cuda.md holds the last 
 import argparse
 import collections
 import concurrent.futures
+import difflib
 import heapq
 import os
 import pathlib
@@ -101,15 +103,46 @@ LOOPS = [
         "eight queries of a tile split, bf16",
         {"STG": 4, "SHFL": 24},
     ),
-    ("mass_segmented.cu", "mass_segmented_kernel", "a slot's mass as an integer", {"DMUL": 2, "F2I.U64": 1, "LDG": 1}),
-    ("mass_segmented.cu", "mass_segmented_kernel", "a slot's prefix sum", {"SHFL": 24, "BAR": 1, "F2I": 1, "LDG": 1}),
-    ("mass_segmented.cu", "mass_segmented_kernel", "one cut", {"DMUL": 6, "DSETP": 3, "ST.E": 1}),
+    (
+        "prepare.cu",
+        "prepare_kernel<__nv_bfloat16>",
+        "a warp looks 32 times for a window",
+        {"LD.E": 1, "LDG": 1, "VOTE": 1},
+    ),
     (
         "mass_segmented.cu",
-        "mass_segmented_kernel",
-        "one digit of a key in a warp",
-        {"ATOMS": 1, "SHFL": 8, "LDS": 8, "STS": 4},
+        "mass_segmented_kernel<true>",
+        "three slots asked for",
+        {"LDG": 6, "LD.E": 3, "STS": 9},
     ),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "five usages pooled", {"LDS": 5, "FFMA": 1, "STS": 1}),
+    (
+        "mass_segmented.cu",
+        "mass_segmented_kernel<true>",
+        "two slots' mass as integers",
+        {"DFMA": 8, "DMUL": 4, "F2I": 2},
+    ),
+    (
+        "mass_segmented.cu",
+        "mass_segmented_kernel<true>",
+        "two slots' credit",
+        {"DFMA": 8, "DMUL": 6, "DADD": 4, "STS": 2},
+    ),
+    (
+        "mass_segmented.cu",
+        "mass_segmented_kernel<true>",
+        "a slot's prefix sum",
+        {"DFMA": 4, "DMUL": 2, "F2I": 1, "STS": 1},
+    ),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "a slot's order", {"LDG": 1, "LD.E": 1, "STS": 1}),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "a probe for a cut", {"LDS": 1, "I2F": 1, "DSETP": 1}),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "32 cuts that differ", {"VOTE": 1, "POPC": 2, "STS": 1}),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "32 cuts merged", {"SHFL": 5, "F2I": 1, "REDUX": 1}),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "32 segments split", {"SHFL": 5, "F2I": 2, "REDUX": 1}),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "the share of 32 segments", {"DFMA": 7, "LDG": 1, "STS": 4}),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "eight remainders compared", {"DSETP": 8, "LDS": 4}),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "one bit of 64 orders", {"VOTE": 2, "POPC": 2}),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "128 slots written", {"VOTE": 4, "STG": 4}),
     (
         "compact.cu",
         "compact_kernel",
@@ -135,6 +168,7 @@ SHOWN = (
     "LDG",
     "LD",
     "SHFL",
+    "VOTE",
     "BAR",
 )
 
@@ -249,6 +283,9 @@ def main():
         "--write", metavar="FILE", type=pathlib.Path, help="replace the table between the marks in FILE"
     )
     parser.add_argument(
+        "--check", metavar="FILE", type=pathlib.Path, help="fail where FILE has another table, or a kernel spills"
+    )
+    parser.add_argument(
         "--instructions", action="store_true", help="print the instructions of the loops that are counted instead"
     )
     options = parser.parse_args()
@@ -275,14 +312,23 @@ def main():
         numbers = " | ".join("{} | {} | {}".format(*by_chip[c]) if c in by_chip else "- | - | -" for c in options.chips)
         lines.append(f"| `{source}` | `{name}` | {numbers} |")
     table = "\n".join(lines)
-    print(table)
 
+    file = options.check or options.write
+    if file is None:
+        return print(table)
+    text = file.read_text()
+    if not all(mark in text for mark in MARKS):
+        sys.exit(f"kernel_resources: {file} lacks the marks {' and '.join(MARKS)}")
+    head, rest = text.split(MARKS[0])
+    before, tail = rest.split(MARKS[1])
     if options.write:
-        text = options.write.read_text()
-        if not all(mark in text for mark in MARKS):
-            sys.exit(f"kernel_resources: {options.write} lacks the marks {' and '.join(MARKS)}")
-        head, rest = text.split(MARKS[0])
-        options.write.write_text(f"{head}{MARKS[0]}\n{table}\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
+        return options.write.write_text(f"{head}{MARKS[0]}\n{table}\n{MARKS[1]}{tail}")
+    wrong = [
+        *(f"spills: {name} in {source}" for (source, name), by in rows.items() if any(x[1] for x in by.values())),
+        *difflib.unified_diff(before.strip().splitlines(), lines, str(file), "now", lineterm="", n=0),
+    ]
+    if wrong:
+        sys.exit("kernel_resources: --write brings the table up to date\n" + "\n".join(wrong))
 
 
 if __name__ == "__main__":

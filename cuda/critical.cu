@@ -232,7 +232,8 @@ __global__ void __launch_bounds__(kCriticalThreads, 4) critical_matrix_kernel(Cr
   });
 }
 
-__global__ void __launch_bounds__(tuning::kMostThreads) critical_kernel(CriticalTask task) {
+// Two blocks: for three, ptxas would spill on sm_80.
+__global__ void __launch_bounds__(tuning::kMostThreads, 2) critical_kernel(CriticalTask task) {
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);
