@@ -40,8 +40,8 @@ std::string said(Kernel kernel, unsigned blocks, std::int32_t threads, std::uint
   const Watching watching(seed);
   const DeviceArray<std::int32_t> memory(std::vector<std::int32_t>(256)), found(2048);
   try {
-    launch("kernel", kernel, {.blocks = dim3(blocks), .threads = threads, .shared_bytes = 1024}, nullptr,
-           memory.data(), found.data());
+    launch("kernel", kernel, {.blocks = dim3(blocks), .threads = threads, .shared_bytes = 1024}, nullptr, memory.data(),
+           found.data());
   } catch (const std::logic_error& error) {
     return error.what();
   }
@@ -303,8 +303,7 @@ TEST(Races, OfTilesEndWhereTheWarpWaits) {
 }
 
 TEST(Races, AreOfBytesThatOverlap) {
-  expect_none(
-      [](std::int32_t* memory, std::int32_t*) { reinterpret_cast<std::uint8_t*>(memory)[me()] = 1; }, 1, 64);
+  expect_none([](std::int32_t* memory, std::int32_t*) { reinterpret_cast<std::uint8_t*>(memory)[me()] = 1; }, 1, 64);
   expect_race(
       [](std::int32_t* memory, std::int32_t*) {
         if (me() == 40) reinterpret_cast<std::uint8_t*>(memory)[10] = 1;

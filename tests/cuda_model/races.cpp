@@ -154,8 +154,8 @@ void touch_word(Shadow& s, const Watched& t, std::uintptr_t at, std::uint8_t byt
     if (!conflicts && !stands) continue;
     const std::uint32_t over = lanes_before(a, t), left = a.lanes & ~over;
     if (conflicts && left != 0) {
-      const bool known = std::ranges::any_of(
-          s.races, [&](const Race& r) { return r.first.code == a.code && r.second.code == code; });
+      const bool known =
+          std::ranges::any_of(s.races, [&](const Race& r) { return r.first.code == a.code && r.second.code == code; });
       Access first = a;
       first.lanes = left;
       if (!known) s.races.push_back({first, mine, lane});
@@ -337,44 +337,43 @@ using kvkeep::cuda::model::Touch;
 // NOLINTBEGIN(bugprone-reserved-identifier,bugprone-macro-parentheses): the names are the compiler's
 #define KVKEEP_TOUCH(name, bytes, how) \
   void name(void* at) { touch(at, bytes, Touch::how, __builtin_return_address(0)); }
-#define KVKEEP_TOUCHES(bytes)                            \
-  KVKEEP_TOUCH(__tsan_read##bytes, bytes, read)          \
-  KVKEEP_TOUCH(__tsan_write##bytes, bytes, write)        \
+#define KVKEEP_TOUCHES(bytes)                             \
+  KVKEEP_TOUCH(__tsan_read##bytes, bytes, read)           \
+  KVKEEP_TOUCH(__tsan_write##bytes, bytes, write)         \
   KVKEEP_TOUCH(__tsan_unaligned_read##bytes, bytes, read) \
   KVKEEP_TOUCH(__tsan_unaligned_write##bytes, bytes, write)
-#define KVKEEP_UPDATE(bits, name) \
+#define KVKEEP_UPDATE(bits, name)                                                                                  \
   std::uint##bits##_t __tsan_atomic##bits##_##name(volatile std::uint##bits##_t* at, std::uint##bits##_t x, int) { \
     return __atomic_##name(at, x, __ATOMIC_SEQ_CST);                                                               \
   }
 // The host's atomics; kernels have none of these.
-#define KVKEEP_ATOMICS(bits)                                                                                       \
-  std::uint##bits##_t __tsan_atomic##bits##_load(const volatile std::uint##bits##_t* at, int) {                    \
-    return __atomic_load_n(at, __ATOMIC_SEQ_CST);                                                                  \
-  }                                                                                                                \
-  void __tsan_atomic##bits##_store(volatile std::uint##bits##_t* at, std::uint##bits##_t x, int) {                 \
-    __atomic_store_n(at, x, __ATOMIC_SEQ_CST);                                                                     \
-  }                                                                                                                \
-  std::uint##bits##_t __tsan_atomic##bits##_exchange(volatile std::uint##bits##_t* at, std::uint##bits##_t x,      \
-                                                     int) {                                                        \
-    return __atomic_exchange_n(at, x, __ATOMIC_SEQ_CST);                                                           \
-  }                                                                                                                \
-  int __tsan_atomic##bits##_compare_exchange_strong(volatile std::uint##bits##_t* at, std::uint##bits##_t* was,    \
-                                                    std::uint##bits##_t x, int, int) {                             \
-    return __atomic_compare_exchange_n(at, was, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? 1 : 0;             \
-  }                                                                                                                \
-  int __tsan_atomic##bits##_compare_exchange_weak(volatile std::uint##bits##_t* at, std::uint##bits##_t* was,      \
-                                                  std::uint##bits##_t x, int, int) {                               \
-    return __atomic_compare_exchange_n(at, was, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? 1 : 0;             \
-  }                                                                                                                \
-  std::uint##bits##_t __tsan_atomic##bits##_compare_exchange_val(                                                  \
-      volatile std::uint##bits##_t* at, std::uint##bits##_t was, std::uint##bits##_t x, int, int) {                \
-    __atomic_compare_exchange_n(at, &was, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                           \
-    return was;                                                                                                    \
-  }                                                                                                                \
-  KVKEEP_UPDATE(bits, fetch_add)                                                                                   \
-  KVKEEP_UPDATE(bits, fetch_sub)                                                                                   \
-  KVKEEP_UPDATE(bits, fetch_and)                                                                                   \
-  KVKEEP_UPDATE(bits, fetch_or)                                                                                    \
+#define KVKEEP_ATOMICS(bits)                                                                                         \
+  std::uint##bits##_t __tsan_atomic##bits##_load(const volatile std::uint##bits##_t* at, int) {                      \
+    return __atomic_load_n(at, __ATOMIC_SEQ_CST);                                                                    \
+  }                                                                                                                  \
+  void __tsan_atomic##bits##_store(volatile std::uint##bits##_t* at, std::uint##bits##_t x, int) {                   \
+    __atomic_store_n(at, x, __ATOMIC_SEQ_CST);                                                                       \
+  }                                                                                                                  \
+  std::uint##bits##_t __tsan_atomic##bits##_exchange(volatile std::uint##bits##_t* at, std::uint##bits##_t x, int) { \
+    return __atomic_exchange_n(at, x, __ATOMIC_SEQ_CST);                                                             \
+  }                                                                                                                  \
+  int __tsan_atomic##bits##_compare_exchange_strong(volatile std::uint##bits##_t* at, std::uint##bits##_t* was,      \
+                                                    std::uint##bits##_t x, int, int) {                               \
+    return __atomic_compare_exchange_n(at, was, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? 1 : 0;               \
+  }                                                                                                                  \
+  int __tsan_atomic##bits##_compare_exchange_weak(volatile std::uint##bits##_t* at, std::uint##bits##_t* was,        \
+                                                  std::uint##bits##_t x, int, int) {                                 \
+    return __atomic_compare_exchange_n(at, was, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? 1 : 0;               \
+  }                                                                                                                  \
+  std::uint##bits##_t __tsan_atomic##bits##_compare_exchange_val(                                                    \
+      volatile std::uint##bits##_t* at, std::uint##bits##_t was, std::uint##bits##_t x, int, int) {                  \
+    __atomic_compare_exchange_n(at, &was, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                             \
+    return was;                                                                                                      \
+  }                                                                                                                  \
+  KVKEEP_UPDATE(bits, fetch_add)                                                                                     \
+  KVKEEP_UPDATE(bits, fetch_sub)                                                                                     \
+  KVKEEP_UPDATE(bits, fetch_and)                                                                                     \
+  KVKEEP_UPDATE(bits, fetch_or)                                                                                      \
   KVKEEP_UPDATE(bits, fetch_xor)
 
 extern "C" {

@@ -37,12 +37,12 @@ using Knowledge = std::vector<Known>;
 /// A thread as this check knows it.
 struct Watched {
   std::uint32_t block = 0, thread = 0;
-  std::uint32_t clock = 1;                ///< of its accesses from now on
-  std::uint32_t floor = 1;                ///< accesses of its block with a smaller clock are over
-  std::array<std::uint32_t, 32> lanes{};  ///< and those of its warp's lanes with one smaller than these
-  Knowledge acquired;                     ///< from other warps and blocks
-  Knowledge observed;                     ///< by atomics; acquired with the next fence
-  Knowledge released;                     ///< what its atomics hand on: what it knew at its last fence
+  std::uint32_t clock = 1;                        ///< of its accesses from now on
+  std::uint32_t floor = 1;                        ///< accesses of its block with a smaller clock are over
+  std::array<std::uint32_t, 32> lanes{};          ///< and those of its warp's lanes with one smaller than these
+  Knowledge acquired;                             ///< from other warps and blocks
+  Knowledge observed;                             ///< by atomics; acquired with the next fence
+  Knowledge released;                             ///< what its atomics hand on: what it knew at its last fence
   std::array<std::span<const std::byte>, 2> own;  ///< its stack and what the model has of it: nobody else's
 };
 
