@@ -18,12 +18,8 @@ struct Grid {
 
 /// Blocks for `n` pieces of work in x: as many, up to what x can hold; a kernel walks the rest in strides of gridDim.x.
 inline dim3 blocks_for(std::int64_t n, unsigned y = 1, unsigned z = 1) {
-#if defined(KVKEEP_CUDA_MODEL)
-  const std::int64_t most = model::chip().most_blocks;
-#else
-  constexpr std::int64_t most = 0x7FFFFFFF;
-#endif
-  return {static_cast<unsigned>(n < most ? n : most), y, z};
+  constexpr std::int64_t kMost = 0x7FFFFFFF;
+  return {static_cast<unsigned>(n < kMost ? n : kMost), y, z};
 }
 
 /// Blocks of `threads` for `n` pieces of work, one per thread.

@@ -63,7 +63,7 @@ struct Place {
 [[nodiscard]] const Place& here();
 
 /// Harsher ways to run, from the variable KVKEEP_CUDA_MODEL: words of `truncate`, `exp2`, `guard`, `races`,
-/// `seed=N`, `shared=N`, `blocks=N`, with commas between them.
+/// `seed=N`, `shared=N`, with commas between them.
 struct Settings {
   bool truncate = false;   ///< matrix units cut the addends of a sum off where the largest one ends, as hardware does
   bool exp2 = false;       ///< approximate functions are off by up to two units in the last place, either way
@@ -109,7 +109,6 @@ struct Recorded {
 struct Chip {
   int shared_bytes = 227 << 10;  ///< that a block can ask for
   int multiprocessors = 2;
-  int most_blocks = 0x7FFFFFFF;  ///< that blocks_for() gives in x: a kernel walks the rest in strides
 };
 [[nodiscard]] Chip& chip();
 

@@ -35,11 +35,9 @@ Settings from_environment() {
       chosen.seed = value;
     else if (word.starts_with("shared=") && whole && value > 0)
       chip().shared_bytes = static_cast<int>(value) << 10;
-    else if (word.starts_with("blocks=") && whole && value > 0)
-      chip().most_blocks = static_cast<int>(std::min<std::uint64_t>(value, 0x7FFFFFFF));
     else
       throw std::invalid_argument("KVKEEP_CUDA_MODEL: '" + std::string(word) +
-                                  "'; allowed truncate, exp2, guard, races, seed=N, shared=KIB, blocks=N");
+                                  "'; allowed truncate, exp2, guard, races, seed=N, shared=KIB");
   }
   return chosen;
 }
