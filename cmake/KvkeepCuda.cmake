@@ -67,6 +67,22 @@ function(kvkeep_model_sources result)
   set(${result} "${sources}" PARENT_SCOPE)
 endfunction()
 
+# The compiler calls the execution model before every access to memory (tests/cuda_model/races.h). All that is linked
+# with the kernels must be compiled so, as the linker takes an inline function from any of them. Not where a sanitizer
+# is linked, which has functions of these names.
+function(kvkeep_watch_accesses target)
+  if(KVKEEP_SANITIZE OR CMAKE_CXX_FLAGS MATCHES "-fsanitize")
+    return()
+  endif()
+  set(gnu --param=tsan-instrument-func-entry-exit=0)
+  set(clang "SHELL:-mllvm -tsan-instrument-func-entry-exit=0")
+  target_compile_options(
+    ${target}
+    PUBLIC -fsanitize=thread $<$<CXX_COMPILER_ID:GNU>:${gnu}> $<$<CXX_COMPILER_ID:Clang,AppleClang>:${clang}>
+  )
+  target_compile_definitions(${target} PUBLIC KVKEEP_WATCHED)
+endfunction()
+
 # The kernels over the execution model of tests/cuda_model, with what lies between them and a Keeper, for tests and
 # benches of a machine without a GPU:
 #
@@ -84,7 +100,15 @@ function(kvkeep_add_cuda_model headers)
       PROPERTIES COMPILE_OPTIONS -fno-sanitize=object-size
     )
   endif()
+  set(of_model ${sources})
+  list(FILTER of_model INCLUDE REGEX "/tests/cuda_model/")
+  set_source_files_properties(${of_model} PROPERTIES COMPILE_OPTIONS -fno-sanitize=thread)
+  set_source_files_properties(
+    "${PROJECT_SOURCE_DIR}/tests/cuda_model/resources.cpp"
+    PROPERTIES COMPILE_DEFINITIONS KVKEEP_KERNEL_RESOURCES="${PROJECT_SOURCE_DIR}/docs/inside/cuda.md"
+  )
   add_library(kvkeep_cuda_model OBJECT ${model_sources} ${sources})
+  kvkeep_watch_accesses(kvkeep_cuda_model)
   kvkeep_own_code(kvkeep_cuda_model)
   kvkeep_unite(kvkeep_cuda_model 2)
   target_include_directories(
@@ -97,7 +121,7 @@ function(kvkeep_add_cuda_model headers)
   )
   target_include_directories(kvkeep_cuda_model SYSTEM PUBLIC ${headers})
   target_compile_definitions(kvkeep_cuda_model PUBLIC KVKEEP_CUDA_MODEL)
-  target_compile_options(kvkeep_cuda_model PRIVATE $<$<CONFIG:Release>:-O2>)
+  target_compile_options(kvkeep_cuda_model PRIVATE $<$<CONFIG:Release>:-O2 -g1>) # with lines, which races are told by
   target_link_libraries(kvkeep_cuda_model PUBLIC kvkeep)
 
   add_library(kvkeep_cuda_modelled SHARED $<TARGET_OBJECTS:kvkeep_cuda_model>)

@@ -573,12 +573,14 @@ __device__ void arrive(const AttentionMatrixTask& m, const BlockWork& work) {
   const AttentionPlan& plan = work.plan;
   const std::int64_t r = work.row;
   const std::int32_t all = pieces(plan.row->length, work.part), parts = pieces(work.stop - work.begin, work.part);
-  __threadfence();
   __syncthreads();
   bool last = false;
-  if (threadIdx.x == 0) last = atomicAdd(m.queries.arrived + r, parts) + parts == all;
+  if (threadIdx.x == 0) {
+    __threadfence();  // hands on, with the count, what the block wrote before the barrier
+    last = atomicAdd(m.queries.arrived + r, parts) + parts == all;
+    __threadfence();  // what other blocks handed on is there, and after the next barrier it is for the whole block
+  }
   if (__syncthreads_or(last ? 1 : 0) == 0) return;
-  __threadfence();
   const AttentionTask& task = m.of;
   for (auto n = static_cast<std::int32_t>(threadIdx.x); n < plan.total; n += kMatrixThreads) {
     float top = kNothing, sum = 0;

@@ -4,6 +4,7 @@
 
   tests/breaks.py                        every break, built in build/breaks
   tests/breaks.py --room allot,cuda      those of some rooms
+  tests/breaks.py --room races           missing barriers, fences and waits: only the kernels' tests are built
   tests/breaks.py --only pin             those whose name contains `pin`
   tests/breaks.py --list                 their names, by room; builds nothing
   tests/breaks.py --check                whether each is still found in the sources; builds nothing
@@ -15,6 +16,9 @@ Breaks are in tests/breaks/ROOM.txt, apart from each other by an empty line:
   @ void truncate(                                        the code stands after this, which is in the file once
   - spans_.pop_back();                                    the code: the first after @, or once in the file
   + spans_.clear();                                       what stands there instead; left out: nothing
+
+A third word beside the tests is the way to run the execution model that must notice it (docs/inside/cuda.md): these
+tests are tried in that way, and no others.
 
 White space does not count. Code that ends with ; is statements, other code is an expression. Neither may be constexpr,
 nor begin with a declaration.
@@ -46,7 +50,8 @@ PROGRAMS = [
     "kvkeep_cuda_model_tests",
     "kvkeep_serving_tests",
 ]
-WAYS = {"kvkeep_cuda_model_tests": ["", "seed=1", "guard"]}  # to run the execution model (docs/inside/cuda.md)
+MODEL = "kvkeep_cuda_model_tests"
+WAYS = {MODEL: ["", "seed=1", "guard", "races"]}  # to run the execution model (docs/inside/cuda.md)
 OF_THE_SOURCES = "House.*:Docs.*"  # they read the sources, which are not themselves in the copy
 SECONDS = 600  # that a part of the tests may take; without a break it takes a tenth
 
@@ -65,9 +70,9 @@ class Break:
     def __init__(self, room, number, block):
         self.room, self.number, self.name = room, number, block[0]
         where = block[1].split()
-        if len(where) != 2 or any(line[:1] not in "@-+" for line in block[2:]):
+        if not 2 <= len(where) <= 3 or any(line[:1] not in "@-+" for line in block[2:]):
             raise ValueError(f"tests/breaks/{room}.txt: '{self.name}' is not a name, a file with its tests, and code")
-        self.file, self.tests = where
+        self.file, self.tests, self.way = (*where, "")[:3]
         self.after, self.code, self.broken = (
             "\n".join(line[1:].strip() for line in block[2:] if line[0] == sign) for sign in "@-+"
         )
@@ -143,8 +148,8 @@ def write(path, text):
         path.write_bytes(text)
 
 
-def build(folder, texts, jobs):
-    """Copies the sources, breaks them, builds the tests. Returns where the programs are."""
+def build(folder, texts, jobs, names):
+    """Copies the sources, breaks them, builds the programs `names`. Returns where they are."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -183,7 +188,7 @@ def build(folder, texts, jobs):
         1
         if targets
         else subprocess.run(
-            ["cmake", "--build", tree, "--parallel", str(jobs), "--target", *PROGRAMS, "--", "-k", "0"], check=False
+            ["cmake", "--build", tree, "--parallel", str(jobs), "--target", *names, "--", "-k", "0"], check=False
         ).returncode
     )
     if made:
@@ -208,7 +213,7 @@ def names_of(program):
 def first_programs(b, names):
     """Those that have tests which the break says to try first."""
     wanted = b.tests.split("-")[0].split(":")
-    found = [p for p in PROGRAMS if any(fnmatch.fnmatchcase(n, w) for w in wanted for n in names[p])]
+    found = [p for p in names if any(fnmatch.fnmatchcase(n, w) for w in wanted for n in names[p])]
     if not found:
         sys.exit(f"breaks: {b.room}: '{b.name}': no test is called {b.tests}; allowed a filter that finds one")
     return found
@@ -251,9 +256,9 @@ def noticed(program, tests, number, way=""):
 
 def try_break(programs, b, first):
     for name in first:
-        if found := noticed(programs / name, b.tests, b.number):
+        if found := noticed(programs / name, b.tests, b.number, b.way):
             return found
-    for name in [*first, *(n for n in PROGRAMS if n not in first)]:
+    for name in [] if b.way else [*first, *(n for n in PROGRAMS if n not in first)]:
         for way in WAYS.get(name, [""]):
             if found := noticed(programs / name, "*", b.number, way):
                 return found
@@ -292,13 +297,15 @@ def main():
         print(f"{len(breaks)} breaks, each found once")
         return 0
 
-    programs = build(asked.build.resolve(), texts, asked.jobs)
+    wanted = [MODEL] if all(b.way for b in tried) else PROGRAMS
+    programs = build(asked.build.resolve(), texts, asked.jobs, wanted)
     begun = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
-        names = dict(zip(PROGRAMS, pool.map(lambda p: names_of(programs / p), PROGRAMS)))
+        names = dict(zip(wanted, pool.map(lambda p: names_of(programs / p), wanted)))
         first = {b: first_programs(b, names) for b in tried}
-        unbroken = {(program, b.tests) for b in tried for program in first[b]}
-        for (program, tests), failed in zip(unbroken, pool.map(lambda f: noticed(programs / f[0], f[1], 0), unbroken)):
+        unbroken = sorted({(program, b.tests, b.way) for b in tried for program in first[b]})
+        run_unbroken = pool.map(lambda f: noticed(programs / f[0], f[1], 0, f[2]), unbroken)
+        for (program, tests, _), failed in zip(unbroken, run_unbroken):
             if failed:
                 print(f"breaks: without a break {failed} of {program} fails ({tests})", file=sys.stderr)
                 return 2

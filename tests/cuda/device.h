@@ -35,7 +35,7 @@ inline bool has_machine() {
 template <class Body>
 void in_every_order(Body&& body) {
 #if defined(KVKEEP_CUDA_MODEL)
-  if (model::settings().seed != 0) {  // in random order whatever is set
+  if (model::settings().seed != 0 || model::settings().races) {  // random whatever is set; or seen in any order
     body();
     return;
   }

@@ -7,11 +7,17 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <numeric>
+#include <regex>
+#include <string>
 
 #include "device.h"
 #include "device_memory.h"
 #include "launch.cuh"
+#include "resources.h"
 
 namespace kvkeep::cuda::execution_model_test {
 namespace {
@@ -165,6 +171,37 @@ TEST(ExecutionModel, RefusesMoreSharedMemoryThanAKernelHasAskedForWithWhatIsStat
     EXPECT_STREQ(error.what(), "asks: a block takes 233472 bytes of shared memory, static and dynamic; allowed 232448");
   }
   EXPECT_THROW(asking(228 << 10), DeviceError);
+}
+
+TEST(ExecutionModel, RefusesABlockThatAMultiprocessorHasNoRoomFor) {
+  const auto as = [](const char* name, int threads, std::size_t dynamic) {
+    model::name_launch(name);
+    const cudaLaunchConfig_t config{dim3(1), dim3(static_cast<unsigned>(threads)), dynamic, nullptr, nullptr, 0};
+    return cudaLaunchKernelEx(&config, +[] {});
+  };
+  ASSERT_EQ(model::kernel_resources().at("attention_matrix").registers, 128);
+  EXPECT_EQ(as("attention_matrix", 512, 0), cudaSuccess);
+  EXPECT_EQ(as("attention_matrix", 544, 0), cudaErrorLaunchOutOfResources) << "68 Ki registers";
+  EXPECT_EQ(as("attention_matrix_columns", 544, 0), cudaErrorLaunchOutOfResources) << "the same kernel's other pass";
+  EXPECT_EQ(as("a_kernel_of_a_test", 1024, 0), cudaSuccess);
+  const std::size_t of_ranks = model::kernel_resources().at("ranks").shared_bytes;
+  ASSERT_GT(of_ranks, 0U);
+  EXPECT_EQ(as("ranks", 512, (48 << 10) - of_ranks), cudaSuccess);
+  EXPECT_EQ(as("ranks", 512, (48 << 10) - of_ranks + 1), cudaErrorLaunchOutOfResources) << "with what is static";
+  EXPECT_EQ(cudaGetLastError(), cudaErrorLaunchOutOfResources);
+}
+
+TEST(ExecutionModel, KnowsTheResourcesOfEveryKernel) {
+  int launches = 0;
+  for (const auto& file : std::filesystem::directory_iterator(KVKEEP_TEST_KERNEL_DIR)) {
+    std::ifstream in(file.path());
+    const std::string text((std::istreambuf_iterator<char>(in)), {});
+    static const std::regex launched(R"re(launch\(\s*"(\w+)")re");
+    for (std::sregex_iterator at(text.begin(), text.end(), launched), end; at != end; ++at, ++launches)
+      EXPECT_NE(model::resources_of((*at)[1].str()), nullptr)
+          << (*at)[1] << " in " << file.path().filename() << " is not in the table of docs/inside/cuda.md";
+  }
+  EXPECT_GT(launches, 40);
 }
 
 TEST(ExecutionModel, CutsSumsOffWhereTheirLargestAddendEnds) {

@@ -63,10 +63,24 @@ struct Warp {
   std::array<std::byte, 2 * 32 * kExchange>
       buffer;            ///< two, so that a lane may read one exchange while the next begins
   unsigned waiting = 0;  ///< lanes at a barrier
+  struct Asked {
+    unsigned mask = 0;
+    bool orders = false;
+    bool operator==(const Asked&) const = default;
+  };
+  std::array<Asked, 32> asked{};  ///< by those: lanes of other masks, or at another kind of barrier, are elsewhere
+};
+
+struct Copy {
+  void* to = nullptr;
+  const void* from = nullptr;
+  std::size_t bytes = 0;
+  const void* code = nullptr;
 };
 
 struct Fiber {
   Place place;
+  Watched watched;
   int number = 0;
   bool done = false;
   std::uint64_t exchanges = 0;
@@ -128,6 +142,7 @@ Machine& machine() {
 }
 
 void to_host(bool ends) {
+  const Quiet quiet;
   Fiber& f = *running->fiber;
 #ifdef KVKEEP_SANITIZED
   void* fake = nullptr;
@@ -150,10 +165,12 @@ void enter() {
   __sanitizer_finish_switch_fiber(nullptr, &running->host_stack, &running->host_size);
 #endif
   try {
+    if (settings().races) watched = &running->fiber->watched;
     (*running->body)();
   } catch (...) {
     if (!running->failure) running->failure = std::current_exception();
   }
+  watched = nullptr;
   running->fiber->done = true;
   --running->block->living;
   ++running->progress;
@@ -204,6 +221,20 @@ void prepare(Fiber& f) {
 
 [[nodiscard]] Warp& warp() { return running->block->warps[static_cast<std::size_t>(running->fiber->number / 32)]; }
 
+/// The fibers of the running one's warp.
+[[nodiscard]] std::span<Fiber> lanes_of_warp() {
+  return std::span(running->block->fibers).subspan(static_cast<std::size_t>(running->fiber->number / 32 * 32), 32);
+}
+
+/// What is watched of those that `wanted` names.
+template <class Wanted>
+std::vector<Watched*> watched_of(std::span<Fiber> fibers, const Wanted& wanted) {
+  std::vector<Watched*> some;
+  for (Fiber& f : fibers)
+    if (wanted(f)) some.push_back(&f.watched);
+  return some;
+}
+
 /// The next number of the random order, below n.
 std::uint64_t draw(std::uint64_t n) {
   std::uint64_t x = (running->drawn += 0x9E3779B97F4A7C15U);  // splitmix64
@@ -248,6 +279,7 @@ void begin_block(Block& block, std::int64_t number, dim3 blocks, int threads, st
       shared_bytes);  // of exactly that size: the address sanitizer watches its ends
   std::memset(block.shared.get(), kGarbage, shared_bytes);
   block.shared_bytes = shared_bytes;
+  if (settings().races) forget(block.shared.get(), shared_bytes);
   block.statics.clear();
   block.fibers.resize(static_cast<std::size_t>(threads));
   block.warps.assign(static_cast<std::size_t>(threads / 32), Warp{});
@@ -261,7 +293,11 @@ void begin_block(Block& block, std::int64_t number, dim3 blocks, int threads, st
                dim3(static_cast<unsigned>(number % blocks.x), static_cast<unsigned>(number / blocks.x % blocks.y),
                     static_cast<unsigned>(number / blocks.x / blocks.y)),
                dim3(static_cast<unsigned>(threads)), blocks, block.shared.get()};
+    f.watched = {};
+    f.watched.block = static_cast<std::uint32_t>(number);
+    f.watched.thread = static_cast<std::uint32_t>(t);
     prepare(f);
+    f.watched.own = {std::span<const std::byte>(f.stack.get(), kStack), std::as_bytes(std::span(&f, 1))};
   }
 }
 
@@ -317,7 +353,6 @@ void set_order(Order order) { machine().order = settings().seed != 0 ? Order::ra
 const Counters& counters() { return machine().counters; }
 void waited() { ++machine().counters.waits; }
 void allocated() { ++machine().counters.allocations; }
-std::vector<Copy>& copies_under_way() { return running->fiber->copies; }
 
 Chip& chip() {
   static Chip only;
@@ -326,11 +361,36 @@ Chip& chip() {
 
 void give_way() {
   if (running->order != Order::random || draw(4) != 0) return;
+  const Quiet quiet;
   ++running->progress;  // it can go on at any time
   to_host(false);
 }
 
+void fence() {
+  give_way();
+  const Quiet quiet;
+  if (settings().races) order_fence(running->fiber->watched);
+}
+
+void begin_copy(void* to, const void* from, std::size_t bytes, const void* code) {
+  touch(from, bytes, Touch::read, code);
+  touch(to, bytes, Touch::arrives, code);
+  const Quiet quiet;
+  running->fiber->copies.push_back({to, from, bytes, code});
+}
+
+void land_copies() {
+  for (const Copy& copy : running->fiber->copies) {
+    touch(copy.from, copy.bytes, Touch::read, copy.code);
+    touch(copy.to, copy.bytes, Touch::arrived, copy.code);
+    std::memcpy(copy.to, copy.from, copy.bytes);
+  }
+  const Quiet quiet;
+  running->fiber->copies.clear();
+}
+
 unsigned wait_block(bool counts) {
+  const Quiet quiet;
   Barrier& b = running->block->barrier;
   const std::uint64_t mine = b.generation;
   ++b.arrived;
@@ -342,6 +402,7 @@ unsigned wait_block(bool counts) {
       b.arrived = b.counted = 0;
       ++b.generation;
       ++running->progress;
+      if (settings().races) order_threads(watched_of(running->block->fibers, [](const Fiber&) { return true; }));
       break;
     }
     to_host(false);
@@ -349,15 +410,25 @@ unsigned wait_block(bool counts) {
   return b.last_count;
 }
 
-void wait_warp(unsigned mask) {
+void wait_warp(unsigned mask, bool orders) {
+  const Quiet quiet;
   Warp& w = warp();
   const unsigned mine = 1U << lane();
   if ((mask & mine) == 0) throw std::logic_error("a lane waits for a mask that does not hold it");
   w.waiting |= mine;
+  const Warp::Asked asked{mask, orders};
+  w.asked[static_cast<std::size_t>(lane())] = asked;
+  const auto at_the_same = [&] {
+    for (std::size_t l = 0; l < 32; ++l)
+      if ((mask >> l & 1U) != 0 && w.asked[l] != asked) return false;
+    return true;
+  };
   while ((w.waiting & mine) != 0) {
-    if ((w.waiting & mask) == mask) {
+    if ((w.waiting & mask) == mask && at_the_same()) {
       w.waiting &= ~mask;
       ++running->progress;
+      if (orders && settings().races)
+        order_lanes(watched_of(lanes_of_warp(), [&](const Fiber& f) { return (mask >> f.number % 32 & 1U) != 0; }));
       break;
     }
     to_host(false);
@@ -370,11 +441,12 @@ const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes) {
   Warp& w = warp();
   std::byte* buffer = w.buffer.data() + (running->fiber->exchanges++ % 2) * 32 * kExchange;
   std::memcpy(buffer + static_cast<std::size_t>(lane()) * bytes, mine, bytes);
-  wait_warp(mask);
+  wait_warp(mask, false);
   return buffer;
 }
 
 std::byte* static_shared_memory(const void* site, std::size_t bytes) {
+  const Quiet quiet;
   Block& block = *running->block;
   for (const auto& [of, memory] : block.statics)
     if (of == site) return memory.get();
@@ -386,6 +458,7 @@ std::byte* static_shared_memory(const void* site, std::size_t bytes) {
   auto* const memory = static_cast<std::byte*>(::operator new[](bytes, Aligned::kTo));
   block.statics.emplace_back(site, std::unique_ptr<std::byte[], Aligned>(memory));
   std::memset(memory, kGarbage, bytes);
+  if (settings().races) forget(memory, bytes);
   return memory;
 }
 
@@ -404,10 +477,13 @@ void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, s
   if (machine.blocks.empty()) machine.blocks.push_back(std::make_unique<Block>());
   const std::int64_t count = std::int64_t{blocks.x} * blocks.y * blocks.z;
   const DeviceAccess access;
+  if (settings().races) forget_all();
   if (machine.order == Order::random)
     run_interleaved(name, count, blocks, threads, shared_bytes);
   else
     run_in_turn(name, count, blocks, threads, shared_bytes);
+  if (const std::string races = settings().races ? races_found() : ""; !races.empty())
+    throw std::logic_error(std::string(name) + ": accesses that nothing orders:" + races);
 }
 
 }  // namespace kvkeep::cuda::model

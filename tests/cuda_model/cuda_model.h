@@ -6,8 +6,8 @@
 /// One block after the other; the threads of a block are fibers that run until they wait for each other, a warp as far
 /// as it can before the next. Barriers, shuffles, ballots, atomics, shared memory and `wmma` fragments behave as CUDA
 /// says. Blocks and threads run in ascending or descending order (`model::set_order`): a result that depends on it is a
-/// race. `Settings` has harsher ways to run. What it cannot show: faults that only two instructions at the very same
-/// time would make, memory ordering between blocks, speed.
+/// race. `Settings` has harsher ways to run, one of which finds races by what orders accesses (races.h). What it cannot
+/// show: what a GPU makes of a missing order, and speed.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -29,6 +29,8 @@
 #include <utility>
 #include <vector>
 
+#include "races.h"
+
 // Kernels load under a condition and store under the same one, which GCC does not see through a fiber's place.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -46,6 +48,8 @@
 #define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+/// A function of the model that is compiled into kernels: its accesses are not theirs, but for those that it tells of.
+#define KVKEEP_OF_MODEL __attribute__((no_sanitize("thread"), noinline))
 #define KVKEEP_SHARED(Type, name, count) auto& name = ::kvkeep::cuda::model::static_shared<Type, (count)>([] {})
 
 namespace kvkeep::cuda {
@@ -58,13 +62,14 @@ struct Place {
 };
 [[nodiscard]] const Place& here();
 
-/// Harsher ways to run, from the variable KVKEEP_CUDA_MODEL: words of `truncate`, `exp2`, `guard`, `seed=N`,
-/// `shared=N`, `host`, with commas between them.
+/// Harsher ways to run, from the variable KVKEEP_CUDA_MODEL: words of `truncate`, `exp2`, `guard`, `races`,
+/// `host`, `seed=N`, `shared=N`, with commas between them.
 struct Settings {
   bool truncate = false;   ///< matrix units cut the addends of a sum off where the largest one ends, as hardware does
   bool exp2 = false;       ///< approximate functions are off by up to two units in the last place, either way
   bool guard = false;      ///< the host cannot touch device memory but by copies: see device_memory.h
   bool host = false;       ///< accelerators are on the CPU, whose tensors are then device memory
+  bool races = false;      ///< a launch throws when accesses of its threads are not ordered: see races.h
   std::uint64_t seed = 0;  ///< not 0: Order::random, from this number
 };
 /// What KVKEEP_CUDA_MODEL says; a test may change it for a while.
@@ -103,16 +108,14 @@ struct Chip {
 
 /// Waits for all threads of the block. Returns how many of them said `counts`.
 unsigned wait_block(bool counts = false);
-void wait_warp(unsigned mask);
+/// Waits for the lanes of `mask`, and orders what they do before and after it if `orders`.
+void wait_warp(unsigned mask, bool orders);
 /// Where other blocks may see a difference: lets them run, in random order.
 void give_way();
-/// A copy to shared memory that the thread has begun.
-struct Copy {
-  void* to = nullptr;
-  const void* from = nullptr;
-  std::size_t bytes = 0;
-};
-[[nodiscard]] std::vector<Copy>& copies_under_way();
+void fence();
+/// Begins a copy to shared memory, which lands with land_copies(). `code`: what asked for it.
+void begin_copy(void* to, const void* from, std::size_t bytes, const void* code);
+void land_copies();
 /// Every lane of `mask` gives `bytes` and sees what all gave: [32][bytes]. Valid until the lane's next call.
 const std::byte* exchange(unsigned mask, const void* mine, std::size_t bytes);
 [[nodiscard]] int lane();
@@ -145,7 +148,7 @@ T (&static_shared(Site))
 [[nodiscard]] float matrix_sum(float sum, const std::array<float, 16>& products);
 
 template <class T>
-T from_lane(unsigned mask, T value, int source) {
+KVKEEP_OF_MODEL T from_lane(unsigned mask, T value, int source) {
   static_assert(std::is_trivially_copyable_v<T>);
   const std::byte* all = exchange(mask, &value, sizeof(T));
   T out;
@@ -176,9 +179,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 }
 
 inline void __syncthreads() { kvkeep::cuda::model::wait_block(); }
-inline void __syncwarp(unsigned mask = 0xFFFFFFFFU) { kvkeep::cuda::model::wait_warp(mask); }
-inline void __threadfence() { kvkeep::cuda::model::give_way(); }
-inline void __threadfence_block() {}
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFU) { kvkeep::cuda::model::wait_warp(mask, true); }
+inline void __threadfence() { kvkeep::cuda::model::fence(); }
+inline void __threadfence_block() = delete;  // no kernel needs its order, so the model does not know it
 
 inline int __syncthreads_count(int predicate) {
   return static_cast<int>(kvkeep::cuda::model::wait_block(predicate != 0));
@@ -205,7 +208,7 @@ T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
   const int lane = kvkeep::cuda::model::lane(), source = lane - static_cast<int>(delta);
   return kvkeep::cuda::model::from_lane(mask, value, source >= lane / width * width ? source : lane);
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
+KVKEEP_OF_MODEL inline unsigned __ballot_sync(unsigned mask, int predicate) {
   const auto mine = static_cast<std::uint8_t>(predicate != 0);
   const std::byte* all = kvkeep::cuda::model::exchange(mask, &mine, 1);
   unsigned votes = 0;
@@ -216,7 +219,7 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0 ? 1 : 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask ? 1 : 0; }
 template <class T, class Combine>
-T reduce_warp(unsigned mask, T value, T neutral, const Combine& combine) {
+KVKEEP_OF_MODEL T reduce_warp(unsigned mask, T value, T neutral, const Combine& combine) {
   const std::byte* all = kvkeep::cuda::model::exchange(mask, &value, sizeof value);
   T out = neutral;
   for (unsigned i = 0; i < 32; ++i) {
@@ -273,33 +276,29 @@ using std::max;
 using std::min;
 
 // Fibers give way only where they wait, so a plain operation is atomic.
+template <class T, class Change>
+KVKEEP_OF_MODEL T atomic_change(T* at, const Change& change) {
+  kvkeep::cuda::model::give_way();
+  kvkeep::cuda::model::touch_atomic(at, sizeof(T), __builtin_return_address(0));
+  const T old = *at;
+  *at = static_cast<T>(change(old));
+  return old;
+}
 template <class T>
 T atomicAdd(T* at, std::type_identity_t<T> x) {
-  kvkeep::cuda::model::give_way();
-  const T old = *at;
-  *at = static_cast<T>(old + x);
-  return old;
+  return atomic_change(at, [x](T old) { return old + x; });
 }
 template <class T>
 T atomicMax(T* at, std::type_identity_t<T> x) {
-  kvkeep::cuda::model::give_way();
-  const T old = *at;
-  *at = std::max(old, x);
-  return old;
+  return atomic_change(at, [x](T old) { return std::max(old, x); });
 }
 template <class T>
 T atomicMin(T* at, std::type_identity_t<T> x) {
-  kvkeep::cuda::model::give_way();
-  const T old = *at;
-  *at = std::min(old, x);
-  return old;
+  return atomic_change(at, [x](T old) { return std::min(old, x); });
 }
 template <class T>
 T atomicOr(T* at, std::type_identity_t<T> x) {
-  kvkeep::cuda::model::give_way();
-  const T old = *at;
-  *at |= x;
-  return old;
+  return atomic_change(at, [x](T old) { return old | x; });
 }
 
 namespace kvkeep::cuda {
@@ -311,22 +310,19 @@ inline float exp2_of(float x) {
 
 /// Copies land when their thread waits for them: whoever reads too early reads what was there before.
 template <int kBytes = 16>
-void copy_ahead(void* shared, const void* global) {
+KVKEEP_OF_MODEL void copy_ahead(void* shared, const void* global) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   if ((reinterpret_cast<std::uintptr_t>(shared) | reinterpret_cast<std::uintptr_t>(global)) % kBytes != 0)
     throw std::logic_error("copy_ahead: an address that is no multiple of its bytes");
-  model::copies_under_way().push_back({shared, global, kBytes});
+  model::begin_copy(shared, global, kBytes, __builtin_return_address(0));
 }
-inline void wait_for_copies() {
-  for (const model::Copy& copy : model::copies_under_way()) std::memcpy(copy.to, copy.from, copy.bytes);
-  model::copies_under_way().clear();
-}
+inline void wait_for_copies() { model::land_copies(); }
 
 inline void fetch_ahead(const void*) {}
 
 /// mma.m16n8k16, with the fragments as PTX lays them out.
 template <class S>
-void multiply_add(float (&sum)[4], const unsigned (&left)[4], const unsigned (&right)[2]) {
+KVKEEP_OF_MODEL void multiply_add(float (&sum)[4], const unsigned (&left)[4], const unsigned (&right)[2]) {
   struct Both {
     S left[8], right[4];
   } mine;
@@ -347,7 +343,7 @@ void multiply_add(float (&sum)[4], const unsigned (&left)[4], const unsigned (&r
 }
 
 /// `nvcuda::wmma` for 16 x 16 x 16 tiles: an element's place in a fragment is the model's own, as CUDA leaves it open
-/// too.
+/// too, and like no order that a kernel has reason to take.
 namespace wmma {
 
 struct matrix_a;
@@ -361,7 +357,7 @@ template <class Use, int M, int N, int K, class T, class Layout = void>
 struct fragment {
   static_assert(M == 16 && N == 16 && K == 16, "the model knows 16 x 16 x 16");
   static constexpr int num_elements = 8;
-  T x[num_elements];  ///< element lane * 8 + i of the tile in row-major order
+  T x[num_elements];  ///< see place()
 };
 
 template <class Fragment, class T>
@@ -372,39 +368,53 @@ void fill_fragment(Fragment& f, T value) {
 namespace detail {
 template <class Layout>
 constexpr bool kColumns = std::is_same_v<Layout, col_major>;
-inline int place(int i) { return model::lane() * 8 + i; }
+/// Which element of the tile, in row-major order, is element i of a lane; and which of all lanes' it is.
+inline int place(int i) { return (model::lane() * 8 + i) * 37 % 256; }
+inline int holder(int element) { return element * 173 % 256; }  // 37 * 173 = 25 * 256 + 1
+/// Where element i of the lane is in memory.
+inline std::ptrdiff_t offset(int i, unsigned stride, bool columns) {
+  const int r = place(i) / 16, c = place(i) % 16;
+  return columns ? c * static_cast<std::ptrdiff_t>(stride) + r : r * static_cast<std::ptrdiff_t>(stride) + c;
+}
+
+template <class Fragment, class T>
+KVKEEP_OF_MODEL void load(Fragment& f, const T* at, unsigned stride, bool columns, const void* code) {
+  model::wait_warp(0xFFFFFFFFU, false);
+  for (int i = 0; i < 8; ++i) {
+    const T* const element = at + offset(i, stride, columns);
+    model::touch(element, sizeof(T), model::Touch::read, code);
+    f.x[i] = *element;
+  }
+}
 }  // namespace detail
 
 template <class Use, class T, class Layout>
-void load_matrix_sync(fragment<Use, 16, 16, 16, T, Layout>& f, const T* at, unsigned stride) {
-  model::wait_warp(0xFFFFFFFFU);
-  for (int i = 0; i < 8; ++i) {
-    const int r = detail::place(i) / 16, c = detail::place(i) % 16;
-    f.x[i] = detail::kColumns<Layout> ? at[c * static_cast<int>(stride) + r] : at[r * static_cast<int>(stride) + c];
-  }
+KVKEEP_OF_MODEL void load_matrix_sync(fragment<Use, 16, 16, 16, T, Layout>& f, const T* at, unsigned stride) {
+  detail::load(f, at, stride, detail::kColumns<Layout>, __builtin_return_address(0));
 }
 
 template <class T>
-void load_matrix_sync(fragment<accumulator, 16, 16, 16, T>& f, const T* at, unsigned stride, layout_t layout) {
-  model::wait_warp(0xFFFFFFFFU);
-  for (int i = 0; i < 8; ++i) {
-    const int r = detail::place(i) / 16, c = detail::place(i) % 16;
-    f.x[i] = layout == mem_col_major ? at[c * static_cast<int>(stride) + r] : at[r * static_cast<int>(stride) + c];
-  }
+KVKEEP_OF_MODEL void load_matrix_sync(fragment<accumulator, 16, 16, 16, T>& f, const T* at, unsigned stride,
+                                      layout_t layout) {
+  detail::load(f, at, stride, layout == mem_col_major, __builtin_return_address(0));
 }
 
 template <class T>
-void store_matrix_sync(T* at, const fragment<accumulator, 16, 16, 16, T>& f, unsigned stride, layout_t layout) {
+KVKEEP_OF_MODEL void store_matrix_sync(T* at, const fragment<accumulator, 16, 16, 16, T>& f, unsigned stride,
+                                       layout_t layout) {
   for (int i = 0; i < 8; ++i) {
-    const int r = detail::place(i) / 16, c = detail::place(i) % 16;
-    at[layout == mem_col_major ? c * static_cast<int>(stride) + r : r * static_cast<int>(stride) + c] = f.x[i];
+    T* const element = at + detail::offset(i, stride, layout == mem_col_major);
+    model::touch(element, sizeof(T), model::Touch::write, __builtin_return_address(0));
+    *element = f.x[i];
   }
-  model::wait_warp(0xFFFFFFFFU);
+  model::wait_warp(0xFFFFFFFFU, false);
 }
 
 template <class T, class LayoutA, class LayoutB>
-void mma_sync(fragment<accumulator, 16, 16, 16, float>& d, const fragment<matrix_a, 16, 16, 16, T, LayoutA>& a,
-              const fragment<matrix_b, 16, 16, 16, T, LayoutB>& b, const fragment<accumulator, 16, 16, 16, float>& c) {
+KVKEEP_OF_MODEL void mma_sync(fragment<accumulator, 16, 16, 16, float>& d,
+                              const fragment<matrix_a, 16, 16, 16, T, LayoutA>& a,
+                              const fragment<matrix_b, 16, 16, 16, T, LayoutB>& b,
+                              const fragment<accumulator, 16, 16, 16, float>& c) {
   struct Both {
     T a[8], b[8];
   } mine;
@@ -415,7 +425,7 @@ void mma_sync(fragment<accumulator, 16, 16, 16, float>& d, const fragment<matrix
     const int r = detail::place(i) / 16, col = detail::place(i) % 16;
     std::array<float, 16> products;
     for (int k = 0; k < 16; ++k) {
-      const int ia = r * 16 + k, ib = k * 16 + col;
+      const int ia = detail::holder(r * 16 + k), ib = detail::holder(k * 16 + col);
       products[static_cast<std::size_t>(k)] =
           static_cast<float>(all[ia / 8].a[ia % 8]) * static_cast<float>(all[ib / 8].b[ib % 8]);
     }

@@ -11,6 +11,7 @@
 
 #include "cuda_model.h"
 #include "device_memory.h"
+#include "resources.h"
 
 struct CUgraphNode_st {
   cudaGraphNodeType type;
@@ -116,6 +117,8 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
       blocks.y > 65535 || blocks.z > 65535 || count != 0 || attributes != nullptr)
     return told(cudaErrorInvalidConfiguration);
   if (shared > (asked ? runtime().shared_bytes.at(kernel) : kWithoutAsking)) return told(cudaErrorInvalidValue);
+  if (!has_room(runtime().launching, static_cast<int>(of_block.x), shared, most))
+    return told(cudaErrorLaunchOutOfResources);
   add(stream, cudaGraphNodeTypeKernel,
       [name = runtime().launching, blocks = dim3(blocks), threads = static_cast<int>(of_block.x), bytes = shared, most,
        body = std::move(body)] { run(name, blocks, threads, bytes, most, body); });
@@ -146,6 +149,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "invalid argument";
     case cudaErrorInvalidConfiguration:
       return "invalid configuration argument";
+    case cudaErrorLaunchOutOfResources:
+      return "too many resources requested for launch";
     case cudaErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated:

@@ -66,13 +66,13 @@ void protect(const Arena& a) {
 std::byte* take_device_memory(std::size_t bytes) {
   if (!settings().guard) return static_cast<std::byte*>(::operator new(bytes, kAligned));
   Arena& a = arena();
-  static const bool watched = [] {
+  static const bool handled = [] {
     struct sigaction with{};
     with.sa_sigaction = tell;
     with.sa_flags = SA_SIGINFO;
     return sigaction(SIGSEGV, &with, &before) == 0;
   }();
-  static_cast<void>(watched);
+  static_cast<void>(handled);
   const std::size_t whole = std::bit_ceil(std::max(bytes, kPage));
   std::byte* memory = nullptr;
   if (auto& free = a.given[whole]; !free.empty()) {

@@ -29,13 +29,17 @@ Settings from_environment() {
       chosen.guard = true;
     else if (word == "host")
       chosen.host = true;
+#if defined(KVKEEP_WATCHED)  // else the compiler was not told to report accesses
+    else if (word == "races")
+      chosen.races = true;
+#endif
     else if (word.starts_with("seed=") && whole && value > 0)
       chosen.seed = value;
     else if (word.starts_with("shared=") && whole && value > 0)
       chip().shared_bytes = static_cast<int>(value) << 10;
     else
       throw std::invalid_argument("KVKEEP_CUDA_MODEL: '" + std::string(word) +
-                                  "'; allowed truncate, exp2, guard, host, seed=N, shared=KIB");
+                                  "'; allowed truncate, exp2, guard, races, host, seed=N, shared=KIB");
   }
   return chosen;
 }

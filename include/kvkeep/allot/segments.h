@@ -145,7 +145,7 @@ KVKEEP_HD std::int32_t distinct_cuts(const std::int32_t* cached, std::int64_t co
 template <class Team = OneThread>
 KVKEEP_HD std::int32_t merge_short(std::int32_t* ends, std::int32_t count, std::int32_t least, bool last,
                                    Team team = {}) {
-  std::int32_t out = 0, start = 0, next = ends[0];
+  std::int32_t out = 0, start = 0, next = team.thread() == 0 ? ends[0] : 0;
   for (std::int32_t i = 0; team.thread() == 0 && i < count; ++i) {
     const std::int32_t end = next;
     if (i + 1 < count) next = ends[i + 1];  // on its way while this one is looked at
