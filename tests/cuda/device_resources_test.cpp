@@ -145,6 +145,13 @@ TEST_F(Resources, OfAPoolRefuseAnEventThatIsCapturedBeforeOneHasRunAndItRunsLate
   EXPECT_EQ(engine.cut({1}).cuts.size(), 1U);
 }
 
+TEST(ResourcesOfTheHost, AreNeitherAStreamNorAWorkspace) {
+  EXPECT_EQ(testing::message_of<Unsupported>([] { host().use_stream(nullptr); }),
+            "stream: the CPU has none; allowed on a device");
+  EXPECT_EQ(testing::message_of<Unsupported>([] { host().use_workspace({}); }),
+            "workspace: the CPU takes none; allowed on a device");
+}
+
 #if defined(KVKEEP_CUDA_MODEL)  // what waits for what can be seen under the model alone
 
 TEST_F(Resources, GoBackAfterEveryStreamThatUsedThem) {
