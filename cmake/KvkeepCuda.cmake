@@ -5,11 +5,31 @@
 #   kvkeep::cuda     what a program links: the kernels and what lies between them and a Keeper (src/cuda)
 #
 # KVKEEP_CUDA            AUTO (where nvcc is found), ON (an error without it), OFF
+# KVKEEP_CUBLAS          AUTO (where its header is beside those of the runtime), ON (an error without it), OFF. It is not
+#                        linked: a program that uses it looks for the library (cuda/gram.h)
 # CMAKE_CUDA_ARCHITECTURES   80-real and 90-real with code that newer chips translate, unless set
 
 set(KVKEEP_CUDA AUTO CACHE STRING "Compile the CUDA kernels: AUTO, ON or OFF")
 set_property(CACHE KVKEEP_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(KVKEEP_CUDA_FOUND FALSE)
+set(KVKEEP_CUBLAS AUTO CACHE STRING "Multiply many queries with cuBLAS: AUTO, ON or OFF")
+set_property(CACHE KVKEEP_CUBLAS PROPERTY STRINGS AUTO ON OFF)
+
+# Tells the kernels of a target whether they have cuBLAS, whose header lies in one of the folders given.
+function(kvkeep_use_cublas target)
+  find_path(KVKEEP_CUBLAS_HEADERS cublas_v2.h HINTS ${ARGN} NO_DEFAULT_PATH)
+  mark_as_advanced(KVKEEP_CUBLAS_HEADERS)
+  if(KVKEEP_CUBLAS AND KVKEEP_CUBLAS_HEADERS)
+    target_compile_definitions(${target} PRIVATE KVKEEP_CUBLAS=1)
+  elseif(KVKEEP_CUBLAS AND NOT KVKEEP_CUBLAS STREQUAL "AUTO")
+    message(
+      FATAL_ERROR
+      "KVKEEP_CUBLAS is ON and there is no cublas_v2.h in ${ARGN}; allowed AUTO, OFF, or CUDA with it"
+    )
+  else()
+    target_compile_definitions(${target} PRIVATE KVKEEP_CUBLAS=0)
+  endif()
+endfunction()
 
 if(KVKEEP_CUDA)
   if(NOT CMAKE_CUDA_ARCHITECTURES)
@@ -44,7 +64,8 @@ if(KVKEEP_CUDA_FOUND)
     PRIVATE -std=c++20 --fmad=false -Xcompiler=-Wall,-Wextra $<$<BOOL:${KVKEEP_WERROR}>:--Werror=all-warnings>
   )
   # Static: whatever version of the runtime LibTorch brings along, the kernels have theirs.
-  target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart_static)
+  target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart_static ${CMAKE_DL_LIBS})
+  kvkeep_use_cublas(kvkeep_kernels ${CUDAToolkit_INCLUDE_DIRS})
 
   kvkeep_add_library(kvkeep_cuda TORCH UNITS 1 STEMS src/cuda LINK kvkeep_torch)
   target_include_directories(kvkeep_cuda PRIVATE src/c) # the C interface's half that needs CUDA
@@ -90,6 +111,7 @@ function(kvkeep_add_cuda_model headers)
   )
   target_include_directories(kvkeep_cuda_model SYSTEM PUBLIC ${headers})
   target_compile_definitions(kvkeep_cuda_model PUBLIC KVKEEP_CUDA_MODEL)
+  kvkeep_use_cublas(kvkeep_cuda_model ${headers})
   target_compile_options(kvkeep_cuda_model PRIVATE $<$<CONFIG:Release>:-O2>)
   target_link_libraries(kvkeep_cuda_model PUBLIC kvkeep_torch)
 endfunction()
