@@ -75,7 +75,7 @@ readonly measured=(
   '^(Ceiling|StepWithoutEvent)/|^Event/ams-tova/.*/batch:(1|32)/(1536->1024|96->64)/dense'
   '^(Prepare|WindowAttention[A-Za-z]*|NewestAttention|Tova|MassSegmented|Compact|Select)/.*/(1536->1024|96->64)'
   '^Event/(tova|ams-keydiff|snapkv|streaming)/|^Event/.*(32768|pages)'
-  '^(KeyDiff|Expected|Rkv|Critical|Memory)'
+  '^(KeyDiff|Expected|Rkv|Critical|Memory|Factorise|Syev)'
 )
 
 # The event whose kernels are timed one by one, and kernels that ncu looks at with the case that launches them.

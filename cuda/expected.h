@@ -48,11 +48,11 @@ struct ExpectedArguments {
 /// of 4 Dp R and its mean: 4 Dp in f32, 6 Dp on matrix units, where a KV head's heads are padded to 16; Dp is D
 /// rounded up to 16, R the lesser of `queries` and D rounded up to 32, without covariance 0. For
 /// every group 8 D if something turns, and 4 D for each of `queries` if they come after RoPE. Where `blas` multiplies,
-/// 262,144 Dp + 2,048 Dp^2 for all heads together.
+/// 262,144 Dp + 1,024 Dp^2 for all heads together.
 [[nodiscard]] std::int64_t expected_workspace_bytes(const ExpectedArguments& arguments);
 
 /// Five launches: turns; one block per query head for its moments and factor; logits; softmax, mean and value norm; the
-/// sinks' score (not if sink is 0). Where `blas` multiplies, three for the moments of every 256 times 256 queries, and
+/// sinks' score (not if sink is 0). Where `blas` multiplies, three for the moments of every 128 times 512 queries, and
 /// one for the factors of all heads. Which way a head goes depends on its own queries alone; both have the errors of
 /// sums in f32 (GramTask in expected_task.cuh). Cost: flop as on the CPU, twice that on matrix units; keys and values
 /// are read once, a head's factor once for every 128 slots (in f32 64), its queries three to five times, the more the

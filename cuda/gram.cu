@@ -116,16 +116,15 @@ void Blas::open(void* workspace) {
 void launch_gram(const GramArguments& a, Stream stream) {
   KVKEEP_REQUIRE(a.element == Element::f16 || a.element == Element::bf16, "gram: rows are ", name_of(a.element),
                  "; allowed f16, bf16");
-  KVKEEP_REQUIRE(a.count >= 0 && a.tokens >= 1 && a.dim >= 1 && a.dim <= a.width && a.width % 8 == 0, "gram: ",
-                 a.count, " matrices of ", a.tokens, " rows of ", a.width, " components, ", a.dim,
+  KVKEEP_REQUIRE(a.count >= 0 && a.tokens >= 1 && a.dim >= 1 && a.dim <= a.width && a.width % 8 == 0, "gram: ", a.count,
+                 " matrices of ", a.tokens, " rows of ", a.width, " components, ", a.dim,
                  " of them multiplied; allowed from 0, from 1, multiples of 8, and 1 up to those");
   KVKEEP_REQUIRE_AS(StateError, a.blas != nullptr && a.blas->is_open(), "gram: no handle; allowed after open()");
   if (a.count == 0) return;
   auto* const handle = static_cast<cublasHandle_t>(a.blas->handle_);
   // In this order: with another stream cuBLAS goes back to memory of its own.
   expect("stream", library().set_stream(handle, stream));
-  expect("workspace",
-         library().set_workspace(handle, a.blas->workspace_, static_cast<std::size_t>(Blas::kWorkspace)));
+  expect("workspace", library().set_workspace(handle, a.blas->workspace_, static_cast<std::size_t>(Blas::kWorkspace)));
   const float one = 1, zero = 0;
   const cudaDataType type = a.element == Element::f16 ? CUDA_R_16F : CUDA_R_16BF;
   const auto matrix = static_cast<long long>(a.tokens) * a.width, product = static_cast<long long>(a.dim) * a.width;

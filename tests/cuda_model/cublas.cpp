@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuBLAS for the execution model, as far as kvkeep calls it: products as loops of the host, in the order of the stream,
-// which a capture records and a replay runs again. It refuses what cuBLAS refuses, and what would be slow, wait, or take
-// memory of its own there: vectors that are not aligned, a handle that is made while a stream is captured, a stream
-// without the workspace that has to follow it.
+// which a capture records and a replay runs again. It refuses what cuBLAS refuses, and what would be slow, wait, or
+// take memory of its own there: vectors that are not aligned, a handle that is made while a stream is captured, a
+// stream without the workspace that has to follow it.
 
 #if KVKEEP_CUBLAS
 
@@ -42,9 +42,8 @@ struct Columns {
     std::vector<float> out(static_cast<std::size_t>(count) * static_cast<std::size_t>(tokens));
     for (int t = 0; t < tokens; ++t)
       for (int r = 0; r < count; ++r) {
-        const long long at =
-            matrix * stride + (transposed ? t + static_cast<long long>(r) * leading
-                                          : r + static_cast<long long>(t) * leading);
+        const long long at = matrix * stride + (transposed ? t + static_cast<long long>(r) * leading
+                                                           : r + static_cast<long long>(t) * leading);
         out[static_cast<std::size_t>(r) * static_cast<std::size_t>(tokens) + static_cast<std::size_t>(t)] =
             type == CUDA_R_16F ? static_cast<float>(static_cast<const __half*>(data)[at])
                                : static_cast<float>(static_cast<const __nv_bfloat16*>(data)[at]);
