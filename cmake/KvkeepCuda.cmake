@@ -5,8 +5,8 @@
 #   kvkeep::cuda     what a program links: the kernels and what lies between them and a Keeper (src/cuda)
 #
 # KVKEEP_CUDA            AUTO (where nvcc is found), ON (an error without it), OFF
-# KVKEEP_CUBLAS          AUTO (where its header is beside those of the runtime), ON (an error without it), OFF. It is not
-#                        linked: a program that uses it looks for the library (cuda/gram.h)
+# KVKEEP_CUBLAS          AUTO (where its header is beside those of the runtime), ON (an error without it), OFF. It is
+#                        not linked: the library is looked for when it is used (cuda/gram.h)
 # CMAKE_CUDA_ARCHITECTURES   80-real and 90-real with code that newer chips translate, unless set
 
 set(KVKEEP_CUDA AUTO CACHE STRING "Compile the CUDA kernels: AUTO, ON or OFF")
