@@ -95,7 +95,10 @@ Blas::~Blas() {
   int before = 0;
   const bool known = cudaGetDevice(&before) == cudaSuccess;
   give_back_current(device_);
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // beside a capture of whoever
+  cudaThreadExchangeStreamCaptureMode(&mode);
   static_cast<void>(library().destroy(static_cast<cublasHandle_t>(handle_)));
+  cudaThreadExchangeStreamCaptureMode(&mode);
   if (known) give_back_current(before);
 }
 

@@ -3,6 +3,8 @@
 
 #include "expected.h"
 
+#include <optional>
+
 #include "kvkeep/score/expected.h"
 #include "open_blas.h"
 #include "value_case.h"
@@ -19,7 +21,8 @@ struct Multiplier {
 };
 
 std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, const ExpectedOptions& options,
-                             DeviceLayout layout = {}, Multiplier multiplier = {}) {
+                             DeviceLayout layout = {}, Multiplier multiplier = {},
+                             std::optional<std::int32_t> rank = std::nullopt) {
   const DeviceEvidence there(c, layout);
   const DeviceValues sides(c, there, values, layout);
   std::vector<std::int32_t> next;
@@ -47,6 +50,11 @@ std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, con
                               .slots = c.table.slots,
                               .scores = scores.data()};
   arguments.evidence.rows = sides.rows();
+  if (rank) {  // one of the KV heads of the first group
+    arguments.evidence.rows += *rank;
+    arguments.evidence.limits += *rank;
+    arguments.evidence.count = arguments.evidence.kv_heads = 1;
+  }
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(expected_workspace_bytes(arguments)) + 32);
   arguments.workspace = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(workspace.data()) + 31) / 32 * 32);
   launch_expected(arguments, nullptr);
@@ -339,7 +347,7 @@ TEST_F(ExpectedByBlas, LosesNothingToAMeanThatIsAThousandTimesTheSpread) {
   }
 }
 
-TEST_F(ExpectedByBlas, GivesARowTheSameBitsWhateverItsNeighboursAre) {
+TEST_F(ExpectedByBlas, GivesARowTheSameBitsWhateverItsNeighboursAreAndOnWhicheverRank) {
   OpenBlas there;
   const EvidenceShape shape{.group = 2, .kv_heads = 2, .dim = 8, .lengths = {300}, .seen = 290, .gaps = false};
   EvidenceCase alone(1401, shape);
@@ -352,6 +360,12 @@ TEST_F(ExpectedByBlas, GivesARowTheSameBitsWhateverItsNeighboursAre) {
     const std::vector<float> one = on_device(alone, values, {.queries = queries}, {}, {&there.blas, 260}),
                              all = on_device(beside, others, {.queries = queries}, {}, {&there.blas, 260});
     for (std::size_t t = 0; t < one.size(); ++t) ASSERT_EQ(one[t], all[t]) << t;
+    for (const std::int32_t rank : {0, 1}) {
+      const std::vector<float> own =
+          on_device(alone, values, {.queries = queries}, {}, {&there.blas, 260}, rank);  // and kUntouched
+      for (std::size_t t = 0; t < own.size(); ++t)
+        ASSERT_EQ(own[t], t / 300 == static_cast<std::size_t>(rank) ? one[t] : kUntouched) << "rank " << rank;
+    }
   }
 }
 
