@@ -3,7 +3,6 @@
 
 #include "kvkeep/core/error.h"
 #include "launch.cuh"
-#include "memory.h"
 
 #if KVKEEP_CUBLAS
 #include <cublas_v2.h>
@@ -94,12 +93,12 @@ Blas::~Blas() {
   if (handle_ == nullptr) return;
   int before = 0;
   const bool known = cudaGetDevice(&before) == cudaSuccess;
-  give_back_current(device_);
+  static_cast<void>(cudaSetDevice(device_));
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // beside a capture of whoever
   cudaThreadExchangeStreamCaptureMode(&mode);
   static_cast<void>(library().destroy(static_cast<cublasHandle_t>(handle_)));
   cudaThreadExchangeStreamCaptureMode(&mode);
-  if (known) give_back_current(before);
+  if (known) static_cast<void>(cudaSetDevice(before));
 }
 
 void Blas::open(void* workspace) {
@@ -107,7 +106,8 @@ void Blas::open(void* workspace) {
   KVKEEP_REQUIRE(workspace != nullptr && reinterpret_cast<std::uintptr_t>(workspace) % 256 == 0,
                  "gram: workspace: not aligned; allowed an address that is a multiple of 256 bytes");
   cublasHandle_t handle = nullptr;
-  device_ = current_device();
+  const cudaError_t status = cudaGetDevice(&device_);
+  KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess, "gram: current device: ", cudaGetErrorString(status));
   expect("a handle", library().create(&handle));
   handle_ = handle;
   workspace_ = workspace;
