@@ -5,6 +5,8 @@
 #   kvkeep::cuda     what a program links: the kernels and what lies between them and a Keeper (src/cuda)
 #
 # KVKEEP_CUDA            AUTO (where nvcc is found), ON (an error without it), OFF; OFF in another project unless set
+# KVKEEP_CUBLAS          AUTO (where its header is beside those of the runtime), ON (an error without it), OFF. It is
+#                        not linked: the library is looked for when it is used (cuda/gram.h)
 # CMAKE_CUDA_ARCHITECTURES   80-real and 90-real with code that newer chips translate, unless set
 
 set(by_default OFF)
@@ -14,6 +16,24 @@ endif()
 set(KVKEEP_CUDA ${by_default} CACHE STRING "Compile the CUDA kernels: AUTO, ON or OFF")
 set_property(CACHE KVKEEP_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(KVKEEP_CUDA_FOUND FALSE)
+set(KVKEEP_CUBLAS AUTO CACHE STRING "Multiply many queries with cuBLAS: AUTO, ON or OFF")
+set_property(CACHE KVKEEP_CUBLAS PROPERTY STRINGS AUTO ON OFF)
+
+# Tells sources whether they have cuBLAS, whose header lies in one of the folders `headers`.
+function(kvkeep_use_cublas headers)
+  find_path(KVKEEP_CUBLAS_HEADERS cublas_v2.h HINTS ${headers} NO_DEFAULT_PATH)
+  mark_as_advanced(KVKEEP_CUBLAS_HEADERS)
+  set(used 0)
+  if(KVKEEP_CUBLAS AND KVKEEP_CUBLAS_HEADERS)
+    set(used 1)
+  elseif(KVKEEP_CUBLAS AND NOT KVKEEP_CUBLAS STREQUAL "AUTO")
+    message(
+      FATAL_ERROR
+      "KVKEEP_CUBLAS is ON and there is no cublas_v2.h in ${headers}; allowed AUTO, OFF, or CUDA with it"
+    )
+  endif()
+  set_source_files_properties(${ARGN} PROPERTIES COMPILE_DEFINITIONS KVKEEP_CUBLAS=${used})
+endfunction()
 
 if(KVKEEP_CUDA)
   if(NOT CMAKE_CUDA_ARCHITECTURES)
@@ -48,7 +68,8 @@ if(KVKEEP_CUDA_FOUND)
     PRIVATE -std=c++20 --fmad=false -Xcompiler=-Wall,-Wextra $<$<BOOL:${KVKEEP_WERROR}>:--Werror=all-warnings>
   )
   # Static: whatever version of the runtime a program brings along, the kernels have theirs.
-  target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart_static)
+  target_link_libraries(kvkeep_kernels PUBLIC CUDA::cudart_static ${CMAKE_DL_LIBS})
+  kvkeep_use_cublas("${CUDAToolkit_INCLUDE_DIRS}" "${PROJECT_SOURCE_DIR}/cuda/gram.cu")
 
   kvkeep_add_library(kvkeep_cuda UNITS 1 STEMS src/cuda LINK kvkeep)
   target_include_directories(kvkeep_cuda PRIVATE src/c) # the C interface's half that needs CUDA
@@ -121,6 +142,11 @@ function(kvkeep_add_cuda_model headers)
   )
   target_include_directories(kvkeep_cuda_model SYSTEM PUBLIC ${headers})
   target_compile_definitions(kvkeep_cuda_model PUBLIC KVKEEP_CUDA_MODEL)
+  kvkeep_use_cublas(
+    "${headers}"
+    "${PROJECT_BINARY_DIR}/generated/cuda_model/gram.cpp"
+    "${PROJECT_SOURCE_DIR}/tests/cuda_model/cublas.cpp"
+  )
   target_compile_options(kvkeep_cuda_model PRIVATE $<$<CONFIG:Release>:-O2 -g1>) # with lines, which races are told by
   target_link_libraries(kvkeep_cuda_model PUBLIC kvkeep)
 

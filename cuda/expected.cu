@@ -19,6 +19,8 @@ namespace {
 using namespace expected;
 using tuning::kExpectedChunk;
 using tuning::kExpectedThreads;
+using tuning::kGramItems;
+using tuning::kGramTokens;
 using tuning::kKeyThreads;
 
 constexpr float kMost = std::numeric_limits<float>::max() / 2, kLeast = -std::numeric_limits<float>::infinity();
@@ -413,6 +415,9 @@ std::int64_t divide(const ExpectedArguments& a, ExpectedTask& task) {
   task.unit = a.matrix_unit && e.keys != Element::f32;
   task.rows = round_up(a.queries > e.dim ? e.dim : a.queries, kPanelRows);
   task.chunks = (e.longest + kExpectedChunk - 1) / kExpectedChunk;
+  task.gram = {};
+  task.gram.pieces = (a.queries + kGramTokens - 1) / kGramTokens;
+  if (a.blas != nullptr && expected_multiplies_many(a)) task.gram.at_once = kGramItems / task.gram.pieces;
   const std::int64_t groups = e.count / e.kv_heads, heads = std::int64_t{e.count} * e.group;
   WorkspaceParts parts(a.workspace);
   task.future = parts.take<double2>(task.turns() ? groups * task.most_pairs() : 0);
@@ -420,6 +425,10 @@ std::int64_t divide(const ExpectedArguments& a, ExpectedTask& task) {
   task.heads = parts.take<HeadFactor>(heads);
   task.means = parts.take<std::byte>(e.count * task.mean_bytes());
   task.factors = parts.take<std::byte>(a.covariance ? heads * task.factor_bytes() : 0);
+  if (task.gram.at_once > 0) {
+    task.gram.rows = parts.take<__half>(std::int64_t{kGramItems} * kGramTokens * 2 * task.padded);
+    task.gram.products = parts.take<float>(std::int64_t{kGramItems} * task.padded * 2 * task.padded);
+  }
   task.partial = parts.take<float2>(heads * task.chunks);
   task.tops = parts.take<float>(std::int64_t{e.count} * task.chunks);
   task.logits = parts.take<float>(a.slots * e.group);
@@ -427,6 +436,11 @@ std::int64_t divide(const ExpectedArguments& a, ExpectedTask& task) {
 }
 
 }  // namespace
+
+bool expected_multiplies_many(const ExpectedArguments& a) {
+  return a.covariance && a.matrix_unit && a.queries >= a.gram_queries && a.queries > a.evidence.dim &&
+         a.queries <= kGramItems * kGramTokens;
+}
 
 std::int64_t expected_workspace_bytes(const ExpectedArguments& arguments) {
   ExpectedTask task{};
@@ -439,8 +453,9 @@ void launch_expected(const ExpectedArguments& a, Stream stream) {
   check_dim("expected", e.dim);
   KVKEEP_REQUIRE(e.logit_cap == 0, "expected: logit_cap; given ", e.logit_cap, "; allowed 0");
   if (a.value_norm) check_dim("expected: values", a.value_dim);
-  KVKEEP_REQUIRE(a.future >= 1 && a.sink >= 0 && a.queries >= 1, "expected: future ", a.future, ", sink ", a.sink,
-                 ", queries ", a.queries, "; allowed from 1, 0 and 1 on");
+  KVKEEP_REQUIRE(a.future >= 1 && a.sink >= 0 && a.queries >= 1 && a.gram_queries >= 1, "expected: future ", a.future,
+                 ", sink ", a.sink, ", queries ", a.queries, ", gram_queries ", a.gram_queries,
+                 "; allowed from 1, 0, 1 and 1 on");
   check_wide("expected", "queries", e.query);
   if (e.count == 0 || e.longest == 0) return;
   ExpectedTask task{};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "expected_task.cuh"
+#include "gram.h"
 #include "kvkeep/score/window.h"
 #include "launch.cuh"
 #include "panel.cuh"
@@ -9,6 +10,8 @@
 namespace kvkeep::cuda::expected {
 namespace {
 
+using tuning::kGramItems;
+using tuning::kGramTokens;
 using tuning::kMomentQueries;
 using tuning::kMomentThreads;
 
@@ -76,12 +79,19 @@ __device__ void store(const ExpectedTask& task, float x, std::int32_t parts, std
     split<__half>(x, parts, task.padded, d, row);
 }
 
+constexpr std::int32_t kLeastExponent = -100;
+
 /// Exponent of the power of two that scales numbers of up to `largest` to less than 2, such that neither it nor its
 /// inverse leaves f32.
 __device__ std::int32_t exponent_of(float largest) {
   const std::int32_t exponent = static_cast<std::int32_t>(__float_as_uint(largest) >> 23U) - 127;
   if (largest == 0 || exponent == 128) return 0;
-  return exponent < -100 ? -100 : exponent;
+  return exponent < kLeastExponent ? kLeastExponent : exponent;
+}
+
+/// Writes `count` zeros, by the whole block.
+__device__ void clear(std::uint32_t* words, std::int64_t count) {
+  for (std::int64_t at = threadIdx.x; at < count; at += kMomentThreads) words[at] = 0;
 }
 
 /// An upper triangle of `dim` rows in shared memory, row after row, or, if it does not fit, a square in global memory.
@@ -168,28 +178,11 @@ __device__ void factorise(const Triangle& u, double* rest, double* pivots) {
   }
 }
 
-/// Mean and factor of one query head, one block each. Work on queries goes by unit: a rotary pair, or a component that
-/// does not turn.
-template <class Q>
-class Moments {
+/// Where the factor of one query head is made, and how it is written. One block each.
+class Factor {
  public:
-  __device__ Moments(const ExpectedTask& task, std::int64_t n, double* mean, std::byte* shared,
-                     unsigned long long* scratch, double* sums)
-      : task_(task),
-        e_(task.a.evidence),
-        team_(scratch),
-        mean_(mean),
-        sums_(sums),
-        n_(n),
-        group_(n / e_.query_heads()),
-        head_(e_.rows[n / e_.group].head * e_.group + static_cast<std::int32_t>(n % e_.group)),
-        thread_(static_cast<std::int32_t>(threadIdx.x)),
-        dim_(e_.dim),
-        style_(task.rope(group_).style),
-        pairs_(task.rope(group_).pairs),
-        most_pairs_(task.most_pairs()),
-        units_(dim_ - pairs_),
-        stride_(round_up(dim_, 4)) {
+  __device__ Factor(const ExpectedTask& task, std::int64_t n, std::byte* shared)
+      : task_(task), thread_(static_cast<std::int32_t>(threadIdx.x)), dim_(task.a.evidence.dim) {
     const MomentShared parts(dim_);
     z_ = reinterpret_cast<float*>(shared + parts.queries);
     factor_ = task.factors + n * task.factor_bytes();
@@ -197,8 +190,85 @@ class Moments {
           parts.fits ? 0 : task.padded};
   }
 
-  __device__ void run() {
-    HeadFactor out{0, 1, 0, false};
+  /// Of the sums in `u_`. sums: [2 * kCholeskyRows].
+  __device__ void make(double* sums) {
+    static_assert(kCholeskyRows * sizeof(double) <= kMomentQueries * sizeof(float));
+    factorise(u_, reinterpret_cast<double*>(z_), sums);
+    write_factor();
+  }
+
+  /// The same of the sums that lie where the factor will, row i from i * padded on.
+  __device__ void make_of_product(double* sums) {
+    if (u_.stride == 0) {
+      const auto* product = reinterpret_cast<const float*>(factor_);
+      for (std::int32_t at = thread_; at < dim_ * dim_; at += kMomentThreads) {
+        const std::int32_t i = at / dim_, j = at - i * dim_;
+        if (i <= j) u_.at(i, j) = product[i * task_.padded + j];
+      }
+    }
+    __syncthreads();
+    make(sums);
+    __syncthreads();
+  }
+
+ protected:
+  [[nodiscard]] __device__ std::byte* row_of(std::int32_t i) const {
+    return factor_ + std::int64_t{i} * task_.padded * 4;
+  }
+
+  /// Writes the triangle as rows; if it is stored in their place, each is read before it is written.
+  __device__ void write_factor() {
+    for (std::int32_t i = 0; i < dim_; ++i) {
+      const std::int32_t d = thread_;
+      const float x = d >= i && d < dim_ ? u_.at(i, d) : 0.0F;
+      if (u_.stride > 0) __syncthreads();
+      if (d < task_.padded) store(task_, x, 2, d, row_of(i));
+    }
+    fill(dim_, false);
+  }
+
+  /// Writes zeros after the components of `count` rows, if `behind`, and in the rows up to a whole panel.
+  __device__ void fill(std::int32_t count, bool behind) {
+    const std::int32_t past = task_.padded - dim_;
+    if (behind)
+      for (std::int32_t at = thread_; at < count * past; at += kMomentThreads)
+        store(task_, 0, 2, dim_ + at % past, row_of(at / past));
+    const std::int32_t all = round_up(count, kPanelRows) - count;
+    for (std::int32_t at = thread_; at < all * task_.padded; at += kMomentThreads)
+      reinterpret_cast<float*>(row_of(count))[at] = 0;
+  }
+
+  const ExpectedTask& task_;
+  std::int32_t thread_, dim_;
+  float* z_;
+  std::byte* factor_;
+  Triangle u_;
+};
+
+/// Mean and factor of one query head, one block each. Work on queries goes by unit: a rotary pair, or a component that
+/// does not turn.
+template <class Q>
+class Moments : Factor {
+ public:
+  __device__ Moments(const ExpectedTask& task, std::int64_t n, double* mean, std::byte* shared,
+                     unsigned long long* scratch, double* sums)
+      : Factor(task, n, shared),
+        e_(task.a.evidence),
+        team_(scratch),
+        mean_(mean),
+        sums_(sums),
+        n_(n),
+        group_(n / e_.query_heads()),
+        head_(e_.rows[n / e_.group].head * e_.group + static_cast<std::int32_t>(n % e_.group)),
+        style_(task.rope(group_).style),
+        pairs_(task.rope(group_).pairs),
+        most_pairs_(task.most_pairs()),
+        units_(dim_ - pairs_),
+        stride_(round_up(dim_, 4)) {}
+
+  /// True if its queries were left to cuBLAS.
+  __device__ bool run() {
+    HeadFactor out{0, 1, 0, false, false};
     const Counted counted = counted_of(task_, group_);
     first_ = counted.first;
     average(counted.count);
@@ -208,20 +278,20 @@ class Moments {
       out.factor = narrow(ldexp(1.0, exponent) * static_cast<double>(e_.scale) / sqrt(2.0 * counted.count));
       out.triangular = counted.count > dim_;
       out.rows = out.triangular ? dim_ : counted.count;
-      if (out.triangular)
+      out.product = task_.grams(counted.count) && exponent > kLeastExponent;
+      if (out.product)
+        give_rows(counted.count);
+      else if (out.triangular)
         multiply(counted.count);
       else
         copy(counted.count);
     }
     __syncthreads();
-    if (out.triangular) {
-      static_assert(kCholeskyRows * sizeof(double) <= kMomentQueries * sizeof(float));
-      factorise(u_, reinterpret_cast<double*>(z_), sums_);
-      write_factor();
-    }
+    if (out.triangular && !out.product) make(sums_);
     out.mean_factor = write_mean();
     if (thread_ == 0) task_.heads[n_] = out;
     __syncthreads();
+    return out.product;
   }
 
  private:
@@ -303,6 +373,26 @@ class Moments {
     fill(count, true);
   }
 
+  /// The queries for cuBLAS, zeros after the last one.
+  __device__ void give_rows(std::int32_t count) {
+    const std::int32_t width = 2 * task_.padded, all = task_.gram.pieces * kGramTokens, past = task_.padded - dim_;
+    __half* rows = task_.gram.rows + (n_ - task_.gram.first) * all * width;
+    const auto put = [&](std::int32_t i, std::int64_t d, float z) {
+      __half* to = rows + std::int64_t{i} * width + d;
+      from_float(z, to[0]);
+      from_float((z - to_float(to[0])) * GramTask::kLow, to[task_.padded]);
+    };
+    for (std::int32_t at = thread_; at < count * units_; at += kMomentThreads) {
+      const std::int32_t i = at / units_, unit = at - i * units_;
+      const float2 z = turned(i, unit);
+      const auto [p, s] = components(unit);
+      put(i, p, z.x);
+      if (unit < pairs_) put(i, s, z.y);
+    }
+    for (std::int32_t at = thread_; at < count * past; at += kMomentThreads) put(at / past, dim_ + at % past, 0);
+    clear(reinterpret_cast<std::uint32_t*>(rows + std::int64_t{count} * width), (all - count) * task_.padded);
+  }
+
   /// Sum of the products of all pairs of components: a thread has up to kTiles tiles of 4 x 4.
   __device__ void multiply(std::int32_t count) {
     constexpr std::int32_t kTiles = 3;
@@ -360,32 +450,6 @@ class Moments {
     }
   }
 
-  [[nodiscard]] __device__ std::byte* row_of(std::int32_t i) const {
-    return factor_ + std::int64_t{i} * task_.padded * 4;
-  }
-
-  /// Writes the triangle as rows; if it is stored in their place, each is read before it is written.
-  __device__ void write_factor() {
-    for (std::int32_t i = 0; i < dim_; ++i) {
-      const std::int32_t d = thread_;
-      const float x = d >= i && d < dim_ ? u_.at(i, d) : 0.0F;
-      if (u_.stride > 0) __syncthreads();
-      if (d < task_.padded) store(task_, x, 2, d, row_of(i));
-    }
-    fill(dim_, false);
-  }
-
-  /// Writes zeros after the components of `count` rows, if `behind`, and in the rows up to a whole panel.
-  __device__ void fill(std::int32_t count, bool behind) {
-    const std::int32_t past = task_.padded - dim_;
-    if (behind)
-      for (std::int32_t at = thread_; at < count * past; at += kMomentThreads)
-        store(task_, 0, 2, dim_ + at % past, row_of(at / past));
-    const std::int32_t all = round_up(count, kPanelRows) - count;
-    for (std::int32_t at = thread_; at < all * task_.padded; at += kMomentThreads)
-      reinterpret_cast<float*>(row_of(count))[at] = 0;
-  }
-
   /// Writes the turned mean times the softmax scale. Returns the factor of its products.
   [[nodiscard]] __device__ float write_mean() {
     for (std::int32_t f = thread_; f < pairs_; f += kMomentThreads) {
@@ -419,18 +483,14 @@ class Moments {
     return ldexpf(1.0F, exponent);
   }
 
-  const ExpectedTask& task_;
   const EvidenceArguments& e_;
   BlockTeam team_;
   double *mean_, *sums_;
   std::int64_t n_, group_;
-  std::int32_t head_, thread_, dim_;
+  std::int32_t head_;
   RopeStyle style_;
   std::int32_t pairs_, most_pairs_, units_, stride_, first_ = 0;
   float by_ = 1;
-  float* z_;
-  std::byte* factor_;
-  Triangle u_;
 };
 
 template <class Q>
@@ -439,15 +499,59 @@ __global__ void __launch_bounds__(kMomentThreads, 2) expected_moments_kernel(Exp
   KVKEEP_SHARED(double, mean, 256);
   KVKEEP_SHARED(double, sums, 2 * kMomentThreads);
   const EvidenceArguments& e = task.a.evidence;
-  for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
-    const std::int64_t r = n / e.group;
-    if (!e.due(r) || e.rows[r].length <= task.a.sink) continue;
-    const std::int64_t group = r / e.kv_heads;
-    if (counted_of(task, group).count > 0)
-      Moments<Q>(task, n, mean, dynamic_shared(), scratch, sums).run();
-    else if (threadIdx.x == 0)
-      task.heads[n].rows = kUnseen;
+  const GramTask& gram = task.gram;
+  const std::int64_t all = std::int64_t{e.count} * e.group;
+  // With cuBLAS a turn's heads, and what is left over of its call.
+  const std::int64_t slots = gram.at_once > 0 ? (kGramItems + gram.pieces - 1) / gram.pieces : all;
+  for (std::int64_t slot = blockIdx.x; slot < slots; slot += gridDim.x) {
+    const std::int64_t n = gram.first + slot, r = n / e.group, group = r / e.kv_heads;
+    const bool mine = n < all && (gram.at_once == 0 || slot < gram.at_once);
+    bool given = false;
+    if (mine && e.due(r) && e.rows[r].length > task.a.sink) {
+      if (counted_of(task, group).count > 0)
+        given = Moments<Q>(task, n, mean, dynamic_shared(), scratch, sums).run();
+      else if (threadIdx.x == 0)
+        task.heads[n].rows = kUnseen;
+    }
+    if (gram.at_once == 0 || given) continue;
+    const std::int64_t first = slot * gram.pieces, left = kGramItems - first;
+    const std::int64_t words = std::int64_t{kGramTokens} * task.padded;  // of an item: two numbers each
+    clear(reinterpret_cast<std::uint32_t*>(gram.rows) + first * words,
+          (left < gram.pieces ? left : gram.pieces) * words);
   }
+}
+
+/// Joins the products of a head's pieces, in f64, where its factor will be: one block per head of the turn.
+__global__ void __launch_bounds__(kMomentThreads) expected_products_kernel(ExpectedTask task) {
+  const EvidenceArguments& e = task.a.evidence;
+  const GramTask& gram = task.gram;
+  const std::int32_t padded = task.padded, width = 2 * padded;
+  for (std::int64_t slot = blockIdx.x; slot < gram.at_once; slot += gridDim.x) {
+    const std::int64_t n = gram.first + slot, r = n / e.group;
+    if (n >= std::int64_t{e.count} * e.group || !is_scored(task, r) || !task.heads[n].product) continue;
+    const float* products = gram.products + slot * gram.pieces * padded * width;
+    auto* to = reinterpret_cast<float*>(task.factors + n * task.factor_bytes());
+    for (auto at = static_cast<std::int32_t>(threadIdx.x); at < e.dim * e.dim; at += kMomentThreads) {
+      const std::int32_t i = at / e.dim, j = at - i * e.dim;
+      if (i > j) continue;
+      double sum = 0;
+      for (std::int32_t piece = 0; piece < gram.pieces; ++piece) {
+        const float* of = products + std::int64_t{piece} * padded * width;
+        const double low =
+            static_cast<double>(of[i * width + padded + j]) + static_cast<double>(of[j * width + padded + i]);
+        sum += static_cast<double>(of[i * width + j]) + low / static_cast<double>(GramTask::kLow);
+      }
+      to[i * padded + j] = static_cast<float>(sum);
+    }
+  }
+}
+
+/// The factors of these, one block per head.
+__global__ void __launch_bounds__(kMomentThreads, 2) expected_factors_kernel(ExpectedTask task) {
+  KVKEEP_SHARED(double, sums, 2 * kCholeskyRows);
+  const EvidenceArguments& e = task.a.evidence;
+  for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x)
+    if (is_scored(task, n / e.group) && task.heads[n].product) Factor(task, n, dynamic_shared()).make_of_product(sums);
 }
 
 }  // namespace
@@ -459,13 +563,31 @@ void launch_moments(const ExpectedTask& task, Stream stream) {
            {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * (task.backs() + 1)),
             .threads = tuning::kTurnThreads},
            stream, task);
-  with_wide_element(e.query, [&](auto type) {
-    launch("expected_moments", expected_moments_kernel<decltype(type)>,
-           {.blocks = blocks_for(std::int64_t{e.count} * e.group),
-            .threads = kMomentThreads,
-            .shared_bytes = MomentShared(e.dim).bytes},
-           stream, task);
-  });
+  const std::int64_t heads = std::int64_t{e.count} * e.group;
+  const std::size_t shared = MomentShared(e.dim).bytes;
+  const auto moments = [&](const ExpectedTask& turn, std::int64_t blocks) {
+    with_wide_element(e.query, [&](auto type) {
+      launch("expected_moments", expected_moments_kernel<decltype(type)>,
+             {.blocks = blocks_for(blocks), .threads = kMomentThreads, .shared_bytes = shared}, stream, turn);
+    });
+  };
+  if (task.gram.at_once == 0) return moments(task, heads);
+  for (ExpectedTask turn = task; turn.gram.first < heads; turn.gram.first += turn.gram.at_once) {
+    moments(turn, kGramItems);
+    launch_gram({.blas = task.a.blas,
+                 .rows = turn.gram.rows,
+                 .element = Element::f16,
+                 .count = kGramItems,
+                 .tokens = kGramTokens,
+                 .width = 2 * task.padded,
+                 .dim = task.padded,
+                 .products = turn.gram.products},
+                stream);
+    launch("expected_products", expected_products_kernel,
+           {.blocks = blocks_for(turn.gram.at_once), .threads = kMomentThreads}, stream, turn);
+  }
+  launch("expected_factors", expected_factors_kernel,
+         {.blocks = blocks_for(heads), .threads = kMomentThreads, .shared_bytes = shared}, stream, task);
 }
 
 }  // namespace kvkeep::cuda::expected

@@ -6,6 +6,7 @@
 #include "element.cuh"
 #include "expected.h"
 #include "team.cuh"
+#include "tuning.cuh"
 
 namespace kvkeep::cuda::expected {
 
@@ -22,6 +23,22 @@ struct HeadFactor {
   float mean_factor;  ///< of those of its mean
   std::int32_t rows;  ///< 0: no covariance; kUnseen: no query either
   bool triangular;    ///< row i is 0 before component i
+  bool product;       ///< until the factors are made: what is there is the upper triangle of what they are made of
+};
+
+/// Centred, turned queries z on their way through cuBLAS, for the heads of a turn. A number is the sum of two f16, h
+/// and l / 2,048: z is below 4 and taken to 22 bits. With rows [h, l], one product of h with both gives hh^T and hl^T;
+/// sum z z^T is hh^T + (hl^T + lh^T) / 2,048 but for 2^-24 of every |z z^T|. Since the mean is gone before anything is
+/// rounded, nothing cancels, however large it is. A call always has the same shape, filled up with zeros, so that
+/// cuBLAS multiplies a head in the same way whatever its neighbours are.
+struct GramTask {
+  static constexpr float kLow = 2048;
+
+  __half* rows;          ///< [kGramItems, kGramTokens, 2 Dp]
+  float* products;       ///< [kGramItems, Dp, 2 Dp]
+  std::int64_t first;    ///< head of the turn
+  std::int32_t pieces;   ///< of kGramTokens that a head has
+  std::int32_t at_once;  ///< heads of a turn; 0: the kernel multiplies
 };
 
 struct ExpectedTask {
@@ -34,6 +51,7 @@ struct ExpectedTask {
   float2* partial;     ///< [count, chunks, G] maximum and sum of one chunk
   float* tops;         ///< [count, chunks] largest score
   float* logits;       ///< [slots * G]: of a row [G, length]
+  GramTask gram;
   std::int32_t padded, rows, chunks;
   bool unit;
 
@@ -49,6 +67,10 @@ struct ExpectedTask {
   [[nodiscard]] KVKEEP_HD std::int64_t mean_bytes() const {  ///< of one row
     return std::int64_t{padded} *
            (unit ? round_up(a.evidence.group, kMeanHeads) * kMeanParts * 2 : a.evidence.group * 4);
+  }
+  /// Whether cuBLAS multiplies the queries of a head for which `count` are counted.
+  [[nodiscard]] KVKEEP_HD bool grams(std::int32_t count) const {
+    return gram.at_once > 0 && count >= a.gram_queries && count > a.evidence.dim;
   }
   [[nodiscard]] KVKEEP_HD std::int64_t factor_bytes() const { return std::int64_t{rows} * padded * 4; }
 };

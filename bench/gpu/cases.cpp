@@ -148,7 +148,9 @@ int main_of_benches(int count, char** words) {
     } else
       return refuse_usage("unknown option; given '" + word + "'");
   }
-  for (const auto& adds : {add_ceilings, add_events, add_keeping, add_scorers, add_prefill, add_memory}) adds();
+  for (const auto& adds :
+       {add_ceilings, add_events, add_keeping, add_scorers, add_prefill, add_memory, add_eigensolver})
+    adds();
   if (list) {
     for (const Case& one : cases) std::puts(one.name.c_str());
     return 0;

@@ -58,5 +58,6 @@ void add_keeping();
 void add_scorers();
 void add_prefill();
 void add_memory();
+void add_eigensolver();
 
 }  // namespace kvkeep::cuda

@@ -3,6 +3,7 @@
 // method reads them.
 
 #include "expected.h"
+#include "gram.h"
 #include "keydiff.h"
 #include "kvkeep/score/calibration.h"
 #include "kvkeep/score/cur.h"
@@ -420,9 +421,8 @@ void rkv(Result& result, Shape shape, Size size) { time_rkv(result, Asked(shape,
 /// The worst case: no key resembles any.
 void rkv_far(Result& result, Shape shape, Size size) { time_rkv(result, Asked(shape, size, 8, false)); }
 
-/// Expected Attention on a window of 256 queries before RoPE.
-void expected(Result& result, Shape shape, Size size) {
-  const std::int32_t window = options().toy ? 64 : 256;
+/// Expected Attention on a window of queries before RoPE. multiplies: cuBLAS, or null for the kernel.
+void time_expected(Result& result, const Shape& shape, const Size& size, std::int32_t window, Blas* multiplies) {
   const RandomEvent event(shape, size);
   fill_with_noise(event.cache.data(), event.cache.size() / 2);
   const auto groups = static_cast<std::int32_t>(event.count / shape.kv_heads);
@@ -449,16 +449,47 @@ void expected(Result& result, Shape shape, Size size) {
   a.queries = window;
   a.slots = static_cast<std::int64_t>(slots);
   a.scores = scores.data();
+  a.gram_queries = 1;
+  a.blas = multiplies;
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(expected_workspace_bytes(a)));
   a.workspace = workspace.data();
+  const auto of_row = [&](std::int32_t r) {
+    return scores.download(static_cast<std::size_t>(r * event.length), static_cast<std::size_t>(event.length));
+  };
+  std::vector<std::vector<float>> of_kernel;
+  if (multiplies != nullptr) {
+    a.blas = nullptr;
+    launch_expected(a, stream());
+    for (const std::int32_t r : sample_of(a.evidence.count)) of_kernel.push_back(of_row(r));
+    a.blas = multiplies;
+  }
   launch_expected(a, stream());
   for (const std::int32_t r : sample_of(a.evidence.count)) {
-    const std::vector<float> got =
-        scores.download(static_cast<std::size_t>(r * event.length), static_cast<std::size_t>(event.length));
+    const std::vector<float> got = of_row(r);
+    for (std::size_t t = 0; t < got.size() && multiplies != nullptr; ++t)
+      if (const float want = of_kernel.front()[t]; !(std::abs(got[t] - want) <= 1e-3F * std::abs(want)))
+        return result.fail(text("the score of slot ", t, " is ", got[t], " with cuBLAS, ", want, " with the kernel"));
+    if (multiplies != nullptr) of_kernel.erase(of_kernel.begin());
     if (!(got[0] == *std::max_element(got.begin(), got.end())) || !std::isfinite(got.back()))
       return result.fail("a sink does not have the largest score, or a score is not finite");
   }
   measure(result, static_cast<double>(slots) * shape.dim * 4, [&] { launch_expected(a, stream()); });
+}
+
+void expected(Result& result, Shape shape, Size size) {
+  time_expected(result, shape, size, options().toy ? 64 : 256, nullptr);
+}
+/// The same on a window of `budget` queries, whoever multiplies them: where one overtakes the other is what
+/// tuning::kGramQueries should be.
+void expected_window(Result& result, Shape shape, Size size) {
+  time_expected(result, shape, size, size.budget, nullptr);
+}
+void expected_window_blas(Result& result, Shape shape, Size size) {
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(Blas::kWorkspace));
+  Blas blas;
+  blas.open(workspace.data());
+  time_expected(result, shape, size, size.budget, &blas);
+  synchronize(stream());
 }
 
 }  // namespace
@@ -485,6 +516,11 @@ void add_scorers() {
   add("Rkv", rkv, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("RkvFar", rkv_far, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("Expected", expected, {{1, 1536, 1024}, {8, 1536, 1024}, {1, 32768, 2048}}, {{1, 96, 64}});
+  const auto windows = {Size{1, 1536, 160}, Size{1, 1536, 256},  Size{1, 1536, 384},
+                        Size{1, 1536, 512}, Size{1, 1536, 1024}, Size{8, 1536, 512}};
+  const auto toy_windows = {Size{1, 200, 150}, Size{1, 400, 300}};
+  add("ExpectedWindow", expected_window, windows, toy_windows);
+  if (Blas::why_not().empty()) add("ExpectedWindowBlas", expected_window_blas, windows, toy_windows);
 }
 
 }  // namespace kvkeep::cuda

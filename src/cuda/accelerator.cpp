@@ -29,7 +29,8 @@ class CudaAccelerator final : public MachineMemory, public Machine {
         memory_(pool_),
         layer_memory_(pool_),
         event_table_(pool_),
-        move_table_(pool_) {}
+        move_table_(pool_),
+        blas_(pool_) {}
 
   [[nodiscard]] std::vector<std::string> problems(const Ask& ask, const ModelSpec& spec) const override {
     const auto* const layer = std::get_if<LayerDemand>(&ask);
@@ -92,7 +93,8 @@ class CudaAccelerator final : public MachineMemory, public Machine {
                       "outside a capture");
     ++serial_;
     layer_memory_.begin();
-    auto event = std::make_unique<CudaEvent>(evidence, limits, pool_, layer_memory_, staging_, constants_, false);
+    auto event =
+        std::make_unique<CudaEvent>(evidence, limits, pool_, layer_memory_, staging_, constants_, blas_, false);
     event->allocator = demand.cut;
     measure(*event, {.keys = true}, most_kept(evidence.table, limits));
     upload(*event, true);
@@ -116,7 +118,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
       ++serial_;  // this invalidates earlier decisions
       memory_.begin();
     }
-    auto event = std::make_unique<CudaEvent>(evidence, limits, pool_, memory_, staging_, constants_, dry_);
+    auto event = std::make_unique<CudaEvent>(evidence, limits, pool_, memory_, staging_, constants_, blas_, dry_);
     event->allocator = &demand.allocator;
     if (!most.empty()) event->counts = event->take<std::int32_t>(std::ssize(most));
     measure(*event, demand.needs, most.empty() ? most_kept(evidence.table, limits) : most);
@@ -419,6 +421,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
   std::uint64_t serial_ = 0;  ///< of the newest event, the only one that workspace and tables hold
   bool dry_ = false;          ///< events launch nothing, and only count memory
   Constants constants_;
+  EventBlas blas_;
 };
 
 }  // namespace

@@ -2,6 +2,8 @@
 #include "event.h"
 
 #include <algorithm>
+#include <functional>
+#include <memory>
 
 #include "share.h"
 #include "window_attention.h"
@@ -83,24 +85,23 @@ void EventMemory::begin() {
 
 namespace {
 
-/// Rows of a table, and slots if all were as long as the longest: what workspaces grow with.
-std::pair<std::int64_t, std::int64_t> extent_of(const RowTable& table) {
-  std::int64_t longest = 0;
+/// Rows of a table, slots if all were as long as the longest, and the most queries held: what workspaces grow with.
+std::array<std::int64_t, 3> extent_of(const RowTable& table) {
+  std::int64_t longest = 0, queries = 0;
   for (const Row& row : table.rows) longest = std::max<std::int64_t>(longest, row.length);
-  return {std::ssize(table.rows), std::ssize(table.rows) * longest};
+  for (const RowGroup& group : table.groups) queries = std::max<std::int64_t>(queries, group.queries.count);
+  return {std::ssize(table.rows), std::ssize(table.rows) * longest, queries};
 }
 
 }  // namespace
 
 bool EventMemory::has_served(const RowTable& table) const {
-  const auto [rows, extent] = extent_of(table);
-  return rows <= rows_ && extent <= extent_;
+  return std::ranges::equal(extent_of(table), most_extent_, std::less_equal<>());
 }
 
 void EventMemory::reserve(std::int64_t bytes, const RowTable& table) {
-  const auto [rows, extent] = extent_of(table);
-  rows_ = std::max(rows_, rows);
-  extent_ = std::max(extent_, extent);
+  std::ranges::transform(extent_of(table), most_extent_, most_extent_.begin(),
+                         [](std::int64_t one, std::int64_t most) { return std::max(one, most); });
   counting_ = false;
   if (blocks_.size() != 1 || blocks_.front().bytes < bytes) replace_all(bytes);
 }
@@ -155,6 +156,20 @@ void DeviceTable::upload(Staging& staging, Stream stream) {
   sent_ = image_;
 }
 
+Blas* EventBlas::use(bool dry) {
+  if (!Blas::why_not().empty()) return nullptr;
+  if (dry || blas_.is_open()) return &blas_;
+  KVKEEP_REQUIRE_AS(StateError, !is_capturing(pool_.current()),
+                    "decide: the first event that multiplies with cuBLAS makes its handle, for which the device is "
+                    "waited for; allowed in a capture once such an event has run");
+  constexpr std::int64_t kAlignment = 256;
+  if (!workspace_) workspace_ = pool_.allocate(Blas::kWorkspace + kAlignment);
+  std::size_t room = Blas::kWorkspace + kAlignment;
+  void* workspace = workspace_.get();
+  blas_.open(std::align(kAlignment, Blas::kWorkspace, workspace, room));
+  return &blas_;
+}
+
 std::vector<std::int32_t> most_kept(const RowTable& table, const Limits& limits) {
   std::vector<std::int32_t> most;
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
@@ -165,7 +180,7 @@ std::vector<std::int32_t> most_kept(const RowTable& table, const Limits& limits)
 }
 
 CudaEvent::CudaEvent(const Evidence& given, const Limits& limits_given, DevicePool& pool, EventMemory& memory,
-                     Staging& staging, Constants& constants, bool dry)
+                     Staging& staging, Constants& constants, EventBlas& blas, bool dry)
     : evidence(given),
       limits(limits_given),
       scope_(pool.device().index),
@@ -173,6 +188,7 @@ CudaEvent::CudaEvent(const Evidence& given, const Limits& limits_given, DevicePo
       memory_(memory),
       staging_(staging),
       constants_(constants),
+      blas_(blas),
       stream_(pool.stream()),
       dry_(dry) {}
 

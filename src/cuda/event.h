@@ -2,6 +2,7 @@
 #pragma once
 /// One event on a device, between the policy and the kernels: tables, memory, stream.
 
+#include <array>
 #include <cstring>
 #include <map>
 #include <span>
@@ -9,6 +10,7 @@
 #include "device_pool.h"
 #include "evidence.h"
 #include "expected.h"
+#include "gram.h"
 #include "kvkeep/core/limits.h"
 #include "kvkeep/policy/machine.h"
 #include "kvkeep/score/window_attention.h"
@@ -25,8 +27,8 @@ class EventMemory {
 
   /// Frees everything. Several blocks become one, larger by half, so that the next events allocate nothing.
   void begin();
-  /// Whether an event over as many rows, and as many slots if all were as long as the longest, has run or was reserved
-  /// for: then one of this table allocates nothing.
+  /// Whether an event over as many rows, as many slots if all were as long as the longest, and as many queries has run
+  /// or was reserved for: then one of this table allocates nothing.
   [[nodiscard]] bool has_served(const RowTable& table) const;
   /// One block that holds `bytes`, the whole need of an event over this table, before that begins.
   void reserve(std::int64_t bytes, const RowTable& table);
@@ -53,7 +55,7 @@ class EventMemory {
   DevicePool& pool_;
   std::vector<Block> blocks_;
   std::int64_t given_ = -1, most_ = 0, counted_ = 0;
-  std::int64_t rows_ = -1, extent_ = -1;  ///< the largest that reserve() was told of
+  std::array<std::int64_t, 3> most_extent_ = {-1, -1, -1};  ///< the largest that reserve() was told of
   bool counting_ = false;
 };
 
@@ -114,12 +116,27 @@ struct Constants {
   std::map<std::string, DeviceMemory> by_content;  ///< bytes
 };
 
+/// cuBLAS of a keeper's events.
+class EventBlas {
+ public:
+  explicit EventBlas(DevicePool& pool) : pool_(pool) {}
+
+  /// For an event that multiplies with it; null where there is none. The first such event takes 32 MiB and makes the
+  /// handle, which waits for the device: throws StateError while the stream is captured. `dry`: it need not be open.
+  [[nodiscard]] Blas* use(bool dry);
+
+ private:
+  DevicePool& pool_;
+  DeviceMemory workspace_;  ///< outlives the handle
+  Blas blas_;
+};
+
 /// An event on a device. Launches go to the stream that was current when it began.
 class CudaEvent final : public Event {
  public:
   /// `dry`: nothing is launched, and memory is only counted.
   CudaEvent(const Evidence& given, const Limits& limits_given, DevicePool& pool, EventMemory& memory, Staging& staging,
-            Constants& constants, bool dry);
+            Constants& constants, EventBlas& blas, bool dry);
 
   [[nodiscard]] WindowAttention attend(std::int32_t window, bool official, WindowNeeds needs) override;
   [[nodiscard]] Scores score(const Scorer& scorer, const WindowAttention& seen) override;
@@ -153,6 +170,8 @@ class CudaEvent final : public Event {
   [[nodiscard]] T* take(std::int64_t count) const {
     return reinterpret_cast<T*>(memory_.take(count * static_cast<std::int64_t>(sizeof(T))));
   }
+  /// EventBlas::use()
+  [[nodiscard]] Blas* blas() const { return blas_.use(dry_); }
   /// f32 [slots]
   [[nodiscard]] float* flat() const { return take<float>(evidence.table.slots); }
 
@@ -230,6 +249,7 @@ class CudaEvent final : public Event {
   EventMemory& memory_;
   Staging& staging_;
   Constants& constants_;
+  EventBlas& blas_;
   Stream stream_;
   DeviceWindow asked_;
   bool dry_;

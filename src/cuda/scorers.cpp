@@ -140,6 +140,7 @@ float* score(CudaEvent& event, const Expected& scorer, const WindowAttention&) {
   arguments.epsilon = options.epsilon;
   arguments.queries = std::min(options.queries, held);
   arguments.matrix_unit = options.matrix_unit;
+  if (expected_multiplies_many(arguments)) arguments.blas = event.blas();
   arguments.slots = evidence.table.slots;
   arguments.scores = event.flat();
   arguments.workspace = event.take<std::byte>(expected_workspace_bytes(arguments));

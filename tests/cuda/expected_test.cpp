@@ -3,7 +3,10 @@
 
 #include "expected.h"
 
+#include <optional>
+
 #include "kvkeep/score/expected.h"
+#include "open_blas.h"
 #include "value_case.h"
 
 namespace kvkeep::cuda::expected_test {
@@ -11,8 +14,15 @@ namespace {
 
 using ExpectedKernel = OnDevice;
 
+/// Who multiplies the queries of a head.
+struct Multiplier {
+  Blas* blas = nullptr;  ///< null: the kernel
+  std::int32_t from = tuning::kGramQueries;
+};
+
 std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, const ExpectedOptions& options,
-                             DeviceLayout layout = {}) {
+                             DeviceLayout layout = {}, Multiplier multiplier = {},
+                             std::optional<std::int32_t> rank = std::nullopt) {
   const DeviceEvidence there(c, layout);
   const DeviceValues sides(c, there, values, layout);
   std::vector<std::int32_t> next;
@@ -35,9 +45,16 @@ std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, con
                               .epsilon = options.epsilon,
                               .queries = std::min(options.queries, held),
                               .matrix_unit = options.matrix_unit,
+                              .blas = multiplier.blas,
+                              .gram_queries = multiplier.from,
                               .slots = c.table.slots,
                               .scores = scores.data()};
   arguments.evidence.rows = sides.rows();
+  if (rank) {  // one of the KV heads of the first group
+    arguments.evidence.rows += *rank;
+    arguments.evidence.limits += *rank;
+    arguments.evidence.count = arguments.evidence.kv_heads = 1;
+  }
   const DeviceArray<std::byte> workspace(static_cast<std::size_t>(expected_workspace_bytes(arguments)) + 32);
   arguments.workspace = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(workspace.data()) + 31) / 32 * 32);
   launch_expected(arguments, nullptr);
@@ -46,15 +63,15 @@ std::vector<float> on_device(const EvidenceCase& c, const ValueCase& values, con
 
 /// As on the CPU, which multiplies in f32 here. bf16 keys on matrix units meet a factor of 16 bits.
 void expect_as_on_cpu(EvidenceCase& c, const ValueCase& values, const ExpectedOptions& options,
-                      DeviceLayout layout = {}) {
+                      DeviceLayout layout = {}, Multiplier multiplier = {}) {
   const double relative = c.shape.keys == Element::bf16 && options.matrix_unit ? 2e-3 : 2e-4;
   ExpectedOptions plain = options;
   plain.matrix_unit = false;
   WindowAttention unused;
   const Scores want = Expected(plain).score(c.evidence(), c.limits, unused);
   in_every_order([&] {
-    ASSERT_NO_FATAL_FAILURE(
-        expect_rows_agree(c, on_device(c, values, options, layout), want.data.data<float>(), 1e-7, relative));
+    ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, on_device(c, values, options, layout, multiplier),
+                                              want.data.data<float>(), 1e-7, relative));
   });
 }
 
@@ -245,12 +262,145 @@ TEST_F(ExpectedKernel, GivesEqualSlotsEqualBitsAndARowTheSameBitsInAnyLayout) {
       }
 }
 
+using ExpectedByBlas = OnDeviceWithBlas;
+
+/// The execution model counts launches, which say who multiplied: cuBLAS takes `more` than the kernel.
+void expect_more_launches([[maybe_unused]] std::int64_t more, [[maybe_unused]] const EvidenceCase& c,
+                          [[maybe_unused]] const ValueCase& values, [[maybe_unused]] const ExpectedOptions& options,
+                          [[maybe_unused]] Multiplier multiplier) {
+#if defined(KVKEEP_CUDA_MODEL)
+  const auto launches = [&](Multiplier with) {
+    const std::int64_t before = model::counters().launches;
+    static_cast<void>(on_device(c, values, options, {}, with));
+    return model::counters().launches - before;
+  };
+  EXPECT_EQ(launches(multiplier) - launches({}), more);
+#endif
+}
+
+TEST_F(ExpectedByBlas, AgreesWithTheCpuOnEitherSideOfItsThreshold) {
+  OpenBlas there;
+  std::uint64_t seed = 1000;
+  for (const std::int32_t from : {40, tuning::kGramQueries})
+    for (const std::int32_t seen : {from - 1, from, from + 1})
+      for (const Element query : {Element::f32, Element::f16, Element::bf16})
+        for (const bool pre_rope : {false, true}) {
+          const bool one = query == Element::bf16 && pre_rope;
+          if (from == tuning::kGramQueries && !one) continue;
+          ++seed;
+          EvidenceCase c(seed, {.group = 3,
+                                .kv_heads = 2,
+                                .dim = seed % 2 == 0 ? 7 : 16,
+                                .lengths = {600},
+                                .seen = seen,
+                                .keys = kStored[seed % std::size(kStored)],
+                                .query = query,
+                                .pre_rope = pre_rope,
+                                .style = seed % 4 < 2 ? RopeStyle::half : RopeStyle::interleaved});
+          const ValueCase values(seed, c, Element::f32);
+          const ExpectedOptions options{.sink = 0, .queries = 2000};
+          if (one) expect_more_launches(seen >= from ? 3 : 0, c, values, options, {&there.blas, from});
+          expect_as_on_cpu(c, values, options, {}, {&there.blas, from});
+        }
+}
+
+TEST_F(ExpectedByBlas, AgreesWithTheCpuForEveryHeadSize) {
+  OpenBlas there;
+  std::uint64_t seed = 1100;
+  for (const std::int32_t dim : {1, 2, 33, 80, 128, 130, 160}) {
+    EvidenceCase c(++seed, {.group = 2,
+                            .dim = dim,
+                            .lengths = {70, 300},
+                            .seen = dim + 40,
+                            .keys = kStored[seed % std::size(kStored)],
+                            .query = Element::bf16,
+                            .pairs = dim / 3,
+                            .ropes = oracle::Ropes::any});
+    const ValueCase values(seed, c, Element::f32);
+    expect_as_on_cpu(c, values, {.queries = dim + 30}, {}, {&there.blas, dim + 1});
+  }
+}
+
+TEST_F(ExpectedByBlas, JoinsTheSumsOfLongWindowsInSeveralTurns) {
+  OpenBlas there;
+  EvidenceCase c(1200, {.group = 11, .kv_heads = 5, .dim = 8, .lengths = {900, 40, 800}, .seen = 700, .gaps = false});
+  const ValueCase values(1200, c, Element::f32);
+  const ExpectedOptions options{.queries = 600};  // two sums for each of 165 heads, 64 of which go at once
+  expect_more_launches(3 * 3, c, values, options, {&there.blas, 300});
+  expect_as_on_cpu(c, values, options, {}, {&there.blas, 300});
+}
+
+TEST_F(ExpectedByBlas, LosesNothingToAMeanThatIsAThousandTimesTheSpread) {
+  OpenBlas there;
+  for (const Element query : {Element::f32, Element::f16}) {
+    EvidenceCase c(1300, {.group = 2, .dim = 24, .lengths = {90}, .seen = 80, .query = query, .pre_rope = true});
+    for (EvidenceCase::Ring& ring : c.rings)
+      for (std::size_t at = 0; at + static_cast<std::size_t>(element_bytes(query)) <= ring.data.size();
+           at += static_cast<std::size_t>(element_bytes(query)))
+        store(static_cast<float>(1000 + load(ring.data.data() + at, query)), query, ring.data.data() + at);
+    // What 1000 is not seen by: keys whose components cancel it.
+    for (std::int64_t t = 0; t < 90; ++t)
+      for (std::int64_t d = 0; d < 24; ++d)
+        c.set_key(0, t, d, c.plain[0][static_cast<std::size_t>(t * 24 + d)] * 1e-3F);
+    const ValueCase values(1300, c, Element::f32);
+    expect_as_on_cpu(c, values, {}, {}, {&there.blas, 40});
+  }
+}
+
+TEST_F(ExpectedByBlas, GivesARowTheSameBitsWhateverItsNeighboursAreAndOnWhicheverRank) {
+  OpenBlas there;
+  const EvidenceShape shape{.group = 2, .kv_heads = 2, .dim = 8, .lengths = {300}, .seen = 290, .gaps = false};
+  EvidenceCase alone(1401, shape);
+  EvidenceShape more = shape;
+  more.lengths = {300, 20, 700, 260};
+  more.seen = 290;
+  EvidenceCase beside(1401, more);  // the first group is drawn first, and so is the same
+  const ValueCase values(1401, alone, Element::f32), others(1401, beside, Element::f32);
+  for (const std::int32_t queries : {250, 280, 290}) {
+    const std::vector<float> one = on_device(alone, values, {.queries = queries}, {}, {&there.blas, 260}),
+                             all = on_device(beside, others, {.queries = queries}, {}, {&there.blas, 260});
+    for (std::size_t t = 0; t < one.size(); ++t) ASSERT_EQ(one[t], all[t]) << t;
+    for (const std::int32_t rank : {0, 1}) {
+      const std::vector<float> own =
+          on_device(alone, values, {.queries = queries}, {}, {&there.blas, 260}, rank);  // and kUntouched
+      for (std::size_t t = 0; t < own.size(); ++t)
+        ASSERT_EQ(own[t], t / 300 == static_cast<std::size_t>(rank) ? one[t] : kUntouched) << "rank " << rank;
+    }
+  }
+}
+
+TEST_F(ExpectedByBlas, LeavesTheKernelWhatItCannotTake) {
+  OpenBlas there;
+  EvidenceCase c(1500, {.group = 2, .dim = 16, .lengths = {80}, .seen = 60});
+  const ValueCase values(1500, c, Element::f32);
+  for (const ExpectedOptions& options :
+       {ExpectedOptions{.queries = 39}, ExpectedOptions{.covariance = false}, ExpectedOptions{.matrix_unit = false}})
+    EXPECT_EQ(on_device(c, values, options, {}, {&there.blas, 40}), on_device(c, values, options));
+  // More queries than components are needed, whatever the threshold says.
+  EXPECT_EQ(on_device(c, values, {.queries = 16}, {}, {&there.blas, 1}), on_device(c, values, {.queries = 16}));
+}
+
+TEST_F(ExpectedByBlas, ANaNOrAnInfinityInAQueryMakesEveryScoreOfItsRowNaN) {
+  OpenBlas there;
+  for (const float bad : {std::nanf(""), HUGE_VALF}) {
+    EvidenceCase c(1600, {.group = 2, .kv_heads = 2, .dim = 16, .lengths = {80}, .seen = 60});
+    const QueryView& view = c.table.groups[0].queries;
+    store(bad, Element::f32, c.rings[0].data.data() + (view.at(50, 2) - view.data) + 12);
+    const ValueCase values(1600, c, Element::f32);
+    for (const Multiplier& multiplier : {Multiplier{}, Multiplier{&there.blas, 40}}) {
+      const std::vector<float> got = on_device(c, values, {.sink = 0}, {}, multiplier);
+      for (std::size_t t = 0; t < got.size(); ++t) ASSERT_EQ(std::isnan(got[t]), t >= 80) << t;
+    }
+  }
+}
+
 TEST_F(ExpectedKernel, RefusesWhatItCannotScore) {
   EXPECT_THROW(launch_expected({.evidence = {.dim = 257}, .value_norm = false}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 0}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 8, .future = 0}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 8, .sink = -1}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 8, .queries = 0}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_expected({.evidence = {.dim = 8}, .value_dim = 8, .gram_queries = 0}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_expected({.evidence = {.dim = 8, .query = Element::f8_e4m3}, .value_dim = 8}, nullptr),
                InvalidArgument);
 }
