@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <unordered_map>
 
@@ -388,6 +389,20 @@ KVKEEP_TOUCHES(8)
 KVKEEP_TOUCHES(16)
 void __tsan_read_range(void* at, unsigned long bytes) { touch(at, bytes, Touch::read, __builtin_return_address(0)); }
 void __tsan_write_range(void* at, unsigned long bytes) { touch(at, bytes, Touch::write, __builtin_return_address(0)); }
+void* __tsan_memcpy(void* to, const void* from, unsigned long bytes) {
+  touch(from, bytes, Touch::read, __builtin_return_address(0));
+  touch(to, bytes, Touch::write, __builtin_return_address(0));
+  return std::memcpy(to, from, bytes);
+}
+void* __tsan_memmove(void* to, const void* from, unsigned long bytes) {
+  touch(from, bytes, Touch::read, __builtin_return_address(0));
+  touch(to, bytes, Touch::write, __builtin_return_address(0));
+  return std::memmove(to, from, bytes);
+}
+void* __tsan_memset(void* to, int value, unsigned long bytes) {
+  touch(to, bytes, Touch::write, __builtin_return_address(0));
+  return std::memset(to, value, bytes);
+}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
