@@ -33,6 +33,7 @@ __device__ Counted counted_of(const ExpectedTask& task, std::int64_t group) {
 
 /// The turns that take queries back before RoPE, one block per token, and the mean turn of the coming positions.
 __global__ void __launch_bounds__(tuning::kTurnThreads) expected_turns_kernel(ExpectedTask task) {
+  wait_for_earlier_kernels();
   const EvidenceArguments& e = task.a.evidence;
   const std::int32_t each = task.backs() + 1;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} / e.kv_heads * each; n += gridDim.x) {
@@ -435,6 +436,7 @@ class Moments {
 
 template <class Q>
 __global__ void __launch_bounds__(kMomentThreads, 2) expected_moments_kernel(ExpectedTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(double, mean, 256);
   KVKEEP_SHARED(double, sums, 2 * kMomentThreads);
