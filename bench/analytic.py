@@ -35,12 +35,13 @@ from counting import (
     BARRIER_US,
     CASES,
     CLOCK,
+    CountedBefore,
     EAGER_GAP,
+    EARLY_GAP,
     GAP,
     HOST_LINK,
     HOST_US,
     ISSUE,
-    Kernel,
     LAYER,
     MATRIX,
     MEMORY_US,
@@ -66,7 +67,6 @@ from counting import (
 
 DATA = pathlib.Path(__file__).resolve().parent / "gpu/h100.jsonl"
 
-COUNTED_BEFORE = DATA.with_name("counted_before.jsonl")
 # Of an event, in a graph: (us, us with log-sum-exps) at batch 1, times the floor at batch 32.
 GOALS = [(120, 90), (200, 150), (1.35, 1.1)]
 
@@ -174,39 +174,6 @@ class Measured:
         ]
 
 
-class CountedBefore:
-    """The kernels that were measured: what was counted of them, and by hand: from, to."""
-
-    def __init__(self):
-        rows = gpu_report.read_lines(COUNTED_BEFORE)
-        case = lambda row: (row["model"], row["batch"])
-        self.kernels = {of: [] for of in CASES}
-        self.by_hand = {of: [] for of in CASES}
-        self.events = {}
-        for row in rows:
-            if "event" in row:
-                self.events[row["event"], case(row)] = row
-            else:
-                fields = {key: x for key, x in row.items() if key not in ("model", "batch", "by_hand")}
-                self.kernels[case(row)].append(Kernel(**fields))
-                self.by_hand[case(row)].append(row["by_hand"])
-
-    def us(self, event):
-        return [self.events[event, case]["us"] for case in CASES]
-
-    def wrong(self):
-        """What no longer holds: the model's rounds, or its distance from the count by hand."""
-        for case in CASES:
-            every = self.kernels[case]
-            for event, of in ("all", every), ("given", [k for k in every if "statistics" not in k.name]):
-                row, now = self.events[event, case], total(of, rows_of(*case))
-                low, high = row["by_hand"]
-                if abs(now / row["us"] - 1) > 0.01:
-                    yield f"{event} of {case}: {now:.1f} us of what was counted as {row['us']}"
-                if not 0.85 * low <= now <= 1.15 * high:
-                    yield f"{event} of {case}: {now:.1f} us, by hand {low} to {high}"
-
-
 # ---- Tables and text
 
 
@@ -299,7 +266,7 @@ def event_tables(measured, before):
         tables += [number(tables_us(rows_of(*case))), "-", "-"]
     rows.append(tables)
 
-    def whole(what, of, gap=GAP, shown=True):
+    def whole(what, of, gap=EARLY_GAP, shown=True):
         """us of the event as counted, and as it would be if the count missed as much as before."""
         us = [total(kernels_of, rows_of(*case), gap) for kernels_of, case in zip(of, CASES)]
         as_before = []
@@ -318,6 +285,7 @@ def event_tables(measured, before):
         for key in ("given", "before_rope")
     }
     now = whole("all in a graph", counted)
+    whole("in a graph, without overlap", counted, GAP, shown=False)
     whole("one by one", counted, EAGER_GAP, shown=False)
     given = whole("in a graph, log-sum-exps given", again["given"])
     whole("in a graph, queries before RoPE", again["before_rope"])
@@ -478,7 +446,8 @@ def counted_text(measured, before):
                  clock and multiprocessor and 16 powers of two; {MEMORY_US} us for an access that waits ({NEAR_US} out
                  of L2); for a warp alone {STEP} clocks an instruction, {SLOW} more for f64 and conversions, {SHARED}
                  for shared memory and L1, {SHUFFLE} for a shuffle; {BARRIER_US} us a barrier; {GAP} us between two
-                 kernels of a graph, {EAGER_GAP} otherwise; and for the two tables that an event sends, {TABLES[0]} and
+                 kernels of a graph, {EARLY_GAP} where the next one has begun already and waits, {EAGER_GAP} without a
+                 graph; and for the two tables that an event sends, {TABLES[0]} and
                  {TABLES[1]} bytes a row, {HOST_LINK / 1e9:.0f} GB/s and {HOST_US:.0f} us a copy. AMS: 47 cuts and 33
                  segments of a row of 1536 slots, two rounds of pouring (49 and 50 of 32768). What the host computes
                  before it launches is not counted."""),
@@ -536,8 +505,9 @@ def counted_text(measured, before):
             wrap("What the predictions now are made of:"),
             counts,
             far,
-            wrap(f"""Rows of 32768 slots do not fit AMS's shared memory, and one block is on a multiprocessor: a row
-                 takes {number(far_counted[1][5].alone)} us, of which the accesses to L2 that wait are most, and AMS
+            wrap(f"""Rows of 32768 slots do not fit AMS's shared memory. Up to {PROCESSORS} have a block of 1024
+                 threads, more of them one of 512, of which two are on a multiprocessor: there a row takes
+                 {number(far_counted[1][5].alone)} us, of which the accesses to L2 that wait are most, and AMS
                  {far_counted[1][5].predicted() / far_now[1]:.2f} of the event of `llama8b`. Batch 32 does not fit the
                  card's memory."""),
             wrap("One pass over the keys, and what would take how long if nothing else did:"),
@@ -572,9 +542,12 @@ def measured_text(measured):
             torch.setdefault(key, []).append(row["torch_us"])
         what = (
             f"`{policy}`"
-            + {"pages:16": ", pages of 16", "pre-rope": ", before RoPE", "log-sum-exps": ", log-sum-exps given"}.get(
-                shown[-1], ""
-            )
+            + {
+                "pages:16": ", pages of 16",
+                "pre-rope": ", before RoPE",
+                "log-sum-exps": ", log-sum-exps given",
+                "no-overlap": ", kernels one after the other",
+            }.get(shown[-1], "")
             + (" ¹" if "error" in row else "")
         )
         events.append(

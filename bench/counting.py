@@ -3,6 +3,10 @@
 bench/analytic.py --help says of the count holds here."""
 
 import dataclasses
+import json
+import pathlib
+
+COUNTED_BEFORE = pathlib.Path(__file__).resolve().parent / "gpu/counted_before.jsonl"
 
 # An H100. What the run measured of it: copying, clock. Everything else is assumed.
 BANDWIDTH = 3.0e12  # bytes a second that a copy reads and writes
@@ -17,6 +21,7 @@ MEMORY_US, NEAR_US = 0.7, 0.25  # from an access to its answer, out of memory an
 STEP, SLOW, SHARED, SHUFFLE = 5, 11, 30, 24
 BARRIER_US = 0.05
 GAP, EAGER_GAP = 1.3, 2.5  # us from the end of a kernel to the start of the next
+EARLY_GAP = 0.5  # where the next one has begun already, and waits: assumed
 HOST_LINK, HOST_US = 50e9, 2.0  # bytes a second over PCIe, us that a copy takes besides
 TABLES = (376, 48)  # bytes a row of the two tables that every event sends: of a Row 328
 SECTOR = 32  # bytes that a scattered write occupies
@@ -36,27 +41,27 @@ SPLIT, SPLIT_WIDE = 505, 677  # eight queries of a tile in bf16 or f32, which tw
 SPLIT_BESIDE = 200  # of a tile, besides
 TURN = 154  # one component of a query
 WINDOW_PROBE = 23  # 32 positions looked at
-MOVE = 278  # four words of 16 bytes
+MOVE = 260  # four words of 16 bytes
 # AMS, passes of a row, per slot of a thread: (instructions, of them f64 and conversions, answers of shared memory or L2
 # that are waited for).
 PASSES = {
-    "mass, score and credit asked for": (24, 0, 0),
-    "copied, pooled over five, suffix": (10 + 77 + 10, 1, 7),
+    "mass, score and credit asked for": (26, 0, 0),
+    "copied, pooled over five, suffix": (10 + 79 + 10, 1, 7),
     "two sums in integers": (2 * 18, 2 * 8, 2),
     "mass": (17, 8, 1),
     "credit: known, its part, its sum, both": (7 + 20 + 18 + 32, 6 + 8 + 12, 4),
     "written": (31, 0, 1),
-    "largest, prefix sums": (10 + 44 + 5, 8, 3),
-    "orders": (35, 0, 1),
+    "largest, prefix sums": (10 + 41 + 5, 8, 3),
+    "orders": (33, 0, 1),
 }
 PROBE = (11, 2, 1)  # of 32 cuts, by a warp: instructions, f64 and conversions, answers
 # One warp, for 32 cuts or segments: cuts that differ; merged, with what lies beside; split, the same; shares.
-DIVIDE = 28 + 79 + 43 + 117 + 39 + 82
+DIVIDE = 27 + 79 + 43 + 118 + 39 + 74
 POUR = (320, 40)  # a round of quotas for 32 segments but for what follows: instructions, f64 and conversions
 POUR_EACH = (2, 1)  # of it, one after the other for every segment
 RANK_EIGHT = (36, 8)  # eight remainders compared
 BIT, BESIDE_BITS, BITS = 20, 130, 22  # one bit of 64 orders by a warp, beside them, bits until they are told apart
-WRITE = 25 + 8  # 32 slots
+WRITE = 22 + 8  # 32 slots
 # Where rows are not near: one digit of the key of the last slot that stays, and for 32 slots.
 DIGIT, DIGIT_SLOTS = 132, 18
 
@@ -110,7 +115,7 @@ class Kernel:
 
 def ams(rows, length, budget):
     near = length <= NEAR_SLOTS
-    threads = 256 if length <= 4096 else 512
+    threads = 256 if length <= 4096 else 1024 if rows <= PROCESSORS else 512
     warps, each = threads // 32, pieces(length, threads)
     cuts, segments = (47, 33) if near else (49, 50)
     turns, own = pieces(cuts, 32), pieces(segments, warps)  # of a warp; segments that a warp selects in
@@ -151,7 +156,7 @@ def ams(rows, length, budget):
         "AMS: mass, credit, segments, quotas, selection",
         slots_in_all * 6 * 4 + rows * budget * 4,
         rows,
-        4 if near else 1,
+        1024 // threads,
         chain,
         rows * issued,
         near=slots_in_all * (4 if near else 14 * 8),
@@ -273,12 +278,46 @@ def tables_us(rows):
     return sum(GAP + HOST_US + rows * each / HOST_LINK * 1e6 for each in TABLES)
 
 
-def total(counted, rows, gap=GAP):
-    return sum(k.predicted() + gap for k in counted) + tables_us(rows)
+def total(counted, rows, gap=EARLY_GAP):
+    """us of an event. The first kernel follows a copy, which it does not overlap with."""
+    return tables_us(rows) + max(gap, GAP) - gap + sum(k.predicted() + gap for k in counted)
 
 
 def rows_of(name, batch):
     return SHAPES[name][0] * SHAPES[name][2] * batch
+
+
+class CountedBefore:
+    """The kernels that were measured: what was counted of them, and by hand: from, to."""
+
+    def __init__(self):
+        rows = [json.loads(line) for line in COUNTED_BEFORE.read_text(encoding="utf-8").splitlines()]
+        case = lambda row: (row["model"], row["batch"])
+        self.kernels = {of: [] for of in CASES}
+        self.by_hand = {of: [] for of in CASES}
+        self.events = {}
+        for row in rows:
+            if "event" in row:
+                self.events[row["event"], case(row)] = row
+            else:
+                fields = {key: x for key, x in row.items() if key not in ("model", "batch", "by_hand")}
+                self.kernels[case(row)].append(Kernel(**fields))
+                self.by_hand[case(row)].append(row["by_hand"])
+
+    def us(self, event):
+        return [self.events[event, case]["us"] for case in CASES]
+
+    def wrong(self):
+        """What no longer holds: the model's rounds, or its distance from the count by hand."""
+        for case in CASES:
+            every = self.kernels[case]
+            for event, of in ("all", every), ("given", [k for k in every if "statistics" not in k.name]):
+                row, now = self.events[event, case], total(of, rows_of(*case), GAP)
+                low, high = row["by_hand"]
+                if abs(now / row["us"] - 1) > 0.01:
+                    yield f"{event} of {case}: {now:.1f} us of what was counted as {row['us']}"
+                if not 0.85 * low <= now <= 1.15 * high:
+                    yield f"{event} of {case}: {now:.1f} us, by hand {low} to {high}"
 
 
 def prefill_kernels(shape, tokens, select=2048, window=32, observed=8):

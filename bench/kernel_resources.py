@@ -6,7 +6,8 @@ Needs nvcc, no GPU. Writes a Markdown table; docs/inside/cuda.md holds the last 
 
     bench/kernel_resources.py                   print the table
     bench/kernel_resources.py --write FILE      put the table between the marks in FILE
-    bench/kernel_resources.py --check FILE      fail where FILE has another table, or a kernel spills
+    bench/kernel_resources.py --check FILE      fail where FILE has another table, or a kernel spills, or
+                                                touches memory before it waits for earlier ones; needs cuobjdump too
     bench/kernel_resources.py --instructions    print what a warp issues in the loops that bench/analytic.py counts;
                                                 needs cuobjdump and nvdisasm too
 """
@@ -37,15 +38,19 @@ def find_nvcc():
     return nvcc
 
 
-def resources(nvcc, source, chip):
-    """[(kernel, registers, spilled bytes, static shared bytes)] of one file on one chip."""
-    done = subprocess.run(
-        [nvcc, *FLAGS, f"-arch={chip}", "-cubin", "-Xptxas", "-v", "-o", os.devnull, str(source)],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        sys.exit(f"kernel_resources: nvcc failed on {source.name} for {chip}:\n{done.stderr}")
+def resources(nvcc, source, chip, look):
+    """[(kernel, registers, spilled bytes, static shared bytes)] of one file on one chip, and, if `look`, late_waits()
+    where it knows a wait."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = pathlib.Path(folder) / "kernels.cubin"
+        done = subprocess.run(
+            [nvcc, *FLAGS, f"-arch={chip}", "-cubin", "-Xptxas", "-v", "-o", cubin, source],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != 0:
+            sys.exit(f"kernel_resources: nvcc failed on {source.name} for {chip}:\n{done.stderr}")
+        late = [*late_waits(cubin)] if look and int(re.sub(r"\D", "", chip)) >= 90 else []
     found, name, spilled = [], None, 0
     for line in done.stderr.splitlines():
         if entry := re.search(r"Compiling entry function '(\w+)'", line):
@@ -56,7 +61,7 @@ def resources(nvcc, source, chip):
             shared = re.search(r"(\d+) bytes smem", line)
             found.append((name, int(used[1]), spilled, int(shared[1]) if shared else 0))
             name = None
-    return found
+    return found, late
 
 
 def readable(names):
@@ -115,7 +120,7 @@ LOOPS = [
         "three slots asked for",
         {"LDG": 6, "LD.E": 3, "STS": 9},
     ),
-    ("mass_segmented.cu", "mass_segmented_kernel<true>", "five usages pooled", {"LDS": 5, "FFMA": 1, "STS": 1}),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "five usages pooled", {"LDS": 5, "FADD": 5, "STS": 1}),
     (
         "mass_segmented.cu",
         "mass_segmented_kernel<true>",
@@ -132,9 +137,9 @@ LOOPS = [
         "mass_segmented.cu",
         "mass_segmented_kernel<true>",
         "a slot's prefix sum",
-        {"DFMA": 4, "DMUL": 2, "F2I": 1, "STS": 1},
+        {"DFMA": 4, "DMUL": 2, "F2F": 1, "F2I": 1, "STS": 1},
     ),
-    ("mass_segmented.cu", "mass_segmented_kernel<true>", "a slot's order", {"LDG": 1, "LD.E": 1, "STS": 1}),
+    ("mass_segmented.cu", "mass_segmented_kernel<true>", "a slot's order", {"LDG": 1, "LD.E": 1, "LDS": 1, "STS": 1}),
     ("mass_segmented.cu", "mass_segmented_kernel<true>", "a probe for a cut", {"LDS": 1, "I2F": 1, "DSETP": 1}),
     ("mass_segmented.cu", "mass_segmented_kernel<true>", "32 cuts that differ", {"VOTE": 1, "POPC": 2, "STS": 1}),
     ("mass_segmented.cu", "mass_segmented_kernel<true>", "32 cuts merged", {"SHFL": 5, "F2I": 1, "REDUX": 1}),
@@ -147,7 +152,7 @@ LOOPS = [
         "compact.cu",
         "compact_kernel",
         "four words of 16 bytes moved",
-        {"LDG.E.128": 4, "ST.E.128": 4, "BAR": 1},
+        {"LD.E.128": 4, "ST.E.128": 4, "BAR": 1},
     ),
 ]
 SHOWN = (
@@ -198,6 +203,15 @@ def machine_code(cuobjdump, cubin):
         elif (found := re.match(r"\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", line)) and current is not None:
             current.append((int(found[1], 16), re.sub(r"^@!?U?P\w+ ", "@ ", found[2])))
     return dict(zip(readable(code), code.values()))
+
+
+def late_waits(cubin):
+    """Kernels that touch memory before they wait for earlier kernels, ACQBULK, or do not wait."""
+    for name, code in machine_code(find_disassembler(find_nvcc()), cubin).items():
+        kinds = [operation(text).split(".")[0] for _, text in code]
+        before = kinds[: kinds.index("ACQBULK")] if "ACQBULK" in kinds else kinds
+        if {"LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "EXIT"} & {*before}:
+            yield name
 
 
 def operation(instruction):
@@ -294,13 +308,16 @@ def main():
     if options.instructions:
         return print_instructions(nvcc, options.chips)
     sources = sorted((ROOT / "cuda").glob("*.cu"))
-    rows = {}
+    rows, wrong = {}, []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {
-            (source, chip): pool.submit(resources, nvcc, source, chip) for source in sources for chip in options.chips
+            (source, chip): pool.submit(resources, nvcc, source, chip, options.check or options.write)
+            for source in sources
+            for chip in options.chips
         }
         for (source, chip), job in jobs.items():
-            found = job.result()
+            found, late = job.result()
+            wrong += [f"waits late, or not: {name} in {source.name} on {chip}" for name in late]
             for (_, registers, spilled, shared), name in zip(found, readable([f[0] for f in found])):
                 rows.setdefault((source.name, name), {})[chip] = (registers, spilled, shared)
 
@@ -322,13 +339,12 @@ def main():
     head, rest = text.split(MARKS[0])
     before, tail = rest.split(MARKS[1])
     if options.write:
-        return options.write.write_text(f"{head}{MARKS[0]}\n{table}\n{MARKS[1]}{tail}")
-    wrong = [
-        *(f"spills: {name} in {source}" for (source, name), by in rows.items() if any(x[1] for x in by.values())),
-        *difflib.unified_diff(before.strip().splitlines(), lines, str(file), "now", lineterm="", n=0),
-    ]
+        options.write.write_text(f"{head}{MARKS[0]}\n{table}\n{MARKS[1]}{tail}")
+    else:
+        wrong += difflib.unified_diff(before.strip().splitlines(), lines, str(file), "now", lineterm="", n=0)
+    wrong += [f"spills: {name} in {source}" for (source, name), by in rows.items() if any(x[1] for x in by.values())]
     if wrong:
-        sys.exit("kernel_resources: --write brings the table up to date\n" + "\n".join(wrong))
+        sys.exit("kernel_resources: " + "\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ struct AdaptiveHead {
 
 /// What every head keeps by itself.
 __global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_own_kernel(AdaptiveHeadsTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);
@@ -61,6 +62,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_own_kerne
 
 /// The best of all heads' other slots, until their budget is spent; and how many slots each head keeps with them.
 __global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_shared_kernel(AdaptiveHeadsTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);
@@ -101,6 +103,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_shared_ke
 }
 
 __global__ void __launch_bounds__(tuning::kMostThreads) adaptive_heads_slots_kernel(AdaptiveHeadsTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   const AdaptiveHeadsArguments& a = task.a;

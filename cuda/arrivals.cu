@@ -36,6 +36,7 @@ __device__ void copy_normalisers(const QueryLayout& layout, std::int32_t token, 
 
 /// Blocks with the same y walk the tokens of one arrival.
 __global__ void __launch_bounds__(tuning::kTurnThreads) arrivals_queries_kernel(PushQueriesArguments a) {
+  wait_for_earlier_kernels();
   const QueryArrival& arrival = a.arrivals[blockIdx.y];
   const std::int64_t token_bytes = a.layout.heads * a.layout.head_bytes;
   for (auto i = static_cast<std::int32_t>(blockIdx.x); i < arrival.tokens; i += static_cast<std::int32_t>(gridDim.x)) {
@@ -49,6 +50,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) arrivals_queries_kernel(
 
 /// One token per block.
 __global__ void __launch_bounds__(tuning::kTurnThreads) arrivals_queries_step_kernel(PushStepArguments a) {
+  wait_for_earlier_kernels();
   for (auto t = static_cast<std::int32_t>(blockIdx.x); t < a.tokens; t += static_cast<std::int32_t>(gridDim.x)) {
     const QueryPlace place = a.places[t];
     if (place.query == nullptr) continue;
@@ -61,6 +63,7 @@ __global__ void __launch_bounds__(tuning::kTurnThreads) arrivals_queries_step_ke
 /// Blocks with the same y walk the tokens of one arrival.
 template <class T>
 __global__ void __launch_bounds__(tuning::kTurnThreads) arrivals_given_kernel(PushGivenArguments a) {
+  wait_for_earlier_kernels();
   const GivenArrival& arrival = a.arrivals[blockIdx.y];
   const auto stride = static_cast<std::int64_t>(gridDim.x) * tuning::kTurnThreads;
   for (std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * tuning::kTurnThreads + threadIdx.x; t < arrival.tokens;

@@ -79,6 +79,7 @@ __device__ ChunksCut cut_of(const BlockTeam& team, std::int32_t* histogram, std:
 }
 
 __global__ void __launch_bounds__(tuning::kMostThreads) chunks_kernel(ChunksTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);

@@ -16,10 +16,11 @@ constexpr std::int32_t kFewRows = 200;  ///< fewer of them are moved by two bloc
 /// Moves words [begin, end) of every slot of one side of one row upwards, tile by tile. Every slot of a tile has been
 /// read before the first of it is written; what is read later comes after it.
 template <class Word>
-__device__ void move_side(const SlotAddress from, const SlotAddress& after, const std::int32_t* kept,
-                          std::int32_t count, std::int32_t begin, std::int32_t end) {
+__device__ void move_side(SlotAddress from, const SlotAddress& after, const std::int32_t* kept, std::int32_t count,
+                          std::int32_t begin, std::int32_t end) {
   SlotAddress to = from;
-  to.base = after.base, to.pages = after.pages;
+  from.base += begin * static_cast<std::int32_t>(sizeof(Word));
+  to.base = after.base + begin * static_cast<std::int32_t>(sizeof(Word)), to.pages = after.pages;
   const std::int32_t words = end - begin, slots = kCompactThreads / words, rest = kCompactThreads - slots * words;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   struct Place {
@@ -27,9 +28,9 @@ __device__ void move_side(const SlotAddress from, const SlotAddress& after, cons
   };
   const auto advance = [&](Place& place) {
     place.slot += slots, place.word += rest;
-    if (place.word >= end) place.word -= words, ++place.slot;
+    if (place.word >= words) place.word -= words, ++place.slot;
   };
-  Place place{thread / words, begin + thread % words};
+  Place place{thread / words, thread % words};
   constexpr std::int64_t kTile = std::int64_t{kCompactThreads} * kCompactWords;
   for (auto left = static_cast<std::int32_t>((std::int64_t{count} * words + kTile - 1) / kTile); left > 0; --left) {
     Word held[kCompactWords] = {};
@@ -41,15 +42,16 @@ __device__ void move_side(const SlotAddress from, const SlotAddress& after, cons
     read = place;
 #pragma unroll
     for (int i = 0; i < kCompactWords; ++i, advance(read)) {
-      const std::byte* const at = from.at(source[i]);
-      const bool moved = read.slot < count && at != to.at(read.slot);
+      const std::byte* const at = from.at(static_cast<std::uint32_t>(source[i]));
+      const bool moved = read.slot < count && at != to.at(static_cast<std::uint32_t>(read.slot));
       if (moved) held[i] = reinterpret_cast<const Word*>(at)[read.word];
       moves |= moved ? 1U << i : 0U;
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kCompactWords; ++i, advance(place))
-      if ((moves >> i & 1U) != 0) reinterpret_cast<Word*>(to.at(place.slot))[place.word] = held[i];
+      if ((moves >> i & 1U) != 0)
+        reinterpret_cast<Word*>(to.at(static_cast<std::uint32_t>(place.slot)))[place.word] = held[i];
   }
 }
 
@@ -68,36 +70,36 @@ __device__ SlotAddress column(const void* base) {
 constexpr unsigned kSides = Row::kSides + 4;  ///< those of a row, positions, credit, tally, given scores
 
 __global__ void __launch_bounds__(tuning::kCompactThreads, 5) compact_kernel(CompactArguments a) {
-  for (unsigned r = blockIdx.x; r < static_cast<unsigned>(a.count); r += gridDim.x) {
-    const std::int64_t begin = a.indptr[r];
-    const auto count = a.counts != nullptr ? a.counts[r] : static_cast<std::int32_t>(a.indptr[r + 1] - begin);
-    const std::int32_t* kept = a.slots + begin;
-    const Row& row = a.rows[r];
-    if (blockIdx.y < Row::kSides) {
-      const SlotAddress* const side = row.side(static_cast<int>(blockIdx.y));
-      if (side == nullptr) continue;
-      SlotAddress to = *side;
-      if (to.pages != nullptr && a.pages_after != nullptr) to.pages = a.pages_after + row.sequence * a.pages_stride;
-      with_word(alignment_of(*side, to), [&](auto word) {
-        const auto words = static_cast<std::int32_t>(side->width / static_cast<std::int64_t>(sizeof word)),
-                   first = static_cast<std::int32_t>(words * blockIdx.z / gridDim.z),
-                   last = static_cast<std::int32_t>(words * (blockIdx.z + 1) / gridDim.z);
-        if (first < last) move_side<decltype(word)>(*side, to, kept, count, first, last);
-      });
-    } else if (a.columns != nullptr && blockIdx.z == 0) {
-      const ColumnMove& move = a.columns[r];
-      const unsigned n = blockIdx.y - Row::kSides;
-      const void* from = n == 0   ? static_cast<const void*>(move.positions)
-                         : n == 1 ? move.new_credit
-                         : n == 2 ? move.new_tally
-                                  : move.given;
-      const void* to = n == 0   ? static_cast<const void*>(move.positions)
-                       : n == 1 ? move.credit
-                       : n == 2 ? move.tally
+  wait_for_earlier_kernels();
+  const unsigned r = blockIdx.x;  // no count of rows is larger than a grid
+  const std::int64_t begin = a.indptr[r];
+  const auto count = a.counts != nullptr ? a.counts[r] : static_cast<std::int32_t>(a.indptr[r + 1] - begin);
+  const std::int32_t* kept = a.slots + begin;
+  const Row& row = a.rows[r];
+  if (blockIdx.y < Row::kSides) {
+    const SlotAddress* const side = row.side(static_cast<int>(blockIdx.y));
+    if (side == nullptr) return;
+    SlotAddress to = *side;
+    if (to.pages != nullptr && a.pages_after != nullptr) to.pages = a.pages_after + row.sequence * a.pages_stride;
+    with_word(alignment_of(*side, to), [&](auto word) {
+      const auto words = static_cast<std::int32_t>(side->width / static_cast<std::int64_t>(sizeof word)),
+                 first = static_cast<std::int32_t>(words * blockIdx.z / gridDim.z),
+                 last = static_cast<std::int32_t>(words * (blockIdx.z + 1) / gridDim.z);
+      if (first < last) move_side<decltype(word)>(*side, to, kept, count, first, last);
+    });
+  } else if (a.columns != nullptr && blockIdx.z == 0) {
+    const ColumnMove& move = a.columns[r];
+    const unsigned n = blockIdx.y - Row::kSides;
+    const void* from = n == 0   ? static_cast<const void*>(move.positions)
+                       : n == 1 ? move.new_credit
+                       : n == 2 ? move.new_tally
                                 : move.given;
-      if (from == nullptr || to == nullptr) continue;
-      move_side<std::uint32_t>(column(from), column(to), kept, count, 0, 1);
-    }
+    const void* to = n == 0   ? static_cast<const void*>(move.positions)
+                     : n == 1 ? move.credit
+                     : n == 2 ? move.tally
+                              : move.given;
+    if (from == nullptr || to == nullptr) return;
+    move_side<std::uint32_t>(column(from), column(to), kept, count, 0, 1);
   }
 }
 
@@ -111,6 +113,7 @@ __device__ void gather_side(const SlotAddress& from, const std::int32_t* kept, s
 }
 
 __global__ void __launch_bounds__(tuning::kCompactThreads) compact_gather_kernel(GatherArguments a) {
+  wait_for_earlier_kernels();
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
     const std::int64_t begin = a.indptr[r], count = a.indptr[r + 1] - begin;
     const SlotAddress& side = blockIdx.y == 0 ? a.rows[r].keys : a.rows[r].values;

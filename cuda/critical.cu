@@ -102,6 +102,7 @@ struct CriticalF32Shared {
 
 template <class W>
 __global__ void __launch_bounds__(kPanelThreads, 4) critical_f32_kernel(CriticalTask task) {
+  wait_for_earlier_kernels();
   const CriticalF32Shared parts(task.padded);
   auto* values = reinterpret_cast<float*>(dynamic_shared() + parts.values);
   auto* panel = reinterpret_cast<float*>(dynamic_shared() + parts.panel);
@@ -162,6 +163,7 @@ struct CriticalMatrixShared {
 
 template <class S>
 __global__ void __launch_bounds__(kCriticalThreads, 4) critical_matrix_kernel(CriticalTask task) {
+  wait_for_earlier_kernels();
   using Left = wmma::fragment<wmma::matrix_a, 16, 16, 16, S, wmma::row_major>;
   using Right = wmma::fragment<wmma::matrix_b, 16, 16, 16, S, wmma::col_major>;
   using Product = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
@@ -234,6 +236,7 @@ __global__ void __launch_bounds__(kCriticalThreads, 4) critical_matrix_kernel(Cr
 
 // Two blocks: for three, ptxas would spill on sm_80.
 __global__ void __launch_bounds__(tuning::kMostThreads, 2) critical_kernel(CriticalTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);

@@ -84,6 +84,7 @@ struct ExpectedF32Shared {
 
 template <class T>
 __global__ void __launch_bounds__(kExpectedThreads, 4) expected_f32_kernel(ExpectedTask task) {
+  wait_for_earlier_kernels();
   const ExpectedF32Shared parts(task.padded);
   auto* keys = reinterpret_cast<float*>(dynamic_shared() + parts.keys);
   auto* panel = reinterpret_cast<float*>(dynamic_shared() + parts.panel);
@@ -187,6 +188,7 @@ __device__ void stage_panel(const S* factor, std::int32_t padded, std::int32_t d
 
 template <class T>
 __global__ void __launch_bounds__(kExpectedThreads, 3) expected_matrix_kernel(ExpectedTask task) {
+  wait_for_earlier_kernels();
   using S = MatrixElement<T>;
   using Left = wmma::fragment<wmma::matrix_a, 16, 16, 16, S, wmma::row_major>;
   using Right = wmma::fragment<wmma::matrix_b, 16, 16, 16, S, wmma::col_major>;
@@ -310,6 +312,7 @@ __global__ void __launch_bounds__(kExpectedThreads, 3) expected_matrix_kernel(Ex
 /// Turns the heads' shares into scores, eight lanes per slot, and finds the largest score of the chunk.
 template <class V>
 __global__ void __launch_bounds__(kKeyThreads, 4) expected_scores_kernel(ExpectedTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   auto* standard = reinterpret_cast<float2*>(
@@ -389,6 +392,7 @@ __global__ void __launch_bounds__(kKeyThreads, 4) expected_scores_kernel(Expecte
 
 /// Gives the sinks the largest score of the others: one warp per row.
 __global__ void __launch_bounds__(tuning::kTurnThreads) expected_sinks_kernel(ExpectedTask task) {
+  wait_for_earlier_kernels();
   const EvidenceArguments& e = task.a.evidence;
   constexpr std::int32_t kWarps = tuning::kTurnThreads / 32;
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);

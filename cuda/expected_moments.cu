@@ -36,6 +36,7 @@ __device__ Counted counted_of(const ExpectedTask& task, std::int64_t group) {
 
 /// The turns that take queries back before RoPE, one block per token, and the mean turn of the coming positions.
 __global__ void __launch_bounds__(tuning::kTurnThreads) expected_turns_kernel(ExpectedTask task) {
+  wait_for_earlier_kernels();
   const EvidenceArguments& e = task.a.evidence;
   const std::int32_t each = task.backs() + 1;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} / e.kv_heads * each; n += gridDim.x) {
@@ -495,6 +496,7 @@ class Moments : Factor {
 
 template <class Q>
 __global__ void __launch_bounds__(kMomentThreads, 2) expected_moments_kernel(ExpectedTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(double, mean, 256);
   KVKEEP_SHARED(double, sums, 2 * kMomentThreads);
@@ -523,6 +525,7 @@ __global__ void __launch_bounds__(kMomentThreads, 2) expected_moments_kernel(Exp
 
 /// Joins the products of a head's pieces, in f64, where its factor will be: one block per head of the turn.
 __global__ void __launch_bounds__(kMomentThreads) expected_products_kernel(ExpectedTask task) {
+  wait_for_earlier_kernels();
   const EvidenceArguments& e = task.a.evidence;
   const GramTask& gram = task.gram;
   const std::int32_t padded = task.padded, width = 2 * padded;
@@ -548,6 +551,7 @@ __global__ void __launch_bounds__(kMomentThreads) expected_products_kernel(Expec
 
 /// The factors of these, one block per head.
 __global__ void __launch_bounds__(kMomentThreads, 2) expected_factors_kernel(ExpectedTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(double, sums, 2 * kCholeskyRows);
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x)

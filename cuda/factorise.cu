@@ -350,6 +350,7 @@ class Factorising {
 
 template <class T>
 __global__ void __launch_bounds__(kFactorThreads) factorise_kernel(FactoriseArguments a, std::int32_t width) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(double, scratch, kFactorThreads / 32);
   const RowMatrix& matrix = a.matrices[blockIdx.x];
   const std::int64_t coarse = std::int64_t{blockIdx.x} * a.dim * (a.store == Element::f32 ? 4 : 2);

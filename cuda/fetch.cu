@@ -33,6 +33,7 @@ __device__ void copy_words(const FarPiece& piece, std::int64_t count) {
 
 /// Blocks with the same y walk the pieces of one list.
 __global__ void __launch_bounds__(kFetchThreads) fetch_kernel(FetchArguments a) {
+  wait_for_earlier_kernels();
   const FarPiece* list = a.pieces + std::int64_t{blockIdx.y} * a.stride;
   const std::int32_t count = a.counts[blockIdx.y];
   for (auto p = static_cast<std::int32_t>(blockIdx.x); p < count; p += static_cast<std::int32_t>(gridDim.x)) {

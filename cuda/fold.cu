@@ -38,6 +38,7 @@ __device__ std::int64_t kept_below(const std::int32_t* kept, std::int64_t count,
 
 /// A slot that is not kept has as many dropped ones before it as slots less kept ones.
 __global__ void __launch_bounds__(kFoldThreads) fold_slots_kernel(FoldArguments a) {
+  wait_for_earlier_kernels();
   for (std::int64_t f = blockIdx.x; f < a.count; f += gridDim.x) {
     const FoldingRow& own = a.folding[f];
     const std::int64_t begin = a.indptr[own.row], count = a.indptr[own.row + 1] - begin;
@@ -52,6 +53,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_slots_kernel(FoldArguments 
 }
 
 __global__ void __launch_bounds__(kFoldThreads) fold_matrices_kernel(FoldArguments a) {
+  wait_for_earlier_kernels();
   const std::int64_t step = std::int64_t{gridDim.x} * kFoldThreads;
   for (std::int64_t s = std::int64_t{blockIdx.x} * kFoldThreads + threadIdx.x; s < a.spans; s += step) {
     const FoldingSpan& span = a.pieces[a.first + s];
@@ -116,6 +118,7 @@ __device__ void draw_sketch(const RowMatrix& keys, double weight, std::int32_t d
 /// One block stores one span.
 template <class T>
 __global__ void __launch_bounds__(kFoldThreads, 3) fold_spans_kernel(FoldArguments a) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(double, mean, kMostDim);
   const auto s = static_cast<std::int32_t>(blockIdx.x);
   const FoldingSpan& piece = a.pieces[a.first + s];

@@ -20,6 +20,7 @@ struct KeyDiffTask {
 /// Norms, and the sum of the directions of a chunk.
 template <class T>
 __global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_direction_kernel(KeyDiffTask task) {
+  wait_for_earlier_kernels();
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim;
   each_chunk(task.e, task.chunks, tuning::kKeyChunk, [&](const Chunk& chunk) {
@@ -34,6 +35,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_direction_kernel(
 
 /// The mean direction of a row.
 __global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_anchor_kernel(KeyDiffTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(float, anchor, 256);
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim;
@@ -58,6 +60,7 @@ __global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_anchor_kernel(Key
 
 template <class T>
 __global__ void __launch_bounds__(tuning::kKeyThreads) keydiff_cosine_kernel(KeyDiffTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(float, anchor, 256 + 16);
   const auto thread = static_cast<std::int32_t>(threadIdx.x), own = thread / kLanes, lane = thread % kLanes;
   const std::int32_t dim = task.e.dim;

@@ -28,6 +28,7 @@ __device__ void each_chunk_of_tokens(const EvidenceArguments& e, std::int32_t ch
 /// Products of one chunk of tokens, summed over the KV heads in ascending order.
 template <class T>
 __global__ void __launch_bounds__(kKeyThreads) last_query_product_kernel(LastQueryArguments a, std::int32_t chunks) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(float, query, kMostComponents);
   KVKEEP_SHARED(float, sums, kKeyChunk);
   const EvidenceArguments& e = a.evidence;
@@ -67,6 +68,7 @@ __global__ void __launch_bounds__(kKeyThreads) last_query_product_kernel(LastQue
 }
 
 __global__ void __launch_bounds__(kKeyThreads) last_query_average_kernel(LastQueryArguments a, std::int32_t chunks) {
+  wait_for_earlier_kernels();
   const auto* products = static_cast<const float*>(a.workspace);
   each_chunk_of_tokens(a.evidence, chunks, [&](std::int64_t, const Row* rows, std::int32_t begin, std::int32_t end) {
     const std::int64_t first = rows[0].first / a.evidence.kv_heads;

@@ -2,10 +2,12 @@
 #pragma once
 /// The one way a kernel starts.
 
+#include <map>
 #include <utility>
 
 #include "kvkeep/core/error.h"
 #include "platform.cuh"
+#include "tuning.cuh"
 
 namespace kvkeep::cuda {
 
@@ -25,8 +27,28 @@ inline dim3 blocks_for(std::int64_t n, unsigned y = 1, unsigned z = 1) {
 /// Blocks of `threads` for `n` pieces of work, one per thread.
 inline dim3 blocks_of_threads(std::int64_t n, std::int32_t threads) { return blocks_for((n + threads - 1) / threads); }
 
-/// Starts `kernel` on `stream`. Does nothing if there is no block. Throws DeviceError with the kernel's name when
-/// CUDA refuses it.
+/// Whether `kernel` may begin before the one in front of it has ended: its code on the current device waits for that,
+/// wait_for_earlier_kernels(), as code for sm_90 and newer does. Code for older chips that a newer one translates does
+/// not, so the chip alone says nothing. Graphs know of it since CUDA 12.3.
+inline bool begins_early(const void* kernel) {
+  if (!tuning::kernels_overlap) return false;
+  constexpr int kFirstDriver = 12030;
+  static const bool known = [] {
+    int driver = 0;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= kFirstDriver;
+  }();
+  if (!known) return false;
+  thread_local std::map<std::pair<const void*, int>, bool> found;  // asking takes a microsecond
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  const auto [place, is_new] = found.try_emplace({kernel, device}, false);
+  if (cudaFuncAttributes code{}; is_new && cudaFuncGetAttributes(&code, kernel) == cudaSuccess)
+    place->second = code.ptxVersion >= 90;
+  return place->second;
+}
+
+/// Starts `kernel` on `stream`, before the one in front of it has ended if it can. Does nothing if there is no block.
+/// Throws DeviceError with the kernel's name when CUDA refuses it.
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
             Arguments&&... arguments) {
@@ -41,8 +63,15 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, c
                                   static_cast<int>(grid.shared_bytes));
   if (status == cudaSuccess) {
     // Returns what became of this launch. cudaGetLastError() would also tell of an error that some earlier call left.
-    const cudaLaunchConfig_t config{
-        grid.blocks, dim3(static_cast<unsigned>(grid.threads)), grid.shared_bytes, stream, nullptr, 0};
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    const cudaLaunchConfig_t config{grid.blocks,
+                                    dim3(static_cast<unsigned>(grid.threads)),
+                                    grid.shared_bytes,
+                                    stream,
+                                    &early,
+                                    begins_early(reinterpret_cast<const void*>(kernel)) ? 1U : 0U};
     status = cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...);
   }
   KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess, name, ": the launch failed: ", cudaGetErrorString(status),

@@ -44,6 +44,7 @@ KVKEEP_HD inline std::int32_t parts_of(std::int32_t ranked) { return (ranked + k
 
 /// In x, one block per part of a prompt; in y, one per prompt.
 __global__ void __launch_bounds__(kVarianceThreads) layer_selector_variance_kernel(LayerSelectorTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   const RankedPrompt& prompt = task.prompts.of[blockIdx.y];
@@ -84,6 +85,7 @@ __device__ void decide(const LayerSelectorTask& task, double variance, LayerSele
 
 /// One warp per prompt.
 __global__ void __launch_bounds__(32) layer_selector_decide_kernel(LayerSelectorTask task) {
+  wait_for_earlier_kernels();
   const WarpTeam warp;
   const RankedPrompt& prompt = task.prompts.of[blockIdx.x];
   const bool wanted = task.wants(prompt);

@@ -9,7 +9,7 @@
 namespace kvkeep::cuda {
 namespace {
 
-using tuning::kMostThreads;
+using tuning::kFarThreads;
 
 constexpr std::int32_t kNearSegments = 128;  ///< most segments, or thresholds, of a row that are in shared memory
 constexpr std::int32_t kFewSlots = 256;      ///< of a segment whose keys a warp holds in registers
@@ -44,8 +44,8 @@ struct Workspace {
   std::int64_t most;          ///< segments of a row
   std::size_t bytes;
 
-  KVKEEP_HD Workspace(const MassSegmentedOptions& options, std::int32_t count, std::int32_t longest, std::int64_t slots,
-                      std::byte* base)
+  Workspace(const MassSegmentedOptions& options, std::int32_t count, std::int32_t longest, std::int64_t slots,
+            std::byte* base)
       : most(most_segments(options, longest)) {
     WorkspaceParts parts(base);
     if (is_near(options, longest)) slots = 0;
@@ -93,10 +93,10 @@ struct RowNumbers {
 
 /// The pooled usage of every row, and its largest: runs first if heads look at each other.
 template <bool kNear>
-__global__ void __launch_bounds__(kMostThreads) mass_segmented_pool_kernel(MassSegmentedArguments a) {
+__global__ void __launch_bounds__(kFarThreads) mass_segmented_pool_kernel(MassSegmentedArguments a, Workspace work) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
-  const Workspace work(a.options, a.count, a.longest, a.slots_in_all, a.workspace);
   for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
     if (!a.limits[r].due) {
       if (team.thread() == 0) work.tops[r] = 0;
@@ -241,122 +241,123 @@ __device__ Division divide(const MassSegmentedArguments& a, const RowLimit& limi
 }
 
 template <bool kNear>
-__global__ void __launch_bounds__(kNear ? tuning::threads_for(tuning::kNearSlots) : kMostThreads, kNear ? 4 : 1)
-    mass_segmented_kernel(MassSegmentedArguments a) {
+__global__ void __launch_bounds__(kNear ? tuning::threads_for(tuning::kNearSlots) : kFarThreads, kNear ? 4 : 1)
+    mass_segmented_kernel(MassSegmentedArguments a, Workspace work) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
-  KVKEEP_SHARED(std::int32_t, histograms, (kNear ? 1 : kMostThreads / 32) * kDigits);
+  KVKEEP_SHARED(std::int32_t, histograms, (kNear ? 1 : kFarThreads / 32) * kDigits);
   KVKEEP_SHARED(std::int32_t, cached, kNear ? kNearSegments : kCachedCuts);
   KVKEEP_SHARED(std::int32_t, near_ends, kNearSegments);
   KVKEEP_SHARED(std::int32_t, near_cuts, kNearSegments);
   KVKEEP_SHARED(ShareRoom, near_shares, kNearSegments);
   KVKEEP_SHARED(Division, division, 1);
   const BlockTeam team(scratch);
-  const Workspace work(a.options, a.count, a.longest, a.slots_in_all, a.workspace);
-  for (std::int64_t r = blockIdx.x; r < a.count; r += gridDim.x) {
-    const Row& row = a.rows[r];
-    const RowLimit& limit = a.limits[r];
-    const RowWindow& seen = a.windows[r];
-    const std::int32_t length = row.length;
-    std::int32_t* slots = a.slots + a.indptr[r];
-    float* const mass_out = a.mass + row.first;
-    float* const used_out = a.used != nullptr ? a.used + row.first : mass_out;
-    float* const credit_out = a.credit != nullptr ? a.credit + row.first : nullptr;
-    if (!limit.due) {
-      for (std::int32_t t = team.thread(); t < length; t += team.size()) slots[t] = t;
-      pass_row(row.credit, row.credit_length, length, mass_out, credit_out, used_out, team);
-      continue;
-    }
-    const RowNumbers<kNear> own(a.longest, work, row);
-    std::int32_t newest = 0;
-    if (a.options.suffix_fill == SuffixFill::causal_mean && seen.queries > 0) {
-      const QueryView& queries = a.queries[r / a.heads];
-      newest = queries.position(queries.count - 1);
-    }
-    const float* scores = a.scores + row.first;
-    const auto bring_orders = [&](const auto& score_of) {
-      const bool official = a.variant == Variant::official;
-      const Protected first = official ? Protected{a.padding.oldest, a.padding.newest} : limit.guarded;
-      for (std::int32_t t = team.thread(); t < length; t += team.size()) {
-        const float score = score_of(t);
-        own.orders[t] = !first.holds(t, length) ? order_of(score) : official ? ~0U : kIn;
-      }
-    };
-    float *usage = mass_out, *used = used_out, *credit = credit_out;
-    if constexpr (kNear) {  // all that is read is asked for at once
-      usage = own.usage;
-      used = a.used != nullptr ? own.used : usage;
-      credit = a.credit != nullptr ? own.credit : nullptr;
-      const float* given = row.credit;
-      const std::int32_t known = credit == nullptr || given == nullptr ? 0 : row.credit_length;
-      KVKEEP_UNROLL(3) for (std::int32_t t = team.thread(); t < length; t += team.size()) {
-        const float score = scores[t];
-        usage[t] = mass_out[t];
-        if (t < known) credit[t] = given[t];
-        own.orders[t] = __float_as_uint(score);
-      }
-      if (a.used == nullptr) bring_orders([&](std::int32_t t) { return __uint_as_float(own.orders[t]); });
-      team.sync();
-    }
-    float top = 0;
-    if (a.options.suffix_fill == SuffixFill::max_global) {
-      const std::int64_t first = r / a.heads * a.heads;
-      KVKEEP_UNROLL(1) for (std::int64_t h = first; h < first + a.heads; ++h) {
-        top = work.tops[h] > top ? work.tops[h] : top;
-      }
-    } else {
-      top = team.largest(pool_history(a.options, usage, seen.history, own.fed, team));
-    }
-    if (seen.queries > 0)
-      fill_suffix(a.options.suffix_fill, row.positions, length, newest, seen.history, top, usage, team);
-    weigh_row(a.options, kNear && row.credit != nullptr ? credit : row.credit, row.credit_length, length, usage,
-              own.fed, credit, used, team);
-    if constexpr (kNear) {
-      KVKEEP_UNROLL(2) for (std::int32_t t = team.thread(); t < length; t += team.size()) {
-        mass_out[t] = usage[t];
-        if (a.used != nullptr) used_out[t] = used[t];
-        if (a.credit != nullptr) credit_out[t] = credit[t];
-      }
-      team.sync();
-    }
-
-    prefix_mass(used, length, own.prefix, team, left_out(a.options, limit.guarded));
-    if (!kNear || a.used != nullptr) bring_orders([&](std::int32_t t) { return scores[t]; });
-    const SegmentOptions options = segments_of(a.options, a.variant);
-    const std::int64_t thresholds = options.kind == Segmentation::mass ? detail::thresholds(options.segment_mass) : 0;
-    const bool is_cached = kNear || thresholds <= kCachedCuts;
-    if (is_cached)
-      for (std::int64_t k = 1 + team.thread(); k <= thresholds; k += team.size())
-        cached[k - 1] = detail::cut_at(own.prefix, length, options, k);
-    team.sync();
-    const bool near = kNear || work.most <= kNearSegments;
-    std::int32_t *ends = near ? near_ends : work.ends + r * work.most,
-                 *cuts = near ? near_cuts : work.cuts + r * work.most;
-    Share* shares = near ? reinterpret_cast<Share*>(near_shares) : work.shares + r * work.most;
-    const Selection<kNear> selection(team, histograms, own.orders, length);
-    if (team.thread() < 32) {
-      const Division divided =
-          divide<kNear>(a, limit, own.prefix, length, is_cached ? cached : nullptr, ends, cuts, shares);
-      if (team.thread() == 0) division[0] = divided;
-    }
-    team.sync();
-    if (a.variant == Variant::official) {
-      selection.official(ends, shares, division[0], limit.budget, limit.guarded);
-    } else {
-      selection.strict(ends, shares, division[0]);
-      selection.rest(limit.budget - division[0].through);
-    }
-    selection.write(slots);
+  const unsigned r = blockIdx.x;  // no count of rows is larger than a grid
+  const Row& row = a.rows[r];
+  const RowLimit& limit = a.limits[r];
+  const RowWindow& seen = a.windows[r];
+  const std::int32_t length = row.length;
+  float* const mass_out = a.mass + row.first;
+  float* const used_out = a.used != nullptr ? a.used + row.first : mass_out;
+  float* const credit_out = a.credit != nullptr ? a.credit + row.first : nullptr;
+  if (!limit.due) {
+    for (std::int32_t t = team.thread(); t < length; t += team.size()) a.slots[a.indptr[r] + t] = t;
+    pass_row(row.credit, row.credit_length, length, mass_out, credit_out, used_out, team);
+    return;
   }
+  const RowNumbers<kNear> own(a.longest, work, row);
+  std::int32_t newest = 0;
+  if (a.options.suffix_fill == SuffixFill::causal_mean && seen.queries > 0) {
+    const QueryView& queries = a.queries[r / static_cast<unsigned>(a.heads)];
+    newest = queries.position(queries.count - 1);
+  }
+  const auto bring_orders = [&](const auto& score_of) {
+    const bool official = a.variant == Variant::official;
+    const Protected first = official ? Protected{a.padding.oldest, a.padding.newest} : limit.guarded;
+    for (std::int32_t t = team.thread(); t < length; t += team.size()) {
+      const float score = score_of(t);
+      own.orders[t] = !first.holds(t, length) ? order_of(score) : official ? ~0U : kIn;
+    }
+  };
+  float *usage = mass_out, *used = used_out, *credit = credit_out;
+  if constexpr (kNear) {  // all that is read is asked for at once
+    usage = own.usage;
+    used = a.used != nullptr ? own.used : usage;
+    credit = a.credit != nullptr ? own.credit : nullptr;
+    const float *given = row.credit, *scores = a.scores + row.first;
+    const std::int32_t known = credit == nullptr || given == nullptr ? 0 : row.credit_length;
+    KVKEEP_UNROLL(3) for (std::int32_t t = team.thread(); t < length; t += team.size()) {
+      const float score = scores[t];
+      usage[t] = mass_out[t];
+      if (t < known) credit[t] = given[t];
+      own.orders[t] = __float_as_uint(score);
+    }
+    if (a.used == nullptr) bring_orders([&](std::int32_t t) { return __uint_as_float(own.orders[t]); });
+    team.sync();
+  }
+  float top = 0;
+  if (a.options.suffix_fill == SuffixFill::max_global) {
+    const unsigned heads = static_cast<unsigned>(a.heads), first = r / heads * heads;
+    KVKEEP_UNROLL(1) for (unsigned h = first; h < first + heads; ++h) { top = work.tops[h] > top ? work.tops[h] : top; }
+  } else {
+    top = team.largest(pool_history(a.options, usage, seen.history, own.fed, team));
+  }
+  if (seen.queries > 0)
+    fill_suffix(a.options.suffix_fill, row.positions, length, newest, seen.history, top, usage, team);
+  weigh_row(a.options, kNear && row.credit != nullptr ? credit : row.credit, row.credit_length, length, usage, own.fed,
+            credit, used, team);
+  if constexpr (kNear) {
+    KVKEEP_UNROLL(2) for (std::int32_t t = team.thread(); t < length; t += team.size()) {
+      mass_out[t] = usage[t];
+      if (a.used != nullptr) used_out[t] = used[t];
+      if (a.credit != nullptr) credit_out[t] = credit[t];
+    }
+    team.sync();
+  }
+
+  prefix_mass(used, length, own.prefix, team, left_out(a.options, limit.guarded));
+  if (!kNear || a.used != nullptr) {
+    const float* const scores = a.scores + row.first;
+    bring_orders([&](std::int32_t t) { return scores[t]; });
+  }
+  const SegmentOptions options = segments_of(a.options, a.variant);
+  const std::int64_t thresholds = options.kind == Segmentation::mass ? detail::thresholds(options.segment_mass) : 0;
+  const bool is_cached = kNear || thresholds <= kCachedCuts;
+  if (is_cached)
+    for (std::int64_t k = 1 + team.thread(); k <= thresholds; k += team.size())
+      cached[k - 1] = detail::cut_at(own.prefix, length, options, k);
+  team.sync();
+  const bool near = kNear || work.most <= kNearSegments;
+  std::int32_t *ends = near ? near_ends : work.ends + r * work.most,
+               *cuts = near ? near_cuts : work.cuts + r * work.most;
+  Share* shares = near ? reinterpret_cast<Share*>(near_shares) : work.shares + r * work.most;
+  const Selection<kNear> selection(team, histograms, own.orders, length);
+  if (team.thread() < 32) {
+    const Division divided =
+        divide<kNear>(a, limit, own.prefix, length, is_cached ? cached : nullptr, ends, cuts, shares);
+    if (team.thread() == 0) division[0] = divided;
+  }
+  team.sync();
+  if (a.variant == Variant::official) {
+    selection.official(ends, shares, division[0], limit.budget, limit.guarded);
+  } else {
+    selection.strict(ends, shares, division[0]);
+    selection.rest(limit.budget - division[0].through);
+  }
+  selection.write(a.slots + a.indptr[r]);
 }
 
 template <bool kNear>
 void launch_rows(const MassSegmentedArguments& arguments, Stream stream) {
   const Grid grid{.blocks = blocks_for(arguments.count),
-                  .threads = tuning::threads_for(arguments.longest),
+                  .threads = kNear ? tuning::threads_for(arguments.longest)
+                                   : tuning::far_threads_for(arguments.longest, arguments.count),
                   .shared_bytes = kNear ? NearSlots(static_cast<std::size_t>(arguments.longest)).bytes : 0};
+  const Workspace work(arguments.options, arguments.count, arguments.longest, arguments.slots_in_all,
+                       arguments.workspace);
   if (arguments.options.suffix_fill == SuffixFill::max_global)
-    launch("mass_segmented_pool", mass_segmented_pool_kernel<kNear>, grid, stream, arguments);
-  launch("mass_segmented", mass_segmented_kernel<kNear>, grid, stream, arguments);
+    launch("mass_segmented_pool", mass_segmented_pool_kernel<kNear>, grid, stream, arguments, work);
+  launch("mass_segmented", mass_segmented_kernel<kNear>, grid, stream, arguments, work);
 }
 
 }  // namespace

@@ -211,6 +211,7 @@ __device__ void add_told(const MemoryAttentionTask& task, const Asked& asked, st
 template <class T>
 __global__ void __launch_bounds__(kMemoryThreads)
     memory_attention_logits_kernel(MemoryAttentionTask task, std::int32_t chunks) {
+  wait_for_earlier_kernels();
   const std::int64_t work = blockIdx.x / static_cast<unsigned>(chunks);
   const Asked asked = asked_of(task, work, task.slices, kMemoryHeads);
   const auto begin = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(chunks)) * kMemorySpans;
@@ -337,6 +338,7 @@ __device__ void open_within(const MemoryAttentionTask& task, const BlockTeam& te
 
 /// One block decides what one row and query opens.
 __global__ void __launch_bounds__(kMemoryThreads, 3) memory_attention_open_kernel(MemoryAttentionTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::uint32_t, counters, sort_counters(kMemoryThreads));
   const BlockTeam team(scratch);
@@ -366,6 +368,7 @@ __global__ void __launch_bounds__(kMemoryThreads, 3) memory_attention_open_kerne
 /// One block lists the pieces of one row.
 __global__ void __launch_bounds__(kMemoryThreads)
     memory_attention_pieces_kernel(MemoryAttentionTask task, FarPiece* pieces, std::int32_t* counts) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   const FoldedRow& row = task.a.rows[blockIdx.x];
@@ -605,6 +608,7 @@ class OpenedSpan {
 /// opened span.
 template <class T>
 __global__ void __launch_bounds__(kMemoryThreads) memory_attention_merge_kernel(MemoryAttentionTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(float, weights, kMemoryHeads* kMemoryTile);
   KVKEEP_SHARED(float, tops, kMemoryHeads);
   KVKEEP_SHARED(float, sums, kMemoryHeads);
@@ -655,6 +659,7 @@ constexpr std::int32_t kCombineThreads = 128;
 
 /// One block combines the parts of one head with what was read before.
 __global__ void __launch_bounds__(kCombineThreads) memory_attention_combine_kernel(MemoryAttentionTask task) {
+  wait_for_earlier_kernels();
   const Asked asked = asked_of(task, blockIdx.x, task.a.group, 1);
   if (!asked.there) return;
   const std::int32_t dim = task.a.dim;

@@ -23,6 +23,7 @@ struct NarrowTask {
 };
 
 __global__ void __launch_bounds__(kMostThreads) narrow_kernel(NarrowTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   const RankedPrompt& prompt = task.prompts.of[blockIdx.x];
@@ -49,6 +50,7 @@ struct GatherRowsTask {
 /// Blocks with the same y walk the rows of one prompt. A thread requests several words before it writes the first.
 template <class Word>
 __global__ void __launch_bounds__(kCompactThreads) narrow_gather_rows_kernel(GatherRowsTask a) {
+  wait_for_earlier_kernels();
   const GatheredPrompt& prompt = a.prompts.of[blockIdx.y];
   const std::int32_t* list = prompt.kept < 0 ? nullptr : a.tokens + prompt.kept;
   const std::byte* from = a.from + prompt.from * a.from_stride;

@@ -51,6 +51,15 @@ __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" :::
 /// Begins to bring what is there to the L2.
 __device__ inline void fetch_ahead(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
+/// The first statement of every kernel. launch() may let it begin while the kernel before it on the stream is at work:
+/// this waits until all of that has been written, and then lets the next kernel begin.
+__device__ inline void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 /// sum += left * right of 16 x 16 and 16 x 8 numbers of type S, by a warp: mma.m16n8k16 of PTX. With g = lane / 4 and
 /// c = lane % 4, left[0] is row g, columns 2c and 2c + 1; left[1] the same of row g + 8; left[2] and left[3] the same,
 /// 8 columns further. right[0] is column g, rows 2c and 2c + 1; right[1] 8 rows further. sum[0] and sum[1] are row g,

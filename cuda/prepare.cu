@@ -72,6 +72,7 @@ __device__ void turn_token(const PrepareArguments& a, std::int64_t group, std::i
 template <class From>
 __global__ void __launch_bounds__(kTurnThreads)
     prepare_kernel(PrepareArguments a, std::int64_t rows, std::int64_t tokens) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(RopeTurn, turns, 128);
   const EvidenceArguments& e = a.evidence;
   for (std::int64_t n = blockIdx.x; n < rows + tokens; n += gridDim.x) {

@@ -45,6 +45,7 @@ std::int64_t divide(const PromptScoresArguments& a, PromptScoresTask& task) {
 
 /// Sets the window of every row that is summed, and the row itself if query heads are: the same keys, once for each.
 __global__ void __launch_bounds__(kTurnThreads) prompt_scores_rows_kernel(PromptScoresTask task) {
+  wait_for_earlier_kernels();
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = std::int64_t{blockIdx.x} * kTurnThreads + threadIdx.x; n < task.summed.count;
        n += std::int64_t{gridDim.x} * kTurnThreads) {
@@ -61,6 +62,7 @@ __global__ void __launch_bounds__(kTurnThreads) prompt_scores_rows_kernel(Prompt
 
 /// One thread per token of a group: its score of every KV head, and their sum, both added up in ascending order.
 __global__ void __launch_bounds__(kKeyThreads) prompt_scores_pool_kernel(PromptScoresTask task, std::int32_t chunks) {
+  wait_for_earlier_kernels();
   const PromptScoresArguments& a = task.a;
   const EvidenceArguments& e = a.evidence;
   const float weight = task.parts > 1 ? 1.0F : static_cast<float>(e.group);

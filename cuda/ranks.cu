@@ -20,6 +20,7 @@ struct RanksTask {
 };
 
 __global__ void __launch_bounds__(kRankThreads) ranks_kernel(RanksTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::uint32_t, counters, sort_counters(kRankThreads));
   const BlockTeam team(scratch);

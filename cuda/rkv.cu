@@ -59,6 +59,7 @@ std::int64_t divide(const RkvArguments& a, RkvTask& task) {
 /// Factors, and the sum of the unit keys of a chunk. Leaves a key's product with itself in the scores.
 template <class T>
 __global__ void __launch_bounds__(tuning::kKeyThreads) rkv_unit_sums_kernel(RkvTask task) {
+  wait_for_earlier_kernels();
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t dim = task.e.dim;
   each_chunk(task.e, task.chunks, tuning::kKeyChunk, [&](const Chunk& chunk) {
@@ -305,6 +306,7 @@ __device__ inline void hold(const RkvTask& task, const Row& row, bool aligned, c
 /// row.
 template <class T>
 __global__ void __launch_bounds__(kSimilarThreads, 2) rkv_search_kernel(RkvTask task, std::int32_t owners) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(OpenKeys, of_block, 1);
   OpenKeys& open = of_block[0];
   KVKEEP_SHARED(float, direction, 256 + 16);
@@ -368,6 +370,7 @@ __global__ void __launch_bounds__(kSimilarThreads, 2) rkv_search_kernel(RkvTask 
 
 /// Softmax of the column means of a row, and the score. One block per row.
 __global__ void __launch_bounds__(kStandardThreads) rkv_kernel(RkvTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(double, sums, kStandardThreads / 32);
   KVKEEP_SHARED(unsigned long long, words, kBlockScratch);
   const auto thread = static_cast<std::int32_t>(threadIdx.x);

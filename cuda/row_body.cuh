@@ -51,6 +51,7 @@ class DeviceRow : public ScoredRow<Key, Value> {
 template <class Body, class Key, class Value>
 __global__ void __launch_bounds__(BodyTraits<Body>::kEachSlot ? tuning::kKeyThreads : tuning::kMostThreads)
     row_body_kernel(RowBodyArguments<Body> a, std::int32_t chunks) {
+  wait_for_earlier_kernels();
   using Traits = BodyTraits<Body>;
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::int32_t, histogram, kDigits);

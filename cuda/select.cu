@@ -10,6 +10,7 @@ namespace kvkeep::cuda {
 namespace {
 
 __global__ void __launch_bounds__(tuning::kMostThreads) select_kernel(SelectArguments a) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);
@@ -24,6 +25,7 @@ __global__ void __launch_bounds__(tuning::kMostThreads) select_kernel(SelectArgu
 }
 
 __global__ void __launch_bounds__(tuning::kMostThreads) select_threshold_kernel(ThresholdArguments a) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::int32_t, histogram, kDigits);
   const BlockTeam team(scratch);

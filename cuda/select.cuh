@@ -99,8 +99,7 @@ __device__ std::uint64_t least_by_order(const Team& team, std::int32_t* histogra
 
 /// Calls mark(t, whether it is one of the best `wanted`) for the slots of [from, to), at most 32 * kEach, by one warp
 /// whose orders stay in registers: bit by bit, those in which they differ. An order of 0 is not a candidate. Requires:
-/// 1
-/// <= wanted <= candidates.
+/// `wanted` from 1 to the number of candidates.
 template <int kEach, class Mark>
 __device__ void mark_best_of_few(const std::uint32_t* orders, std::int32_t from, std::int32_t to, std::int32_t wanted,
                                  const Mark& mark) {

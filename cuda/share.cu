@@ -10,6 +10,7 @@ namespace {
 constexpr std::int32_t kSharedSlots = 4;  ///< of a thread: where a row is needs looking up
 
 __global__ void __launch_bounds__(tuning::kTurnThreads, 8) share_kernel(ShareArguments a) {
+  wait_for_earlier_kernels();
   const SharedRows sharing = a.sharing;
   const std::int64_t members = sharing.members(), sets = sharing.sets();
   for (std::int64_t set = blockIdx.y; set < sets; set += gridDim.y) {

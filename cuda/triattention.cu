@@ -34,6 +34,7 @@ struct TriAttentionTask {
 };
 
 __global__ void __launch_bounds__(kTriThreads) triattention_turns_kernel(TriAttentionTask task) {
+  wait_for_earlier_kernels();
   for (std::int64_t group = blockIdx.x; group < task.groups(); group += gridDim.x) {
     double2* const turns = task.turns_of(group);
     const RopeView rope = task.a.evidence.ropes[group];
@@ -55,6 +56,7 @@ __global__ void __launch_bounds__(kTriThreads) triattention_turns_kernel(TriAtte
 
 /// Columns of one query head of a row.
 __global__ void __launch_bounds__(kTriThreads) triattention_columns_kernel(TriAttentionTask task) {
+  wait_for_earlier_kernels();
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
     const std::int64_t r = n / e.group;
@@ -163,6 +165,7 @@ constexpr int kAtOnce = 4;  ///< columns that share one read of the key
 template <class T>
 __global__ void __launch_bounds__(kTriThreads, std::is_same_v<T, Bits8> ? 5 : 0)
     triattention_raw_kernel(TriAttentionTask task) {
+  wait_for_earlier_kernels();
   using S = MatrixElement<T>;
   const EvidenceArguments& e = task.a.evidence;
   std::byte* keys = dynamic_shared();
@@ -223,6 +226,7 @@ __global__ void __launch_bounds__(kTriThreads, std::is_same_v<T, Bits8> ? 5 : 0)
 
 /// Finds what makes a query head's raw scores comparable: one block per query head of a row.
 __global__ void __launch_bounds__(kStandardThreads) triattention_standard_kernel(TriAttentionTask task) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(double, shared, kStandardThreads / 32);
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
@@ -254,6 +258,7 @@ __global__ void __launch_bounds__(kStandardThreads) triattention_standard_kernel
 }
 
 __global__ void __launch_bounds__(kTriThreads) triattention_combine_kernel(TriAttentionTask task, std::int32_t tile) {
+  wait_for_earlier_kernels();
   const EvidenceArguments& e = task.a.evidence;
   for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * task.chunks; work += gridDim.x) {
     const std::int64_t r = work / task.chunks;

@@ -2,9 +2,13 @@
 #pragma once
 /// Sizes of blocks and tiles, in one place.
 
+#include <atomic>
 #include <cstdint>
 
 namespace kvkeep::cuda::tuning {
+
+/// Kernels begin while the one before them ends, where they can (begins_early() of launch.cuh). False: for comparison.
+inline std::atomic<bool> kernels_overlap = true;
 
 inline constexpr std::int32_t kCompactThreads = 256;
 inline constexpr std::int32_t kCompactWords = 4;  ///< words of 16 bytes that a thread holds between reading and writing
@@ -15,6 +19,13 @@ constexpr std::int32_t threads_for(std::int32_t longest) { return longest <= 409
 
 inline constexpr std::int32_t kNearSlots =
     3072;  ///< of the longest row whose AMS runs in shared memory: four blocks per multiprocessor have room
+/// Of the block of a longer row: 64 registers each, so that two blocks of half as many fit a multiprocessor where there
+/// are more rows than that.
+inline constexpr std::int32_t kFarThreads = 1024;
+constexpr std::int32_t far_threads_for(std::int32_t longest, std::int32_t rows) {
+  constexpr std::int32_t kFewRows = 132;  // multiprocessors of an H100
+  return rows <= kFewRows && longest > 4096 ? kFarThreads : threads_for(longest);
+}
 inline constexpr std::int32_t kWarpSegment = 4096;  ///< longest segment that is left to one warp
 
 inline constexpr std::int32_t kTurnThreads = 128;

@@ -178,6 +178,7 @@ __device__ void pool_shares(const AttentionTask& task, std::int32_t begin, std::
 
 template <class T, int kQ, bool kApply, Form kForm>
 __global__ void __launch_bounds__(kAttentionTile, 4) attention_f32_kernel(AttentionTask task) {
+  wait_for_earlier_kernels();
   using Shared = AttentionF32Shared<T, kQ, kForm>;
   constexpr bool kMaximum = kForm == Form::maximum, kWorst = kForm == Form::worst;
   const Shared parts(task.e.dim, kApply ? task.reach : 0);

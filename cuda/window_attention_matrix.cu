@@ -656,6 +656,7 @@ __device__ void find_split(const AttentionMatrixTask& m, BlockWork& work) {
 /// One pass over the keys: kApply gives the columns, else the statistics are taken.
 template <class T, int kSpans, bool kApply>
 __global__ void __launch_bounds__(kMatrixThreads, 2) attention_matrix_kernel(AttentionMatrixTask m) {
+  wait_for_earlier_kernels();
   using Shared = AttentionMatrixShared<T, kSpans, kApply>;
   using Warp = WarpState<T, kSpans, kApply>;
   const Shared parts(m.resident, m.queries.most, m.ahead);

@@ -79,6 +79,7 @@ static_assert(sizeof(QueryTile<4>) == sizeof(uint4) * QueryTile<4>::kAll);
 /// + 8 at a time: what two lanes of a product have, 16 bytes each.
 template <class S, int kSpans>
 __global__ void __launch_bounds__(tuning::kSplitThreads) attention_split_queries_kernel(AttentionMatrixTask m) {
+  wait_for_earlier_kernels();
   const AttentionTask& task = m.of;
   const SplitQueries& to = m.queries;
   constexpr std::uint32_t kAll = 0xFFFFFFFFU;

@@ -25,6 +25,7 @@
 #include "kvkeep/torch.h"
 #include "timing.h"
 #include "torch_machine.h"
+#include "tuning.cuh"
 
 namespace kvkeep::cuda {
 namespace {
@@ -271,6 +272,12 @@ void step_without_event(Result& result, const Shape& shape, Size size) {
   result.set("idle_us", median(idle));
 }
 
+/// No kernel begins before the one in front of it has ended, while it lives.
+struct OneAfterTheOther {
+  OneAfterTheOther() { tuning::kernels_overlap = false; }
+  ~OneAfterTheOther() { tuning::kernels_overlap = true; }
+};
+
 }  // namespace
 
 void add_events() {
@@ -293,6 +300,10 @@ void add_events() {
         if (policy != "ams-tova" || size.page != 0 || (!is_first && !options().toy)) continue;
         add_shown("/pre-rope", Shown::pre_rope);
         add_shown("/log-sum-exps", Shown::with_sums);
+        add(name + "/no-overlap", [=](Result& result) {
+          const OneAfterTheOther kernels;
+          event(result, shape, policy + extra, size, Shown::post_rope);
+        });
       }
     for (const Size& size :
          options().toy ? std::vector<Size>{{2, 96, 64}} : std::vector<Size>{{1, 1536, 1024}, {32, 1536, 1024}})

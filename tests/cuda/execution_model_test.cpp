@@ -17,6 +17,7 @@
 #include "device.h"
 #include "device_memory.h"
 #include "launch.cuh"
+#include "other_chip.h"
 #include "resources.h"
 
 namespace kvkeep::cuda::execution_model_test {
@@ -50,6 +51,7 @@ int seeds_that_show(const Run& run) {
 }
 
 void leave_behind(std::int32_t* found) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(std::int32_t, mine, 1);
   if (threadIdx.x == 0) {
     found[blockIdx.x] = mine[0];
@@ -67,6 +69,7 @@ TEST(ExecutionModel, SpoilsStaticSharedMemoryBeforeEveryBlock) {
 }
 
 void add_without_an_atomic(std::int32_t* sum) {
+  wait_for_earlier_kernels();
   if (threadIdx.x != 0) return;
   for (int n = 0; n < 8; ++n) {
     const std::int32_t before = *sum;
@@ -87,6 +90,7 @@ TEST(ExecutionModel, ShowsARaceOfBlocksThatRunAtTheSameTime) {
 }
 
 void read_without_a_barrier(std::int32_t* found) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(std::int32_t, shared, 1);
   const auto warp = threadIdx.x / 32;
   if (warp != 1 && threadIdx.x % 32 == 0) shared[0] = 7;  // by two warps, on either side of the one that reads
@@ -105,6 +109,7 @@ TEST(ExecutionModel, ShowsAMissingBarrierThatNeitherOfTwoOrdersShows) {
 }
 
 void sum_up(std::int64_t* sum, std::int32_t* last) {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(std::int32_t, scratch, 96);
   scratch[threadIdx.x] = static_cast<std::int32_t>(threadIdx.x);
   __syncthreads();
@@ -128,6 +133,7 @@ TEST(ExecutionModel, RunsWhatIsRightInEveryOrder) {
 }
 
 void wait_for_nobody() {
+  wait_for_earlier_kernels();
   if (threadIdx.x < 32) __syncthreads();
 }
 
@@ -145,6 +151,7 @@ TEST(ExecutionModel, NamesAKernelThatWaitsInVain) {
 
 template <int kKiB>
 void use_static_memory() {
+  wait_for_earlier_kernels();
   KVKEEP_SHARED(std::byte, memory, kKiB << 10);
   memory[threadIdx.x] = std::byte{1};
 }
@@ -240,7 +247,10 @@ TEST(ExecutionModel, GivesApproximateFunctionsAnErrorOfTwoUnits) {
   for (const int count : off) EXPECT_GT(count, 100);
 }
 
-void copy_one(const std::int32_t* from, std::int32_t* to) { *to = *from; }
+void copy_one(const std::int32_t* from, std::int32_t* to) {
+  wait_for_earlier_kernels();
+  *to = *from;
+}
 
 TEST(ExecutionModel, EndsAHostThatTouchesDeviceMemory) {
   ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
@@ -255,6 +265,56 @@ TEST(ExecutionModel, EndsAHostThatTouchesDeviceMemory) {
         static_cast<void>(*static_cast<volatile std::int32_t*>(there.data()));
       },
       "the host touched device memory outside a copy");
+}
+
+/// Copies, and of its odd threads every one waits too late, if at all.
+template <int kNth, bool kWaits>
+void copy_early(const std::int32_t* from, std::int32_t* to) {
+  if (threadIdx.x % 2 == 0) wait_for_earlier_kernels();
+  to[threadIdx.x] = *from;
+  if (kWaits) wait_for_earlier_kernels();
+}
+
+template <int kNth, bool kWaits>
+std::int32_t copied_early() {
+  const DeviceArray<std::int32_t> from(std::vector<std::int32_t>{41}), to(32);
+  launch("copy_early", copy_early<kNth, kWaits>, {.blocks = dim3(1), .threads = 32}, nullptr, from.data(), to.data());
+  return to.download()[31];
+}
+
+TEST(ExecutionModel, NamesAKernelThatBeginsEarlyAndDoesNotWait) {
+  for (const std::uint64_t seed : {0, 1, 2}) {
+    const With settings({.seed = seed});
+    try {
+      static_cast<void>(copied_early<0, false>());
+      FAIL() << "it ended";
+    } catch (const std::logic_error& error) {
+      EXPECT_STREQ(
+          error.what(),
+          "copy_early: a thread may begin before earlier kernels have ended, and does not wait for them first");
+    }
+  }
+}
+
+TEST(ExecutionModel, EndsAKernelThatTouchesDeviceMemoryBeforeItWaits) {
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  EXPECT_DEATH(
+      {
+        const With guarded({.guard = true});
+        static_cast<void>(copied_early<0, true>());
+      },
+      "a kernel touched device memory before it waited for earlier kernels");
+}
+
+TEST(ExecutionModel, BeginsNoKernelEarlyWhereItsCodeCannotWaitOrNobodyWantsIt) {
+  {
+    const OtherChip older({.compiled_for = 80});
+    EXPECT_EQ((copied_early<1, false>()), 41);
+  }
+  EXPECT_EQ((copied_early<1, false>()), 41) << "the same code";
+  tuning::kernels_overlap = false;
+  EXPECT_EQ((copied_early<0, false>()), 41);
+  tuning::kernels_overlap = true;
 }
 
 }  // namespace

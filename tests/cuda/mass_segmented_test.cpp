@@ -56,7 +56,8 @@ void pin(RowLimit& limit, std::int32_t length, oracle::Random& random, std::vect
   guarded.ranges = static_cast<std::int32_t>(pins.size());
 }
 
-Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
+/// groups: 0: one or two.
+Case random_case(oracle::Random& random, std::initializer_list<int> lengths, int groups = 0) {
   Case c;
   MassSegmentedOptions& o = c.options;
   c.variant = random.one_of({Variant::strict, Variant::strict, Variant::official});
@@ -84,7 +85,7 @@ Case random_case(oracle::Random& random, std::initializer_list<int> lengths) {
     o.protected_mass = true;
     c.padding = {random.between(0, 5), random.between(0, 9)};
   }
-  for (int g = random.between(1, 2); g > 0; --g) {
+  for (int g = groups > 0 ? groups : random.between(1, 2); g > 0; --g) {
     const std::int32_t length = random.one_of(lengths), budget = random.between(1, length);
     const bool due = length > budget && random.chance(0.9);
     const std::int32_t window = random.between(0, std::min(40, length - 1)),
@@ -281,6 +282,13 @@ TEST_F(MassSegmentedKernel, TakesRowsThatNeedTheLargestBlockAndSegmentsTooLongFo
     if (round % 2 == 0) c.options.segments = Segmentation::none;
     compare(c, "round " + std::to_string(round));
   }
+}
+
+TEST_F(MassSegmentedKernel, TakesLongRowsAmongSoManyThatTwoBlocksShareAMultiprocessor) {
+  oracle::Random random(28);
+  Case c;
+  while (c.longest() != 4100) c = random_case(random, {1, 5, 9, 17, 29, 33, 40, 40, 40, 64, 64, 64, 97, 97, 4100}, 133);
+  compare(c, std::to_string(c.rows.size()) + " rows");
 }
 
 TEST_F(MassSegmentedKernel, TakesSegmentsOfEveryLengthThatOneWarpRanksInItsOwnWay) {

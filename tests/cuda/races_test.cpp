@@ -9,11 +9,12 @@
 
 #include "device.h"
 #include "launch.cuh"
+#include "other_chip.h"
 
 namespace kvkeep::cuda::races_test {
 namespace {
 
-/// Races are looked for while it lives.
+/// Races are looked for while it lives, on a chip where kernels need not wait for earlier ones.
 class Watching {
  public:
   explicit Watching(std::uint64_t seed = 0) : before_(model::settings()) {
@@ -31,6 +32,7 @@ class Watching {
 
  private:
   model::Settings before_;
+  OtherChip older_{{.compiled_for = 80}};
 };
 
 using Kernel = void (*)(std::int32_t*, std::int32_t*);

@@ -4,6 +4,7 @@
 #include <exception>
 #include <memory>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -83,6 +84,7 @@ struct Fiber {
   Watched watched;
   int number = 0;
   bool done = false;
+  bool has_waited = false;  ///< for earlier kernels
   std::uint64_t exchanges = 0;
   std::vector<Copy> copies;  ///< under way to shared memory
   std::unique_ptr<std::byte[]> stack;
@@ -119,6 +121,8 @@ struct Machine {
   std::exception_ptr failure;
   const char* name = "";        ///< of the kernel
   std::size_t most_shared = 0;  ///< of a block
+  bool early = false;           ///< the kernel may have begun before the one before it ended
+  bool first_block = false;     ///< of it is the next to begin
   std::uint64_t progress = 0;   ///< barriers passed and fibers ended
   std::uint64_t drawn = 0;      ///< of the random order
 #if defined(__x86_64__)
@@ -200,7 +204,7 @@ void prepare(Fiber& f) {
   const std::size_t left = f.done ? kStack / 32 : kStack;
   __asan_unpoison_memory_region(f.stack.get() + kStack - left, left);
 #endif
-  f.done = false;
+  f.done = f.has_waited = false;
   f.exchanges = 0;
   f.copies.clear();
 #if defined(__x86_64__)
@@ -274,6 +278,19 @@ bool run_threads(Block& block) {
   return running->progress != before;
 }
 
+/// Runs the threads of a block up to where each waits for earlier kernels.
+void run_to_wait(Block& block) {
+  running->block = &block;
+  for (Fiber& f : block.fibers) {
+    resume(f);
+    if (running->failure) std::rethrow_exception(running->failure);
+    if (!f.has_waited)
+      throw std::logic_error(
+          std::string(running->name) +
+          ": a thread may begin before earlier kernels have ended, and does not wait for them first");
+  }
+}
+
 void begin_block(Block& block, std::int64_t number, dim3 blocks, int threads, std::size_t shared_bytes) {
   block.shared = std::make_unique_for_overwrite<std::byte[]>(
       shared_bytes);  // of exactly that size: the address sanitizer watches its ends
@@ -299,6 +316,11 @@ void begin_block(Block& block, std::int64_t number, dim3 blocks, int threads, st
     prepare(f);
     f.watched.own = {std::span<const std::byte>(f.stack.get(), kStack), std::as_bytes(std::span(&f, 1))};
   }
+  if (!running->early) return;
+  std::optional<ClosedDevice> closed;
+  if (running->first_block) closed.emplace();  // of the first alone, for their number
+  running->first_block = false;
+  run_to_wait(block);
 }
 
 [[nodiscard]] std::logic_error wait_in_vain(const char* name) {
@@ -357,6 +379,12 @@ void allocated() { ++machine().counters.allocations; }
 Chip& chip() {
   static Chip only;
   return only;
+}
+
+void wait_for_earlier() {
+  if (!running->early || running->fiber->has_waited) return;
+  running->fiber->has_waited = true;
+  to_host(false);
 }
 
 void give_way() {
@@ -462,7 +490,7 @@ std::byte* static_shared_memory(const void* site, std::size_t bytes) {
   return memory;
 }
 
-void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, std::size_t most_shared,
+void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, std::size_t most_shared, bool early,
          const std::function<void()>& body) {
   Machine& machine = model::machine();
   ++machine.counters.launches;
@@ -474,6 +502,7 @@ void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, s
   machine.failure = nullptr;
   machine.name = name;
   machine.most_shared = most_shared;
+  machine.early = machine.first_block = early;
   if (machine.blocks.empty()) machine.blocks.push_back(std::make_unique<Block>());
   const std::int64_t count = std::int64_t{blocks.x} * blocks.y * blocks.z;
   const DeviceAccess access;

@@ -86,14 +86,21 @@ void set_order(Order order);
 /// Runs `body` in every thread of the grid, which launch() has checked. Throws std::logic_error when threads wait for
 /// each other in vain, or a block takes more than `most_shared` bytes of shared memory, static and dynamic together. An
 /// exception of a body ends the run.
-void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, std::size_t most_shared,
+///
+/// early: the kernel may have begun while the one before it was at work. Every thread runs up to wait_for_earlier() on
+/// its own; one that ends, or waits for others, before it gets there is a std::logic_error. Until the first block is
+/// there, device memory is closed under Settings::guard.
+void run(const char* name, dim3 blocks, int threads, std::size_t shared_bytes, std::size_t most_shared, bool early,
          const std::function<void()>& body);
+/// griddepcontrol.wait.
+void wait_for_earlier();
 
 /// The name of the kernel that is launched next, for what is said of it.
 void name_launch(const char* name);
 /// As cudaLaunchKernelExC(): `body` holds the arguments as they are now, and runs in the order of the stream. On a
 /// stream that is being captured it runs with every replay of the graph. A kernel that has not asked for more has 48
-/// KiB of shared memory, static and dynamic together.
+/// KiB of shared memory, static and dynamic together. The one attribute that is known is programmatic serialization on
+/// a stream: see run().
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> body);
 
 /// While true, what streams are given waits until somebody waits for it. Else it runs at once.
@@ -103,6 +110,7 @@ void hold_streams(bool hold);
 struct Chip {
   int shared_bytes = 227 << 10;  ///< that a block can ask for
   int multiprocessors = 2;
+  int compiled_for = 90;  ///< that kernels were compiled for
 };
 [[nodiscard]] Chip& chip();
 
@@ -319,6 +327,8 @@ KVKEEP_OF_MODEL void copy_ahead(void* shared, const void* global) {
 inline void wait_for_copies() { model::land_copies(); }
 
 inline void fetch_ahead(const void*) {}
+
+inline void wait_for_earlier_kernels() { model::wait_for_earlier(); }
 
 /// mma.m16n8k16, with the fragments as PTX lays them out.
 template <class S>

@@ -114,14 +114,16 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
   const bool asked = runtime().shared_bytes.contains(kernel);
   const std::size_t most = asked ? static_cast<std::size_t>(chip().shared_bytes) : kWithoutAsking;
   if (of_block.x == 0 || of_block.x > 1024 || of_block.x % 32 != 0 || of_block.y != 1 || of_block.z != 1 ||
-      blocks.y > 65535 || blocks.z > 65535 || count != 0 || attributes != nullptr)
+      blocks.y > 65535 || blocks.z > 65535 || count > 1 ||
+      (count == 1 && attributes->id != cudaLaunchAttributeProgrammaticStreamSerialization))
     return told(cudaErrorInvalidConfiguration);
+  const bool early = count == 1 && attributes->val.programmaticStreamSerializationAllowed != 0;
   if (shared > (asked ? runtime().shared_bytes.at(kernel) : kWithoutAsking)) return told(cudaErrorInvalidValue);
   if (!has_room(runtime().launching, static_cast<int>(of_block.x), shared, most))
     return told(cudaErrorLaunchOutOfResources);
   add(stream, cudaGraphNodeTypeKernel,
       [name = runtime().launching, blocks = dim3(blocks), threads = static_cast<int>(of_block.x), bytes = shared, most,
-       body = std::move(body)] { run(name, blocks, threads, bytes, most, body); });
+       early, body = std::move(body)] { run(name, blocks, threads, bytes, most, early, body); });
   return cudaSuccess;
 }
 
@@ -172,6 +174,16 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > chip().shared_bytes)
     return told(cudaErrorInvalidValue);
   runtime().shared_bytes[kernel] = static_cast<std::size_t>(value);
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* code, const void*) {
+  *code = {};
+  code->ptxVersion = code->binaryVersion = chip().compiled_for;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
   return cudaSuccess;
 }
 

@@ -10,6 +10,8 @@
 #include <map>
 #include <new>
 #include <stdexcept>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "cuda_model.h"
@@ -25,6 +27,7 @@ struct Arena {
   std::byte* base = nullptr;
   std::size_t used = 0;
   int open = 0;
+  bool in_kernel = false;                                ///< closed for a kernel that begins
   std::map<std::byte*, std::size_t> taken;               ///< bytes, whole pages
   std::map<std::size_t, std::vector<std::byte*>> given;  ///< by bytes
 };
@@ -36,8 +39,9 @@ struct sigaction before{};
 void tell(int signal, siginfo_t* what, void* context) {
   const auto* at = static_cast<const std::byte*>(what->si_addr);
   if (at >= arena().base && at < arena().base + kReserved) {
-    constexpr char kSaid[] = "cuda_model: the host touched device memory outside a copy\n";
-    static_cast<void>(!write(STDERR_FILENO, kSaid, sizeof kSaid - 1));
+    const auto say = [](std::string_view said) { static_cast<void>(!write(STDERR_FILENO, said.data(), said.size())); };
+    arena().in_kernel ? say("cuda_model: a kernel touched device memory before it waited for earlier kernels\n")
+                      : say("cuda_model: the host touched device memory outside a copy\n");
   }
   sigaction(signal, &before, nullptr);  // and again, as it would have been without this
   static_cast<void>(context);
@@ -106,6 +110,16 @@ DeviceAccess::DeviceAccess() {
 }
 DeviceAccess::~DeviceAccess() {
   if (--arena().open == 0) protect(arena());
+}
+
+ClosedDevice::ClosedDevice() : before_(std::exchange(arena().open, 0)) {
+  arena().in_kernel = true;
+  protect(arena());
+}
+ClosedDevice::~ClosedDevice() {
+  arena().open = before_;
+  arena().in_kernel = false;
+  protect(arena());
 }
 
 }  // namespace kvkeep::cuda::model

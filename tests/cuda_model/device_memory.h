@@ -20,4 +20,16 @@ class DeviceAccess {
   DeviceAccess& operator=(const DeviceAccess&) = delete;
 };
 
+/// While one lives, nobody can, whatever else lives.
+class ClosedDevice {
+ public:
+  ClosedDevice();
+  ~ClosedDevice();
+  ClosedDevice(const ClosedDevice&) = delete;
+  ClosedDevice& operator=(const ClosedDevice&) = delete;
+
+ private:
+  int before_;
+};
+
 }  // namespace kvkeep::cuda::model

@@ -237,6 +237,20 @@ TEST(House, AKernelsNameTellsItsFile) {
   EXPECT_GT(launches, 50U);
 }
 
+// launch() lets it begin while the kernel before it is at work.
+TEST(House, EveryKernelFirstWaitsForEarlierOnes) {
+  std::size_t kernels = 0;
+  for (const fs::path& source : sources_in("cuda")) {
+    const std::string text = content_of(source);
+    const std::size_t all = found_in(text, "(__global__)").size();
+    kernels += all;
+    EXPECT_EQ(found_in(text, R"(__global__ void[^;{]*?(\w+)\([^(){]*\) \{\s+wait_for_earlier_kernels\(\);)").size(),
+              all)
+        << source << ": allowed kernels whose first statement is wait_for_earlier_kernels()";
+  }
+  EXPECT_GT(kernels, 50U);
+}
+
 // The execution model gives every block its own, of exactly its size, only where it is declared so.
 TEST(House, StaticSharedMemoryIsDeclaredByItsMacro) {
   std::size_t declared = 0;

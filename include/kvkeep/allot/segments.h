@@ -183,9 +183,8 @@ KVKEEP_HD std::int32_t split_long(const std::int32_t* from, std::int32_t count, 
 
 /// Writes one past each segment's last slot to `ends` (ascending, the last is `length`) and returns their number.
 /// `write_cuts(cuts)` writes where thresholds cut, as detail::cut_by_mass() does, and returns how many. Requires:
-/// length
-/// >= 1; `ends` and `scratch` hold most_segments() entries, which never exceed `length`. Strict lengths are in
-/// [min((min_segment, (max_segment + 1) / 2), max_segment], except a single segment of a shorter row.
+/// `length` is at least 1; `ends` and `scratch` hold most_segments() entries, which never exceed it. Strict lengths are
+/// in [min((min_segment, (max_segment + 1) / 2), max_segment], except a single segment of a shorter row.
 template <class WriteCuts, class Team = OneThread>
 KVKEEP_HD std::int32_t segment_ends(std::int32_t length, const SegmentOptions& options, const WriteCuts& write_cuts,
                                     std::int32_t* ends, std::int32_t* scratch, Team team = {}) {

@@ -40,7 +40,7 @@ struct HostStreams final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CPU> 
 };
 const c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CPU, new HostStreams);
 
-class Watched final : public DeviceResources {
+class Counted final : public DeviceResources {
  public:
   [[nodiscard]] void* stream() override { return torch_->stream(); }
   [[nodiscard]] void* allocate(std::int64_t bytes, void* stream) override {
@@ -61,6 +61,6 @@ class Watched final : public DeviceResources {
 
 }  // namespace
 
-std::shared_ptr<DeviceResources> resources() { return std::make_shared<Watched>(); }
+std::shared_ptr<DeviceResources> resources() { return std::make_shared<Counted>(); }
 
 }  // namespace kvkeep::cuda::model
