@@ -47,6 +47,7 @@ PROGRAMS = [
     "kvkeep_torch_tests",
     "kvkeep_lab_tests",
     "kvkeep_llama_tests",
+    "kvkeep_llama_cuda_tests",
     "kvkeep_cuda_model_tests",
     "kvkeep_serving_tests",
 ]

@@ -19,6 +19,9 @@
 #include <vector>
 
 #include "extra_buffers.h"
+#ifdef KVKEEP_LLAMA_CUDA
+#include "kvkeep/cuda.h"
+#endif
 #include "kvkeep/llama.h"
 #include "kvkeep/parts/pins.h"
 #include "kvkeep/policy/registry.h"
@@ -38,12 +41,13 @@ using Sampler = std::unique_ptr<llama_sampler, Freed<llama_sampler_free>>;
 
 struct Options {
   std::string model, policy = "full", prompt, prompt_file, cache_type = "f16";
-  int context = 0, tokens = 256, threads = 0, prompt_tokens = 8000, batch = 512, rounds = 1, every = 1000, late = 1500,
-      sight = 0;
+  int gpu_layers = 0, context = 0, tokens = 256, threads = 0, prompt_tokens = 8000, batch = 512, rounds = 1,
+      every = 1000, late = 1500, sight = 0;
   float temperature = 0;
   std::uint32_t seed = 1;
   bool stats = false, endless = false, hold_prompt = false;
-  std::string positions = "text", text, samples, samples_out, budgets = "1/4,1/8", extra_buffers = "auto";
+  std::string positions = "text", text, samples, samples_out, budgets = "1/4,1/8", extra_buffers = "auto",
+              device = "cpu";
   std::vector<std::string> policies;
 };
 
@@ -65,7 +69,7 @@ inline ggml_type cache_type(const std::string& name) {
 
 inline Model load(const Options& o) {
   llama_model_params params = llama_model_default_params();
-  params.n_gpu_layers = 0;
+  params.n_gpu_layers = o.gpu_layers;
   params.use_extra_bufts = o.extra_buffers != "off";
   const std::string trouble = o.extra_buffers == "auto" ? trouble_with_extra_buffers() : "";
   if (!trouble.empty()) {
@@ -79,6 +83,17 @@ inline Model load(const Options& o) {
   return model;
 }
 
+/// Null: events run on the CPU.
+inline std::shared_ptr<kvkeep::Machine> accelerator_of(const Options& o) {
+  if (o.device == "cpu") return nullptr;
+#ifdef KVKEEP_LLAMA_CUDA
+  return kvkeep::cuda::accelerator(0);
+#else
+  fail(
+      "--device cuda: this kvkeep-llama was built without kvkeep::cuda; allowed cpu, or a build with -DKVKEEP_CUDA=ON");
+#endif
+}
+
 inline int cells_of(const Options& o, const llama_model* model) {
   return o.context > 0 ? o.context : llama_model_n_ctx_train(model);
 }
@@ -87,7 +102,9 @@ inline int cells_of(const Options& o, const llama_model* model) {
 /// evictor, and `shift` is that with context shift. `no-flash:` before a name turns flash attention off for it.
 class Engine {
  public:
-  Engine(llama_model* model, const Options& o, std::string policy, int cells) : vocab_(llama_model_get_vocab(model)) {
+  /// `offload`: the cache is on the GPU, of layers that are there.
+  Engine(llama_model* model, const Options& o, std::string policy, int cells, bool offload = true)
+      : vocab_(llama_model_get_vocab(model)) {
     llama_context_params params = llama_context_default_params();
     if (constexpr std::string_view kNoFlash = "no-flash:"; policy.starts_with(kNoFlash)) {
       policy.erase(0, kNoFlash.size());
@@ -100,11 +117,12 @@ class Engine {
     params.swa_full = shifts_;  // layers that slide hold their window; llama.cpp shifts where they hold all cells
     if (o.threads > 0) params.n_threads = params.n_threads_batch = o.threads;
     params.type_k = params.type_v = cache_type(o.cache_type);
+    params.offload_kqv = offload;
     if (shifts_) params.n_batch = params.n_ubatch = std::min(params.n_batch, std::max(1U, params.n_ctx / 4));
     if (!shifts_ && policy != "alone")
       evictor_ = std::make_unique<kvkeep::llama::Evictor>(
           model, params, kvkeep::make_policy(policy),
-          o.positions == "cache" ? kvkeep::llama::Positions::cache : kvkeep::llama::Positions::text);
+          o.positions == "cache" ? kvkeep::llama::Positions::cache : kvkeep::llama::Positions::text, accelerator_of(o));
     context_.reset(llama_init_from_model(model, params));
     if (!context_) fail("llama.cpp cannot make a context of " + std::to_string(cells) + " cells");
     if (evictor_) evictor_->attach(context_.get());

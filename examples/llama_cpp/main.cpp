@@ -106,6 +106,16 @@ int main(int argc, char** argv) {
         ->check(CLI::IsMember({"text", "cache"}))
         ->capture_default_str();
     sub->add_option("--cache-type", o.cache_type, "f32, f16, bf16, q8_0 or q4_0")->capture_default_str();
+    sub->add_option("--gpu-layers,--ngl", o.gpu_layers,
+                    "layers whose weights and cache are on a GPU, where llama.cpp was built for one; 999: all")
+        ->check(CLI::Range(0, 1 << 16))
+        ->capture_default_str();
+    sub->add_option(
+           "--device", o.device,
+           "where events run. cuda: on GPU 0, over the cache that all layers have there; cpu: over host memory, "
+           "or with share=union over copies of a GPU's keys; default of `check`: cuda")
+        ->check(CLI::IsMember({"cpu", "cuda"}))
+        ->capture_default_str();
     sub->add_option("--extra-buffers", o.extra_buffers,
                     "llama.cpp's extra buffer types for weights (AMX, repacked): on, off, or auto, which tries once")
         ->check(CLI::IsMember({"auto", "on", "off"}))
@@ -150,10 +160,23 @@ int main(int argc, char** argv) {
   asked->add_option("--samples", o.samples, "file with a sample per line")->required()->check(CLI::ExistingFile);
   asked->add_option("--budgets", o.budgets, "parts of the prompt, or cells")->capture_default_str();
   asked->add_option("--samples-out", o.samples_out, "write the samples again, with these answers in place of theirs");
+  CLI::App* compared = common(app.add_subcommand(
+      "check", "Runs a text over a cache on the GPU and over one in host memory, and compares slots and logits."));
+  compared->add_option("--prompt-tokens", o.prompt_tokens, "random tokens before the decoded ones")
+      ->check(CLI::Range(1, 1 << 24));
+  compared->add_option("--policy", o.policies, "one per row; default: five, of each kind");
   for (CLI::App* sub : {forever, long_text, asked})
     sub->add_option("--policy", o.policies, "several rows; shift: llama.cpp's context shift, without a policy")
         ->required();
   CLI11_PARSE(app, argc, argv);
+  if (*compared) {
+    if (compared->count("--device") == 0) o.device = "cuda";
+    if (compared->count("--prompt-tokens") == 0) o.prompt_tokens = 1000;
+    if (o.policies.empty())
+      o.policies = {"streaming,budget=256,interval=32", "tova,budget=256,interval=32",
+                    "tova,budget=256,interval=32,share=union", "keydiff,budget=256,interval=32",
+                    "ams-tova,budget=256,interval=32"};
+  }
   if (o.policies.empty()) o.policies = {"full", "tova,budget=1024"};
   kvkeep::io::leave_no_unfinished_files();
   std::signal(SIGINT, [](int) { interrupted = 1; });
@@ -171,6 +194,7 @@ int main(int argc, char** argv) {
     if (*forever) endless(o);
     if (*long_text) perplexity(o);
     if (*asked) answer(o);
+    if (*compared && !check(o)) return 1;
   } catch (const std::exception& error) {
     std::cout << std::flush;
     std::cerr << "kvkeep-llama: " << kvkeep::escaped(error.what()) << '\n';

@@ -12,3 +12,6 @@ void perplexity(const Options& o);
 void endless(const Options& o);
 /// Samples of `kvkeep eval --samples-out`: the prompt is cut as it ends, then comes the question.
 void answer(const Options& o);
+/// Events on o.device, over a cache in the memory of that device, against events on the CPU over host memory: the same
+/// tokens, one row per policy. False: they differ by more than roundings.
+bool check(const Options& o);

@@ -42,6 +42,7 @@
 #include "kvkeep/keeper/thread_pool.h"
 #include "kvkeep/llama/model.h"
 #include "kvkeep/parts/pins.h"
+#include "kvkeep/policy/machine.h"
 
 namespace kvkeep::llama {
 
@@ -81,7 +82,10 @@ enum class Positions : std::uint8_t {
 /// - `union`, `union_mean`: every layer and head keeps the same tokens. The others are dropped with
 ///   llama_memory_seq_rm(), whatever the backend and the type of the cache.
 /// - `none`, `per_head`: each layer and head keeps tokens of its own, equally many. Rows are rewritten, so the cache
-///   must be in host memory, with flash attention; a quantised one needs heads of whole blocks.
+///   must be in host memory, or on the GPU of an accelerator, with flash attention; a quantised one needs host memory,
+///   and heads of whole blocks.
+///
+/// With an accelerator the cache is on its GPU, and stays there: kernels score it and move its rows.
 ///
 /// A sequence that llama.cpp has not seen begins at position 0. Its next token is at next_position(). Whoever removes
 /// the newest positions of a sequence (speculative decoding), or all of them, is followed. Positions that were moved,
@@ -102,11 +106,19 @@ class Evictor {
   /// there) and over models whose layers slide or have states or an indexer, for models with an indexer unless
   /// share=union, for a budget of fewer slots than layers slide over, and, where queries or keys are turned, for RoPE
   /// that cannot be read.
+  ///
+  /// `accelerator`: cuda::accelerator(index) (kvkeep/cuda.h), if the cache is on that GPU, where ggml calls it
+  /// "CUDA<index>". Keys of all full layers must be there (n_gpu_layers of all, offload_kqv), as f32, f16 or bf16; else
+  /// throws Unsupported, as under Positions::cache for a `share` that rewrites rows, and InvalidArgument for a policy
+  /// without kernels. Null: events run on the CPU, over host memory or copies. Its streams and llama.cpp's do not wait
+  /// for each other, so the host waits: once at the end of an event, once more if cells must stay where they are, and
+  /// in each layer of a batch whose queries are read.
   Evictor(const llama_model* model, llama_context_params& params, std::unique_ptr<KVPolicy> policy,
-          Positions positions = Positions::text)
+          Positions positions = Positions::text, std::shared_ptr<Machine> accelerator = nullptr)
       : facts_(facts_of(model, params)),
         pool_(std::max(1, params.n_threads)),
-        keeper_(make_keeper(facts_, std::move(policy), positions, pool_.threads())),
+        accelerator_(std::move(accelerator)),
+        keeper_(make_keeper(facts_, std::move(policy), positions, pool_.threads(), accelerator_)),
         needs_(keeper_.policy().needs()),
         full_layers_(keeper_.spec().full_layers()),
         positions_(positions),
@@ -139,6 +151,7 @@ class Evictor {
         name, " is ", trigger.budget.slots, " slots; allowed ", facts_.window, " or more");
     const Sharing share = keeper_.policy().sharing();
     one_set_ = trigger.never || share == Sharing::all || share == Sharing::all_mean;
+    if (accelerator_ != nullptr) require_accelerable(params);
     KVKEEP_REQUIRE_AS(Unsupported, one_set_ || !facts_.indexed,
                       "llama: an indexer of this model chooses cells, for several layers at once, and under ", name,
                       " a cell has another token in each; allowed share=union");
@@ -189,6 +202,10 @@ class Evictor {
   /// From now on llama.cpp is alone with its cache. Sequences that an event has cut go on with what they have. Between
   /// begin() and end(), no end() follows.
   void detach() {
+    try {
+      wait();
+    } catch (const DeviceError&) {  // the GPU is gone, and the cache with it
+    }
     for (const auto& [id, held] : held_) keeper_.leave(id);
     held_.clear();
     announced_.clear();
@@ -422,7 +439,7 @@ class Evictor {
     std::size_t per_cell = 0;          ///< 0: not known yet
   };
 
-  /// One layer's tensors, and what events read instead of them where they are not in host memory or not numbers.
+  /// One layer's tensors, and what events read instead of them where they cannot read them in place.
   struct LayerCache {
     ggml_tensor* keys = nullptr;
     ggml_tensor* values = nullptr;
@@ -463,6 +480,13 @@ class Evictor {
     return layer >= 0 && layer < keeper_.spec().num_layers() &&
            keeper_.spec().layers[static_cast<std::size_t>(layer)].kind == LayerKind::full;
   }
+  /// What events read and write in place: host memory, or that of the accelerator.
+  [[nodiscard]] bool is_ours(const ggml_tensor* t) const {
+    return accelerator_ == nullptr ? on_host(t) : place_of(t) == ggml_name(accelerator_->device());
+  }
+  [[nodiscard]] MachineMemory& memory() const {
+    return accelerator_ == nullptr ? host_memory() : accelerator_->memory();
+  }
   [[nodiscard]] static std::byte* row_at(const ggml_tensor* t, std::int32_t cell) {
     return static_cast<std::byte*>(t->data) + static_cast<std::size_t>(cell) * t->nb[1];
   }
@@ -484,7 +508,7 @@ class Evictor {
   }
 
   static Keeper make_keeper(const Facts& facts, std::unique_ptr<KVPolicy> policy, Positions positions,
-                            const Threads& threads) {
+                            const Threads& threads, std::shared_ptr<Machine> accelerator) {
     const bool read = policy != nullptr && policy->needs().rope;
     if (read || positions == Positions::cache) {
       if (facts.rope_error) std::rethrow_exception(facts.rope_error);
@@ -493,7 +517,7 @@ class Evictor {
                         " in another way than after RoPE alone, and ", read ? policy->name() : "Positions::cache",
                         " turns them; allowed policies that read them as they are, with Positions::text");
     }
-    return Keeper(facts.spec, std::move(policy), {.threads = threads});
+    return Keeper(facts.spec, std::move(policy), {.accelerator = std::move(accelerator), .threads = threads});
   }
 
   [[nodiscard]] bool in_pieces() const { return keeper_.policy().trigger().prefill == Trigger::Prefill::pieces; }
@@ -505,6 +529,7 @@ class Evictor {
   void check_attention(const Attention& seen, std::int32_t layer) const;
   void check_rope(const ggml_tensor* node, std::int32_t layer);
   void observe(const ggml_tensor* node);
+  [[nodiscard]] Tensor gathered(const ggml_tensor* q, Dtype dtype);
   void observe_unread();
   void complete();
   void require_sequence(llama_seq_id sequence) const;
@@ -523,7 +548,10 @@ class Evictor {
   bool place_restored(Held& held);
   [[nodiscard]] bool may_cut(const Held& held) const;
   [[nodiscard]] std::vector<llama_pos> positions_by_cell(llama_seq_id sequence, std::vector<llama_pos> held) const;
-  void make_view(std::span<const SequenceId> due);
+  void require_accelerable(const llama_context_params& params) const;
+  void wait();
+  bool make_view(std::span<const SequenceId> due);
+  void stay(Plan& plan) const;
   [[nodiscard]] LayerKv shown(std::int32_t layer, bool refresh);
   [[nodiscard]] Tensor mirrored(const ggml_tensor* from, std::vector<std::byte>& mirror, std::int32_t heads,
                                 std::int32_t dim, bool read, bool refresh) const;
@@ -544,6 +572,7 @@ class Evictor {
 
   Facts facts_;
   ThreadPool pool_;  ///< as many threads as the context decodes on; they sleep but for events
+  std::shared_ptr<Machine> accelerator_;
   Keeper keeper_;
   Needs needs_;
   std::vector<std::int32_t> full_layers_;
@@ -551,7 +580,7 @@ class Evictor {
   bool turns_;               ///< queries or keys: RoPE of the graph must be that of the spec
   bool one_set_ = false;     ///< all rows of a sequence hold the same tokens
   bool value_rows_ = true;   ///< not transposed
-  bool rewritable_ = false;  ///< rows lie in host memory
+  bool rewritable_ = false;  ///< rows are ours to move
   bool numbers_ = false;     ///< they are numbers, not blocks, and events read and write them where they are
   llama_context* context_ = nullptr;
   ggml_backend_sched_eval_callback next_ = nullptr;  ///< the program's own callback
@@ -584,6 +613,9 @@ class Evictor {
   std::vector<std::int64_t> stored_;                  ///< [tokens] cells
   std::vector<std::byte> gathered_, fetched_, seen_;  ///< scratch
   std::vector<std::int32_t> visible_;                 ///< scratch: cells that a token sees, ascending
+  DeviceMemory staged_;                               ///< the same on the accelerator
+  std::int64_t staged_bytes_ = 0;
+  const void* running_there_ = nullptr;  ///< on the accelerator, which may not have finished; null: it has
   std::exception_ptr error_;
   struct NodeRope {
     std::array<std::int32_t, 16> params = {};

@@ -18,6 +18,9 @@
 
 #include "kvkeep/llama.h"
 #include "kvkeep/policy/registry.h"
+#ifdef KVKEEP_TEST_LLAMA_CUDA
+#include "kvkeep/cuda.h"
+#endif
 #ifndef KVKEEP_TEST_FAKE_LLAMA
 #include "family_models.h"
 #include "tiny_model.h"
@@ -35,13 +38,20 @@ struct Freed {
 using Model = std::unique_ptr<llama_model, Freed<llama_model_free>>;
 using Context = std::unique_ptr<llama_context, Freed<llama_free>>;
 
-inline Model load(const std::string& path) {
+/// The fake's caches are on a GPU of the execution model, under an accelerator wherever one can be (fake_gpu.cpp).
+#ifdef KVKEEP_TEST_LLAMA_CUDA
+inline constexpr bool kOnGpu = true;
+#else
+inline constexpr bool kOnGpu = false;
+#endif
+
+inline Model load(const std::string& path, bool device = kOnGpu) {
   llama_model_params params = llama_model_default_params();
   params.n_gpu_layers = 0;
 #ifndef KVKEEP_TEST_FAKE_LLAMA
   params.use_extra_bufts = false;  // of some virtual machines the processor names AMX, and does not run it
 #endif
-  return Model(llama_model_load_from_file(path.c_str(), params));
+  return Model(llama_model_load_from_file((device ? path + ",device" : path).c_str(), params));
 }
 
 /// "fake"; over llama.cpp "tiny", and "smollm2" where KVKEEP_TEST_SMOLLM2 names its file.
@@ -106,6 +116,7 @@ struct Setting {
   Positions positions = Positions::text;
   ggml_backend_sched_eval_callback watch = nullptr;  ///< the program's own
   ggml_abort_callback stop = nullptr;
+  bool accelerated = kOnGpu;
 };
 
 inline llama_context_params params_of(const Setting& s) {
@@ -123,6 +134,21 @@ inline llama_context_params params_of(const Setting& s) {
   return params;
 }
 
+/// Under an accelerator, if there is a GPU and it can serve this; else over host memory.
+inline std::unique_ptr<Evictor> make_evictor(llama_model* model, llama_context_params& params,
+                                             const std::string& policy, const Setting& s = {}) {
+  std::unique_ptr<KVPolicy> made = make_policy(policy);
+  std::shared_ptr<Machine> accelerator;
+#ifdef KVKEEP_TEST_LLAMA_CUDA
+  const Sharing share = made->sharing();
+  const bool one_set = made->trigger().never || share == Sharing::all || share == Sharing::all_mean;
+  if (s.accelerated && s.type != GGML_TYPE_Q8_0 && (one_set || s.positions == Positions::text))
+    accelerator = cuda::accelerator(0);
+  params.offload_kqv = accelerator != nullptr;
+#endif
+  return std::make_unique<Evictor>(model, params, std::move(made), s.positions, std::move(accelerator));
+}
+
 /// A context under a policy; without one, llama.cpp alone.
 struct Engine {
   std::unique_ptr<Evictor> evictor;
@@ -131,7 +157,7 @@ struct Engine {
   explicit Engine(const std::string& policy, const Setting& s = {}, llama_model* model = the_model()) {
     llama_context_params params = params_of(s);
     params.cb_eval = s.watch;
-    if (!policy.empty()) evictor = std::make_unique<Evictor>(model, params, make_policy(policy), s.positions);
+    if (!policy.empty()) evictor = make_evictor(model, params, policy, s);
     context.reset(llama_init_from_model(model, params));
     if (evictor) evictor->attach(context.get());
   }

@@ -17,6 +17,9 @@
 
 #include "evictor_engine.h"
 #include "kvkeep/keep/compact.h"
+#ifndef KVKEEP_TEST_FAKE_LLAMA
+#include <ggml-cuda.h>
+#endif
 
 namespace kvkeep::llama {
 namespace {
@@ -413,7 +416,8 @@ TEST_P(LlamaEvictor, AttachesToOneContextAfterAnother) {
   expect_sound(run, 0);
 
   llama_context_params params = params_of({.cells = 1024, .sequences = 2, .unified = false});
-  Evictor evictor(the_model(), params, make_policy("tova,budget=32,interval=8,recent=8,prefill=cut"));
+  const auto made = make_evictor(the_model(), params, "tova,budget=32,interval=8,recent=8,prefill=cut");
+  Evictor& evictor = *made;
   for (int i = 0; i < 2; ++i) {
     const Context context(llama_init_from_model(the_model(), params));
     evictor.attach(context.get());
@@ -536,7 +540,7 @@ struct StateSize {
 
 /// Sequences begin, grow, roll back, are copied and end at random; after each operation both sides agree.
 TEST_P(LlamaEvictor, AgreesWithLlamaCppThroughRandomOperations) {
-  const int operations = exact() ? 10000 : 300;
+  const int operations = kOnGpu ? 1500 : exact() ? 10000 : 300;
   std::int64_t events = 0;
   for (const auto& [unified, positions] :
        {std::pair(true, Positions::text), {false, Positions::text}, {false, Positions::cache}}) {
@@ -684,6 +688,15 @@ TEST_P(LlamaEvictor, TakesBackWhatABrokenOffDecodeLeft) {
   EXPECT_GT(broken, 3);
 }
 
+#ifndef KVKEEP_TEST_FAKE_LLAMA
+
+/// By this name, with the GPU's number behind it, ggml's buffers of a GPU are known to be those of an accelerator.
+TEST_P(LlamaEvictor, CallsAGpuAsGgmlDoes) {
+  EXPECT_EQ(ggml_name({.kind = Device::Kind::cuda, .index = 3}), GGML_CUDA_NAME "3");
+}
+
+#endif
+
 #ifdef KVKEEP_TEST_FAKE_LLAMA
 
 TEST_P(LlamaEvictor, ReadsRotatedQueriesOfEveryKindOfRoPE) {
@@ -736,6 +749,7 @@ TEST_P(LlamaEvictor, RefusesModelsWhoseCacheIsOfAnotherKind) {
 }
 
 TEST_P(LlamaEvictor, ACacheElsewhereKeepsOneSet) {
+  if (kOnGpu) GTEST_SKIP() << "it has an accelerator";
   const Model model = load("fake:device");
   const std::string policy = "tova,budget=40,interval=16,recent=8,prefill=cut";
   EXPECT_THROW(Engine(policy, {}, model.get()).generate(some_tokens(80), 1), Unsupported);

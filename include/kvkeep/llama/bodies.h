@@ -539,6 +539,36 @@ inline void Evictor::observe_unread() {
   layers_seen_ = static_cast<std::int32_t>(full_layers_.size());
 }
 
+/// Queries in the order of sequences, in memory of ours.
+inline Tensor Evictor::gathered(const ggml_tensor* q, Dtype dtype) {
+  const ModelSpec& spec = keeper_.spec();
+  const auto tokens = static_cast<std::int64_t>(places_.size());
+  const auto* data = static_cast<const std::byte*>(q->data);
+  if (!on_host(q)) {
+    fetched_.resize(ggml_nbytes(q));
+    ggml_backend_tensor_get(q, fetched_.data(), 0, fetched_.size());
+    data = fetched_.data();
+  }
+  const std::int64_t head = spec.key_dim * element_size(dtype), token = head * spec.query_heads;
+  gathered_.resize(static_cast<std::size_t>(tokens * token));
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    const std::int64_t t = places_[static_cast<std::size_t>(i)];
+    const std::byte* from =
+        data + static_cast<std::size_t>(t / q->ne[1]) * q->nb[3] + static_cast<std::size_t>(t % q->ne[1]) * q->nb[1];
+    for (std::int64_t h = 0; h < spec.query_heads; ++h)
+      std::memcpy(gathered_.data() + i * token + h * head, from + static_cast<std::size_t>(h) * q->nb[2],
+                  static_cast<std::size_t>(head));
+  }
+  const Shape sizes{tokens, spec.query_heads, spec.key_dim};
+  if (accelerator_ == nullptr) return {gathered_.data(), dtype, sizes};
+  if (staged_bytes_ < std::ssize(gathered_)) {
+    staged_ = memory().allocate(std::ssize(gathered_));
+    staged_bytes_ = std::ssize(gathered_);
+  }
+  memory().write(staged_.get(), gathered_.data(), std::ssize(gathered_));
+  return {staged_.get(), dtype, sizes, keeper_.device()};
+}
+
 /// Attention of a layer has run: its queries, after RoPE, are an input of it.
 inline void Evictor::observe(const ggml_tensor* node) {
   const Timer timer(spent_.observing);
@@ -558,27 +588,20 @@ inline void Evictor::observe(const ggml_tensor* node) {
                     "llama: queries of layer ", layer, " are ", ggml_type_name(q->type), " [", q->ne[3], ", ", q->ne[2],
                     ", ", q->ne[1], ", ", q->ne[0], "]; allowed f32, f16 or bf16 of ", tokens, " tokens, ",
                     spec.query_heads, " heads and ", spec.key_dim, " elements");
-  const auto* data = static_cast<const std::byte*>(q->data);
-  if (!on_host(q)) {
-    fetched_.resize(ggml_nbytes(q));
-    ggml_backend_tensor_get(q, fetched_.data(), 0, fetched_.size());
-    data = fetched_.data();
-  }
-  const std::int64_t size = element_size(*dtype), head = spec.key_dim * size, token = head * spec.query_heads;
-  gathered_.resize(static_cast<std::size_t>(tokens * token));
-  for (std::int64_t i = 0; i < tokens; ++i) {
-    const std::int64_t t = places_[static_cast<std::size_t>(i)];
-    const std::byte* from =
-        data + static_cast<std::size_t>(t / q->ne[1]) * q->nb[3] + static_cast<std::size_t>(t % q->ne[1]) * q->nb[1];
-    for (std::int64_t h = 0; h < spec.query_heads; ++h)
-      std::memcpy(gathered_.data() + i * token + h * head, from + static_cast<std::size_t>(h) * q->nb[2],
-                  static_cast<std::size_t>(head));
-  }
+  const std::int64_t size = element_size(*dtype), token = static_cast<std::int64_t>(q->nb[1]) / size;
+  // On the accelerator they are read where they are, if they are in our order.
+  const bool in_order = q->ne[3] == 1 || static_cast<std::int64_t>(q->nb[3]) == q->ne[1] * token * size;
+  const bool there = accelerator_ != nullptr && is_ours(q) && in_order && std::ranges::is_sorted(places_);
   keeper_.observe({.layer = layer,
                    .sequences = ids_,
                    .indptr = indptr_,
-                   .queries = Tensor(gathered_.data(), *dtype, {tokens, spec.query_heads, spec.key_dim}),
+                   .queries = there ? Tensor(q->data, *dtype, {tokens, spec.query_heads, spec.key_dim},
+                                             {token, static_cast<std::int64_t>(q->nb[2]) / size, 1}, keeper_.device())
+                                    : gathered(q, *dtype),
                    .basis = QueryBasis::post_rope});
+  // llama.cpp's next nodes may overwrite them.
+  if (there) running_there_ = q->data;
+  wait();
   ++layers_seen_;
 }
 

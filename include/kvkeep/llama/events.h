@@ -39,9 +39,9 @@ inline LayerKv Evictor::shown(std::int32_t layer, bool refresh) {
   const ModelSpec& spec = keeper_.spec();
   const auto rows = [&](const ggml_tensor* t, std::int32_t dim) -> std::optional<Tensor> {
     const std::optional<Dtype> dtype = dtype_of(t->type);
-    if (!dtype || !on_host(t)) return {};
+    if (!dtype || !is_ours(t)) return {};
     return Tensor(t->data, *dtype, {t->ne[1] * t->ne[2], 1, spec.kv_heads, dim},
-                  {t->ne[0], t->ne[0], t->ne[0] / spec.kv_heads, 1});
+                  {t->ne[0], t->ne[0], t->ne[0] / spec.kv_heads, 1}, keeper_.device());
   };
   const ggml_tensor* valued = facts_.latent ? own.keys : own.values;
   const std::optional<Tensor> keys = rows(own.keys, spec.key_dim), values = rows(valued, spec.value_dim);
@@ -50,12 +50,17 @@ inline LayerKv Evictor::shown(std::int32_t layer, bool refresh) {
                     "llama: values are stored transposed, and ", keeper_.policy().name(),
                     " reads or rewrites them; allowed with flash attention");
   if (keys && values) return PagedKv{.keys = *keys, .values = *values};
+  KVKEEP_REQUIRE_AS(Unsupported, accelerator_ == nullptr, "llama: the cache of layer ", layer, " is ",
+                    ggml_type_name(own.keys->type), " in ", place_of(own.keys), " and ", ggml_type_name(valued->type),
+                    " in ", place_of(valued), ", and the accelerator works in ", ggml_name(keeper_.device()),
+                    "; allowed a context with the evictor's params");
   numbers_ = false;
   const bool here = on_host(own.keys) && on_host(valued);
   rewritable_ = rewritable_ && here;
-  KVKEEP_REQUIRE_AS(Unsupported, one_set_ || here, "llama: the cache of layer ", layer, " is in ",
-                    ggml_backend_buffer_name(own.keys->buffer), ", where ", keeper_.policy().name(),
-                    " cannot rewrite rows; allowed host memory (offload_kqv = false), or share=union");
+  KVKEEP_REQUIRE_AS(Unsupported, one_set_ || here, "llama: the cache of layer ", layer, " is in ", place_of(own.keys),
+                    ", where ", keeper_.policy().name(),
+                    " cannot rewrite rows; allowed host memory (offload_kqv = false), an accelerator of that GPU, or "
+                    "share=union");
   if (facts_.latent) {
     const Tensor all = mirrored(own.keys, own.key_mirror, 1, spec.key_dim, needs_.keys || needs_.values, refresh);
     Tensor first(all.bytes(), Dtype::f32, {all.size(0), 1, 1, spec.value_dim},
@@ -67,15 +72,39 @@ inline LayerKv Evictor::shown(std::int32_t layer, bool refresh) {
       .values = mirrored(own.values, own.value_mirror, spec.kv_heads, spec.value_dim, needs_.values, refresh)};
 }
 
-inline void Evictor::make_view(std::span<const SequenceId> due) {
+/// What the constructor knows of a cache on the accelerator. Events look at the context's own.
+inline void Evictor::require_accelerable(const llama_context_params& params) const {
+  const std::string name = ggml_name(keeper_.device());
+  for (const auto& [layer, place] : facts_.places)
+    KVKEEP_REQUIRE_AS(Unsupported, place == name, "llama: llama.cpp puts the cache of layer ", layer, " into ", place,
+                      ", and the accelerator works in ", name,
+                      "; allowed all layers there (n_gpu_layers of all, offload_kqv, one GPU), or no accelerator");
+  for (const ggml_type type : {params.type_k, params.type_v})
+    KVKEEP_REQUIRE_AS(Unsupported, dtype_of(type), "llama: the cache is ", ggml_type_name(type),
+                      ", which no kernel of the accelerator reads; allowed f32, f16, bf16, or no accelerator");
+  KVKEEP_REQUIRE_AS(Unsupported, one_set_ || positions_ == Positions::text, "llama: under ", keeper_.policy().name(),
+                    " each layer and head has keys of its own to turn, which no kernel of the accelerator does; "
+                    "allowed Positions::text, or share=union");
+}
+
+/// What was launched is done: llama.cpp's streams do not wait for that of the accelerator. A read does.
+inline void Evictor::wait() {
+  std::byte any{};
+  if (running_there_ != nullptr) memory().read(&any, std::exchange(running_there_, nullptr), 1);
+}
+
+/// False: no sequence is due.
+inline bool Evictor::make_view(std::span<const SequenceId> due) {
   std::size_t most = 0;
-  bool refresh = false;
+  bool refresh = false, shared = false;
   lengths_.clear();
   for (const SequenceId id : due) {
     const std::size_t cells = at(static_cast<llama_seq_id>(id)).cells.size();
     lengths_.push_back(static_cast<std::int32_t>(cells));
     most = std::max(most, cells);
     refresh = refresh || keeper_.tokens_to_event(id) == 0;
+    for (const std::int32_t cell : at(static_cast<llama_seq_id>(id)).cells)
+      shared = shared || owners_.references(cell) > 1;
   }
   table_.assign(due.size() * most, -1);
   for (std::size_t i = 0; i < due.size(); ++i)
@@ -86,12 +115,39 @@ inline void Evictor::make_view(std::span<const SequenceId> due) {
   view_.block_table =
       Tensor(table_.data(), Dtype::i32, {static_cast<std::int64_t>(due.size()), static_cast<std::int64_t>(most)});
   view_.pages = &owners_;
-  view_.shared_pages = SharedPages::refuse;
-  rewritable_ = value_rows_;
+  // Of slots that a device chooses, a plan says that they move until stay() has read which they are.
+  view_.shared_pages = accelerator_ != nullptr && one_set_ ? SharedPages::copy : SharedPages::refuse;
+  // Those of an indexer move with their cells alone, and there are many.
+  rewritable_ =
+      value_rows_ && (accelerator_ == nullptr || (positions_ == Positions::text && !shared && !facts_.indexed));
   numbers_ = true;
   std::vector<LayerKv> layers(cache_.size());
   for (const std::int32_t l : full_layers_) layers[static_cast<std::size_t>(l)] = shown(l, refresh);
   keeper_.bind(std::move(layers));
+  return refresh;
+}
+
+/// One set, whose rows are not ours to move: the accelerator says which slots stay, and they stay in their cells.
+inline void Evictor::stay(Plan& plan) const {
+  KeepSet& keep = *plan.decision.keep;
+  for (PageMove& move : plan.pages) {
+    const auto row = static_cast<std::size_t>(std::ranges::find(plan.table.rows, move.sequence, &Row::sequence) -
+                                              plan.table.rows.begin());
+    std::vector<std::int32_t> kept(static_cast<std::size_t>(keep.count(row)));
+    memory().read(kept.data(), keep.slots.data<std::int32_t>() + keep.indptr[row],
+                  std::ssize(kept) * static_cast<std::int64_t>(sizeof(std::int32_t)));
+    move.after.clear();
+    move.written.clear();
+    move.freed.clear();
+    move.taken = 0;
+    auto next = kept.begin();
+    for (std::size_t slot = 0; slot < move.before.size(); ++slot) {
+      const bool stays = next != kept.end() && *next == static_cast<std::int32_t>(slot);
+      (stays ? move.after : move.freed).push_back(move.before[slot]);
+      if (stays) ++next;
+    }
+  }
+  for (std::size_t r = 0; r < keep.in_place.size(); ++r) keep.in_place[r] = static_cast<std::int32_t>(keep.count(r));
 }
 
 /// Where rows are not ours to rewrite, a cell that must stay keeps its token: those of the window are pinned as long as
@@ -125,12 +181,18 @@ inline void Evictor::evict(std::vector<SequenceId> due, bool named) {
   try {
     std::optional<Timer> timer(spent_.observing);
     due_ = std::move(due);
-    make_view(due_);
+    const bool comes = make_view(due_) || named;
     view_.named = named ? view_.sequences : std::span<const SequenceId>();
     const std::vector<PinnedWindow> windows = pin_windows();
-    const Plan plan = keeper_.plan(view_);
+    if (accelerator_ != nullptr && comes) {
+      llama_synchronize(context_);
+      running_there_ = cache_[static_cast<std::size_t>(full_layers_.front())].keys->data;
+    }
+    Plan plan = keeper_.plan(view_);
     timer.emplace(spent_.events);
+    if (accelerator_ != nullptr && !rewritable_ && plan.decision.keep) stay(plan);
     cut(plan);
+    wait();
     unpin(windows);
   } catch (...) {
     detach();
@@ -323,7 +385,10 @@ inline void Evictor::renumber(llama_seq_id sequence) {
 
 /// K and V of a cell, in every layer.
 inline void Evictor::move_cell(std::int32_t from, std::int32_t to) {
-  each_stored([&](const ggml_tensor* t) { std::memcpy(row_at(t, to), row_at(t, from), t->nb[1]); });
+  each_stored([&](const ggml_tensor* t) {
+    const auto bytes = static_cast<std::int64_t>(t->nb[1]);
+    memory().copy_rows(row_at(t, to), bytes, row_at(t, from), bytes, bytes, 1);
+  });
 }
 
 /// Gives cells back, as runs of positions under which llama.cpp knows them.

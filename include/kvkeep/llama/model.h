@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -44,6 +45,17 @@ template <class T>
 [[nodiscard]] inline bool on_host(const ggml_tensor* t) {
   const ggml_tensor* root = root_of(t);
   return root->buffer != nullptr && ggml_backend_buffer_is_host(root->buffer);
+}
+
+/// Where a tensor is, by the name of ggml's buffer: "CPU", "CUDA0".
+[[nodiscard]] inline std::string place_of(const ggml_tensor* t) {
+  const ggml_tensor* root = root_of(t);
+  return root->buffer == nullptr ? "no buffer" : ggml_backend_buffer_name(root->buffer);
+}
+
+/// What ggml calls the buffers of a GPU.
+[[nodiscard]] inline std::string ggml_name(const Device& device) {
+  return device.is_cpu() ? "CPU" : "CUDA" + std::to_string(device.index);
 }
 
 /// Bytes of a tensor without gaps, wherever it is.
@@ -191,6 +203,7 @@ struct Facts {
   bool flash = false;       ///< attention of full layers is one node, and values are rows
   bool planes = false;      ///< positions have several dimensions (M-RoPE): those of text have one
   bool indexed = false;     ///< an indexer, with keys of its own in a second cache, chooses what tokens attend to
+  std::map<std::int32_t, std::string> places = {};  ///< of full layers that have a cache: place_of() their keys
   std::exception_ptr rope_error =
       nullptr;  ///< why RoPE could not be read; null: it could, as far as the graph shows it
 
@@ -248,6 +261,7 @@ class GraphReader {
               first->key_dim, " and ", first->value_dim, " under ", first->query_heads, ", scaled by ", first->scale);
       to.sinks = layer.sinks;
       if (keys == nullptr) continue;
+      facts.places[static_cast<std::int32_t>(l)] = place_of(keys->root);
       to.rope = keys->rope;
       if (keys->rope_error) facts.rope_error = keys->rope_error;
     }

@@ -26,6 +26,37 @@ struct ggml_backend_buffer {
 
 namespace fake {
 
+/// Memory of tensors that are on a device, if a test has some: the host reads and writes it while it is open. None:
+/// whoever follows a pointer into the device ends there.
+struct DeviceMemory {
+  void* (*take)(std::size_t bytes) = nullptr;
+  void (*give)(void* memory) = nullptr;
+  void (*open)() = nullptr;
+  void (*close)() = nullptr;
+};
+inline DeviceMemory device_memory;
+
+/// While one lives, the stand-in works on the device's memory.
+struct Working {
+  Working() { open(); }
+  ~Working() { close(); }
+  Working(const Working&) = delete;
+  Working& operator=(const Working&) = delete;
+  static void open() {
+    if (device_memory.open != nullptr) device_memory.open();
+  }
+  static void close() {
+    if (device_memory.close != nullptr) device_memory.close();
+  }
+};
+/// In the midst of that, it does not.
+struct Resting {
+  Resting() { Working::close(); }
+  ~Resting() { Working::open(); }
+  Resting(const Resting&) = delete;
+  Resting& operator=(const Resting&) = delete;
+};
+
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 inline std::size_t z(std::int64_t value) { return static_cast<std::size_t>(value); }
@@ -143,13 +174,23 @@ inline void store(ggml_tensor* t, std::int64_t i, const float* from) {
 class Tensors {
  public:
   explicit Tensors(bool host) : buffer_{host} {}
+  ~Tensors() {
+    for (const auto& [memory, bytes] : taken_) device_memory.give(memory);
+  }
+  Tensors(const Tensors&) = delete;
+  Tensors& operator=(const Tensors&) = delete;
 
   ggml_tensor* make(ggml_type type, const Shape& ne, const std::string& name = {}) {
     ggml_tensor* t = blank(type, ne, name);
-    std::vector<std::byte>& bytes = bytes_.emplace_back(ggml_nbytes(t));
     t->buffer = &buffer_;
-    t->extra = bytes.data();
-    // Whoever follows a pointer into a device ends there.
+    if (!buffer_.host && device_memory.take != nullptr) {
+      t->data = t->extra = device_memory.take(ggml_nbytes(t));
+      taken_.emplace_back(t->data, ggml_nbytes(t));
+      const Working working;
+      std::memset(t->data, 0, ggml_nbytes(t));
+      return t;
+    }
+    t->extra = bytes_.emplace_back(ggml_nbytes(t)).data();
     t->data = buffer_.host ? t->extra : reinterpret_cast<void*>(std::uintptr_t{0xdead} << 48);
     return t;
   }
@@ -165,6 +206,7 @@ class Tensors {
   [[nodiscard]] bool has(const ggml_tensor* t) const { return t->buffer == &buffer_; }
   void fill(std::byte value) {
     for (std::vector<std::byte>& bytes : bytes_) std::ranges::fill(bytes, value);
+    for (const auto& [memory, bytes] : taken_) std::memset(memory, std::to_integer<int>(value), bytes);
   }
 
  private:
@@ -180,6 +222,7 @@ class Tensors {
   ggml_backend_buffer buffer_;
   std::deque<ggml_tensor> all_;
   std::deque<std::vector<std::byte>> bytes_;
+  std::vector<std::pair<void*, std::size_t>> taken_;  // of the device
 };
 
 // ---- Operations ----
@@ -369,18 +412,21 @@ class Graph : public Tensors {
     for (std::size_t first = 0, last = 0; first < nodes.size(); first = last + 1) {
       last = first;
       bool wanted = false;
+      const auto show = [&](ggml_tensor* node, bool ask) {
+        const Resting resting;
+        return params.cb_eval(node, ask, params.cb_eval_user_data);
+      };
       if (params.cb_eval == nullptr) {
         last = nodes.size() - 1;
       } else {
-        wanted = params.cb_eval(nodes[last], true, params.cb_eval_user_data);
-        while (!wanted && last + 1 < nodes.size())
-          wanted = params.cb_eval(nodes[++last], true, params.cb_eval_user_data);
+        wanted = show(nodes[last], true);
+        while (!wanted && last + 1 < nodes.size()) wanted = show(nodes[++last], true);
       }
       for (std::size_t i = first; i <= last; ++i) {
         if (params.abort_callback != nullptr && params.abort_callback(params.abort_callback_data)) return false;
         compute(nodes[i]);
       }
-      if (wanted && !params.cb_eval(nodes[last], false, params.cb_eval_user_data)) break;
+      if (wanted && !show(nodes[last], false)) break;
       overwrite(first, last);
     }
     return true;

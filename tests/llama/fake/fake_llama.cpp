@@ -18,7 +18,8 @@
 //   hybrid        every other layer of four has a state, of which nothing can be taken back; it computes nothing
 //   indexer       tokens attend to the 24 that scores of keys of 32 numbers, in a second cache, choose
 //   recurrent, encoder, diffusion, no-shift    predicates say so, nothing else does
-//   device        with offload_kqv, caches and nodes are in memory that the host cannot read through pointers
+//   device        with offload_kqv, caches and nodes are in memory that the host cannot read through pointers, of a GPU
+//                 if the test has one (fake::device_memory)
 //
 // Differs: no feed-forward layers; sums in double, so that the order of cells does not show in logits; one split, no
 // fused and no reused graphs; a batch above n_batch is refused with -1 instead of ending the program; nothing is
@@ -47,6 +48,8 @@
 using namespace fake;
 
 namespace {
+
+std::size_t fetched = 0;  ///< bytes of caches, by ggml_backend_tensor_get()
 
 /// A token of a batch.
 struct Token {
@@ -327,6 +330,7 @@ bool run(llama_context& c, const MicroBatch& micro, const std::vector<Token>& ba
 }  // namespace
 
 std::int32_t llama_decode(llama_context* c, llama_batch given) {
+  const Working working;
   const auto batch = read(*c, given);
   if (!batch) return -1;
   update(*c);
@@ -392,10 +396,12 @@ void ggml_rope_yarn_corr_dims(int n_dims, int n_ctx_orig, float freq_base, float
   dims[0] = static_cast<float>(std::max(0.0, std::floor(dim(beta_fast))));
   dims[1] = static_cast<float>(std::min(n_dims - 1.0, std::ceil(dim(beta_slow))));
 }
-const char* ggml_backend_buffer_name(ggml_backend_buffer_t buffer) { return buffer->host ? "CPU" : "FAKE0"; }
+const char* ggml_backend_buffer_name(ggml_backend_buffer_t buffer) { return buffer->host ? "CPU" : "CUDA0"; }
 bool ggml_backend_buffer_is_host(ggml_backend_buffer_t buffer) { return buffer->host; }
 void ggml_backend_tensor_get(const ggml_tensor* tensor, void* data, std::size_t offset, std::size_t size) {
   if (offset + size > ggml_nbytes(tensor)) std::abort();
+  if (std::strncmp(tensor->name, "cache_", 6) == 0) fetched += size;
+  const Working working;
   std::memcpy(data, memory_of(tensor) + offset, size);
 }
 
@@ -476,6 +482,7 @@ llama_context* llama_new_context_with_model(llama_model* model, llama_context_pa
   return llama_init_from_model(model, params);
 }
 void llama_free(llama_context* context) { delete context; }
+void llama_synchronize(llama_context*) {}
 std::uint32_t llama_n_ctx(const llama_context* context) { return context->params.n_ctx; }
 std::uint32_t llama_n_ctx_seq(const llama_context* context) {
   return context->params.n_ctx / static_cast<std::uint32_t>(context->memory.streams.size());
@@ -544,6 +551,7 @@ void llama_memory_clear(llama_memory_t memory, bool data) {
   for (std::vector<Stream>* streams : {&memory->streams, &memory->windows})
     for (Stream& stream : *streams) stream = {std::vector<Cell>(stream.cells.size()), 0};
   memory->states.clear();
+  const Working working;
   if (data) memory->tensors.fill(std::byte{0});
 }
 
@@ -576,6 +584,10 @@ float* llama_get_logits_ith(llama_context* context, std::int32_t index) {
                                                                                  : nullptr;
 }
 
+void fake_llama_use_device(void* (*take)(std::size_t), void (*give)(void*), void (*open)(), void (*close)()) {
+  device_memory = {take, give, open, close};
+}
+std::size_t fake_llama_fetched() { return std::exchange(fetched, 0); }
 float fake_rope_factor(const llama_model* model, int pair) {
   return values<float>(model->weights.at("rope_freqs"))[z(pair)];
 }

@@ -113,6 +113,7 @@ bool read_states(llama_context& c, llama_seq_id sequence, Bytes& bytes) {
 }
 
 std::size_t write(llama_context& c, llama_seq_id sequence, llama_state_seq_flags flags, Bytes bytes) {
+  const Working working;
   const bool mixed = c.memory.window > 0 || c.memory.has_states;
   for (std::int32_t word : {kStateMagic, sequence}) bytes.word(word);
   if (!mixed || (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0) write_cache(c, sequence, false, bytes);
@@ -132,6 +133,7 @@ std::size_t llama_state_seq_get_data_ext(llama_context* c, std::uint8_t* to, std
 }
 std::size_t llama_state_seq_set_data_ext(llama_context* c, const std::uint8_t* from, std::size_t size,
                                          llama_seq_id sequence, llama_state_seq_flags flags) {
+  const Working working;
   const bool mixed = c->memory.window > 0 || c->memory.has_states;
   Bytes bytes{.from = from, .size = size};
   std::int32_t whose = 0;

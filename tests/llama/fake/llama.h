@@ -125,6 +125,7 @@ int32_t llama_vocab_n_tokens(const struct llama_vocab* vocab);
 struct llama_context* llama_init_from_model(struct llama_model* model, struct llama_context_params params);
 struct llama_context* llama_new_context_with_model(struct llama_model* model, struct llama_context_params params);
 void llama_free(struct llama_context* context);
+void llama_synchronize(struct llama_context* context);
 uint32_t llama_n_ctx(const struct llama_context* context);
 uint32_t llama_n_ctx_seq(const struct llama_context* context);
 uint32_t llama_n_seq_max(const struct llama_context* context);
@@ -203,5 +204,9 @@ float* llama_get_logits_ith(struct llama_context* context, int32_t index);
 float fake_rope_factor(const llama_model* model, int pair);
 /// Of the stand-in alone: position of a cell (streams follow one another) if the sequence holds it, else -1.
 llama_pos fake_llama_cell(const llama_context* context, llama_seq_id sequence, int32_t cell);
+/// Of the stand-in alone: memory of tensors on the device "CUDA0", which it works on while it is open. Before contexts.
+void fake_llama_use_device(void* (*take)(size_t bytes), void (*give)(void* memory), void (*open)(), void (*close)());
+/// Of the stand-in alone: bytes that ggml_backend_tensor_get() gave of caches since it was asked last.
+size_t fake_llama_fetched();
 /// Of the stand-in alone: layers that slide hold this position of the sequence.
 bool fake_llama_slides_over(const llama_context* context, llama_seq_id sequence, llama_pos position);
