@@ -203,7 +203,7 @@ TEST(ExecutionModel, KnowsTheResourcesOfEveryKernel) {
   for (const auto& file : std::filesystem::directory_iterator(KVKEEP_TEST_KERNEL_DIR)) {
     std::ifstream in(file.path());
     const std::string text((std::istreambuf_iterator<char>(in)), {});
-    static const std::regex launched(R"re(launch\(\s*"(\w+)")re");
+    static const std::regex launched(R"re(\blaunch\(\s*"(\w+)")re");
     for (std::sregex_iterator at(text.begin(), text.end(), launched), end; at != end; ++at, ++launches)
       EXPECT_NE(model::resources_of((*at)[1].str()), nullptr)
           << (*at)[1] << " in " << file.path().filename() << " is not in the table of docs/inside/cuda.md";
