@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "kvkeep/core/machine_memory.h"
+#include "kvkeep/core/tensor.h"
 #include "stream.h"
 
 namespace kvkeep::cuda {

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "kvkeep/core/compiled_only.h"
-#include "kvkeep/core/machine_memory.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/policy/machine.h"
 
 namespace kvkeep::cuda {

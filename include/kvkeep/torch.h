@@ -11,7 +11,6 @@
 #include <memory>
 
 #include "kvkeep/core/compiled_only.h"
-#include "kvkeep/core/machine_memory.h"
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/tensor.h"
 

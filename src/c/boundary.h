@@ -17,8 +17,13 @@
 #include "kvkeep/parts/prompts.h"
 #include "kvkeep/policy/machine.h"
 
+namespace kvkeep::cuda {
+class ChosenStream;
+}  // namespace kvkeep::cuda
+
 struct kvkeep_accelerator {
   std::shared_ptr<kvkeep::Machine> machine;
+  std::shared_ptr<kvkeep::cuda::ChosenStream> stream;  ///< its resources
 };
 
 /// A keeper with what its newest result points to.

@@ -202,8 +202,6 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     ++serial_;
   }
 
-  void use_stream(void* stream) override { pool_.use_stream(static_cast<Stream>(stream)); }
-
  private:
   [[nodiscard]] DeviceMemory allocate(std::int64_t bytes) override { return pool_.allocate(bytes); }
 
@@ -431,14 +429,15 @@ std::shared_ptr<Machine> make_accelerator(Device device, std::shared_ptr<DeviceR
   return std::make_shared<CudaAccelerator>(device, std::move(resources), bounds);
 }
 
+std::shared_ptr<DeviceResources> default_resources(int index) {
+  require_device(index);
+  const MakeDeviceResources make = detail::device_resources.load(std::memory_order_acquire);
+  return make == nullptr ? pool_resources(index) : make(gpu(index));
+}
+
 std::shared_ptr<Machine> accelerator(int index, std::shared_ptr<DeviceResources> resources) {
   require_device(index);
-  const Device device = gpu(index);
-  if (resources == nullptr) {
-    const MakeDeviceResources make = detail::device_resources.load(std::memory_order_acquire);
-    resources = make == nullptr ? pool_resources(index) : make(device);
-  }
-  return make_accelerator(device, std::move(resources));
+  return make_accelerator(gpu(index), resources == nullptr ? default_resources(index) : std::move(resources));
 }
 
 }  // namespace kvkeep::cuda

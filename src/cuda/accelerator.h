@@ -2,7 +2,7 @@
 #pragma once
 /// The accelerator of kvkeep::cuda. In the tests' execution model its device is the host.
 
-#include "kvkeep/core/machine_memory.h"
+#include "kvkeep/core/tensor.h"
 #include "kvkeep/policy/machine.h"
 #include "stream.h"
 
@@ -17,6 +17,9 @@ struct FoldBounds {
 
 [[nodiscard]] std::shared_ptr<Machine> make_accelerator(Device device, std::shared_ptr<DeviceResources> resources,
                                                         FoldBounds bounds = {});
+
+/// Of accelerators that are given none. Throws as require_device().
+[[nodiscard]] std::shared_ptr<DeviceResources> default_resources(int index);
 
 /// The GPU of that number. Under the execution model it can be the host.
 [[nodiscard]] Device gpu(int index);

@@ -3,7 +3,9 @@
 
 #include "kvkeep/c_cuda.h"
 
+#include "accelerator.h"
 #include "boundary.h"
+#include "chosen_stream.h"
 #include "kvkeep/cuda.h"
 
 namespace kvkeep::cuda {
@@ -27,6 +29,11 @@ class ResourcesOfC final : public DeviceResources {
   const kvkeep_cuda_resources of_;
 };
 
+kvkeep_accelerator* made_with(int index, std::shared_ptr<DeviceResources> resources) {
+  auto stream = std::make_shared<ChosenStream>(std::move(resources));
+  return new kvkeep_accelerator{accelerator(index, stream), stream};
+}
+
 }  // namespace
 }  // namespace kvkeep::cuda
 
@@ -35,7 +42,7 @@ extern "C" {
 kvkeep_status kvkeep_cuda_accelerator_make(int32_t index, kvkeep_accelerator** accelerator) {
   return kvkeep::guarded([&] {
     kvkeep::required(accelerator, "accelerator") = nullptr;
-    *accelerator = new kvkeep_accelerator{kvkeep::cuda::accelerator(index)};
+    *accelerator = kvkeep::cuda::made_with(index, kvkeep::cuda::default_resources(index));
   });
 }
 
@@ -43,13 +50,13 @@ kvkeep_status kvkeep_cuda_accelerator_make_with(int32_t index, const kvkeep_cuda
                                                 kvkeep_accelerator** accelerator) {
   return kvkeep::guarded([&] {
     kvkeep::required(accelerator, "accelerator") = nullptr;
-    auto given = std::make_shared<kvkeep::cuda::ResourcesOfC>(kvkeep::given(resources, "resources"));
-    *accelerator = new kvkeep_accelerator{kvkeep::cuda::accelerator(index, std::move(given))};
+    *accelerator = kvkeep::cuda::made_with(
+        index, std::make_shared<kvkeep::cuda::ResourcesOfC>(kvkeep::given(resources, "resources")));
   });
 }
 
 kvkeep_status kvkeep_cuda_use_stream(kvkeep_accelerator* accelerator, void* stream) {
-  return kvkeep::guarded([&] { kvkeep::required(accelerator, "accelerator").machine->use_stream(stream); });
+  return kvkeep::guarded([&] { kvkeep::required(accelerator, "accelerator").stream->use(stream); });
 }
 
 }  // extern "C"

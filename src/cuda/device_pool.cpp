@@ -45,7 +45,7 @@ DevicePool::DevicePool(Device device, std::shared_ptr<DeviceResources> resources
 
 Device DevicePool::device() const { return home_->device; }
 
-Stream DevicePool::current() const { return own_ ? *own_ : static_cast<Stream>(home_->resources->stream()); }
+Stream DevicePool::current() const { return static_cast<Stream>(home_->resources->stream()); }
 
 Stream DevicePool::stream() {
   const Stream now = current();

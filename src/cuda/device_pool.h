@@ -3,7 +3,6 @@
 /// Memory of an accelerator: the streams that used it, and how long graphs need it.
 
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "kvkeep/core/machine_memory.h"
@@ -18,14 +17,12 @@ class DevicePool {
 
   [[nodiscard]] Device device() const;
 
-  /// The stream for work that is about to be launched: that of use_stream(), else of the resources. The pool remembers
-  /// it: it may use any memory of this pool.
+  /// The resources' stream, for work that is about to be launched. The pool remembers it: it may use any memory of this
+  /// pool.
   [[nodiscard]] Stream stream();
 
   /// The same without remembering it.
   [[nodiscard]] Stream current() const;
-
-  void use_stream(Stream stream) { own_ = stream; }
 
   /// Those that it remembers.
   [[nodiscard]] const std::vector<Stream>& used() const;
@@ -46,7 +43,6 @@ class DevicePool {
  private:
   struct Home;
   std::shared_ptr<Home> home_;  ///< allocated memory may outlive the pool
-  std::optional<Stream> own_;   ///< of use_stream()
   bool captured_ = false;
   std::vector<DeviceMemory> retired_;
 };

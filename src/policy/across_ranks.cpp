@@ -452,7 +452,6 @@ class AcrossRanks final : public Machine {
   }
   void read_counts(std::span<std::int32_t> counts) override { own_.read_counts(counts); }
   void use_workspace(Tensor memory) override { own_.use_workspace(std::move(memory)); }
-  void use_stream(void* stream) override { own_.use_stream(stream); }
 
  private:
   const std::shared_ptr<Collective> ranks_;

@@ -8,6 +8,7 @@
 #if defined(KVKEEP_CUDA_MODEL)
 #include "accelerator.h"
 #include "boundary.h"
+#include "chosen_stream.h"
 #include "torch_streams.h"
 #endif
 
@@ -22,8 +23,9 @@ class CAccelerator {
  public:
   CAccelerator() {
 #if defined(KVKEEP_CUDA_MODEL)
-    gpu = new kvkeep_accelerator{
-        make_accelerator(Device{}, model::resources())};  // the model's device memory is the host's
+    const auto stream = std::make_shared<ChosenStream>(model::resources());
+    gpu =
+        new kvkeep_accelerator{make_accelerator(Device{}, stream), stream};  // the model's device memory is the host's
     device = Device{};
 #else
     EXPECT_EQ(kvkeep_cuda_accelerator_make(0, &gpu), KVKEEP_OK) << kvkeep_last_error();

@@ -145,9 +145,7 @@ TEST_F(Resources, OfAPoolRefuseAnEventThatIsCapturedBeforeOneHasRunAndItRunsLate
   EXPECT_EQ(engine.cut({1}).cuts.size(), 1U);
 }
 
-TEST(ResourcesOfTheHost, AreNeitherAStreamNorAWorkspace) {
-  EXPECT_EQ(testing::message_of<Unsupported>([] { host().use_stream(nullptr); }),
-            "stream: the CPU has none; allowed on a device");
+TEST(ResourcesOfTheHost, AreNoWorkspace) {
   EXPECT_EQ(testing::message_of<Unsupported>([] { host().use_workspace({}); }),
             "workspace: the CPU takes none; allowed on a device");
 }

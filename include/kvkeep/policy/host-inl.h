@@ -302,7 +302,6 @@ class Host final : public Machine {
     refuse<StateError>("counts: a decision on the host has them; allowed on a device");
   }
   void use_workspace(Tensor) override { refuse<Unsupported>("workspace: the CPU takes none; allowed on a device"); }
-  void use_stream(void*) override { refuse<Unsupported>("stream: the CPU has none; allowed on a device"); }
 };
 
 }  // namespace host_detail

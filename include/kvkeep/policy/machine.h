@@ -195,11 +195,6 @@ class Machine {
   /// larger than an earlier one. Throws Unsupported on the host.
   virtual void use_workspace(Tensor memory) = 0;
 
-  /// From now on, in every thread, its keeper launches on `stream`, a cudaStream_t of its GPU that must outlive the
-  /// keeper, whatever the accelerator's resources say. Work that was launched before is not waited for. Throws
-  /// Unsupported on the host.
-  virtual void use_stream(void* stream) = 0;
-
  protected:
   /// `memory` must outlive it; it need not be alive yet.
   explicit Machine(MachineMemory& memory, HeadShare share = {}) : memory_(memory), share_(share) {}

@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "kvkeep/core/machine_memory.h"
+#include "kvkeep/core/tensor.h"
 
 namespace kvkeep::cuda::model {
 
