@@ -8,6 +8,7 @@
 #include <bit>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <string_view>
@@ -20,7 +21,7 @@ namespace kvkeep::cuda::model {
 namespace {
 
 constexpr std::align_val_t kAligned{256};  ///< as CUDA aligns
-constexpr std::size_t kPage = 4096, kReserved = std::size_t{64} << 30;
+constexpr std::size_t kPage = 4096, kHugePage = std::size_t{2} << 20, kReserved = std::size_t{64} << 30;
 
 /// One range of addresses, of which the first `used` bytes are open or closed together.
 struct Arena {
@@ -50,8 +51,11 @@ void tell(int signal, siginfo_t* what, void* context) {
 Arena& arena() {
   static Arena* const only = [] {
     auto* made = new Arena;  // outlives what is freed at the end of the program
-    void* const base = mmap(nullptr, kReserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* base = mmap(nullptr, kReserved + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) throw std::bad_alloc();
+    std::size_t room = kReserved + kHugePage;
+    base = std::align(kHugePage, kReserved, base, room);
+    madvise(base, kReserved, MADV_HUGEPAGE);  // opening and closing takes as long as there are pages
     made->base = static_cast<std::byte*>(base);
     return made;
   }();
@@ -61,7 +65,8 @@ Arena& arena() {
 bool is_free_of_guard(const std::byte* memory) { return memory < arena().base || memory >= arena().base + kReserved; }
 
 void protect(const Arena& a) {
-  if (a.used > 0 && mprotect(a.base, a.used, a.open > 0 ? PROT_READ | PROT_WRITE : PROT_NONE) != 0)
+  const std::size_t whole = (a.used + kHugePage - 1) / kHugePage * kHugePage;
+  if (whole > 0 && mprotect(a.base, whole, a.open > 0 ? PROT_READ | PROT_WRITE : PROT_NONE) != 0)
     throw std::runtime_error("cuda_model: mprotect failed");
 }
 
