@@ -46,6 +46,7 @@ doxygen_add_docs(
   examples/lab/README.md
   examples/lab/docs
   examples/model/README.md
+  examples/serving/README.md
   tests/golden/README.md
   COMMENT "The site, in ${CMAKE_CURRENT_BINARY_DIR}/docs/html"
 )
