@@ -4,8 +4,8 @@
 #   kvkeep_kernels   static library of all cuda/*.cu; only where nvcc was found
 #   kvkeep::cuda     what a program links: the kernels and what lies between them and a Keeper (src/cuda)
 #
-# KVKEEP_CUDA            AUTO (where nvcc is found), ON (an error without it), OFF; unless set, OFF in another project and
-#                        without LibTorch, so that no build waits for nvcc unasked
+# KVKEEP_CUDA            AUTO (where nvcc is found), ON (an error without it), OFF; unless set, OFF in another project
+#                        and without LibTorch, so that no build waits for nvcc unasked
 # KVKEEP_CUBLAS          AUTO (where its header is beside those of the runtime), ON (an error without it), OFF. It is
 #                        not linked: the library is looked for when it is used (cuda/gram.h)
 # CMAKE_CUDA_ARCHITECTURES   80-real and 90-real with code that newer chips translate, unless set

@@ -308,14 +308,15 @@ TEST_F(ExpectedByBlas, AgreesWithTheCpuForEveryHeadSize) {
   OpenBlas there;
   std::uint64_t seed = 1100;
   for (const std::int32_t dim : {1, 2, 33, 80, 128, 130, 160}) {
-    EvidenceCase c(++seed, {.group = 2,
-                            .dim = dim,
-                            .lengths = {70, 300},
-                            .seen = dim + 40,
-                            .keys = kStored[seed % std::size(kStored)],
-                            .query = Element::bf16,
-                            .pairs = dim / 3,
-                            .ropes = oracle::Ropes::any});
+    ++seed;
+    EvidenceCase c(seed, {.group = 2,
+                          .dim = dim,
+                          .lengths = {70, 300},
+                          .seen = dim + 40,
+                          .keys = kStored[seed % std::size(kStored)],
+                          .query = Element::bf16,
+                          .pairs = dim / 3,
+                          .ropes = oracle::Ropes::any});
     const ValueCase values(seed, c, Element::f32);
     expect_as_on_cpu(c, values, {.queries = dim + 30}, {}, {&there.blas, dim + 1});
   }
