@@ -3,6 +3,7 @@
 
 #include "kvkeep/core/error.h"
 #include "launch.cuh"
+#include "memory.h"
 
 #if KVKEEP_CUBLAS
 #include <cublas_v2.h>
@@ -91,14 +92,14 @@ const std::string& Blas::why_not() { return library().why_not; }
 
 Blas::~Blas() {
   if (handle_ == nullptr) return;
-  int before = 0;
-  const bool known = cudaGetDevice(&before) == cudaSuccess;
-  static_cast<void>(cudaSetDevice(device_));
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // beside a capture of whoever
-  cudaThreadExchangeStreamCaptureMode(&mode);
-  static_cast<void>(library().destroy(static_cast<cublasHandle_t>(handle_)));
-  cudaThreadExchangeStreamCaptureMode(&mode);
-  if (known) static_cast<void>(cudaSetDevice(before));
+  try {
+    const DeviceScope scope(device_);
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // beside a capture of whoever
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    static_cast<void>(library().destroy(static_cast<cublasHandle_t>(handle_)));
+    cudaThreadExchangeStreamCaptureMode(&mode);
+  } catch (const std::exception&) {  // the device is gone, and the handle with it
+  }
 }
 
 void Blas::open(void* workspace) {

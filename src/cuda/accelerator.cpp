@@ -436,8 +436,11 @@ std::shared_ptr<DeviceResources> default_resources(int index) {
 }
 
 std::shared_ptr<Machine> accelerator(int index, std::shared_ptr<DeviceResources> resources) {
-  require_device(index);
-  return make_accelerator(gpu(index), resources == nullptr ? default_resources(index) : std::move(resources));
+  if (resources == nullptr)
+    resources = default_resources(index);
+  else
+    require_device(index);
+  return make_accelerator(gpu(index), std::move(resources));
 }
 
 }  // namespace kvkeep::cuda

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <map>
 #include <span>
+#include <string>
+#include <string_view>
 
 #include "device_pool.h"
 #include "evidence.h"
@@ -113,7 +115,7 @@ struct DeviceWindow {
 /// Numbers that stay the same from event to event.
 struct Constants {
   std::map<const void*, DeviceMemory> by_owner;
-  std::map<std::string, DeviceMemory> by_content;  ///< bytes
+  std::map<std::string, DeviceMemory, std::less<>> by_content;  ///< bytes
 };
 
 /// cuBLAS of a keeper's events.
@@ -215,11 +217,11 @@ class CudaEvent final : public Event {
   [[nodiscard]] const T* constant(const std::vector<T>& values) const {
     if (dry_) return nullptr;
     const auto bytes = std::as_bytes(std::span(values));
-    std::string key(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    const std::string_view key(reinterpret_cast<const char*>(bytes.data()), bytes.size());
     const auto found = constants_.by_content.find(key);
     if (found != constants_.by_content.end()) return static_cast<const T*>(found->second.get());
-    return static_cast<const T*>(constant(
-        bytes, [&](DeviceMemory memory) { constants_.by_content.emplace(std::move(key), std::move(memory)); }));
+    return static_cast<const T*>(
+        constant(bytes, [&](DeviceMemory memory) { constants_.by_content.emplace(key, std::move(memory)); }));
   }
 
  private:

@@ -71,20 +71,7 @@ class Twins {
   std::deque<Numbers> fed_;
 };
 
-class CapturedEvents : public OnDevice {
- protected:
-  void SetUp() override {
-    OnDevice::SetUp();
-    if (IsSkipped()) return;
-    side_.emplace(side_stream(fresh_accelerator()->device()));
-    guard_.emplace(*side_);
-  }
-  [[nodiscard]] const c10::Stream& stream() const { return *side_; }
-
- private:
-  std::optional<c10::Stream> side_;
-  std::optional<c10::StreamGuard> guard_;
-};
+using CapturedEvents = OnSideStream<>;
 
 TEST_F(CapturedEvents, AreWhatTheyWereThoughAnotherEventRanBeforeTheReplay) {
   Twins twins;

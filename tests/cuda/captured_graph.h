@@ -6,8 +6,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "device.h"
+#include "fresh_accelerator.h"
 #include "kvkeep/torch.h"
 
 namespace kvkeep::cuda {
@@ -17,6 +19,23 @@ inline c10::Stream side_stream(const Device& on) {
   const c10::Device device = torch_device(on);
   return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
 }
+
+/// Tests that run on a stream beside the default one, which is the current one.
+template <class Base = OnDevice>
+class OnSideStream : public Base {
+ protected:
+  void SetUp() override {
+    Base::SetUp();
+    if (::testing::Test::IsSkipped()) return;
+    side_.emplace(side_stream(fresh_accelerator()->device()));
+    guard_.emplace(*side_);
+  }
+  [[nodiscard]] const c10::Stream& stream() const { return *side_; }
+
+ private:
+  std::optional<c10::Stream> side_;
+  std::optional<c10::StreamGuard> guard_;
+};
 
 class CapturedGraph {
  public:

@@ -8,7 +8,6 @@
 
 #include <cmath>
 #include <deque>
-#include <optional>
 
 #include "captured_graph.h"
 #include "engines.h"
@@ -170,20 +169,7 @@ class Twins {
   std::deque<engines::Numbers> fed_;
 };
 
-class WindowsOfAKeeper : public OnDeviceWithBlas {
- protected:
-  void SetUp() override {
-    OnDeviceWithBlas::SetUp();
-    if (IsSkipped()) return;
-    side_.emplace(side_stream(fresh_accelerator()->device()));
-    guard_.emplace(*side_);
-  }
-  [[nodiscard]] const c10::Stream& stream() const { return *side_; }
-
- private:
-  std::optional<c10::Stream> side_;
-  std::optional<c10::StreamGuard> guard_;
-};
+using WindowsOfAKeeper = OnSideStream<OnDeviceWithBlas>;
 
 TEST_F(WindowsOfAKeeper, KeepTheCpusSlotsWhoeverMultipliesThem) {
   Twins twins;

@@ -10,6 +10,7 @@ narrow(). docs/inside/cuda.md says what runs on a GPU, and in which order.
 """
 
 import sys
+from functools import partial
 
 from . import InvalidArgument, Unsupported
 
@@ -47,7 +48,7 @@ def accelerator(index=0, stream=None, allocator=None):
     if _kvkeep_cuda is None:
         raise Unsupported(
             f"kvkeep.cuda: this package has no kernels ({_why_not}); allowed one that was built where nvcc is: "
-            "pip install --no-binary kvkeep kvkeep"
+            "pip install . in a checkout"
         )
     if isinstance(index, bool) or not isinstance(index, int):
         raise InvalidArgument(f"kvkeep.cuda: index is {index!r}; allowed the number of a GPU, from 0 on")
@@ -55,7 +56,7 @@ def accelerator(index=0, stream=None, allocator=None):
     if stream is None and framework is not None:
         stream = _current_stream(framework, index)
     elif isinstance(stream, int) and not isinstance(stream, bool):
-        stream = (lambda address: lambda: address)(stream)
+        stream = partial(int, stream)
     elif stream is not None and not callable(stream):
         raise InvalidArgument(f"kvkeep.cuda: stream is {stream!r}; allowed a cudaStream_t as int, or a callable")
     if allocator is None and framework is not None and framework.__name__ == "torch":

@@ -86,10 +86,9 @@ class attach:
     each row dropped: two bytes for each token of each layer and KV head, and 20 us for each such row of 4,000 tokens
     in an event. A batch is remembered whole; None: 16 on the CPU, none on a GPU, where an event would wait to read
     positions back. accelerator: makes what events run on, kvkeep.cuda.accelerator(index) for a model on a GPU unless
-    given. Raises InvalidArgument for a wrong policy, Unsupported for a model or a
-    policy that cannot be served: policies that narrow prompts or fold need an engine that runs layer by layer,
-    StateError for a model that is under a policy already. A warning says that no `with` block was entered.
-    Threads may share it.
+    given. Raises InvalidArgument for a wrong policy, Unsupported for a model or a policy that cannot be served:
+    policies that narrow prompts or fold need an engine that runs layer by layer, StateError for a model that is under a
+    policy already. A warning says that no `with` block was entered. Threads may share it.
     """
 
     def __init__(self, model, policy, output_projections=False, check=True, remember=None, accelerator=None):
