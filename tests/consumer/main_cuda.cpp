@@ -38,9 +38,20 @@ class OfTheEngine final : public kvkeep::DeviceResources {
   std::vector<void*> taken_;
 };
 
-kvkeep::Tensor on_gpu(const kvkeep::Shape& sizes, const std::vector<float>& from) {
+/// The engine's own cache and queries: freed by the engine, after everything that works in them.
+struct DeviceMemory {
+  DeviceMemory() = default;
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  ~DeviceMemory() {
+    for (void* memory : taken) cudaFree(memory);
+  }
+  std::vector<void*> taken;
+};
+
+kvkeep::Tensor on_gpu(DeviceMemory& of, const kvkeep::Shape& sizes, const std::vector<float>& from) {
   void* memory = nullptr;
-  cudaMalloc(&memory, from.size() * sizeof(float));
+  if (cudaMalloc(&memory, from.size() * sizeof(float)) == cudaSuccess) of.taken.push_back(memory);
   cudaMemcpy(memory, from.data(), from.size() * sizeof(float), cudaMemcpyHostToDevice);
   return {memory, kvkeep::Dtype::f32, sizes, kvkeep::Device{kvkeep::Device::Kind::cuda, 0}};
 }
@@ -54,6 +65,7 @@ std::vector<float> numbers(std::size_t count) {
 int run() {
   cudaStream_t stream = nullptr;
   cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  DeviceMemory memory;
   auto own = std::make_shared<OfTheEngine>(stream);
   const kvkeep::ModelSpec spec = {.query_heads = kQueryHeads,
                                   .kv_heads = kHeads,
@@ -66,10 +78,10 @@ int run() {
       keys[static_cast<std::size_t>((h * kCapacity + t) * kDim)] = static_cast<float>(t);
   std::vector<kvkeep::LayerKv> layers;
   for (std::int32_t l = 0; l < kLayers; ++l)
-    layers.emplace_back(
-        kvkeep::DenseKv{on_gpu({1, kHeads, kCapacity, kDim}, keys), on_gpu({1, kHeads, kCapacity, kDim}, keys)});
+    layers.emplace_back(kvkeep::DenseKv{on_gpu(memory, {1, kHeads, kCapacity, kDim}, keys),
+                                        on_gpu(memory, {1, kHeads, kCapacity, kDim}, keys)});
   const kvkeep::Tensor queries =
-      on_gpu({kCapacity, kQueryHeads, kDim}, numbers(static_cast<std::size_t>(kCapacity * kQueryHeads * kDim)));
+      on_gpu(memory, {kCapacity, kQueryHeads, kDim}, numbers(static_cast<std::size_t>(kCapacity * kQueryHeads * kDim)));
 
   kvkeep::Keeper keeper(spec, kvkeep::make_policy("tova,budget=40,prefill=cut"),
                         {.accelerator = kvkeep::cuda::accelerator(0, own)});
