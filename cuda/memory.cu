@@ -252,6 +252,7 @@ class PoolResources final : public DeviceResources {
 }  // namespace
 
 std::shared_ptr<DeviceResources> pool_resources(int index, void* stream) {
+  require_device(index);
   return std::make_shared<PoolResources>(index, static_cast<Stream>(stream));
 }
 

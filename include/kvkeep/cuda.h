@@ -24,7 +24,7 @@ namespace kvkeep::cuda {
 
 /// Memory by cudaMallocAsync, from a pool that is made here and keeps what is given back to it; work goes to `stream`,
 /// a cudaStream_t of that GPU, null: the default stream. The stream must outlive whatever uses them. allocate() throws
-/// StateError while the stream is captured. Throws DeviceError for a GPU without memory pools.
+/// StateError while the stream is captured. Throws DeviceError as accelerator(), and for a GPU without memory pools.
 [[nodiscard]] std::shared_ptr<DeviceResources> pool_resources(int index, void* stream = nullptr);
 
 }  // namespace kvkeep::cuda

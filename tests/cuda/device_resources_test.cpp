@@ -90,6 +90,11 @@ TEST_F(Resources, OfAPoolServeAKeeperThatKeepsWhatTheCpuKeeps) {
   expect_the_cpus_slots(engine);
 }
 
+TEST_F(Resources, OfAGpuThatIsNotThereAreRefusedByItsNumber) {
+  EXPECT_NE(testing::message_of<DeviceError>([] { static_cast<void>(pool_resources(99)); }).find("GPU 99 is not there"),
+            std::string::npos);
+}
+
 TEST_F(Resources, OfTheProgramGoBackOnceWithTheirSizeAndStream) {
   const auto ledger = std::make_shared<Ledger>();
   {

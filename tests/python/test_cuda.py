@@ -176,6 +176,12 @@ def test_a_package_without_kernels_says_so():
         kvkeep.cuda.accelerator()
 
 
+@pytest.mark.skipif(not kvkeep.cuda.has_kernels() or MODELLED or torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_says_so():
+    with pytest.raises(kvkeep.DeviceError, match="GPU 0 is not there"):
+        kvkeep.cuda.accelerator()
+
+
 # ---- attach()
 
 hf = pytest.importorskip("kvkeep.hf")
