@@ -79,7 +79,7 @@ class Break:
         )
         for code in (self.code, self.broken):
             whole = all(code.count(a) == code.count(b) for a, b in ("()", "[]", "{}"))
-            half = r"^(&&|[|][|])|(&&|[|][|])$|^(const )?[\w:]+[&*]? \w+ = "
+            half = r"^(&&|[|][|]|[.])|(&&|[|][|])$|^(const )?[\w:]+[&*]? \w+ = |^const [\w:]+[&*]? \w+\{"
             if code[-1:] != ";":
                 half += r"|;|^(if|for|while|return)\b"  # not an expression
             if not whole or re.search(half, code):
@@ -93,7 +93,7 @@ class Break:
             if len(found) != 1:
                 return None
             begin = found[0].end()
-        found = list(pattern(self.code).finditer(source, begin))
+        found = [m for m in pattern(self.code).finditer(source, begin) if source[: m.start()][-1:] not in (".", ">")]
         return found[0].span() if found and (self.after or len(found) == 1) else None
 
     def compiled(self, code):
