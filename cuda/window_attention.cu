@@ -314,9 +314,37 @@ __global__ void __launch_bounds__(kAttentionTile, 4) attention_f32_kernel(Attent
   }
 }
 
+/// The log-sum-exp of every query, less that of its weight, to [groups, Hq, window]: a warp for each. The shares that
+/// follow from it have the weight.
+__global__ void __launch_bounds__(kAttentionTile) attention_f32_weigh_kernel(AttentionTask task, float* shifted) {
+  wait_for_earlier_kernels();
+  const std::int64_t all = std::int64_t{task.e.count} * task.most;
+  for (std::int64_t work = blockIdx.x * std::int64_t{kAttentionTile / 32} + threadIdx.x / 32; work < all;
+       work += std::int64_t{gridDim.x} * (kAttentionTile / 32)) {
+    const std::int64_t r = work / task.most;
+    const auto n = static_cast<std::int32_t>(work - r * task.most);
+    if (!task.e.due(r)) continue;
+    const AttentionPlan plan = plan_of(task, r);
+    if (n >= plan.total) continue;
+    float lse = INFINITY;  // a query that sees nothing
+    const std::int64_t at = std::int64_t{n / plan.window} * task.window + plan.query_of(n);
+    if (plan.lse != nullptr) {
+      lse = plan.lse[at];
+    } else {
+      const float2 standard = standard_of(task, plan, r, n);
+      if (standard.y > 0) lse = standard.x - logf(standard.y);
+    }
+    if (threadIdx.x % 32 != 0) continue;
+    const std::int64_t oldest =
+        (r / task.e.kv_heads * task.e.query_heads() + plan.row->head * task.e.group) * std::int64_t{task.window} +
+        task.window - plan.window;
+    shifted[oldest + at] = lse - logf(weight_of(task, plan, n));
+  }
+}
+
 /// kAtOnce: queries whose result is taken at a time, where that is not kQ.
 template <class T, int kQ, Form kForm, int kAtOnce = kQ>
-void launch_f32(const AttentionTask& task, Stream stream) {
+void launch_f32(AttentionTask task, float* shifted, Stream stream) {
   const auto grid = [&](std::int32_t pieces, std::size_t shared_bytes) {
     return Grid{.blocks = blocks_for(std::int64_t{task.e.count} * pieces),
                 .threads = kAttentionTile,
@@ -325,6 +353,13 @@ void launch_f32(const AttentionTask& task, Stream stream) {
   if (task.log_sum_exp == nullptr)
     launch("attention_f32_statistics", attention_f32_kernel<T, kQ, false, kForm>,
            grid(task.parts, AttentionF32Shared<T, kQ, kForm>(task.e.dim, 0).bytes), stream, task);
+  if (task.weights != nullptr) {
+    launch("attention_f32_weigh", attention_f32_weigh_kernel,
+           {.blocks = blocks_of_threads(std::int64_t{task.e.count} * task.most * 32, kAttentionTile),
+            .threads = kAttentionTile},
+           stream, task, shifted);
+    task.log_sum_exp = shifted;
+  }
   launch("attention_f32", attention_f32_kernel<T, kAtOnce, true, kForm>,
          grid(attention::pieces(task.e.longest, kAttentionChunk),
               AttentionF32Shared<T, kAtOnce, kForm>(task.e.dim, task.reach).bytes),
@@ -351,27 +386,31 @@ void run(AttentionTask task, void* workspace, Stream stream) {
   KVKEEP_REQUIRE(task.queries != nullptr, "window_attention: queries; given none, of ", task.most, " rows for ",
                  name_of(task.e.keys), " keys; allowed only where window_attention_reads_views()");
   task.partial = static_cast<float2*>(workspace);
+  auto* const shifted =
+      reinterpret_cast<float*>(static_cast<std::byte*>(workspace) + partial_bytes(task.e, task.window, sizeof(float2)));
   with_element(task.e.keys, [&](auto type) {
     using T = decltype(type);
     if (task.kind == Kind::worst && task.reach < 256)
-      launch_f32<T, 8, Form::worst>(task, stream);
+      launch_f32<T, 8, Form::worst>(task, nullptr, stream);
     else if (task.kind == Kind::worst)
-      launch_f32<T, 8, Form::worst, 1>(task, stream);
+      launch_f32<T, 8, Form::worst, 1>(task, nullptr, stream);
     else if (task.max_logit)
-      launch_f32<T, 8, Form::maximum>(task, stream);
+      launch_f32<T, 8, Form::maximum>(task, nullptr, stream);
     else if (task.most <= 4)
-      launch_f32<T, 4, Form::mean>(task, stream);
+      launch_f32<T, 4, Form::mean>(task, shifted, stream);
     else
-      launch_f32<T, 8, Form::mean>(task, stream);
+      launch_f32<T, 8, Form::mean>(task, shifted, stream);
   });
 }
 
 }  // namespace
 
-std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window) {
-  return window_attention_reads_views(evidence, window)
-             ? attention::matrix_workspace_bytes(evidence, window, parts_of(evidence))
-             : partial_bytes(evidence, window, sizeof(float2));
+std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window, bool weighted) {
+  if (window_attention_reads_views(evidence, window))
+    return attention::matrix_workspace_bytes(evidence, window, parts_of(evidence));
+  const std::int64_t queries = std::int64_t{evidence.count} * evidence.group * window;
+  return partial_bytes(evidence, window, sizeof(float2)) +
+         (weighted ? queries * static_cast<std::int64_t>(sizeof(float)) : 0);
 }
 
 std::int64_t history_attention_workspace_bytes(const EvidenceArguments& evidence, const WindowReading& reading) {
@@ -386,12 +425,15 @@ bool window_attention_reads_views(const EvidenceArguments& evidence, std::int32_
 void launch_window_attention(const WindowAttentionArguments& a, Stream stream) {
   require_aligned("window_attention", a.workspace);
   KVKEEP_REQUIRE(a.usage == nullptr || a.sum == nullptr, "window_attention: usage and sum are reduced one at a time");
+  KVKEEP_REQUIRE(a.weights == nullptr || (a.sum != nullptr && a.newest == nullptr),
+                 "window_attention: weights; allowed for sum alone");
   AttentionTask task{};
   task.e = a.evidence;
   task.windows = a.windows;
   task.window = a.window;
   task.queries = a.queries;
   task.log_sum_exp = a.log_sum_exp;
+  task.weights = a.weights;
   task.column = a.usage != nullptr ? a.usage : a.sum;
   task.newest = a.newest;
   task.newest_counts = 1;

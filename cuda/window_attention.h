@@ -33,6 +33,8 @@ struct WindowAttentionArguments {
                                        ///< as they are, after RoPE, where window_attention_reads_views()
   const float* log_sum_exp = nullptr;  ///< f32 [groups, Hq, window] of the logits of every slot that the query sees,
                                        ///< and of the sink of its head, natural; null: the keys are read once more
+  const float* weights = nullptr;      ///< f32 [window] of the queries, oldest first; a narrower window has the newest.
+                                       ///< Only for `sum`; null: 1 each
   float* usage = nullptr;              ///< f32 [slots] at Row::first, as WindowAttention::usage; null: not asked for
   float* newest = nullptr;             ///< f32 [slots], as WindowAttention::newest
   float* sum = nullptr;                ///< f32 [slots], as attention_sum(); not together with usage
@@ -41,8 +43,10 @@ struct WindowAttentionArguments {
 
 /// 8 bytes for every (row, query head of its group, query) and part of the longest row: chunks of 512 slots, no more
 /// than 32 of them. On matrix units besides, for every 16 queries of a row, 64 bytes for each component of the head
-/// size, rounded up to 64, 128 or 256, and 272; and about 100 for every row.
-[[nodiscard]] std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window);
+/// size, rounded up to 64, 128 or 256, and 272; and about 100 for every row. weighted: with `weights`, which take 4 for
+/// every (row, query head of its group, query) where products run in f32.
+[[nodiscard]] std::int64_t window_attention_workspace_bytes(const EvidenceArguments& evidence, std::int32_t window,
+                                                            bool weighted = false);
 
 /// True where attention multiplies on matrix units, which take 16-bit numbers: queries that come after RoPE need no
 /// copy in f32 then.
@@ -51,9 +55,10 @@ struct WindowAttentionArguments {
 /// Rows without a window get zeros. Cost: two passes over the keys, one if log_sum_exp is given. A pass reads every key
 /// once on matrix units, where more queries than shared memory holds are brought again for every 256 slots (128 of
 /// heads above 128 components) to sum up, and the keys for every part of them to take statistics; in f32 once for every
-/// eight queries. Launches: one a pass, and one for the queries on matrix units.
-/// Throws InvalidArgument for a head size outside 1 to 256, for usage together with sum, and for no `queries` where it
-/// cannot read those of `evidence`.
+/// eight queries. Launches: one a pass, one for the queries on matrix units, and one for `weights`: a query's weight is
+/// a shift of its log-sum-exp, so no other launch knows of it.
+/// Throws InvalidArgument for a head size outside 1 to 256, for usage together with sum, for weights of anything else,
+/// and for no `queries` where it cannot read those of `evidence`.
 void launch_window_attention(const WindowAttentionArguments& arguments, Stream stream);
 
 struct HistoryAttentionArguments {

@@ -21,6 +21,7 @@
 //                   x = q.k; top = max(old, x * factor); sum = sum * 2^(old - top) + sum of 2^(x * factor - top)
 //                 the 8 warps of the block join their (top, sum), the last block that arrives at a row joins the parts:
 //                   shift = -(top + log2(sum + 2^(sink log2(e) - top)))
+//   weigh       shift += log2(weight of n)                                      (left out if no weights were given)
 //   columns     each warp, for its 32 slots in every 256, for every 16 queries:
 //                   x = q.k; s = 2^(x * factor + shift); column[t] += s; for the newest query newest[t] += s / G
 //                 write_slot() divides column[t] by the queries that count
@@ -780,12 +781,14 @@ void launch_on_matrix_units(const AttentionTask& task, void* workspace, Stream s
     using T = decltype(type);
     with_spans(task.e.dim, [&](auto spans) {
       if constexpr (!std::is_same_v<T, float>) {
-        constexpr std::int32_t kSplitThreads = tuning::kSplitThreads;
+        constexpr std::int32_t kThreads = tuning::kSplitThreads;
+        const std::int64_t tiles = std::int64_t{task.e.count} * m.queries.most;
         launch("attention_split_queries", attention_split_queries_kernel<MatrixElement<T>, spans()>,
-               {.blocks = blocks_of_threads(std::int64_t{task.e.count} * m.queries.most * 32, kSplitThreads),
-                .threads = kSplitThreads},
-               stream, m);
+               {.blocks = blocks_of_threads(tiles * 32, kThreads), .threads = kThreads}, stream, m);
         if (task.log_sum_exp == nullptr) launch_pass<T, spans(), false>("attention_matrix_statistics", m, stream);
+        if (task.weights != nullptr)
+          launch("attention_weigh", attention_weigh_kernel<spans()>,
+                 {.blocks = blocks_of_threads(tiles * kTileQueries, kThreads), .threads = kThreads}, stream, m);
         launch_pass<T, spans(), true>("attention_matrix", m, stream);
       }
     });

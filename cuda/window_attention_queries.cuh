@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-/// The queries of window attention on matrix units, 16 at a time, and the kernel that splits them into numbers of the
-/// keys' dtype. window_attention_matrix.cu says what is computed from them, and in which lane each number is.
+/// The queries of window attention on matrix units, 16 at a time, and the kernels that split them into numbers of the
+/// keys' dtype and weigh them. window_attention_matrix.cu says what is computed from them, and in which lane each
+/// number is.
 
 #include "window_attention_task.cuh"
 
@@ -186,6 +187,24 @@ __global__ void __launch_bounds__(tuning::kSplitThreads) attention_split_queries
       into.marks[lane] = {there ? plan.position(i) : kFirst, newest ? 1.0F / static_cast<float>(task.e.group) : 0.0F};
     }
     if (lane == 0) into.flags = {(split ? kSplit : 0) + (any_newest ? kNewest : 0), 0, 0, 0};
+  }
+}
+
+/// The weights of queries, which are the shares' too: a shift of what follows from their products. One thread for each
+/// query.
+template <int kSpans>
+__global__ void __launch_bounds__(tuning::kSplitThreads) attention_weigh_kernel(AttentionMatrixTask m) {
+  wait_for_earlier_kernels();
+  const std::int32_t most = m.queries.most * kTileQueries;
+  const std::int64_t all = std::int64_t{m.of.e.count} * most, step = std::int64_t{gridDim.x} * tuning::kSplitThreads;
+  for (std::int64_t work = std::int64_t{blockIdx.x} * tuning::kSplitThreads + threadIdx.x; work < all; work += step) {
+    const std::int64_t r = work / most;
+    const auto n = static_cast<std::int32_t>(work - r * most);
+    if (!m.of.e.due(r)) continue;
+    const AttentionPlan& plan = m.queries.plans[r];
+    if (n < plan.total)
+      m.queries.of<kSpans>()[r * m.queries.most + n / kTileQueries].lines[n % kTileQueries].shift +=
+          log2f(weight_of(m.of, plan, n));
   }
 }
 

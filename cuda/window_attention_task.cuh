@@ -23,6 +23,7 @@ struct AttentionTask {
   const RowWindow* windows;
   const float* queries;
   const float* log_sum_exp;
+  const float* weights;
   float* column;  ///< usage, sum or history
   float* newest;
   float2* partial;  ///< [count, parts, most] maximum and sum of one part of a row; Kind::worst: float4, RunningWorst
@@ -89,6 +90,11 @@ __device__ inline float sink_of(const AttentionTask& task, const AttentionPlan& 
   float sink = sinks[task.max_logit ? 0 : n / plan.window];
   for (std::int32_t h = 1; task.max_logit && h < task.e.group; ++h) sink = fmaxf(sink, sinks[h]);
   return expf(sink - top);
+}
+
+/// Weight of row n of the product.
+__device__ inline float weight_of(const AttentionTask& task, const AttentionPlan& plan, std::int32_t n) {
+  return task.weights[task.window - plan.window + plan.query_of(n)];
 }
 
 /// Where the next query head's queries begin, in floats.

@@ -136,6 +136,44 @@ TEST_F(WindowAttentionKernel, AgreesWithTheCpuForEveryLength) {  // B29
           matrix ? 8 : 3);
 }
 
+/// Windows of several widths, some of which have fewer queries than weights; sink logits and log-sum-exps, too.
+TEST_F(WindowAttentionKernel, WeighsTheQueriesOfASumAsTheCpuDoes) {
+  std::uint64_t seed = 240;
+  for (const Element keys : kStored)
+    for (const std::int32_t group : {1, 4})
+      for (const std::int32_t window : {3, 20}) {
+        const EvidenceCase c(++seed, {.group = group,
+                                      .kv_heads = 2,
+                                      .dim = 16,
+                                      .lengths = {45, 17, 4, 700},
+                                      .seen = 21,
+                                      .keys = keys,
+                                      .pre_rope = seed % 2 == 0});
+        std::vector<float> weights;
+        for (std::int32_t i = 0; i < window; ++i)
+          weights.push_back(i % 5 == 4 ? 0.0F : std::ldexp(1.0F + 0.1F * static_cast<float>(i % 3), i % 4 - 2));
+        const std::vector<RowWindow> windows = row_windows(c.evidence(), c.limits, window, false);
+        const Tensor want = attention_sum(c.evidence(), windows, weights);
+        const DeviceEvidence there(c);
+        const AskedQueries queries(c, there, window);
+        const DeviceArray<float> weighing(weights);
+        in_every_order([&] {
+          const DeviceArray<float> sum(untouched(c));
+          const DeviceArray<std::byte> workspace(
+              static_cast<std::size_t>(window_attention_workspace_bytes(there.arguments(), window, true)));
+          launch_window_attention({.evidence = there.arguments(),
+                                   .windows = queries.windows().data(),
+                                   .window = window,
+                                   .queries = queries.floats().data(),
+                                   .weights = weighing.data(),
+                                   .sum = sum.data(),
+                                   .workspace = workspace.data()},
+                                  nullptr);
+          ASSERT_NO_FATAL_FAILURE(expect_rows_agree(c, sum.download(), want.data<float>(), kAbsolute, relative_of(c)));
+        });
+      }
+}
+
 TEST_F(WindowAttentionKernel, CapsLogitsAndLetsSinksJoinTheSoftmax) {
   std::uint64_t seed = 250;
   for (const Element keys : kStored)
@@ -531,6 +569,8 @@ TEST_F(WindowAttentionKernel, RefusesWhatItCannotReduce) {
   EXPECT_THROW(launch_window_attention({.evidence = {.dim = 0}}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_window_attention({.evidence = {.dim = 257}}, nullptr), InvalidArgument);
   EXPECT_THROW(launch_window_attention({.evidence = {.dim = 8}, .usage = &out, .sum = &out}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_window_attention({.evidence = {.dim = 8}, .weights = &out, .usage = &out}, nullptr),
+               InvalidArgument);
 }
 
 }  // namespace
