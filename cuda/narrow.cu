@@ -27,9 +27,10 @@ __global__ void __launch_bounds__(kMostThreads) narrow_kernel(NarrowTask task) {
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   const BlockTeam team(scratch);
   const RankedPrompt& prompt = task.prompts.of[blockIdx.x];
-  if (task.states != nullptr && task.states[prompt.state].layer != task.layer) return;
+  const LayerSelection* state = task.states == nullptr ? nullptr : task.states + prompt.state;
+  if (state != nullptr && task.layer >= 0 && state->layer != task.layer) return;
   const std::int32_t* ranks = task.ranks + prompt.ranks;
-  const std::int32_t best = task.select - task.window;
+  const std::int32_t best = state != nullptr && state->enough >= 0 ? state->enough : task.select - task.window;
   write_kept(
       team, prompt.ranked + task.window, [&](std::int32_t t) { return t >= prompt.ranked || ranks[t] <= best; },
       task.tokens + prompt.kept);

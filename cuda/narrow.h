@@ -17,8 +17,9 @@ struct NarrowArguments {
   std::int32_t select = 2048;                  ///< tokens that continue, the window's included
   std::int32_t window = 32;                    ///< newest tokens, which are not ranked and always continue
   const std::int32_t* ranks = nullptr;         ///< i32 of the newest layer, each prompt's at RankedPrompt::ranks
-  const LayerSelection* states = nullptr;  ///< only prompts that `layer` has selected are written; null: every prompt
-  std::int32_t layer = -1;
+  const LayerSelection* states = nullptr;  ///< each prompt's at RankedPrompt::state: fewer than `select` continue where
+                                           ///< it has LayerSelection::enough; null: nowhere
+  std::int32_t layer = -1;  ///< with `states`: only prompts that this layer has selected are written; -1: all are
   std::int32_t* tokens = nullptr;  ///< i32, each prompt's at RankedPrompt::kept: the best of its ranks, then its
                                    ///< window, ascending; min(select, ranked + window) of them
 };

@@ -21,7 +21,7 @@ struct PromptScoresTask {
   std::int32_t parts;        ///< of a row: its query heads if each is pooled by itself, else 1
   Row* rows;                 ///< [summed.count]; null: those of the evidence
   RowWindow* windows;        ///< [summed.count]
-  float* sums;               ///< f32 [slots * parts]
+  float* sums;               ///< f32 [slots * parts], those of the arguments if that is all they are
   void* rest;                ///< window_attention_workspace_bytes()
 };
 
@@ -38,8 +38,10 @@ std::int64_t divide(const PromptScoresArguments& a, PromptScoresTask& task) {
   task.rows = parts.take<Row>(task.parts > 1 ? task.summed.count : 0);
   if (task.parts > 1) task.summed.rows = task.rows;
   task.windows = parts.take<RowWindow>(task.summed.count);
-  task.sums = parts.take<float>(a.slots * task.parts);
-  task.rest = parts.take<std::byte>(window_attention_workspace_bytes(task.summed, a.window));
+  const bool as_asked = a.sums != nullptr && task.parts == 1;
+  task.sums = parts.take<float>(as_asked ? 0 : a.slots * task.parts);
+  if (as_asked) task.sums = a.sums;
+  task.rest = parts.take<std::byte>(window_attention_workspace_bytes(task.summed, a.window, a.weights != nullptr));
   return parts.bytes();
 }
 
@@ -88,6 +90,37 @@ __global__ void __launch_bounds__(kKeyThreads) prompt_scores_pool_kernel(PromptS
   }
 }
 
+/// Mean over the query heads of each row, where each has sums of its own.
+__global__ void __launch_bounds__(kKeyThreads) prompt_scores_mean_kernel(PromptScoresTask task, std::int32_t chunks) {
+  wait_for_earlier_kernels();
+  const EvidenceArguments& e = task.a.evidence;
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{e.count} * chunks; work += gridDim.x) {
+    const Row& row = e.rows[work / chunks];
+    const std::int32_t t =
+        static_cast<std::int32_t>(work % chunks) * kKeyThreads + static_cast<std::int32_t>(threadIdx.x);
+    if (t >= row.length) continue;
+    float sum = 0;
+    for (std::int32_t part = 0; part < task.parts; ++part)
+      sum += task.sums[row.first * task.parts + std::int64_t{part} * row.length + t];
+    task.a.sums[row.first + t] = sum / static_cast<float>(task.parts);
+  }
+}
+
+/// One thread per token of a group.
+__global__ void __launch_bounds__(kKeyThreads) prompt_scores_tokens_kernel(TokenSumsArguments a, std::int32_t chunks) {
+  wait_for_earlier_kernels();
+  for (std::int64_t work = blockIdx.x; work < std::int64_t{a.count} / a.heads * chunks; work += gridDim.x) {
+    const std::int64_t group = work / chunks;
+    const Row* rows = a.rows + group * a.heads;
+    const std::int32_t t =
+        static_cast<std::int32_t>(work - group * chunks) * kKeyThreads + static_cast<std::int32_t>(threadIdx.x);
+    if (t >= rows[0].length - a.window) continue;
+    float token = 0;
+    for (std::int32_t h = 0; h < a.heads; ++h) token += a.weight * a.sums[rows[h].first + t];
+    a.tokens[rows[0].first / a.heads - group * a.window + t] = t < a.sinks ? INFINITY : token;
+  }
+}
+
 }  // namespace
 
 std::int64_t prompt_scores_workspace_bytes(const PromptScoresArguments& arguments) {
@@ -114,13 +147,26 @@ void launch_prompt_scores(const PromptScoresArguments& a, Stream stream) {
                            .window = a.window,
                            .queries = a.queries,
                            .log_sum_exp = a.log_sum_exp,
+                           .weights = a.weights,
                            .sum = task.sums,
                            .workspace = task.rest},
                           stream);
   const std::int32_t chunks = (e.longest + kKeyThreads - 1) / kKeyThreads;
-  launch("prompt_scores_pool", prompt_scores_pool_kernel,
-         {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * chunks), .threads = kKeyThreads}, stream, task,
-         chunks);
+  if (a.heads != nullptr || a.tokens != nullptr)
+    launch("prompt_scores_pool", prompt_scores_pool_kernel,
+           {.blocks = blocks_for(std::int64_t{e.count} / e.kv_heads * chunks), .threads = kKeyThreads}, stream, task,
+           chunks);
+  if (a.sums != nullptr && task.parts > 1)
+    launch("prompt_scores_mean", prompt_scores_mean_kernel,
+           {.blocks = blocks_for(std::int64_t{e.count} * chunks), .threads = kKeyThreads}, stream, task, chunks);
+}
+
+void launch_token_sums(const TokenSumsArguments& a, Stream stream) {
+  KVKEEP_REQUIRE(a.heads >= 1 && a.count % a.heads == 0, "token sums: rows; given ", a.count,
+                 "; allowed whole groups of ", a.heads, ", one row a KV head");
+  const std::int32_t chunks = (a.longest + kKeyThreads - 1) / kKeyThreads;
+  launch("prompt_scores_tokens", prompt_scores_tokens_kernel,
+         {.blocks = blocks_for(std::int64_t{a.count} / a.heads * chunks), .threads = kKeyThreads}, stream, a, chunks);
 }
 
 }  // namespace kvkeep::cuda

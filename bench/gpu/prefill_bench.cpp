@@ -66,6 +66,29 @@ void prompt_scores(Result& result, Shape shape, Size size) {
   measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_prompt_scores(a, stream()); });
 }
 
+/// What the newest fifth of a prompt gives its other tokens, each query with a weight: PyramidInfer's layer.
+void weighted_sums(Result& result, Shape shape, Size size) {
+  const auto [batch, length, budget, page] = size;
+  shape.layers = 1;
+  const std::int32_t window = length / 5;
+  const Asked asked(shape, size, window);
+  const DeviceArray<float> sums(static_cast<std::size_t>(asked.slots)),
+      weights(std::vector<float>(static_cast<std::size_t>(window), 2));
+  PromptScoresArguments a{.evidence = asked.evidence,
+                          .queries = asked.queries.data(),
+                          .window = window,
+                          .slots = asked.slots,
+                          .sums = sums.data(),
+                          .weights = weights.data()};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(prompt_scores_workspace_bytes(a)));
+  a.workspace = workspace.data();
+  launch_prompt_scores(a, stream());
+  const std::vector<float> got = sums.download();
+  const double sum = std::accumulate(got.begin(), got.end(), 0.0), want = 2.0 * window * batch * shape.kv_heads;
+  if (std::abs(sum - want) > 1e-3 * want) return result.fail("sums do not add up to the weights");
+  measure(result, 2.0 * static_cast<double>(asked.key_bytes), [&] { launch_prompt_scores(a, stream()); });
+}
+
 /// One layer's products of the last query, GemFilter's.
 void last_query(Result& result, Shape shape, Size size) {
   const auto [batch, length, budget, page] = size;
@@ -174,6 +197,42 @@ void layer_variance(Result& result, Shape, Size size) {
   measure(result, 4.0 * kLayers * static_cast<double>(stride), [&] { launch_layer_selector(a, stream()); });
 }
 
+/// Eight layers of masses compared, of tokens that the newest ranks leave behind.
+void layer_masses(Result& result, Shape, Size size) {
+  const auto [batch, length, budget, page] = size;
+  constexpr std::int32_t kLayers = 8;
+  std::mt19937 random(1);
+  const std::vector<std::int32_t> newest = drawn_ranks(random, batch, length);
+  const std::size_t of_layer = newest.size();
+  std::vector<std::int32_t> ring(2 * kLayers * of_layer);  // zeros are masses that are 0, too
+  std::copy(newest.begin(), newest.end(), ring.begin());   // layer 8 is at place 0
+  const float each = 0.5F / static_cast<float>(length);
+  const DeviceArray<std::int32_t> ranks(ring);
+  const DeviceArray<float> masses(std::vector<float>(of_layer, each));
+  const DeviceArray<LayerSelection> states(std::vector<LayerSelection>(static_cast<std::size_t>(batch)));
+  const std::vector<RankedPrompt> prompts = side_by_side(batch, length, budget);
+  const LayerSelectorOptions options{.select = budget,
+                                     .min_layer = kLayers,
+                                     .observed_layers = kLayers,
+                                     .threshold = -1,
+                                     .missed_mass = 0.01,
+                                     .select_mass = 0.51};
+  const DeviceArray<std::byte> workspace(static_cast<std::size_t>(layer_selector_workspace_bytes(prompts, options)));
+  const LayerSelectorArguments a{.options = options,
+                                 .layer = kLayers,
+                                 .prompts = prompts,
+                                 .ranks = ranks.data(),
+                                 .masses = masses.data(),
+                                 .states = states.data(),
+                                 .workspace = workspace.data()};
+  launch_layer_selector(a, stream());
+  const LayerSelection state = states.download()[0];
+  const std::int32_t want = std::min(length / 50, budget - options.window);
+  if (std::abs(state.enough - want) > want / 50 + 1) return result.fail("not the tokens that hold the mass are enough");
+  if (state.layer != -1) return result.fail("a layer selects that misses half of the mass");
+  measure(result, 4.0 * (2 * kLayers + 1) * static_cast<double>(of_layer), [&] { launch_layer_selector(a, stream()); });
+}
+
 void narrow(Result& result, Shape, Size size) {
   const auto [batch, length, budget, page] = size;
   std::mt19937 random(1);
@@ -226,9 +285,11 @@ void gather_rows(Result& result, Shape shape, Size size) {
 
 void add_prefill() {
   add("PromptScores", prompt_scores, {{1, 32768, 2048}, {1, 65536, 2048}});
+  add("WeightedSums", weighted_sums, {{1, 8192, 2048}, {1, 32768, 2048}});
   add("LastQuery", last_query, {{1, 32768, 2048}, {1, 131072, 2048}});
   add("Ranks", ranks, {{1, 8192, 2048}, {1, 32768, 2048}, {1, 131072, 2048}, {16, 8192, 2048}});
   add("LayerVariance", layer_variance, {{1, 32768, 2048}, {1, 131072, 2048}});
+  add("LayerMasses", layer_masses, {{1, 32768, 2048}, {1, 131072, 2048}});
   add("Narrow", narrow, {{1, 32768, 2048}, {1, 131072, 2048}});
   add("GatherRows", gather_rows, {{1, 32768, 2048}, {1, 131072, 2048}});
 }

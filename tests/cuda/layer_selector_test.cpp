@@ -31,25 +31,24 @@ class Selecting {
   Selecting(const LayerSelectorOptions& options, const Ints& ranked, std::int64_t gap = 0)
       : options_(options),
         c_(ranked, gap),
-        ring_(static_cast<std::size_t>(options.ranked_layers() * c_.elements)),
+        ring_(static_cast<std::size_t>((options.holds_masses() ? 2 : 1) * options.ranked_layers() * c_.elements)),
         states_(std::vector<LayerSelection>(ranked.size())),
         ranking_(static_cast<std::size_t>(ranks_workspace_bytes(c_.prompts))),
-        comparing_(static_cast<std::size_t>(layer_selector_workspace_bytes(c_.prompts))) {}
+        comparing_(static_cast<std::size_t>(layer_selector_workspace_bytes(c_.prompts, options))) {}
 
-  /// scores: of every prompt. Those of prompts that have selected are looked at no more.
-  void see(std::int32_t layer, const std::vector<Floats>& scores) {
-    Floats flat(static_cast<std::size_t>(c_.elements));
-    for (std::size_t p = 0; p < scores.size(); ++p)
-      std::copy(scores[p].begin(), scores[p].end(), flat.begin() + static_cast<std::ptrdiff_t>(c_.prompts[p].scores));
-    const DeviceArray<float> there(flat);
+  /// scores, masses: of every prompt. Those of prompts that have selected are looked at no more.
+  void see(std::int32_t layer, const std::vector<Floats>& scores, const std::vector<Floats>& masses = {}) {
+    const DeviceArray<float> there(flat(scores)), drawn(flat(masses));
     newest_ = ring_.data() + rank_place(options_, layer) * c_.elements;
     launch_ranks({.prompts = c_.prompts, .scores = there.data(), .ranks = newest_, .workspace = ranking_.data()},
                  nullptr);
+    const bool may_select = options_.fixed_layer >= 0 || layer >= options_.min_layer;
     launch_layer_selector({.options = options_,
                            .layer = layer,
                            .prompts = c_.prompts,
                            .ranks = ring_.data(),
-                           .states = states_.data(),
+                           .masses = masses.empty() ? nullptr : drawn.data(),
+                           .states = may_select ? states_.data() : nullptr,
                            .workspace = comparing_.data()},
                           nullptr);
   }
@@ -77,12 +76,19 @@ class Selecting {
     for (const RankedPrompt& prompt : prompts) {
       const auto begin = all.begin() + static_cast<std::ptrdiff_t>(prompt.kept),
                  end = begin + std::min(options_.select, prompt.ranked + options_.window);
-      lists.emplace_back(begin, begin == end || *begin < 0 ? begin : end);
+      lists.emplace_back(begin, std::find(begin, end, -1));
     }
     return lists;
   }
 
  private:
+  [[nodiscard]] Floats flat(const std::vector<Floats>& of_prompts) const {
+    Floats all(static_cast<std::size_t>(c_.elements));
+    for (std::size_t p = 0; p < of_prompts.size(); ++p)
+      std::ranges::copy(of_prompts[p], all.begin() + static_cast<std::ptrdiff_t>(c_.prompts[p].scores));
+    return all;
+  }
+
   LayerSelectorOptions options_;
   RankedPrompts c_;
   DeviceArray<std::int32_t> ring_;
@@ -91,9 +97,9 @@ class Selecting {
   std::int32_t* newest_ = nullptr;
 };
 
-/// The same prompts on both machines: layers[l][p] are prompt p's scores in layer l.
+/// The same prompts on both machines: layers[l][p] are prompt p's scores in layer l, masses[l][p] its masses.
 void expect_as_on_cpu(const LayerSelectorOptions& options, const std::vector<std::vector<Floats>>& layers,
-                      const std::string& what) {
+                      const std::string& what, const std::vector<std::vector<Floats>>& masses = {}) {
   in_every_order([&] {
     Ints ranked;
     std::vector<LayerSelector> want;
@@ -107,11 +113,13 @@ void expect_as_on_cpu(const LayerSelectorOptions& options, const std::vector<std
         for (const LayerSelector& w : want) ASSERT_FALSE(w.wants(l)) << what;
         continue;
       }
-      got.see(l, layers[static_cast<std::size_t>(l)]);
+      const auto at = static_cast<std::size_t>(l);
+      got.see(l, layers[at], masses.empty() ? std::vector<Floats>() : masses[at]);
       const std::vector<LayerSelection> states = got.states();
       const std::vector<Ints> lists = got.tokens(l);
       for (std::size_t p = 0; p < want.size(); ++p) {
-        const bool selects = want[p].wants(l) && want[p].see(l, layers[static_cast<std::size_t>(l)][p]);
+        const bool selects =
+            want[p].wants(l) && want[p].see(l, layers[at][p], masses.empty() ? Floats() : masses[at][p]);
         const double relative = want[p].relative_variance();
         ASSERT_EQ(states[p].layer, want[p].layer()) << what << ", layer " << l << ", prompt " << p;
         if (std::isnan(relative))
@@ -261,6 +269,111 @@ TEST_F(LayerSelectorKernel, AddsUpExactlyOverManyBlocks) {
   });
 }
 
+/// Shares of attention that sum to less than 1, most of it on few tokens; troubled: some are equal, 0 or no number.
+Floats random_masses(oracle::Random& random, std::size_t tokens, bool troubled) {
+  Floats masses(tokens);
+  double sum = 0;
+  for (float& m : masses) {
+    m = std::pow(static_cast<float>(random.unit()), 8.0F);
+    if (troubled && random.chance(0.5)) m = random.one_of({0.25F, 0.25F, 0.0F, std::nanf(""), 1e-30F});
+    sum += std::isnan(m) ? 0 : static_cast<double>(m);
+  }
+  const double left = random.one_of({0.999, 0.9, 0.5, 0.02});  // by the window
+  for (float& m : masses) m = sum > 0 ? static_cast<float>(static_cast<double>(m) * left / sum) : m;
+  return masses;
+}
+
+TEST_F(LayerSelectorKernel, SelectsByWhatTokensMissAndHoldAsTheCpuDoes) {
+  oracle::Random random(34);
+  int selected = 0, fewer = 0;
+  for (int n = 0; n < oracle::random_case_count(40); ++n) {
+    const std::int32_t window = random.between(1, 8), select = window + random.one_of({1, 2, 7, 20, 300}),
+                       count = random.between(1, 6);
+    LayerSelectorOptions options{.select = select,
+                                 .window = window,
+                                 .min_layer = random.between(0, 4),
+                                 .observed_layers = random.between(1, 6),
+                                 .threshold = 0.5,
+                                 .missed_mass = random.one_of({0.0, 0.001, 0.05, 0.2, 0.6, 0.99}),
+                                 .select_mass = random.one_of({1.0, 0.999, 0.9, 0.5, 0.1})};
+    if (!options.reads_mass()) options.select_mass = 0.7;
+    if (random.chance(0.15)) options.fixed_layer = random.between(0, count);
+    std::vector<Floats> drift;
+    for (int p = random.between(1, 4); p > 0; --p)
+      drift.emplace_back(
+          static_cast<std::size_t>(random.one_of({1, 2, 13, 31, 33, 61, 700, select - window, select - window + 1})));
+    std::vector<std::vector<Floats>> layers, masses;
+    for (std::int32_t l = 0; l < options.min_layer + count; ++l) {
+      masses.emplace_back();
+      for (Floats& scores : drift) {
+        for (float& x : scores) x += static_cast<float>(random.normal()) / static_cast<float>(1 + l * l);
+        masses.back().push_back(random_masses(random, scores.size(), n % 3 == 0));
+        if (random.chance(0.5)) {  // tokens that rank high draw much
+          Floats sorted = masses.back().back();
+          std::ranges::sort(sorted, [](float a, float b) { return b != b ? a == a : a > b; });
+          const Ints ranks = ranks_of(scores);
+          for (std::size_t t = 0; t < ranks.size(); ++t)
+            masses.back().back()[t] = sorted[static_cast<std::size_t>(ranks[t]) - 1];
+        }
+      }
+      layers.push_back(drift);
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_as_on_cpu(options, layers, "case " + std::to_string(n), masses));
+    for (std::size_t p = 0; p < drift.size(); ++p) {
+      LayerSelector one(options, std::int64_t{window} + std::ssize(drift[p]));
+      for (std::int32_t l = 0; l < std::ssize(layers); ++l)
+        if (const auto at = static_cast<std::size_t>(l); one.wants(l) && one.see(l, layers[at][p], masses[at][p]))
+          ++selected, fewer += std::ssize(one.tokens()) < select;
+    }
+  }
+  EXPECT_GE(selected, 10);
+  EXPECT_GE(fewer, 5);
+}
+
+/// Over several blocks, against whole numbers of its own.
+TEST_F(LayerSelectorKernel, AddsUpMassesExactlyOverManyBlocks) {
+  constexpr std::int32_t kLayers = 3, kTokens = 9001, kWindow = 4;
+  oracle::Random random(35);
+  std::vector<Floats> masses;
+  Floats scores(kTokens);
+  for (float& x : scores) x = static_cast<float>(random.normal());
+  const Ints ranks = ranks_of(scores);
+  for (int l = 0; l < kLayers; ++l) masses.push_back(random_masses(random, kTokens, false));
+  const auto whole = [](float m) { return static_cast<std::int64_t>(std::ldexp(static_cast<long double>(m), 44)); };
+  std::vector<std::int64_t> by_rank(kTokens);
+  std::int64_t held = std::int64_t{1} << 44;
+  for (std::size_t t = 0; t < kTokens; ++t) {
+    by_rank[static_cast<std::size_t>(ranks[t]) - 1] = whole(masses.back()[t]);
+    held -= whole(masses.back()[t]);
+  }
+  std::int64_t wanted = held;  // what the window and 1234 tokens draw, to the last unit
+  for (std::size_t k = 0; k < 1234; ++k) wanted += by_rank[k];
+  const double share = std::ldexp(static_cast<double>(wanted), -44);
+  std::int64_t most = 0;
+  for (const Floats& of_layer : masses) {
+    std::int64_t missed = 0;
+    for (std::size_t t = 0; t < kTokens; ++t) missed += ranks[t] > 1234 ? whole(of_layer[t]) : 0;
+    most = std::max(most, missed);
+  }
+  for (const bool one_more : {false, true})
+    for (const bool selects : {false, true}) {
+      LayerSelectorOptions options{.select = kWindow + 3000,
+                                   .window = kWindow,
+                                   .min_layer = kLayers - 1,
+                                   .observed_layers = kLayers,
+                                   .missed_mass = std::ldexp(static_cast<double>(most), -44),
+                                   .select_mass = one_more ? std::nextafter(share, 1.0) : share};
+      if (selects) options.missed_mass = std::nextafter(options.missed_mass, 1.0);
+      in_every_order([&] {
+        Selecting selecting(options, {kTokens});
+        for (int l = 0; l < kLayers; ++l) selecting.see(l, {scores}, {masses[static_cast<std::size_t>(l)]});
+        const LayerSelection state = selecting.states()[0];
+        if (by_rank[1234] > 0) EXPECT_EQ(state.enough, one_more ? 1235 : 1234);
+        if (!one_more) EXPECT_EQ(state.layer, selects ? kLayers - 1 : -1);
+      });
+    }
+}
+
 TEST_F(LayerSelectorKernel, KeepsPlacesWherePromptsAreLeftOut) {
   const LayerSelectorOptions options{.select = 3, .window = 1, .min_layer = 0, .observed_layers = 1, .threshold = 2};
   const RankedPrompts c({4, 5, 6});
@@ -302,6 +415,9 @@ TEST_F(LayerSelectorKernel, RefusesOptionsByTheFieldsNameAndLayersThatAreNotWant
             std::string::npos);
   EXPECT_EQ(message({}, 2), "layer selector: the ranks of layer 2; allowed layers from 3 on");
   EXPECT_EQ(message({.fixed_layer = 5}, 6), "layer selector: the ranks of layer 6; allowed layer 5 alone");
+  EXPECT_NE(message({.missed_mass = 1}, 4).find("missed_mass; given 1"), std::string::npos);
+  EXPECT_NE(message({.select_mass = 0}, 4).find("select_mass; given 0"), std::string::npos);
+  EXPECT_NE(message({.select_mass = 0.5}, 4).find("no masses"), std::string::npos);
   EXPECT_EQ(message({}, 3), "");
   EXPECT_THROW(launch_layer_selector({.layer = 2}, nullptr), StateError);
 }

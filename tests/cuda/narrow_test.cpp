@@ -62,6 +62,23 @@ TEST_F(Narrow, GivesTheTokensOfALongPrompt) {
   EXPECT_EQ(tokens.download(), selector.tokens());
 }
 
+TEST_F(Narrow, GivesAsManyTokensAsHoldEnough) {
+  RankedPrompts c({6, 6});
+  c.prompts[1].kept = 5;
+  std::vector<LayerSelection> all(2);
+  all[0].enough = 2;
+  const DeviceArray<LayerSelection> states(all);
+  const DeviceArray<std::int32_t> ranks(Ints{3, 1, 6, 4, 5, 2, 1, 2, 3, 4, 5, 6}), tokens(Ints(10, -1));
+  launch_narrow({.prompts = c.prompts,
+                 .select = 5,
+                 .window = 1,
+                 .ranks = ranks.data(),
+                 .states = states.data(),
+                 .tokens = tokens.data()},
+                nullptr);
+  EXPECT_EQ(tokens.download(), (Ints{1, 5, 6, -1, -1, 0, 1, 2, 3, 6}));
+}
+
 TEST_F(Narrow, WritesThePromptsThatTheLayerHasSelectedAndNoOther) {
   RankedPrompts c({3, 3, 3});
   c.prompts[1].kept = 3, c.prompts[2].kept = 6;

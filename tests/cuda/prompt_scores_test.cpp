@@ -112,6 +112,90 @@ TEST_F(PromptScoresKernel, ReadPages) {
         {4, 5, kind}, {.gap = 4, .page = 16});
 }
 
+/// PromptScores::sums, and what the queries give tokens whose weights differ.
+TEST_F(PromptScoresKernel, GiveSumsAndWeighTheQueriesAsTheCpuDoes) {
+  std::uint64_t seed = 350;
+  for (const bool matrix : {false, true})
+    for (const Element keys : {Element::f32, Element::f16, Element::bf16, Element::i8}) {
+      const std::int32_t window = matrix ? 24 : 5;
+      const EvidenceCase c = prompts(++seed, {.group = 2,
+                                              .kv_heads = 2,
+                                              .dim = 16,
+                                              .lengths = {window + 40, window + 1, 600},
+                                              .seen = window,
+                                              .keys = keys,
+                                              .query = is_8bit(keys) ? Element::f32 : keys});
+      std::vector<float> weights;
+      for (std::int32_t i = 0; i < window; ++i) weights.push_back(0.5F + 0.25F * static_cast<float>(i * i % 7));
+      const DeviceEvidence there(c);
+      const AskedQueries queries(c, there, window);
+      const DeviceArray<float> weighing(weights);
+      const double relative = keys == Element::bf16 ? 1e-4 : 2e-5;
+      for (const bool weighted : {false, true})
+        for (const Pool kind : {Pool::average, Pool::maximum}) {
+          if (weighted && kind == Pool::maximum) continue;
+          const PromptScores plain = prompt_scores(c.evidence(), {window, 3, kind});
+          const Tensor sums_there = weighted ? window_sums(c.evidence(), window, weights) : plain.sums;
+          const Tensor tokens_there =
+              weighted ? prompt_scores(
+                             c.evidence(),
+                             {.window = window, .by = PromptScoreOptions::By::weighted, .weights = weights, .sinks = 3})
+                             .tokens
+                       : token_mass(c.evidence(), sums_there, window);
+          in_every_order([&] {
+            const DeviceArray<float> sums(std::vector<float>(static_cast<std::size_t>(c.table.slots), kUntouched)),
+                tokens(std::vector<float>(ranked_of(c, window), kUntouched));
+            PromptScoresArguments a{.evidence = there.arguments(),
+                                    .queries = queries.floats().data(),
+                                    .window = window,
+                                    .pool = 3,
+                                    .maximum = kind == Pool::maximum,
+                                    .slots = c.table.slots,
+                                    .sums = sums.data(),
+                                    .weights = weighted ? weighing.data() : nullptr};
+            const DeviceArray<std::byte> workspace(static_cast<std::size_t>(prompt_scores_workspace_bytes(a)));
+            a.workspace = workspace.data();
+            launch_prompt_scores(a, nullptr);
+            const float weight = weighted ? 1.0F : 1.0F / static_cast<float>(2 * window);
+            launch_token_sums({.rows = a.evidence.rows,
+                               .count = a.evidence.count,
+                               .longest = a.evidence.longest,
+                               .heads = 2,
+                               .window = window,
+                               .sinks = weighted ? 3 : 0,
+                               .weight = weight,
+                               .sums = sums.data(),
+                               .tokens = tokens.data()},
+                              nullptr);
+            const std::vector<float> got = sums.download(), of_tokens = tokens.download();
+            for (std::size_t i = 0; i < got.size(); ++i) {
+              const float w = sums_there.data<float>()[i];
+              ASSERT_NEAR(got[i], w, 1e-6 + relative * std::abs(static_cast<double>(w)))
+                  << "slot " << i << (weighted ? ", weighted" : "") << "; " << c.description();
+            }
+            ASSERT_EQ(std::ssize(of_tokens), tokens_there.numel());
+            for (std::size_t i = 0; i < of_tokens.size(); ++i) {
+              const float w = tokens_there.data<float>()[i];
+              if (std::isinf(w))
+                ASSERT_EQ(of_tokens[i], w) << "sink " << i;
+              else
+                ASSERT_NEAR(of_tokens[i], w, 1e-6 + relative * std::abs(static_cast<double>(w)))
+                    << "token " << i << (weighted ? ", weighted" : "") << "; " << c.description();
+            }
+            // From these sums, to the bit.
+            std::size_t at = 0;
+            for (std::size_t g = 0; g < c.table.groups.size(); ++g)
+              for (std::int32_t t = 0; t < c.table.rows[2 * g].length - window; ++t) {
+                float token = 0;
+                for (const std::size_t r : {2 * g, 2 * g + 1})
+                  token += weight * got[static_cast<std::size_t>(c.table.rows[r].first + t)];
+                ASSERT_EQ(of_tokens[at++], weighted && t < 3 ? HUGE_VALF : token);
+              }
+          });
+        }
+    }
+}
+
 TEST_F(PromptScoresKernel, AreTheCpusBitsOfEqualSums) {
   const EvidenceCase c = prompts(400, {.group = 3, .kv_heads = 2, .dim = 8, .lengths = {50, 23}, .seen = 4});
   const DeviceEvidence there(c);
@@ -217,6 +301,7 @@ TEST_F(PromptScoresKernel, RefuseWhatTheyCannotScore) {
             "prompt scores: rows; given 3; allowed whole groups of 2, one row a KV head");
   EXPECT_NE(message({.evidence = {.dim = 257}}).find("head size"), std::string::npos);
   EXPECT_EQ(message({.evidence = {.dim = 8}}), "") << "no rows, nothing to do";
+  EXPECT_THROW(launch_token_sums({.count = 3, .heads = 2}, nullptr), InvalidArgument);
 }
 
 }  // namespace

@@ -192,6 +192,53 @@ TEST(LayerSelector, RefusesOptionsByTheFieldsName) {
   EXPECT_EQ(message({}), "");
 }
 
+/// The window draws 1/4, with the best two tokens 3/4; what the others draw is missed, a NaN is nothing.
+TEST(LayerSelector, AddsUpTheMassesOfTheBestAndOfTheRest) {
+  for (const bool exactly : {true, false}) {
+    LayerSelector selector({.select = 4,
+                            .window = 1,
+                            .min_layer = 0,
+                            .observed_layers = 1,
+                            .missed_mass = 0.3,
+                            .select_mass = exactly ? 0.75 : 0.76},
+                           6);
+    EXPECT_TRUE(selector.see(0, with_ranks({3, 1, 5, 2, 4}), Floats{0.125F, 0.25F, std::nanf(""), 0.25F, 0.125F}));
+    EXPECT_EQ(selector.missed_mass(), exactly ? 0.25 : 0.125);
+    EXPECT_EQ(selector.tokens(), exactly ? (Ints{1, 3, 5}) : (Ints{0, 1, 3, 5}));
+  }
+}
+
+TEST(LayerSelector, MissesAndHoldsTheSameMassInWhicheverOrderTokensLie) {
+  oracle::Random random(61);
+  constexpr std::size_t kTokens = 5000;
+  Ints order(kTokens);
+  Floats scores(kTokens), masses(kTokens);
+  for (std::size_t t = 0; t < kTokens; ++t) {
+    order[t] = static_cast<std::int32_t>(t);
+    scores[t] = static_cast<float>(random.normal()) + 0.001F * static_cast<float>(t);
+    masses[t] = std::ldexp(static_cast<float>(random.unit()), -random.between(9, 30)) / 2;
+  }
+  const LayerSelectorOptions options{
+      .select = 1001, .window = 1, .min_layer = 0, .observed_layers = 1, .missed_mass = 1e-9, .select_mass = 0.99};
+  std::set<double> missed;
+  std::set<std::size_t> enough;
+  for (int n = 0; n < 20; ++n) {
+    Floats of_scores, of_masses;
+    for (const std::int32_t t : order) {
+      of_scores.push_back(scores[static_cast<std::size_t>(t)]);
+      of_masses.push_back(masses[static_cast<std::size_t>(t)]);
+    }
+    LayerSelector selector(options, static_cast<std::int64_t>(kTokens) + 1);
+    static_cast<void>(selector.see(0, of_scores, of_masses));
+    missed.insert(selector.missed_mass());
+    enough.insert(selector.tokens().size());
+    for (std::size_t t = kTokens; t > 1; --t)
+      std::swap(order[t - 1], order[static_cast<std::size_t>(random.between(0, static_cast<std::int32_t>(t) - 1))]);
+  }
+  EXPECT_EQ(missed.size(), 1U);
+  EXPECT_EQ(enough.size(), 1U);
+}
+
 TEST(LayerSelector, RefusesLayersOutOfOrderAndOtherNumbersOfScores) {
   LayerSelector selector = six(0.3);
   const std::vector<Floats>& layers = six_layers();

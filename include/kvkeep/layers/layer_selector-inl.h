@@ -148,27 +148,25 @@ KVKEEP_INLINE double LayerSelector::variance() const {
 /// Over the observed layers, the largest share of attention that went to tokens which the newest layer does not have
 /// among its best.
 KVKEEP_INLINE double LayerSelector::most_missed() const {
-  double most = 0;
+  std::uint64_t most = 0;
   for (const std::vector<float>& mass : masses_) {
-    double missed = 0;
+    std::uint64_t missed = 0;
     for (std::size_t t = 0; t < mass.size(); ++t)
-      if (ranks_.back()[t] > enough_) missed += static_cast<double>(mass[t]);
+      if (ranks_.back()[t] > enough_) missed += mass_units(mass[t]);
     most = std::max(most, missed);
   }
-  return most;
+  return mass_of_units(static_cast<std::int64_t>(most));
 }
 
 /// How many of the best tokens draw, with the window, options_.select_mass of the attention; best_ if too few.
 KVKEEP_INLINE std::int64_t LayerSelector::enough(std::span<const float> mass) const {
   const std::vector<std::int32_t>& newest = ranks_.back();
-  std::vector<double> by_rank(mass.size());
-  double held = 1;  // the window's own share is what is missing from 1
-  for (std::size_t t = 0; t < mass.size(); ++t) {
-    by_rank[static_cast<std::size_t>(newest[t]) - 1] = static_cast<double>(mass[t]);
-    held -= static_cast<double>(mass[t]);
-  }
+  std::vector<std::uint64_t> by_rank(mass.size());
+  std::uint64_t held = mass_units(1);  // the window's own share is what is missing from 1
+  for (std::size_t t = 0; t < mass.size(); ++t)
+    held -= by_rank[static_cast<std::size_t>(newest[t]) - 1] = mass_units(mass[t]);
   for (std::int64_t k = 0; k < best_; ++k) {
-    if (held >= options_.select_mass) return std::max<std::int64_t>(k, 1);
+    if (mass_of_units(static_cast<std::int64_t>(held)) >= options_.select_mass) return std::max<std::int64_t>(k, 1);
     held += by_rank[static_cast<std::size_t>(k)];
   }
   return best_;
@@ -190,7 +188,7 @@ KVKEEP_INLINE bool LayerSelector::see(std::int32_t layer, std::span<const float>
     if (!masses_.empty()) masses_.erase(masses_.begin());
   }
   ranks_.push_back(ranks_of(scores));
-  if (options_.missed_mass > 0 && options_.fixed_layer < 0) masses_.emplace_back(mass.begin(), mass.end());
+  if (options_.holds_masses()) masses_.emplace_back(mass.begin(), mass.end());
   if (options_.select_mass < 1) enough_ = enough(mass);
   seen_ = layer;
   bool selects = layer == options_.fixed_layer;

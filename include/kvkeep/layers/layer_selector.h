@@ -44,6 +44,8 @@ struct LayerSelectorOptions {
   }
   /// True if see() needs masses besides scores.
   [[nodiscard]] bool reads_mass() const { return missed_mass > 0 || select_mass < 1; }
+  /// True if the masses of layers are compared, as many as ranks are held of.
+  [[nodiscard]] bool holds_masses() const { return missed_mass > 0 && fixed_layer < 0; }
 
   /// Every problem with these options, one sentence each that names the field; empty: none.
   [[nodiscard]] std::vector<std::string> problems() const;
@@ -57,11 +59,22 @@ struct LayerSelection {
   double relative = std::numeric_limits<double>::quiet_NaN();  ///< of the newest layer seen, as a share of `first`; NaN
                                                                ///< if none was computed
   std::int32_t layer = -1;                                     ///< that selected; -1: none so far
+  std::int32_t enough = -1;  ///< ranks up to this continue, under select_mass; -1: as many as `select` leaves beside
+                             ///< the window
 };
 
 /// Ranks of `scores`: 1 for the highest, a permutation of 1 to scores.size(). Among equal scores the lower index is
 /// first; NaN last. Cost: a sort.
 [[nodiscard]] std::vector<std::int32_t> ranks_of(std::span<const float> scores);
+
+/// A share of attention as a whole number of 2^-44: a sum of them does not depend on its order. Exact from 2^-20 on,
+/// below that rounded down. NaN and less than 0 count nothing, more than 65536 as much as that.
+[[nodiscard]] KVKEEP_HD inline std::uint64_t mass_units(float share) {
+  constexpr float kMost = 65536;
+  return share > 0 ? static_cast<std::uint64_t>(static_cast<double>(share < kMost ? share : kMost) * 0x1p44) : 0;
+}
+/// The share that a sum of such numbers is.
+[[nodiscard]] KVKEEP_HD inline double mass_of_units(std::int64_t units) { return static_cast<double>(units) * 0x1p-44; }
 
 /// One prompt on its way through the layers.
 class LayerSelector {
@@ -145,7 +158,8 @@ struct PromptRanks {
   std::int32_t tokens;
   LayerSelection state;
   LayerSelector selector;  ///< on the host
-  DeviceMemory ring;       ///< on a device: i32 [ranked_layers()][tokens before the window]
+  DeviceMemory ring;       ///< on a device: i32 [ranked_layers()][tokens before the window], and behind it as many f32
+                           ///< masses if options.holds_masses()
 };
 
 }  // namespace kvkeep

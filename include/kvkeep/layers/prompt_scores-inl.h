@@ -21,26 +21,20 @@
 namespace kvkeep {
 namespace top_mass_detail {
 
-inline constexpr std::size_t kRounding = 8;  ///< counts are multiples of it
-
 /// Slots of one row that stay, ascending. A NaN sum ranks last and holds nothing.
 inline std::vector<std::int32_t> slots_of(const float* sums, std::int32_t length, const TopMassOptions& options) {
   std::vector<std::int32_t> order(static_cast<std::size_t>(length));
   std::iota(order.begin(), order.end(), 0);
   std::ranges::sort(order, std::ranges::greater(), [sums](std::int32_t t) { return rank_key(sums[t], t); });
-  std::size_t count = order.size();
-  double held = 0;
+  std::int32_t count = length;
+  std::uint64_t held = 0;
   for (std::size_t i = 0; i < order.size(); ++i) {
-    if (!std::isnan(sums[order[i]])) held += static_cast<double>(sums[order[i]]) / options.window;
-    if (held < options.mass) continue;
-    count = i + 1;
+    held += mass_units(sums[order[i]]);
+    if (!options.holds(held)) continue;
+    count = static_cast<std::int32_t>(i) + 1;
     break;
   }
-  if (options.variant == Variant::official)
-    count = count / kRounding * kRounding;
-  else
-    count = std::min(order.size(), (count + kRounding - 1) / kRounding * kRounding);
-  order.resize(count);
+  order.resize(static_cast<std::size_t>(options.rounded(count, length)));
   if (length > 0) order.push_back(0);
   for (std::int32_t t = std::max(0, length - options.window); t < length; ++t) order.push_back(t);
   std::ranges::sort(order);
@@ -216,8 +210,10 @@ inline Tensor over_groups(const RowTable& table, std::int32_t group, const float
   return sums;
 }
 
-/// `weight` times the sum over the KV heads of each group, for the slots before the window.
-inline Tensor before_windows(const Evidence& evidence, const Tensor& heads, std::int32_t window, float weight) {
+/// `weight` times the sum over the KV heads of each group, for the slots before the window; infinity for the oldest
+/// `sinks`.
+inline Tensor before_windows(const Evidence& evidence, const Tensor& heads, std::int32_t window, float weight,
+                             std::int32_t sinks = 0) {
   const RowTable& table = evidence.table;
   const auto before = [&](const RowGroup& group) {
     return table.rows[static_cast<std::size_t>(group.first_row)].length - window;
@@ -231,6 +227,7 @@ inline Tensor before_windows(const Evidence& evidence, const Tensor& heads, std:
       const float* head = heads.data<float>() + row.first;
       for (std::int32_t t = 0; t < before(group); ++t) out[t] += product(weight, head[t]);
     }
+    std::fill_n(out, std::min(sinks, before(group)), HUGE_VALF);
     out += before(group);
   }
   return tokens;
@@ -242,7 +239,8 @@ KVKEEP_INLINE PromptScores prompt_scores(const Evidence& evidence, PromptScoreOp
   using By = PromptScoreOptions::By;
   if (options.by == By::last_query) return {.tokens = last_query_scores(evidence, options.pool)};
   if (options.by == By::weighted)
-    return {.tokens = sum_over_heads(evidence, window_sums(evidence, options.window, options.weights), options.window)};
+    return {.tokens = sum_over_heads(evidence, window_sums(evidence, options.window, options.weights), options.window,
+                                     options.sinks)};
   prompt_scores_detail::check(evidence, options);
   const ModelSpec& spec = evidence.spec;
   const RowTable& table = evidence.table;
@@ -289,8 +287,9 @@ KVKEEP_INLINE Tensor window_sums(const Evidence& evidence, std::int32_t window, 
   return attention_sum(evidence, windows, weights);
 }
 
-KVKEEP_INLINE Tensor sum_over_heads(const Evidence& evidence, const Tensor& heads, std::int32_t window) {
-  return prompt_scores_detail::before_windows(evidence, heads, window, 1.0F);
+KVKEEP_INLINE Tensor sum_over_heads(const Evidence& evidence, const Tensor& heads, std::int32_t window,
+                                    std::int32_t sinks) {
+  return prompt_scores_detail::before_windows(evidence, heads, window, 1.0F, sinks);
 }
 
 KVKEEP_INLINE Tensor token_mass(const Evidence& evidence, const Tensor& sums, std::int32_t window) {

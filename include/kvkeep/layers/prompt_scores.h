@@ -9,8 +9,10 @@
 #include <vector>
 
 #include "kvkeep/core/decision.h"
+#include "kvkeep/core/hd.h"
 #include "kvkeep/core/limits.h"
 #include "kvkeep/core/protect.h"
+#include "kvkeep/layers/layer_selector.h"
 #include "kvkeep/score/evidence.h"
 
 namespace kvkeep {
@@ -22,7 +24,7 @@ struct PromptScoreOptions {
   };
   enum class By : std::uint8_t {
     window,      ///< attention of the window's queries, pooled
-    weighted,    ///< the same, each query with a weight, not pooled: window_sums() over all heads
+    weighted,    ///< the same, each query with a weight, not pooled: window_sums() over all heads; `sinks` come first
     last_query,  ///< last_query_scores() with `pool`
   };
   std::int32_t window = 32;  ///< W newest queries: their tokens are not scored
@@ -30,6 +32,7 @@ struct PromptScoreOptions {
   Pool kind = Pool::average;
   By by = By::window;
   std::span<const float> weights = {};  ///< [W] of By::weighted, oldest first
+  std::int32_t sinks = 0;               ///< By::weighted: oldest tokens, whose scores are infinite
 };
 
 struct PromptScores {
@@ -53,8 +56,10 @@ struct PromptScores {
 [[nodiscard]] Tensor window_sums(const Evidence& evidence, std::int32_t window, std::span<const float> weights = {});
 
 /// Sums over the KV heads of `heads`, f32 [slots], for the slots before the window: f32 flat over the groups, each
-/// [length - window], whose rows have one length. PromptScores::tokens from PromptScores::heads.
-[[nodiscard]] Tensor sum_over_heads(const Evidence& evidence, const Tensor& heads, std::int32_t window);
+/// [length - window], whose rows have one length; infinity for the oldest `sinks`. PromptScores::tokens from
+/// PromptScores::heads.
+[[nodiscard]] Tensor sum_over_heads(const Evidence& evidence, const Tensor& heads, std::int32_t window,
+                                    std::int32_t sinks = 0);
 
 /// Share of the window's attention that each token before it drew: f32 flat over the groups, each [length - window];
 /// mean over queries and heads. sums: PromptScores::sums of the same table. Cost: one pass over them.
@@ -88,6 +93,18 @@ struct TopMassOptions {
   double mass = 0.9;                  ///< share of the window's attention that the slots that stay must hold, (0, 1]
   std::int32_t window = 32;           ///< W newest queries; their slots and slot 0 always stay
   Variant variant = Variant::strict;  ///< official: counts are rounded down, which can hold less than `mass`
+
+  /// True if sums over the window that add up to so many mass_units() are enough.
+  [[nodiscard]] KVKEEP_HD bool holds(std::uint64_t units) const {
+    return mass_of_units(static_cast<std::int64_t>(units)) >= mass * window;
+  }
+  /// `count` of a row's slots as a multiple of 8, or all.
+  [[nodiscard]] KVKEEP_HD std::int32_t rounded(std::int32_t count, std::int32_t length) const {
+    constexpr std::int32_t kRounding = 8;
+    if (variant == Variant::official) return count / kRounding * kRounding;
+    const std::int32_t up = (count + kRounding - 1) / kRounding * kRounding;
+    return up < length ? up : length;
+  }
 };
 
 /// Slots of every row, ascending: slot 0, the window, and the fewest others that reach `mass`, by their mean share of
