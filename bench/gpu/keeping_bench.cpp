@@ -15,6 +15,7 @@
 #include "rows.h"
 #include "select.h"
 #include "share.h"
+#include "top_mass.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -119,6 +120,26 @@ void threshold(Result& result, Shape shape, Size size) {
   }
   measure(result, static_cast<double>(event.count) * (size.length + size.length / 6.0) * 4,
           [&] { launch_threshold(a, stream()); });
+}
+
+/// Slots whose scores add up to 32, or all.
+void top_mass(Result& result, Shape shape, Size size) {
+  const RandomEvent event(shape, size);
+  const Rooms rooms(event);
+  const TopMassArguments a{rooms.of(event), {.mass = 1, .window = 32}, rooms.counts.data()};
+  launch_top_mass(a, stream());
+  for (const std::int32_t r : sample_of(a.rows.count)) {
+    RowTable row;
+    row.rows.resize(1);
+    row.rows[0].length = size.length;
+    row.slots = size.length;
+    const Tensor sums = empty({row.slots}, Dtype::f32);
+    std::copy_n(event.drawn.begin() + r * event.length, size.length, sums.data<float>());
+    const KeepSet want = keep_top_mass(row, sums, a.options);
+    if (rooms.kept_of(r) != std::vector<std::int32_t>(want.row(0).begin(), want.row(0).end()))
+      return result.fail("not the slots that hold the mass stay");
+  }
+  measure(result, static_cast<double>(event.count) * size.length * 4, [&] { launch_top_mass(a, stream()); });
 }
 
 /// What the heads of one layer keep, by sorts.
@@ -360,6 +381,7 @@ void add_keeping() {
   add("Compact", compact, {{1, 1536, 1024}, {1, 1024, 512}, {8, 1536, 1024}, {32, 1536, 1024}});
   add("Select", select, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("Threshold", threshold, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
+  add("TopMass", top_mass, {{1, 32768, 2048}, {1, 131072, 2048}});
   add("AdaptiveHeads", adaptive_heads, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("MassSegmented", mass_segmented, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
   add("Chunks", chunks, {{1, 1536, 1024}, {32, 1536, 1024}, {1, 32768, 2048}});
