@@ -63,18 +63,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
       found.push_back(text("key_dim: ", demand.policy, " reads keys of ", spec.key_dim, " numbers; allowed up to ",
                            kMostDim, " on ", device().str()));
     if (demand.cut != nullptr && kernels_of(*demand.cut) == nullptr)
-      found.push_back(text("device: ", demand.cut->name(), " of ", demand.policy,
-                           " has no kernel: scores decide how many slots stay, unknown to the host; given ",
-                           device().str(), "; allowed only on the CPU"));
-    if (demand.masses)
-      found.push_back(text("device: missed_mass and select_mass of ", demand.policy, " have no kernel; given ",
-                           device().str(), "; allowed only on the CPU"));
-    if (demand.asks_again)
-      found.push_back(text("indices: with last_query of ", demand.policy,
-                           ", the layer that selects is asked twice, and would wait twice; given ", device().str(),
-                           "; allowed ranks, or the CPU"));
-    if (demand.weighs)
-      found.push_back(text("device: ", demand.policy, " weighs the queries that observe, which has no kernel; given ",
+      found.push_back(text("device: ", demand.cut->name(), " of ", demand.policy, " has no kernel; given ",
                            device().str(), "; allowed only on the CPU"));
     return found;
   }
@@ -96,7 +85,12 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     auto event =
         std::make_unique<CudaEvent>(evidence, limits, pool_, layer_memory_, staging_, constants_, blas_, false);
     event->allocator = demand.cut;
-    measure(*event, {.keys = true}, most_kept(evidence.table, limits));
+    event->sums = demand.sums();
+    const std::vector<std::int32_t> most = demand.cut == nullptr
+                                               ? std::vector<std::int32_t>()
+                                               : kernels_of(*demand.cut)->most(*demand.cut, evidence, limits);
+    if (!most.empty()) event->counts = event->take<std::int32_t>(std::ssize(most));
+    measure(*event, {.keys = true}, most.empty() ? most_kept(evidence.table, limits) : most);
     upload(*event, true);
     return event;
   }

@@ -14,8 +14,10 @@
 #include "kvkeep/allot/mass_segmented.h"
 #include "kvkeep/allot/pyramid.h"
 #include "kvkeep/allot/threshold.h"
+#include "kvkeep/policy/prefill.h"
 #include "mass_segmented.h"
 #include "select.h"
+#include "top_mass.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -94,6 +96,12 @@ float* allot(CudaEvent& event, const Threshold& allocator, const WindowAttention
   return nullptr;
 }
 
+float* allot(CudaEvent& event, const HeldMass& allocator, const WindowAttention&, const float* sums,
+             std::int32_t* slots) {
+  event.launch(launch_top_mass, {rows_of(event, sums, slots), allocator.options(), event.counts});
+  return nullptr;
+}
+
 float* allot(CudaEvent& event, const Critical& allocator, const WindowAttention&, const float* scores,
              std::int32_t* slots) {
   const std::span<const Tensor> given = event.evidence.output_projections;
@@ -143,6 +151,12 @@ std::vector<std::int32_t> most(const Critical& allocator, const Evidence& eviden
   return cpu::most_across_heads(evidence, limits, allocator.options().safeguard);
 }
 
+std::vector<std::int32_t> most(const HeldMass&, const Evidence& evidence, const Limits&) {
+  std::vector<std::int32_t> lengths;
+  for (const Row& row : evidence.table.rows) lengths.push_back(row.length);
+  return lengths;
+}
+
 std::vector<std::int32_t> most(const Threshold&, const Evidence& evidence, const Limits& limits) {
   return most_kept(evidence.table, limits);
 }
@@ -163,7 +177,7 @@ const AllocatorKernels* kernels_of(const Allocator& allocator) {
   static const std::unordered_map<std::type_index, AllocatorKernels> all = {
       allocator_kernels<AdaptiveHeads>(), allocator_kernels<Chunks>(),        allocator_kernels<Critical>(),
       allocator_kernels<Flat>(),          allocator_kernels<MassSegmented>(), allocator_kernels<Pyramid>(),
-      allocator_kernels<Threshold>(),
+      allocator_kernels<Threshold>(),     allocator_kernels<HeldMass>(),
   };
   const auto found = all.find(typeid(allocator));
   return found == all.end() ? nullptr : &found->second;

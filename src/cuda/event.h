@@ -147,7 +147,8 @@ class CudaEvent final : public Event {
 
   [[nodiscard]] PromptScores prompt_scores(const PromptScoreOptions& options) override;
   [[nodiscard]] ChosenTokens rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override;
-  [[nodiscard]] ChosenTokens choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override;
+  [[nodiscard]] ChosenTokens choose(const Tensor& scores, std::int32_t best, std::int32_t window,
+                                    const std::vector<bool>& of) override;
 
   /// What kernels read, and where the kept slots go; set by the machine.
   const Evidence& evidence;
@@ -157,6 +158,7 @@ class CudaEvent final : public Event {
   EventTables tables;
   KeepSet keep;                                       ///< without its slots
   const Allocator* allocator = nullptr;               ///< for which it has room
+  bool sums = false;                                  ///< LayerDemand::sums()
   std::int32_t* counts = nullptr;                     ///< i32 [rows] EventTables::counts
   const std::int32_t* next_positions = nullptr;       ///< i32 [groups]
   const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they are in the columns
@@ -241,6 +243,10 @@ class CudaEvent final : public Event {
     return evidence.table.rows[static_cast<std::size_t>(evidence.table.groups[group].first_row)].length;
   }
   [[nodiscard]] Tensor last_query_scores(std::int32_t pool);
+  /// f32 [tokens before the windows], not written
+  [[nodiscard]] Tensor per_token(std::int32_t window) const;
+  /// sum_over_heads() times `weight`.
+  [[nodiscard]] Tensor token_sums(const Tensor& of_slots, std::int32_t window, float weight, std::int32_t sinks) const;
   [[nodiscard]] PrepareArguments prepare_arguments() const;
   /// Afterwards the columns hold the positions. One launch, or none.
   void settle_positions();

@@ -212,15 +212,16 @@ class RanksEvent final : public Event {
       return own_->prompt_scores(options);
     });
     gather({own.heads, own.sums});
-    own.tokens = sum_over_heads(everything(), gathered_[0], options.window);
+    own.tokens = sum_over_heads(everything(), gathered_[0], options.window, options.sinks);
     return own;
   }
 
   [[nodiscard]] ChosenTokens rank(const PromptScores& scores, std::span<PromptRanks* const> ranks, bool list) override {
     return together().rank({.tokens = scores.tokens, .sums = masses_ ? gathered_[1] : Tensor{}}, ranks, list);
   }
-  [[nodiscard]] ChosenTokens choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override {
-    return together().choose(scores, best, of);
+  [[nodiscard]] ChosenTokens choose(const Tensor& scores, std::int32_t best, std::int32_t window,
+                                    const std::vector<bool>& of) override {
+    return together().choose(scores, best, window, of);
   }
 
  private:

@@ -286,17 +286,17 @@ KVKEEP_INLINE void Prompts::decide_layer(std::span<LayerPlan> plans, const Obser
     deciding.push_back(&plan);
   }
   if (passes.empty()) return;
-  const LayerDecision layer = policy().decide_layer(machine(),
-                                                    {.spec = spec(),
-                                                     .table = table,
-                                                     .basis = o.basis,
-                                                     .moment = Moment::prefill_layer,
-                                                     .output_projections = output_projections()},
-                                                    passes);
+  LayerDecision layer = policy().decide_layer(machine(),
+                                              {.spec = spec(),
+                                               .table = table,
+                                               .basis = o.basis,
+                                               .moment = Moment::prefill_layer,
+                                               .output_projections = output_projections()},
+                                              passes);
   check_layer(policy().name(), table, layer);
   for (std::size_t i = 0; i < deciding.size(); ++i) deciding[i]->decision = layer.prompts[i];
   if (!layer.rows.keep) return;
-  const KeepSet& keep = *layer.rows.keep;
+  KeepSet& keep = *layer.rows.keep;
   const auto heads = static_cast<std::size_t>(spec().kv_heads);
   std::vector<ColumnTarget> targets;
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
@@ -308,17 +308,22 @@ KVKEEP_INLINE void Prompts::decide_layer(std::span<LayerPlan> plans, const Obser
     }
     if (row.head == 0) plan.sequence->columns.bring_newest();
     targets.push_back(plan.sequence->columns.reserve_settled(sequences().row_of(row.layer, row.head), false, false));
-    plan.bytes_moved += bytes_to_move(table, keep, r);
-    plan.slots_dropped += row.length - keep.count(r);
   }
   const PartEvent event{table, layer.rows, view.sequences};
   for (const std::unique_ptr<Part>& part : sequences().parts()) part->reserve(event);
   machine().move(table, layer.rows, {}, targets);
+  if (layer.rows.tables.counts != nullptr) {  // until here `keep` has bounds
+    std::vector<std::int32_t> counts(table.rows.size());
+    machine().read_counts(counts);
+    for (std::size_t r = 0; r < counts.size(); ++r) keep.indptr[r + 1] = keep.indptr[r] + counts[r];
+  }
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
-    const LayerPlan& plan = *deciding[r / heads];
+    LayerPlan& plan = *deciding[r / heads];
     if (!plan.decision.cut) continue;
     const Row& row = table.rows[r];
     SequenceState& s = *plan.sequence;
+    plan.bytes_moved += bytes_to_move(table, keep, r);
+    plan.slots_dropped += row.length - keep.count(r);
     s.columns.settle(sequences().row_of(row.layer, row.head), keep, r, false, false);
     if (row.head == 0)
       for (const std::unique_ptr<Part>& part : sequences().parts()) part->settle(event, r / heads);

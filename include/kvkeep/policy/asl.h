@@ -83,22 +83,6 @@ namespace asl_detail {
 
 inline constexpr std::int32_t kLastQueryPool = 5;  ///< GemFilter's
 
-/// Slots that hold a share of the window's attention, which they are ranked by.
-class HeldMass final : public Allocator {
- public:
-  explicit HeldMass(TopMassOptions options) : options_(options) {}
-  [[nodiscard]] std::string_view name() const override { return "cache_mass"; }
-  [[nodiscard]] bool ragged() const override { return true; }
-  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::counts; }
-  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention,
-             Decision& decision) const override {
-    decision.keep = keep_top_mass(evidence.table, scores.data, options_, &limits);
-  }
-
- private:
-  TopMassOptions options_;
-};
-
 /// Rows that keep as many slots as hold a mass differ in length.
 inline void describe_cache(Fields& f, AslOptions& o) {
   const bool slots =
@@ -190,7 +174,7 @@ inline Asl::Asl(std::string name, AslOptions options, std::unique_ptr<KVPolicy> 
   require_no_problems("asl", options_.problems());
   if (options_.cache > 0) cut_ = std::make_unique<Flat>();
   if (options_.cache_mass > 0)
-    cut_ = std::make_unique<asl_detail::HeldMass>(
+    cut_ = std::make_unique<HeldMass>(
         TopMassOptions{.mass = options_.cache_mass, .window = options_.selector.window, .variant = options_.variant});
 }
 
@@ -248,10 +232,7 @@ inline std::unique_ptr<PromptPass> Asl::begin_prompt(Machine&, const ModelSpec& 
 }
 
 inline LayerDemand Asl::layer_demand() const {
-  return {.policy = name(),
-          .cut = cut_.get(),
-          .masses = options_.selector.reads_mass(),
-          .asks_again = options_.indices == AslOptions::Indices::last_query};
+  return {.policy = name(), .cut = cut_.get(), .masses = options_.selector.reads_mass()};
 }
 
 inline LayerDecision Asl::decide_layer(Machine& machine, const Evidence& evidence,
@@ -291,7 +272,7 @@ inline LayerDecision Asl::decide_layer(Machine& machine, const Evidence& evidenc
     if (std::ranges::count(again, true) > 0) {
       const PromptScores by_last =
           event->prompt_scores({.pool = asl_detail::kLastQueryPool, .by = PromptScoreOptions::By::last_query});
-      chosen = event->choose(by_last.tokens, selector.select, again).read(machine.memory());
+      chosen = event->choose(by_last.tokens, selector.select, 0, again).read(machine.memory());
     }
   }
   for (std::size_t g = 0; g < passes.size(); ++g) {

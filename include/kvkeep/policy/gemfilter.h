@@ -105,8 +105,8 @@ inline LayerDecision GemFilter::decide_layer(Machine& machine, const Evidence& e
   const std::unique_ptr<Event> event = machine.begin(evidence, limits, layer_demand());
   const PromptScores scores = event->prompt_scores({.pool = options_.pool, .by = PromptScoreOptions::By::last_query});
   LayerDecision decision;
-  for (const auto& tokens :
-       event->choose(scores.tokens, options_.select, std::vector<bool>(passes.size(), true)).read(machine.memory())) {
+  for (const auto& tokens : event->choose(scores.tokens, options_.select, 0, std::vector<bool>(passes.size(), true))
+                                .read(machine.memory())) {
     decision.prompts.push_back({.reason = Reason::select_layer, .narrow = tokens_of(*tokens)});
     decision.prompts.back().narrow->restart = true;
   }

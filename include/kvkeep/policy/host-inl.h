@@ -244,13 +244,17 @@ class HostEvent final : public Event {
     return chosen;
   }
 
-  [[nodiscard]] ChosenTokens choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) override {
+  [[nodiscard]] ChosenTokens choose(const Tensor& scores, std::int32_t best, std::int32_t window,
+                                    const std::vector<bool>& of) override {
     ChosenTokens chosen{ChosenTokens::Places(of.size())};
     std::int64_t first = 0;
     for (std::size_t g = 0; g < of.size(); ++g) {
       const std::int32_t tokens =
-          evidence().table.rows[static_cast<std::size_t>(evidence().table.groups[g].first_row)].length;
-      if (of[g]) chosen.places[g] = best_tokens({scores.data<float>() + first, static_cast<std::size_t>(tokens)}, best);
+          evidence().table.rows[static_cast<std::size_t>(evidence().table.groups[g].first_row)].length - window;
+      if (of[g]) {
+        chosen.places[g] = best_tokens({scores.data<float>() + first, static_cast<std::size_t>(tokens)}, best);
+        for (std::int32_t i = 0; i < window; ++i) chosen.places[g]->push_back(tokens + i);
+      }
       first += tokens;
     }
     return chosen;
@@ -313,15 +317,17 @@ KVKEEP_INLINE ChosenTokens::Places ChosenTokens::read(MachineMemory& memory) && 
   for (std::size_t n = 0; n < lists.size(); ++n) {
     const List& one = lists[n];
     bool chosen = one.always;
+    std::int32_t count = one.count;
     if (one.ranks != nullptr) {
       LayerSelection state;
       std::memcpy(&state, here.data() + n * sizeof state, sizeof state);
       one.ranks->state = state;
       if (state.layer >= 0) one.ranks->ring.reset();
       chosen = chosen || state.layer >= 0;
+      if (state.enough >= 0) count = state.enough + one.ranks->options.window;
     }
     if (!chosen) continue;
-    std::vector<std::int32_t>& tokens = places[one.prompt].emplace(static_cast<std::size_t>(one.count));
+    std::vector<std::int32_t>& tokens = places[one.prompt].emplace(static_cast<std::size_t>(count));
     std::memcpy(tokens.data(), here.data() + one.tokens, tokens.size() * sizeof(std::int32_t));
   }
   return std::move(places);

@@ -86,8 +86,8 @@ class Event {
   // Of prompts in one layer: each group of the evidence is one, with a slot for every token present. Order: scores;
   // rank or choose; allot, if slots are dropped. Only ChosenTokens::read() may wait.
 
-  /// kvkeep::prompt_scores() of every prompt. `sums` are absent on a device. Throws as that does, and Unsupported for
-  /// By::weighted on a device.
+  /// kvkeep::prompt_scores() of every prompt. On a device `sums` are there if the demand reads them (LayerDemand).
+  /// Throws as that does.
   [[nodiscard]] virtual PromptScores prompt_scores(const PromptScoreOptions& options) = 0;
 
   /// Takes in the ranks of prompt g under `scores` where ranks[g] is not null, as LayerSelector::see() does. `list`:
@@ -95,8 +95,10 @@ class Event {
   [[nodiscard]] virtual ChosenTokens rank(const PromptScores& scores, std::span<PromptRanks* const> ranks,
                                           bool list) = 0;
 
-  /// The `best` tokens of every prompt g with of[g]. `scores`: one per token, as By::last_query gives them.
-  [[nodiscard]] virtual ChosenTokens choose(const Tensor& scores, std::int32_t best, const std::vector<bool>& of) = 0;
+  /// The `best` tokens of every prompt g with of[g], and its newest `window`. `scores`: one for each token before
+  /// these, as By::last_query gives them without a window, and By::weighted with the window of its queries.
+  [[nodiscard]] virtual ChosenTokens choose(const Tensor& scores, std::int32_t best, std::int32_t window,
+                                            const std::vector<bool>& of) = 0;
 };
 
 /// The sets of rows of an event that share a selection. Throws as Event::share().
@@ -118,8 +120,9 @@ struct LayerDemand {
   std::string_view policy;
   const Allocator* cut = nullptr;  ///< chooses the slots that stay; null: all do
   bool masses = false;             ///< LayerSelectorOptions::reads_mass()
-  bool asks_again = false;         ///< the layer that selects is asked once more, by its last query
-  bool weighs = false;             ///< queries of a share of the prompt observe, each with a weight
+
+  /// PromptScores::sums are read: for masses, or by a cut in which they decide how many slots stay.
+  [[nodiscard]] bool sums() const { return masses || (cut != nullptr && cut->ragged()); }
 };
 
 using Ask = std::variant<Demand, LayerDemand>;

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "kvkeep/allot/allocator.h"
+#include "kvkeep/layers/prompt_scores.h"
 #include "kvkeep/policy/policy.h"
 
 namespace kvkeep {
@@ -18,6 +20,24 @@ struct PromptCourse {
       {};                               ///< [layers that it reaches] tokens whose rows a layer holds until it decides
   std::vector<std::int32_t> held = {};  ///< [num_layers] slots of every row once the prompt has ended
   std::int32_t restart = 0;             ///< tokens that run again as a prompt of their own; 0: there is one pass
+};
+
+/// keep_top_mass() as an allocator: what a layer keeps for decoding under `cache_mass`. Its scores are
+/// PromptScores::sums.
+class HeldMass final : public Allocator {
+ public:
+  explicit HeldMass(TopMassOptions options) : options_(options) {}
+  [[nodiscard]] std::string_view name() const override { return "cache_mass"; }
+  [[nodiscard]] bool ragged() const override { return true; }
+  [[nodiscard]] AcrossHeads across_heads() const override { return AcrossHeads::counts; }
+  void allot(const Evidence& evidence, const Limits& limits, const Scores& scores, WindowAttention,
+             Decision& decision) const override {
+    decision.keep = keep_top_mass(evidence.table, scores.data, options_, &limits);
+  }
+  [[nodiscard]] const TopMassOptions& options() const { return options_; }
+
+ private:
+  TopMassOptions options_;
 };
 
 class Prefill : public KVPolicy {

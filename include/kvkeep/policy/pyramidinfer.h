@@ -58,10 +58,6 @@ class ShrinkingContext {
   [[nodiscard]] std::int32_t going_on(std::int32_t layer, std::int32_t present) const;
   /// Weight of each observer, oldest first.
   [[nodiscard]] std::vector<float> weights() const;
-  /// Places, among the tokens present, of those that continue after this layer, ascending. sums: what the weighted
-  /// observers' attention gives each of the others, f32 [present - observers()] (PromptScoreOptions::By::weighted).
-  /// Cost: a sort.
-  [[nodiscard]] std::vector<std::int32_t> tokens(std::int32_t layer, std::span<const float> sums) const;
 
  private:
   ShrinkingContextOptions options_;
@@ -79,7 +75,7 @@ class PyramidInfer final : public Prefill {
 
  protected:
   [[nodiscard]] std::vector<std::string> misfits(const ModelSpec& spec) const override;
-  [[nodiscard]] LayerDemand layer_demand() const override { return {.policy = name(), .weighs = true}; }
+  [[nodiscard]] LayerDemand layer_demand() const override { return {.policy = name()}; }
 
  private:
   ShrinkingContextOptions options_;
@@ -154,15 +150,18 @@ inline LayerDecision PyramidInfer::decide_layer(Machine& machine, const Evidence
                        .basis = evidence.basis,
                        .moment = evidence.moment,
                        .output_projections = evidence.output_projections};
-    const Limits none;
-    const Tensor sums = machine.begin(own, none, layer_demand())
-                            ->prompt_scores({.window = pass.context().observers(),
-                                             .by = PromptScoreOptions::By::weighted,
-                                             .weights = pass.context().weights()})
-                            .tokens;
-    const std::span of_tokens(sums.data<float>(), static_cast<std::size_t>(sums.numel()));
-    decision.prompts.push_back(
-        {.reason = Reason::over_budget, .narrow = tokens_of(pass.context().tokens(row.layer, of_tokens))});
+    const Limits limits{Variant::strict, {}, std::vector<RowLimit>(table.rows.size())};
+    const std::unique_ptr<Event> event = machine.begin(own, limits, layer_demand());
+    const ShrinkingContext& context = pass.context();
+    const std::vector<float> weights = context.weights();
+    const PromptScores scores = event->prompt_scores({.window = context.observers(),
+                                                      .by = PromptScoreOptions::By::weighted,
+                                                      .weights = weights,
+                                                      .sinks = options_.sink});
+    const ChosenTokens::Places chosen =
+        event->choose(scores.tokens, context.going_on(row.layer, row.length), context.observers(), {true})
+            .read(machine.memory());
+    decision.prompts.push_back({.reason = Reason::over_budget, .narrow = tokens_of(*chosen.front())});
   }
   return decision;
 }
@@ -221,16 +220,6 @@ inline std::vector<float> ShrinkingContext::weights() const {
     weights[static_cast<std::size_t>(i)] =
         static_cast<float>(1 + (options_.distance_weight - 1) * i / (observers_ - 1));
   return weights;
-}
-
-inline std::vector<std::int32_t> ShrinkingContext::tokens(std::int32_t layer, std::span<const float> sums) const {
-  const auto others = static_cast<std::int32_t>(sums.size());
-  const std::int32_t kept = going_on(layer, others + observers_);
-  std::vector<float> scores(sums.begin(), sums.end());
-  std::fill_n(scores.begin(), std::min(options_.sink, others), HUGE_VALF);
-  std::vector<std::int32_t> chosen = best_tokens(scores, kept);
-  for (std::int32_t i = 0; i < observers_; ++i) chosen.push_back(others + i);
-  return chosen;
 }
 
 }  // namespace kvkeep
