@@ -45,9 +45,10 @@ inline constexpr std::int32_t kKeyThreads = 256;  ///< of a block that reads key
 inline constexpr std::int32_t kKeyChunk = 1024;   ///< slots that one such block reads
 
 inline constexpr std::int32_t kMomentThreads = 256;  ///< of the block that forms mean and covariance of one query head
-inline constexpr std::int32_t kMomentQueries = 32;   ///< queries that are in shared memory at a time while it does
-inline constexpr std::int32_t kGramQueries = 512;    ///< that count, from which cuBLAS multiplies them: H100, counted
-inline constexpr std::int32_t kGramTokens = 512;     ///< that it adds up in f32; the sums of more are joined in f64
+inline constexpr std::int32_t kCholeskyThreads = 192;  ///< of the block that factorises it: three per multiprocessor
+inline constexpr std::int32_t kMomentQueries = 32;     ///< queries that are in shared memory at a time while it does
+inline constexpr std::int32_t kGramQueries = 512;      ///< that count, from which cuBLAS multiplies them: H100, counted
+inline constexpr std::int32_t kGramTokens = 512;       ///< that it adds up in f32; the sums of more are joined in f64
 inline constexpr std::int32_t kGramItems = 128;  ///< so many times that it multiplies in a call: 50 MB, as H100's L2
 inline constexpr std::int32_t kExpectedThreads = 128;  ///< of a block that multiplies keys with a covariance
 inline constexpr std::int32_t kExpectedChunk = 512;    ///< slots that one such block looks at
