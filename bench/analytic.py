@@ -499,7 +499,8 @@ def counted_text(measured, before):
                 f"""What is left above the floor at batch 32: the second reading of the keys
                     ({number(big[3].floor())} us), which only log-sum-exps save; AMS
                     ({number(big[5].predicted() - big[5].floor())} us of latency); splitting
-                    ({number(big[1].predicted())} us).""",
+                    ({number(big[1].predicted())} us), which would go if blocks of the attention split the queries that
+                    they bring. Not built.""",
                 f"""Of `llama8b` both passes are one launch: the columns' row has what it adds, without the queries and
                     the {ROUND} slots whose keys are still in shared memory. It counts nothing that the L2 may have
                     kept: between two readings of the {ROUND} slots before these, all blocks together read
@@ -511,7 +512,9 @@ def counted_text(measured, before):
                     half a row.""",
                 f"""AMS at batch 32: a row takes {big[5].alone:.0f} us alone, four are on a multiprocessor, whose
                     instructions issue in {issue_us:.0f} us of a round. At batch 1 larger blocks have a row in
-                    {counted[0][5].alone:.0f} us (`qwen7b`) and {counted[1][5].alone:.0f} us.""",
+                    {counted[0][5].alone:.0f} us (`qwen7b`) and {counted[1][5].alone:.0f} us. At batch 32 only work of
+                    another kind can hide it: rows of AMS and of compaction, whose {number(big[6].predicted())} us are
+                    bytes, side by side in one launch. Not built.""",
                 f"""At batch 1 this is not bytes, of `qwen7b` and `llama8b`: AMS {more(5)} us, preparing and splitting
                     {more(0, 1)}, the two passes {more(2, 3)}, TOVA {more(4)}, compaction {more(6)}, tables
                     {" and ".join(number(tables_us(rows_of(*case))) for case in CASES[:2])}.""",
