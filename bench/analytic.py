@@ -50,6 +50,7 @@ from counting import (
     NEAR_US,
     PROCESSORS,
     PRODUCTS,
+    ROUND,
     SHAPES,
     SHARED,
     SHUFFLE,
@@ -136,7 +137,7 @@ def take(folder):
         of = re.search(r"^([A-Z]\w+/\S+)", log.read_text(errors="replace"), re.M)
         for name, said in found.items():
             kernel = gpu_report.short(name) + {"0": ", statistics", "1": ", columns"}.get(
-                (re.findall(r"<\w+, \d+, ([01])", name) or [""])[0], ""
+                (re.findall(r"<\w+, \d+, (?:\([\w:]+\))?([01])", name) or [""])[0], ""
             )
             rows.append({"profiled": kernel, "case": of[1], **said})
     DATA.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -435,6 +436,8 @@ def counted_text(measured, before):
         for x, floor, (_, batch), goal in zip(of, floors, CASES, [both[nth] for both in GOALS])
     ]
     of_goal = lambda i: "{} ({:.2f} of the goal)".format(*goals[i])
+    above = lambda of, which: number(sum(of[i].predicted() - of[i].floor() for i in which))
+    more = lambda *which: " and ".join(above(of, which) for of in counted[:2])
     return "\n\n".join(
         [
             wrap(f"""`bench/analytic.py` counts this from the kernels' shapes and machine code (sm_90), for bf16 caches,
@@ -496,9 +499,25 @@ def counted_text(measured, before):
                 f"""What is left above the floor at batch 32: the second reading of the keys
                     ({number(big[3].floor())} us), which only log-sum-exps save; AMS
                     ({number(big[5].predicted() - big[5].floor())} us of latency); splitting
-                    ({number(big[1].predicted())} us).""",
-                f"""AMS: a row takes {big[5].alone:.0f} us alone, four are on a multiprocessor, whose instructions issue
-                    in {issue_us:.0f} us of a round.""",
+                    ({number(big[1].predicted())} us), which would go if blocks of the attention split the queries that
+                    they bring. Not built.""",
+                f"""Of `llama8b` both passes are one launch: the columns' row has what it adds, without the queries and
+                    the {ROUND} slots whose keys are still in shared memory. It counts nothing that the L2 may have
+                    kept: between two readings of the {ROUND} slots before these, all blocks together read
+                    {2 * PROCESSORS * ROUND * 256 / 1e6:.0f} MB.""",
+                f"""Why not one reading: the logits of a row are {SHAPES["llama8b"][1] // SHAPES["llama8b"][2] * 32}
+                    numbers of four bytes a slot, twice the bytes of its key, and their sums are over all slots of a
+                    query first and over all queries of a slot then. So they are made again, which needs the keys. A
+                    multiprocessor's shared memory holds {(227 * 1024 - 32 * 1024) // 256} of them beside the queries,
+                    half a row.""",
+                f"""AMS at batch 32: a row takes {big[5].alone:.0f} us alone, four are on a multiprocessor, whose
+                    instructions issue in {issue_us:.0f} us of a round. At batch 1 larger blocks have a row in
+                    {counted[0][5].alone:.0f} us (`qwen7b`) and {counted[1][5].alone:.0f} us. At batch 32 only work of
+                    another kind can hide it: rows of AMS and of compaction, whose {number(big[6].predicted())} us are
+                    bytes, side by side in one launch. Not built.""",
+                f"""At batch 1 this is not bytes, of `qwen7b` and `llama8b`: AMS {more(5)} us, preparing and splitting
+                    {more(0, 1)}, the two passes {more(2, 3)}, TOVA {more(4)}, compaction {more(6)}, tables
+                    {" and ".join(number(tables_us(rows_of(*case))) for case in CASES[:2])}.""",
                 """The attention: the next keys are on their way while those before are multiplied, so that the count's
                    longest of bytes and products may hold; that it does is not measured.""",
             ),

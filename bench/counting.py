@@ -35,6 +35,9 @@ CASES = [("qwen7b", 1), ("llama8b", 1), ("llama8b", 32)]
 PRODUCTS = {"statistics": (132, 182), "columns": (112, 162)}
 TILE = {"statistics": 291, "columns": 400}
 QUERY_BYTES = 16 * 128 * 2 + 272  # of 16 queries in shared memory
+# Their statistics by eight warps; beside them a round of keys, 64 KiB, and what each slot and thread has; of a block, of
+# which two fit.
+STATE_BYTES, BESIDE_QUERIES, SHARED_BYTES = 16 * 8 * 8, 65536 + 6400, (227 * 1024 - 1024) // 2
 ROUND, PART = 256, 512  # slots that a block has at a time, and whose statistics are taken together
 START, MOST_SLOTS = 256, 4096  # slots for which a block could be at work while it begins; most that it looks at
 SPLIT, SPLIT_WIDE = 505, 677  # eight queries of a tile in bf16 or f32, which two rounds split
@@ -91,6 +94,7 @@ class Kernel:
     operations: float = 0
     exponentials: float = 0
     near: float = 0  # bytes between L2 and multiprocessors
+    follows: bool = False  # in the launch of the one before it
 
     def round(self, blocks):
         of_machine, of_processor = blocks / self.blocks, pieces(blocks, PROCESSORS) / self.blocks
@@ -115,7 +119,10 @@ class Kernel:
 
 def ams(rows, length, budget):
     near = length <= NEAR_SLOTS
-    threads = 256 if length <= 4096 else 1024 if rows <= PROCESSORS else 512
+    if near:
+        threads = 256 if length <= 512 or rows > 2 * PROCESSORS else 1024 if rows <= PROCESSORS else 512
+    else:
+        threads = 256 if length <= 4096 else 1024 if rows <= PROCESSORS else 512
     warps, each = threads // 32, pieces(length, threads)
     cuts, segments = (47, 33) if near else (49, 50)
     turns, own = pieces(cuts, 32), pieces(segments, warps)  # of a warp; segments that a warp selects in
@@ -169,12 +176,18 @@ def pieces_at_once(rows, every, slots):
     return min(counts, key=lambda n: pieces(rows * pieces(every, n), 2 * PROCESSORS) * (n * slots + START))
 
 
-def attention(shape, rows, length, queries, wide=False):
-    """The two passes over the keys. wide: every query is two numbers."""
+def attention(shape, rows, length, queries, wide=False, one_launch=True):
+    """The two passes over the keys. wide: every query is two numbers. one_launch: where every block has a whole row in
+    both, one launch makes them. Its queries are brought once, and the slots that it looked at last for the statistics
+    are the first for the columns, still in shared memory if there is room for all of a warp's keys."""
     steps = pieces(queries, 16)
     turns = pieces(2 * steps, 20) if wide else 1  # in which the queries are in shared memory
     products = 2 * rows * queries * length * shape[3] * (2 if wide else 1)
     keys, shown = rows * length * shape[3] * 2, rows * steps * QUERY_BYTES * (2 if wide else 1)
+    whole = lambda slots: pieces_at_once(rows, pieces(length, slots), slots) == pieces(length, slots)
+    one_launch = one_launch and whole(PART) and whole(ROUND)
+    stay = one_launch and not wide and BESIDE_QUERIES + steps * (QUERY_BYTES + STATE_BYTES) <= SHARED_BYTES
+    again = 1 - ROUND / length if stay else 1  # of the keys that are read for the columns
 
     def one(loop, slots, written, readings, end):
         every = pieces(length, slots)
@@ -195,9 +208,21 @@ def attention(shape, rows, length, queries, wide=False):
             blocks * steps * QUERY_BYTES * (2 if wide else 1) + keys * readings,
         )
 
+    statistics = one("statistics", PART, 0, turns, alone(300, near=3, barriers=4))
+    columns = one("columns", ROUND, rows * length * 8, 1, 0)
+    if not one_launch:
+        return [statistics, columns]
+    # Counted one after the other, as if no block had begun with its columns before all have their statistics.
+    of_block = columns.alone - alone(300, memory=4, near=2, barriers=6) + alone(60, barriers=1)
     return [
-        one("statistics", PART, 0, turns, alone(300, near=3, barriers=4)),
-        one("columns", ROUND, rows * length * 8, 1, 0),
+        statistics,
+        dataclasses.replace(
+            columns,
+            bytes=keys * again + rows * length * 8 + (shown if turns > 1 else 0),
+            near=keys * again + (shown if turns > 1 else 0),
+            alone=of_block,
+            follows=True,
+        ),
     ]
 
 
@@ -243,7 +268,7 @@ def kernels(shape, batch, length, budget, window=32, given=False, before_rope=Fa
             turn,
             numbers / 32 * TURN,
         )
-    passes = attention(shape, rows, length, query_heads // kv_heads * window, before_rope)
+    passes = attention(shape, rows, length, query_heads // kv_heads * window, before_rope, not given)
     # TOVA's scores are the attention itself. A thread has four slots of all heads of a layer, and looks their places
     # up twice.
     tova = Kernel(
@@ -280,7 +305,7 @@ def tables_us(rows):
 
 def total(counted, rows, gap=EARLY_GAP):
     """us of an event. The first kernel follows a copy, which it does not overlap with."""
-    return tables_us(rows) + max(gap, GAP) - gap + sum(k.predicted() + gap for k in counted)
+    return tables_us(rows) + max(gap, GAP) - gap + sum(k.predicted() + (0 if k.follows else gap) for k in counted)
 
 
 def rows_of(name, batch):

@@ -80,25 +80,25 @@ def readable(names):
 LOOPS = [
     (
         "window_attention_matrix.cu",
-        "attention_matrix_kernel<__nv_bfloat16, 4, false>",
+        "attention_matrix_kernel<__nv_bfloat16, 4, (attention::Pass)0>",
         "16 queries by 32 slots, D = 128, statistics",
         {"HMMA": 32, "MUFU.EX2": 16},
     ),
     (
         "window_attention_matrix.cu",
-        "attention_matrix_kernel<__nv_bfloat16, 4, true>",
+        "attention_matrix_kernel<__nv_bfloat16, 4, (attention::Pass)1>",
         "16 queries by 32 slots, D = 128, columns",
         {"HMMA": 32, "MUFU.EX2": 16},
     ),
     (
         "window_attention_matrix.cu",
-        "attention_matrix_kernel<__nv_bfloat16, 4, false>",
+        "attention_matrix_kernel<__nv_bfloat16, 4, (attention::Pass)0>",
         "statistics with low numbers",
         {"HMMA": 64, "MUFU.EX2": 16},
     ),
     (
         "window_attention_matrix.cu",
-        "attention_matrix_kernel<__nv_bfloat16, 4, true>",
+        "attention_matrix_kernel<__nv_bfloat16, 4, (attention::Pass)1>",
         "columns with low numbers",
         {"HMMA": 64, "MUFU.EX2": 16},
     ),

@@ -10,6 +10,7 @@
 namespace kvkeep::cuda::expected {
 namespace {
 
+using tuning::kCholeskyThreads;
 using tuning::kGramItems;
 using tuning::kGramTokens;
 using tuning::kMomentQueries;
@@ -92,7 +93,7 @@ __device__ std::int32_t exponent_of(float largest) {
 
 /// Writes `count` zeros, by the whole block.
 __device__ void clear(std::uint32_t* words, std::int64_t count) {
-  for (std::int64_t at = threadIdx.x; at < count; at += kMomentThreads) words[at] = 0;
+  for (std::int64_t at = threadIdx.x; at < count; at += blockDim.x) words[at] = 0;
 }
 
 /// An upper triangle of `dim` rows in shared memory, row after row, or, if it does not fit, a square in global memory.
@@ -103,159 +104,192 @@ struct Triangle {
   [[nodiscard]] __device__ std::int32_t row(std::int32_t i) const {
     return stride > 0 ? i * stride : i * (2 * dim - i - 1) / 2;
   }
-  [[nodiscard]] __device__ std::int32_t step(std::int32_t i) const {
-    return stride > 0 ? stride : dim - i - 1;
-  }  ///< from row i to the next
   [[nodiscard]] __device__ float& at(std::int32_t i, std::int32_t j) const { return base[row(i) + j]; }
-};
-
-/// Shared memory of the moments: queries, and the triangle if both fit.
-struct MomentShared {
-  std::size_t queries, triangle, bytes;
-  bool fits;
-
-  KVKEEP_HD explicit MomentShared(std::int32_t dim) {
-    Parts parts;
-    queries = parts.take(sizeof(float) * kMomentQueries * static_cast<std::size_t>(round_up(dim, 4)));
-    triangle = parts.bytes;
-    const std::size_t wanted = sizeof(float) * static_cast<std::size_t>(dim) * static_cast<std::size_t>(dim + 1) / 2;
-    fits = triangle + wanted <= kMomentShared;
-    if (fits) parts.take(wanted);
-    bytes = parts.bytes;
-  }
 };
 
 constexpr std::int32_t kCholeskyRows = 16;
 
-/// Cholesky factor in place, 16 rows at a time. What the rows above subtract is summed in double, in their order. A
-/// pivot that is no more than rounding noise makes its row 0. rest: [kCholeskyRows, dim], pivots: [2 * kCholeskyRows].
-__device__ void factorise(const Triangle& u, double* rest, double* pivots) {
-  const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  double *noise = pivots, *inverse = pivots + kCholeskyRows;
-  // What is left of element (i, j) once rows [from, to) of the factor have taken theirs.
-  const auto left_by = [&](std::int32_t from, std::int32_t to, std::int32_t i, std::int32_t j, double x) {
-    const float* row = u.base + u.row(from);
-#pragma unroll 4
-    for (std::int32_t k = from; k < to; ++k) {
-      x = fma(-static_cast<double>(row[i]), static_cast<double>(row[j]), x);
-      row += u.step(k);
-    }
-    return x;
+/// Shared memory of a block that factorises: rows at work, and the triangle if it fits.
+struct CholeskyShared {
+  std::size_t inverse;   ///< f32 [kCholeskyRows] of the pivots of the rows at work, 0: the row is 0
+  std::size_t rows;      ///< f32 [kCholeskyRows, width] these rows, zeros behind them
+  std::size_t noise;     ///< f32 [dim] pivots that are no larger are rounding noise
+  std::size_t triangle;  ///< f32 [dim (dim + 1) / 2]
+  std::size_t bytes;
+  std::int32_t width;
+  bool fits;
+
+  KVKEEP_HD explicit CholeskyShared(std::int32_t dim) : width(round_up(dim, 32)) {
+    const auto n = static_cast<std::size_t>(dim);
+    Parts parts;
+    inverse = parts.take(sizeof(float) * kCholeskyRows);
+    rows = parts.take(sizeof(float) * kCholeskyRows * static_cast<std::size_t>(width));
+    noise = parts.take(sizeof(float) * n);
+    triangle = parts.bytes;
+    fits = triangle + sizeof(float) * n * (n + 1) / 2 <= kMomentShared;
+    if (fits) parts.take(sizeof(float) * n * (n + 1) / 2);
+    bytes = parts.bytes;
+  }
+};
+
+/// Its parts.
+struct CholeskyRoom {
+  float *inverse, *rows, *noise;
+  std::int32_t width;
+
+  __device__ explicit CholeskyRoom(const CholeskyShared& shared)
+      : inverse(reinterpret_cast<float*>(dynamic_shared() + shared.inverse)),
+        rows(reinterpret_cast<float*>(dynamic_shared() + shared.rows)),
+        noise(reinterpret_cast<float*>(dynamic_shared() + shared.noise)),
+        width(shared.width) {}
+};
+
+/// The square on the diagonal from row `first` on, by one warp: a lane has a column of it.
+__device__ void factorise_square(const Triangle& u, std::int32_t first, const CholeskyRoom& room) {
+  const auto lane = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t j = first + lane;
+  const bool there = lane < kCholeskyRows && j < u.dim;
+  float x[kCholeskyRows], inverse = 0;
+  const float noise = there ? room.noise[j] : 0.0F;
+#pragma unroll
+  for (int i = 0; i < kCholeskyRows; ++i) x[i] = there && i <= lane ? u.at(first + i, j) : 0.0F;
+#pragma unroll
+  for (int i = 0; i < kCholeskyRows; ++i) {
+    const float pivot = x[i], root = rsqrtf(pivot);  // of lane i
+    const float own = pivot > noise ? fmaf(root * 0.5F, fmaf(-pivot * root, root, 1.0F), root) : 0.0F;
+    inverse = i == lane ? own : inverse;
+    const float by = __shfl_sync(kWholeWarp, own, i);
+    x[i] = by > 0 ? x[i] * by : 0.0F;
+#pragma unroll
+    for (int k = i + 1; k < kCholeskyRows; ++k) x[k] = fmaf(-__shfl_sync(kWholeWarp, x[i], k), x[i], x[k]);
+  }
+  if (!there) return;
+  room.inverse[lane] = inverse;
+#pragma unroll
+  for (int i = 0; i < kCholeskyRows; ++i) room.rows[i * room.width + j] = i <= lane ? x[i] : 0.0F;
+}
+
+/// The rows of the square in all columns behind it, a thread for each column, and zeros behind them.
+__device__ void factorise_columns(const Triangle& u, std::int32_t first, const CholeskyRoom& room) {
+  static_assert(kCholeskyRows % 4 == 0);
+  const auto four = [](const float* at, float(&to)[4]) {
+    const float4 of = *reinterpret_cast<const float4*>(at);
+    to[0] = of.x, to[1] = of.y, to[2] = of.z, to[3] = of.w;
   };
-  const auto finish = [&](std::int32_t i, std::int32_t j, double x, double by) {
-    u.at(i, j) = by > 0 ? static_cast<float>(x * by) : 0.0F;
-  };
-  for (std::int32_t first = 0; first < u.dim; first += kCholeskyRows) {
-    const std::int32_t rows = u.dim - first < kCholeskyRows ? u.dim - first : kCholeskyRows, columns = u.dim - first;
-    // All rows above.
-    for (std::int32_t at = thread; at < rows * columns; at += kMomentThreads) {
-      const std::int32_t i = first + at / columns, j = first + at % columns;
-      if (j < i) continue;
-      const auto x = static_cast<double>(u.at(i, j));
-      if (i == j) noise[i - first] = x * static_cast<double>(u.dim) * 0x1p-23;
-      rest[(i - first) * u.dim + j] = left_by(0, first, i, j, x);
-    }
-    __syncthreads();
-    // The square on the diagonal: one warp, a lane for each column.
-    if (thread < 32) {
-      const std::int32_t j = first + thread;
-      for (std::int32_t i = first; i < first + rows; ++i) {
-        double x = 0;
-        if (j >= i && j < first + rows) {
-          x = left_by(first, i, i, j, rest[(i - first) * u.dim + j]);
-          if (j == i) inverse[i - first] = x > noise[i - first] ? 1.0 / sqrt(x) : 0.0;
-        }
-        __syncwarp();
-        if (j >= i && j < first + rows) finish(i, j, x, inverse[i - first]);
-        __syncwarp();
+  for (std::int32_t j = first + kCholeskyRows + static_cast<std::int32_t>(threadIdx.x); j < room.width;
+       j += kCholeskyThreads) {
+    float x[kCholeskyRows];
+#pragma unroll
+    for (int i = 0; i < kCholeskyRows; ++i) x[i] = j < u.dim ? u.at(first + i, j) : 0.0F;
+#pragma unroll
+    for (int k = 0; k < kCholeskyRows; ++k) {
+      const float by = room.inverse[k];
+      x[k] = by > 0 ? x[k] * by : 0.0F;
+#pragma unroll
+      for (int i = k / 4 * 4; i < kCholeskyRows; i += 4) {
+        float of[4];
+        four(room.rows + k * room.width + first + i, of);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          if (i + n > k) x[i + n] = fmaf(-of[n], x[k], x[i + n]);
       }
     }
-    __syncthreads();
-    // Columns behind it, each for itself.
-    for (std::int32_t j = first + rows + thread; j < u.dim; j += kMomentThreads)
-      for (std::int32_t i = first; i < first + rows; ++i)
-        finish(i, j, left_by(first, i, i, j, rest[(i - first) * u.dim + j]), inverse[i - first]);
-    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kCholeskyRows; ++i) room.rows[i * room.width + j] = x[i];
   }
 }
 
-/// Where the factor of one query head is made, and how it is written. One block each.
-class Factor {
- public:
-  __device__ Factor(const ExpectedTask& task, std::int64_t n, std::byte* shared)
-      : task_(task), thread_(static_cast<std::int32_t>(threadIdx.x)), dim_(task.a.evidence.dim) {
-    const MomentShared parts(dim_);
-    z_ = reinterpret_cast<float*>(shared + parts.queries);
-    factor_ = task.factors + n * task.factor_bytes();
-    u_ = {parts.fits ? reinterpret_cast<float*>(shared + parts.triangle) : reinterpret_cast<float*>(factor_), dim_,
-          parts.fits ? 0 : task.padded};
-  }
-
-  /// Of the sums in `u_`. sums: [2 * kCholeskyRows].
-  __device__ void make(double* sums) {
-    static_assert(kCholeskyRows * sizeof(double) <= kMomentQueries * sizeof(float));
-    factorise(u_, reinterpret_cast<double*>(z_), sums);
-    write_factor();
-  }
-
-  /// The same of the sums that lie where the factor will, row i from i * padded on.
-  __device__ void make_of_product(double* sums) {
-    if (u_.stride == 0) {
-      const auto* product = reinterpret_cast<const float*>(factor_);
-      for (std::int32_t at = thread_; at < dim_ * dim_; at += kMomentThreads) {
-        const std::int32_t i = at / dim_, j = at - i * dim_;
-        if (i <= j) u_.at(i, j) = product[i * task_.padded + j];
+/// Subtracts what the rows from `first` on give the elements below them: a warp has kRows rows, in 32 kColumns columns
+/// at a time, and a lane every 32nd of those.
+__device__ void subtract_rows(const Triangle& u, std::int32_t first, const CholeskyRoom& room) {
+  constexpr std::int32_t kRows = 4, kColumns = 4, kWarps = kCholeskyThreads / 32;
+  const auto lane = static_cast<std::int32_t>(threadIdx.x) % 32, warp = static_cast<std::int32_t>(threadIdx.x) / 32;
+  for (std::int32_t i0 = first + kCholeskyRows + warp * kRows; i0 < u.dim; i0 += kWarps * kRows)
+    for (std::int32_t j0 = i0 / 32 * 32; j0 < u.dim; j0 += 32 * kColumns) {
+      const std::int32_t blocks = (u.dim - j0 + 31) / 32;
+      float x[kRows][kColumns] = {};
+      const auto each = [&](const auto& body) {
+#pragma unroll
+        for (int b = 0; b < kColumns; ++b)
+#pragma unroll
+          for (int a = 0; a < kRows; ++a)
+            if (const std::int32_t i = i0 + a, j = j0 + 32 * b + lane; i <= j && j < u.dim) body(u.at(i, j), x[a][b]);
+      };
+      each([](const float& from, float& to) { to = from; });
+      const float *left = room.rows + i0, *right = room.rows + j0 + lane;
+#pragma unroll 2
+      for (int k = 0; k < kCholeskyRows; ++k, left += room.width, right += room.width) {
+        const float4 of = *reinterpret_cast<const float4*>(left);
+        const float lefts[kRows] = {of.x, of.y, of.z, of.w};
+#pragma unroll
+        for (int b = 0; b < kColumns; ++b) {
+          if (b >= blocks) break;
+#pragma unroll
+          for (int a = 0; a < kRows; ++a) x[a][b] = fmaf(-lefts[a], right[32 * b], x[a][b]);
+        }
       }
+      each([](float& to, const float& from) { to = from; });
+    }
+}
+
+__device__ std::byte* row_of_factor(const ExpectedTask& task, std::int64_t n, std::int32_t i) {
+  return task.factors + n * task.factor_bytes() + std::int64_t{i} * task.padded * 4;
+}
+
+/// Writes zeros in the rows of a factor from row `count` up to a whole panel.
+__device__ void fill_panel(const ExpectedTask& task, std::int64_t n, std::int32_t count) {
+  clear(reinterpret_cast<std::uint32_t*>(row_of_factor(task, n, count)),
+        std::int64_t{round_up(count, kPanelRows) - count} * task.padded);
+}
+
+/// Makes the Cholesky factor of one query head, kCholeskyRows rows at a time, out of the sums where it will be, row i
+/// from i * padded on. What a row subtracts is subtracted in f32 before the next one's, as those are sums in f32. A
+/// pivot that is no more than rounding noise makes its row 0. kNear: in shared memory.
+template <bool kNear>
+__device__ void make_factor(const ExpectedTask& task, std::int64_t n) {
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t dim = task.a.evidence.dim, padded = task.padded;
+  const CholeskyShared shared(dim);
+  const CholeskyRoom room(shared);
+  auto* const sums = reinterpret_cast<float*>(row_of_factor(task, n, 0));
+  const Triangle u{kNear ? reinterpret_cast<float*>(dynamic_shared() + shared.triangle) : sums, dim,
+                   kNear ? 0 : padded};
+  if constexpr (kNear)
+    for (std::int32_t at = thread; at < dim * dim; at += kCholeskyThreads) {
+      const std::int32_t i = at / dim, j = at - i * dim;
+      if (i <= j) u.at(i, j) = sums[i * padded + j];
+    }
+  for (std::int32_t i = thread; i < dim; i += kCholeskyThreads)
+    room.noise[i] = sums[i * (padded + 1)] * static_cast<float>(dim) * 0x1p-23F;
+  __syncthreads();
+  for (std::int32_t first = 0; first < dim; first += kCholeskyRows) {
+    if (thread < 32) factorise_square(u, first, room);
+    __syncthreads();
+    factorise_columns(u, first, room);
+    __syncthreads();
+    subtract_rows(u, first, room);
+    const std::int32_t rows = dim - first < kCholeskyRows ? dim - first : kCholeskyRows;
+    for (std::int32_t at = thread; at < rows * padded; at += kCholeskyThreads) {
+      const std::int32_t i = at / padded, d = at - i * padded;
+      store(task, d >= first + i && d < dim ? room.rows[i * room.width + d] : 0.0F, 2, d,
+            row_of_factor(task, n, first + i));
     }
     __syncthreads();
-    make(sums);
-    __syncthreads();
   }
+  fill_panel(task, n, dim);
+}
 
- protected:
-  [[nodiscard]] __device__ std::byte* row_of(std::int32_t i) const {
-    return factor_ + std::int64_t{i} * task_.padded * 4;
-  }
-
-  /// Writes the triangle as rows; if it is stored in their place, each is read before it is written.
-  __device__ void write_factor() {
-    for (std::int32_t i = 0; i < dim_; ++i) {
-      const std::int32_t d = thread_;
-      const float x = d >= i && d < dim_ ? u_.at(i, d) : 0.0F;
-      if (u_.stride > 0) __syncthreads();
-      if (d < task_.padded) store(task_, x, 2, d, row_of(i));
-    }
-    fill(dim_, false);
-  }
-
-  /// Writes zeros after the components of `count` rows, if `behind`, and in the rows up to a whole panel.
-  __device__ void fill(std::int32_t count, bool behind) {
-    const std::int32_t past = task_.padded - dim_;
-    if (behind)
-      for (std::int32_t at = thread_; at < count * past; at += kMomentThreads)
-        store(task_, 0, 2, dim_ + at % past, row_of(at / past));
-    const std::int32_t all = round_up(count, kPanelRows) - count;
-    for (std::int32_t at = thread_; at < all * task_.padded; at += kMomentThreads)
-      reinterpret_cast<float*>(row_of(count))[at] = 0;
-  }
-
-  const ExpectedTask& task_;
-  std::int32_t thread_, dim_;
-  float* z_;
-  std::byte* factor_;
-  Triangle u_;
-};
-
-/// Mean and factor of one query head, one block each. Work on queries goes by unit: a rotary pair, or a component that
-/// does not turn.
+/// Mean of one query head, and what its factor is made of, one block each. Work on queries goes by unit: a rotary pair,
+/// or a component that does not turn.
 template <class Q>
-class Moments : Factor {
+class Moments {
  public:
   __device__ Moments(const ExpectedTask& task, std::int64_t n, double* mean, std::byte* shared,
                      unsigned long long* scratch, double* sums)
-      : Factor(task, n, shared),
+      : task_(task),
         e_(task.a.evidence),
         team_(scratch),
+        z_(reinterpret_cast<float*>(shared)),
         mean_(mean),
         sums_(sums),
         n_(n),
@@ -264,6 +298,8 @@ class Moments : Factor {
         style_(task.rope(group_).style),
         pairs_(task.rope(group_).pairs),
         most_pairs_(task.most_pairs()),
+        thread_(static_cast<std::int32_t>(threadIdx.x)),
+        dim_(e_.dim),
         units_(dim_ - pairs_),
         stride_(round_up(dim_, 4)) {}
 
@@ -288,7 +324,6 @@ class Moments : Factor {
         copy(counted.count);
     }
     __syncthreads();
-    if (out.triangular && !out.product) make(sums_);
     out.mean_factor = write_mean();
     if (thread_ == 0) task_.heads[n_] = out;
     __syncthreads();
@@ -368,10 +403,13 @@ class Moments : Factor {
       const std::int32_t i = at / units_, unit = at - i * units_;
       const float2 z = turned(i, unit);
       const auto [p, s] = components(unit);
-      store(task_, z.x, 2, static_cast<std::int32_t>(p), row_of(i));
-      if (unit < pairs_) store(task_, z.y, 2, static_cast<std::int32_t>(s), row_of(i));
+      store(task_, z.x, 2, static_cast<std::int32_t>(p), row_of_factor(task_, n_, i));
+      if (unit < pairs_) store(task_, z.y, 2, static_cast<std::int32_t>(s), row_of_factor(task_, n_, i));
     }
-    fill(count, true);
+    const std::int32_t past = task_.padded - dim_;
+    for (std::int32_t at = thread_; at < count * past; at += kMomentThreads)
+      store(task_, 0, 2, dim_ + at % past, row_of_factor(task_, n_, at / past));
+    fill_panel(task_, n_, count);
   }
 
   /// The queries for cuBLAS, zeros after the last one.
@@ -394,9 +432,11 @@ class Moments : Factor {
     clear(reinterpret_cast<std::uint32_t*>(rows + std::int64_t{count} * width), (all - count) * task_.padded);
   }
 
-  /// Sum of the products of all pairs of components: a thread has up to kTiles tiles of 4 x 4.
+  /// Sums of the products of all pairs of components, where the factor will be: a thread has up to kTiles tiles of
+  /// 4 x 4.
   __device__ void multiply(std::int32_t count) {
     constexpr std::int32_t kTiles = 3;
+    auto* const to = reinterpret_cast<float*>(row_of_factor(task_, n_, 0));
     const std::int32_t side = stride_ / 4, tiles = side * (side + 1) / 2;
     for (std::int32_t base = 0; base < tiles; base += kTiles * kMomentThreads) {
       float sums[kTiles][16] = {};
@@ -445,7 +485,7 @@ class Moments : Factor {
 #pragma unroll
         for (int k = 0; k < 16; ++k) {
           const std::int32_t i = places[t] / 64 * 4 + k / 4, j = places[t] % 64 * 4 + k % 4;
-          if (i <= j && j < dim_) u_.at(i, j) = sums[t][k];
+          if (i <= j && j < dim_) to[i * task_.padded + j] = sums[t][k];
         }
       }
     }
@@ -484,13 +524,15 @@ class Moments : Factor {
     return ldexpf(1.0F, exponent);
   }
 
+  const ExpectedTask& task_;
   const EvidenceArguments& e_;
   BlockTeam team_;
+  float* z_;  ///< [kMomentQueries, stride_]
   double *mean_, *sums_;
   std::int64_t n_, group_;
   std::int32_t head_;
   RopeStyle style_;
-  std::int32_t pairs_, most_pairs_, units_, stride_, first_ = 0;
+  std::int32_t pairs_, most_pairs_, thread_, dim_, units_, stride_, first_ = 0;
   float by_ = 1;
 };
 
@@ -549,13 +591,15 @@ __global__ void __launch_bounds__(kMomentThreads) expected_products_kernel(Expec
   }
 }
 
-/// The factors of these, one block per head.
-__global__ void __launch_bounds__(kMomentThreads, 2) expected_factors_kernel(ExpectedTask task) {
+/// The factors of heads with more queries than components, one block per head.
+template <bool kNear>
+__global__ void __launch_bounds__(kCholeskyThreads, 2) expected_factors_kernel(ExpectedTask task) {
   wait_for_earlier_kernels();
-  KVKEEP_SHARED(double, sums, 2 * kCholeskyRows);
   const EvidenceArguments& e = task.a.evidence;
-  for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x)
-    if (is_scored(task, n / e.group) && task.heads[n].product) Factor(task, n, dynamic_shared()).make_of_product(sums);
+  for (std::int64_t n = blockIdx.x; n < std::int64_t{e.count} * e.group; n += gridDim.x) {
+    if (is_scored(task, n / e.group) && task.heads[n].triangular) make_factor<kNear>(task, n);
+    __syncthreads();
+  }
 }
 
 }  // namespace
@@ -568,15 +612,16 @@ void launch_moments(const ExpectedTask& task, Stream stream) {
             .threads = tuning::kTurnThreads},
            stream, task);
   const std::int64_t heads = std::int64_t{e.count} * e.group;
-  const std::size_t shared = MomentShared(e.dim).bytes;
+  const std::size_t queries = sizeof(float) * kMomentQueries * static_cast<std::size_t>(round_up(e.dim, 4));
   const auto moments = [&](const ExpectedTask& turn, std::int64_t blocks) {
     with_wide_element(e.query, [&](auto type) {
       launch("expected_moments", expected_moments_kernel<decltype(type)>,
-             {.blocks = blocks_for(blocks), .threads = kMomentThreads, .shared_bytes = shared}, stream, turn);
+             {.blocks = blocks_for(blocks), .threads = kMomentThreads, .shared_bytes = queries}, stream, turn);
     });
   };
-  if (task.gram.at_once == 0) return moments(task, heads);
-  for (ExpectedTask turn = task; turn.gram.first < heads; turn.gram.first += turn.gram.at_once) {
+  if (task.gram.at_once == 0) moments(task, heads);
+  for (ExpectedTask turn = task; task.gram.at_once > 0 && turn.gram.first < heads;
+       turn.gram.first += turn.gram.at_once) {
     moments(turn, kGramItems);
     launch_gram({.blas = task.a.blas,
                  .rows = turn.gram.rows,
@@ -590,8 +635,10 @@ void launch_moments(const ExpectedTask& task, Stream stream) {
     launch("expected_products", expected_products_kernel,
            {.blocks = blocks_for(turn.gram.at_once), .threads = kMomentThreads}, stream, turn);
   }
-  launch("expected_factors", expected_factors_kernel,
-         {.blocks = blocks_for(heads), .threads = kMomentThreads, .shared_bytes = shared}, stream, task);
+  if (!task.a.covariance || task.a.queries <= e.dim) return;
+  const CholeskyShared shared(e.dim);
+  launch("expected_factors", shared.fits ? expected_factors_kernel<true> : expected_factors_kernel<false>,
+         {.blocks = blocks_for(heads), .threads = kCholeskyThreads, .shared_bytes = shared.bytes}, stream, task);
 }
 
 }  // namespace kvkeep::cuda::expected

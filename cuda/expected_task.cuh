@@ -22,8 +22,8 @@ struct HeadFactor {
   float factor;       ///< of its products
   float mean_factor;  ///< of those of its mean
   std::int32_t rows;  ///< 0: no covariance; kUnseen: no query either
-  bool triangular;    ///< row i is 0 before component i
-  bool product;       ///< until the factors are made: what is there is the upper triangle of what they are made of
+  bool triangular;    ///< row i is 0 before component i; until the factors are made, there are sums of products instead
+  bool product;       ///< its queries were left to cuBLAS
 };
 
 /// Centred, turned queries z on their way through cuBLAS, for the heads of a turn. A number is the sum of two f16, h

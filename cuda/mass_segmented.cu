@@ -241,8 +241,7 @@ __device__ Division divide(const MassSegmentedArguments& a, const RowLimit& limi
 }
 
 template <bool kNear>
-__global__ void __launch_bounds__(kNear ? tuning::threads_for(tuning::kNearSlots) : kFarThreads, kNear ? 4 : 1)
-    mass_segmented_kernel(MassSegmentedArguments a, Workspace work) {
+__global__ void __launch_bounds__(kFarThreads) mass_segmented_kernel(MassSegmentedArguments a, Workspace work) {
   wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::int32_t, histograms, (kNear ? 1 : kFarThreads / 32) * kDigits);
@@ -350,7 +349,7 @@ __global__ void __launch_bounds__(kNear ? tuning::threads_for(tuning::kNearSlots
 template <bool kNear>
 void launch_rows(const MassSegmentedArguments& arguments, Stream stream) {
   const Grid grid{.blocks = blocks_for(arguments.count),
-                  .threads = kNear ? tuning::threads_for(arguments.longest)
+                  .threads = kNear ? tuning::near_threads_for(arguments.longest, arguments.count)
                                    : tuning::far_threads_for(arguments.longest, arguments.count),
                   .shared_bytes = kNear ? NearSlots(static_cast<std::size_t>(arguments.longest)).bytes : 0};
   const Workspace work(arguments.options, arguments.count, arguments.longest, arguments.slots_in_all,

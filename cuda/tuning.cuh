@@ -19,12 +19,17 @@ constexpr std::int32_t threads_for(std::int32_t longest) { return longest <= 409
 
 inline constexpr std::int32_t kNearSlots =
     3072;  ///< of the longest row whose AMS runs in shared memory: four blocks per multiprocessor have room
+inline constexpr std::int32_t kProcessors = 132;  ///< multiprocessors of an H100
+/// Of the block of such a row: the fewer rows, the more, so that all are at work at once.
+constexpr std::int32_t near_threads_for(std::int32_t longest, std::int32_t rows) {
+  const std::int32_t most = rows <= kProcessors ? 1024 : rows <= 2 * kProcessors ? 512 : 256;
+  return longest > 512 ? most : 256;
+}
 /// Of the block of a longer row: 64 registers each, so that two blocks of half as many fit a multiprocessor where there
 /// are more rows than that.
 inline constexpr std::int32_t kFarThreads = 1024;
 constexpr std::int32_t far_threads_for(std::int32_t longest, std::int32_t rows) {
-  constexpr std::int32_t kFewRows = 132;  // multiprocessors of an H100
-  return rows <= kFewRows && longest > 4096 ? kFarThreads : threads_for(longest);
+  return rows <= kProcessors && longest > 4096 ? kFarThreads : threads_for(longest);
 }
 inline constexpr std::int32_t kWarpSegment = 4096;  ///< longest segment that is left to one warp
 
@@ -45,9 +50,10 @@ inline constexpr std::int32_t kKeyThreads = 256;  ///< of a block that reads key
 inline constexpr std::int32_t kKeyChunk = 1024;   ///< slots that one such block reads
 
 inline constexpr std::int32_t kMomentThreads = 256;  ///< of the block that forms mean and covariance of one query head
-inline constexpr std::int32_t kMomentQueries = 32;   ///< queries that are in shared memory at a time while it does
-inline constexpr std::int32_t kGramQueries = 512;    ///< that count, from which cuBLAS multiplies them: H100, counted
-inline constexpr std::int32_t kGramTokens = 512;     ///< that it adds up in f32; the sums of more are joined in f64
+inline constexpr std::int32_t kCholeskyThreads = 192;  ///< of the block that factorises it: three per multiprocessor
+inline constexpr std::int32_t kMomentQueries = 32;     ///< queries that are in shared memory at a time while it does
+inline constexpr std::int32_t kGramQueries = 512;      ///< that count, from which cuBLAS multiplies them: H100, counted
+inline constexpr std::int32_t kGramTokens = 512;       ///< that it adds up in f32; the sums of more are joined in f64
 inline constexpr std::int32_t kGramItems = 128;  ///< so many times that it multiplies in a call: 50 MB, as H100's L2
 inline constexpr std::int32_t kExpectedThreads = 128;  ///< of a block that multiplies keys with a covariance
 inline constexpr std::int32_t kExpectedChunk = 512;    ///< slots that one such block looks at

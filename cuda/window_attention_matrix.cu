@@ -26,6 +26,11 @@
 //                   x = q.k; s = 2^(x * factor + shift); column[t] += s; for the newest query newest[t] += s / G
 //                 write_slot() divides column[t] by the queries that count
 //
+// Where both passes would give every block a whole row, one launch makes them: the block takes its row's statistics,
+// and goes back over the row for the columns, from its last slots on, whose keys are still in shared memory. The slots
+// before them have been read least long ago, and may still be in the L2. Its queries stay where they are. All bits are
+// those of two launches.
+//
 // A warp reads the keys of its slots once, into registers, and all queries pass by in shared memory: a QueryTile has 16
 // of them. While they do, the keys of its next slots are copied to shared memory, each word by the lane that takes it
 // from there, so that no warp waits for another; keys for which there is no room are read when they are needed. Above
@@ -60,17 +65,10 @@
 #include <algorithm>
 
 #include "launch.cuh"
-#include "window_attention_queries.cuh"
-#include "workspace.h"
+#include "window_attention_warp.cuh"
 
 namespace kvkeep::cuda::attention {
 namespace {
-
-using tuning::kMatrixThreads;
-
-/// Times 2^top: sums below it can be added up by the million.
-constexpr float kFarAbove = 0x1p100F;
-constexpr std::int32_t kWarps = kMatrixThreads / 32;
 
 /// Divides the workspace. Returns its size.
 std::int64_t divide(const EvidenceArguments& e, std::int32_t window, std::int32_t parts, void* workspace,
@@ -90,439 +88,6 @@ std::int64_t divide(const EvidenceArguments& e, std::int32_t window, std::int32_
   return of.bytes();
 }
 
-/// A slot that a warp has.
-struct WarpSlot {
-  std::int32_t newest;  ///< position from which on queries count it in newest
-  std::int32_t column;  ///< the same in the column
-  float scale;          ///< of a key of 8 bits
-};
-
-/// What a block does with a row, in shared memory, where it takes no registers.
-struct BlockWork {
-  AttentionPlan plan;
-  std::int64_t number;  ///< the next among all
-  std::int64_t row;
-  std::int64_t tile0;      ///< the row's first tile among all
-  std::int32_t begin;      ///< first slot
-  std::int32_t stop;       ///< behind the last one
-  std::int32_t end;        ///< behind the last one that takes part
-  std::int32_t part;       ///< slots whose statistics are taken together
-  std::int32_t at_a_time;  ///< tiles in shared memory
-  bool split;              ///< low numbers come with them, behind the tiles
-  bool aligned;
-  SlotAddress keys;
-  const std::int32_t* positions;
-
-  [[nodiscard]] __device__ std::int32_t tiles() const { return pieces(plan.total, kTileQueries); }
-};
-
-/// Shared memory of a block with `resident` tiles of a row's `most` that copies `ahead` of a warp's blocks of slots at
-/// a time.
-template <class T, int kSpans, bool kApply>
-struct AttentionMatrixShared {
-  static constexpr std::int32_t kBlocks = kSpans > 4 ? 2 : 4;  ///< of eight slots that a warp has
-  static constexpr std::int32_t kSlots = 8 * kBlocks, kRound = kWarps * kSlots;
-  using Tile = QueryTile<kSpans>;
-  using Word = PackedElements<T, 8>;  ///< eight components of a key
-  static constexpr std::size_t kWork = 0, kWarpSlots = (sizeof(BlockWork) + 31) / 32 * 32;
-  static constexpr std::size_t kPositions = kWarpSlots + (sizeof(WarpSlot) * kRound + 31) / 32 * 32;
-  static constexpr std::size_t kScales = kPositions + sizeof(std::int32_t) * kRound;
-  static constexpr std::size_t kOwn =
-      kScales + (std::is_same_v<T, Bits8> ? sizeof(float) * kRound : 0);  ///< what each thread adds to newest
-  static constexpr std::size_t kRest = kOwn + sizeof(float4) * kMatrixThreads * (kApply ? kBlocks / 2 : 0);
-  std::size_t tiles, tops, sums, words, bytes;
-
-  KVKEEP_HD AttentionMatrixShared(std::int32_t resident, std::int32_t most, std::int32_t ahead) {
-    const auto count = static_cast<std::size_t>(resident),
-               states = static_cast<std::size_t>(kApply ? 0 : kWarps * queries_of(resident, most));
-    Parts parts{kRest};
-    tiles = parts.take(sizeof(Tile) * count);
-    tops = parts.take(sizeof(float) * states);
-    sums = parts.take(sizeof(float) * states);
-    words = parts.take(sizeof(Word) * kSpans * kMatrixThreads * static_cast<std::size_t>(ahead));
-    bytes = parts.bytes;
-  }
-  /// Whose statistics a warp has at most.
-  KVKEEP_HD static std::int32_t queries_of(std::int32_t resident, std::int32_t most) {
-    return (resident < most ? resident : most) * kTileQueries;
-  }
-};
-
-/// What a warp works with: of its block's shared memory, and of the slots that it has now. A lane has the products of
-/// queries lane / 4 + 8 i and slots 8 b + lane % 4 * 2 + e as x[b][2 * i + e]: see the picture above.
-template <class T, int kSpans, bool kApply>
-class WarpState {
-  using Shared = AttentionMatrixShared<T, kSpans, kApply>;
-  using Word = typename Shared::Word;
-  static constexpr int kBlocks = Shared::kBlocks;
-  using Products = float[kBlocks][4];
-
- public:
-  using Sums = float[2 * kBlocks];  ///< of the lane's slots, [2 * b + e]
-
-  __device__ WarpState(const AttentionMatrixTask& m, std::byte* shared, const Shared& parts)
-      : task_(m.of),
-        ahead_(m.ahead),
-        work_(*reinterpret_cast<const BlockWork*>(shared + Shared::kWork)),
-        tiles_(reinterpret_cast<const QueryTile<kSpans>*>(shared + parts.tiles)),
-        slots_(reinterpret_cast<WarpSlot*>(shared + Shared::kWarpSlots) + index() * Shared::kSlots),
-        own_(reinterpret_cast<float4*>(shared + Shared::kOwn) + threadIdx.x),
-        tops_(reinterpret_cast<float*>(shared + parts.tops) + index() * Shared::queries_of(m.resident, m.queries.most)),
-        sums_(reinterpret_cast<float*>(shared + parts.sums) + index() * Shared::queries_of(m.resident, m.queries.most)),
-        words_(reinterpret_cast<Word*>(shared + parts.words) + threadIdx.x),
-        position_(reinterpret_cast<std::int32_t*>(shared + Shared::kPositions) + index() * Shared::kSlots + lane()),
-        scale_(reinterpret_cast<float*>(shared + Shared::kScales) + index() * Shared::kSlots + lane()) {}
-
-  [[nodiscard]] __device__ static std::int32_t index() { return static_cast<std::int32_t>(threadIdx.x / 32); }
-
-  /// Begins to copy what read() of slots [slot0, end) takes, if there are any.
-  __device__ void ask(std::int32_t slot0, std::int32_t end) const {
-    if (slot0 >= end) return;
-    if (const std::int32_t slot = slot0 + lane(); lane() < Shared::kSlots && slot < end) {
-      copy_ahead<4>(position_, work_.positions + static_cast<std::uint32_t>(slot));
-      if constexpr (std::is_same_v<T, Bits8>) copy_ahead<4>(scale_, work_.plan.row->key_scales.at(slot));
-    }
-    copy_keys(slot0, end);
-    const SlotAddress keys = work_.keys;
-#pragma unroll 1
-    for (std::int32_t b = ahead_; b < kBlocks; ++b) {  // no further than to the L2
-      const T* key = this->key(keys, slot0 + 8 * b, end);
-#pragma unroll
-      for (int s = 0; s < kSpans; ++s) fetch_ahead(key + component(s));
-    }
-  }
-
-  /// Takes slots [slot0, end), at most kSlots of them and at least one, that were asked for.
-  __device__ void read(std::int32_t slot0, std::int32_t end) {
-    const AttentionPlan& plan = work_.plan;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if ((b & (ahead_ - 1)) == 0) {
-        if (b > 0) copy_keys(slot0 + 8 * b, end);
-        wait_for_copies();
-      }
-#pragma unroll
-      for (int s = 0; s < kSpans; ++s) {
-        keys_[b][s] = {};
-        memcpy(&keys_[b][s], word(b & (ahead_ - 1), s), sizeof(Word));
-      }
-    }
-    if constexpr (std::is_same_v<T, Bits8>) widen();  // once all of them are under way
-    __syncwarp();
-    if (lane() < Shared::kSlots) {
-      const std::int32_t slot = slot0 + lane();
-      const std::int32_t at = slot < plan.from || slot >= end ? kNever
-                              : task_.kind == Kind::history   ? kFirst
-                                                              : *position_;
-      // On the suffix only strictly later queries count.
-      slots_[lane()] = {at, task_.kind == Kind::window && slot >= plan.history && at != kNever ? at + 1 : at,
-                        std::is_same_v<T, Bits8> && slot < end ? *scale_ : 0.0F};
-    }
-    __syncwarp();
-    clear_ = slot0 >= plan.from && slot0 + Shared::kSlots <= end && slots_[Shared::kSlots - 1].newest <= plan.oldest &&
-             (!kApply || task_.kind != Kind::window || slot0 + Shared::kSlots <= plan.history);
-  }
-
-  /// The slots have got nothing in newest. What a lane's queries give its slots there is in shared memory: few tiles
-  /// add to it, and it takes no registers.
-  __device__ void begin_newest() const {
-#pragma unroll
-    for (int b = 0; b < kBlocks; b += 2) own_[b / 2 * kMatrixThreads] = {0, 0, 0, 0};
-  }
-
-  /// Adds what `count` tiles of queries give the slots.
-  __device__ void give(std::int32_t count, Sums& columns) const {
-    bool clear = clear_;
-    __syncwarp();
-    for (std::int32_t tile = 0; tile < count;) {
-      Products x;
-      multiply(tile, x);
-      if (clear && !give_all(tile, x, columns)) {
-        clear = false;  // once more, with a look at every number
-        continue;
-      }
-      if (!clear) give_some(tile, x, columns);
-      clear = clear_;
-      ++tile;
-    }
-  }
-
-  /// Takes the statistics of `count` tiles of queries over the slots, into the warp's own. first: it has none yet.
-  __device__ void take(std::int32_t count, bool first) const {
-    const bool all = clear_ && !first;
-    bool clear = all;
-    __syncwarp();
-    for (std::int32_t tile = 0; tile < count;) {
-      Products x;
-      multiply(tile, x);
-      if (clear && !take_all(tile, x)) {
-        clear = false;
-        continue;
-      }
-      if (!clear) take_some(tile, x);
-      clear = all;
-      ++tile;
-    }
-  }
-
-  /// The warp's statistics of nothing.
-  __device__ void begin(std::int32_t first, std::int32_t count) const {
-    for (std::int32_t q = lane(); q < count * kTileQueries; q += 32) {
-      tops_[q] = first * kTileQueries + q < work_.plan.total ? kNothing : 0.0F;
-      sums_[q] = 0;
-    }
-  }
-
-  /// Writes what the slots got, those of them before `stop`.
-  __device__ void write(Sums& columns, std::int32_t slot0, std::int32_t stop) const {
-    Sums newest;
-#pragma unroll
-    for (int b = 0; b < kBlocks; b += 2) {
-      const float4 of = own_[b / 2 * kMatrixThreads];
-      newest[2 * b] = of.x, newest[2 * b + 1] = of.y, newest[2 * b + 2] = of.z, newest[2 * b + 3] = of.w;
-    }
-    const float column_sum = over_queries(columns), newest_sum = over_queries(newest);
-    // What over_queries() leaves a lane with.
-    std::int32_t own = (lane() >> 4 & 1) * 2 + (lane() >> 3 & 1);
-    if constexpr (kBlocks == 4) own = own * 2 + (lane() >> 2 & 1);
-    const std::int32_t t = slot0 + slot_of(own / 2, own % 2);
-    if (t < stop && (kBlocks == 4 || (lane() & 4) == 0)) write_slot(task_, work_.plan, t, column_sum, newest_sum);
-  }
-
- private:
-  [[nodiscard]] __device__ static std::int32_t lane() { return static_cast<std::int32_t>(threadIdx.x % 32); }
-  [[nodiscard]] __device__ static std::int32_t slot_of(std::int32_t block, std::int32_t e) {
-    return 8 * block + lane() % 4 * 2 + e;
-  }
-  /// Of the lane's i-th query.
-  [[nodiscard]] __device__ const QueryLine& line(std::int32_t tile, int i) const {
-    return tiles_[tile].lines[8 * i + lane() / 4];
-  }
-  [[nodiscard]] __device__ const QueryMark& mark(std::int32_t tile, int i) const {
-    return tiles_[tile].marks[8 * i + lane() / 4];
-  }
-  /// Sums over the lanes that have the same slots; each lane gets that of one of its slots.
-  [[nodiscard]] __device__ static float over_queries(Sums& sums) {
-#pragma unroll
-    for (int bit = 16, n = kBlocks; bit >= 4; bit /= 2, n /= 2) {
-      const bool upper = (lane() & bit) != 0;
-      if (n == 0) {
-        sums[0] += __shfl_xor_sync(0xFFFFFFFFU, sums[0], bit);
-        break;
-      }
-#pragma unroll
-      for (int i = 0; i < n; ++i)
-        sums[i] = (upper ? sums[n + i] : sums[i]) + __shfl_xor_sync(0xFFFFFFFFU, upper ? sums[i] : sums[n + i], bit);
-    }
-    return sums[0];
-  }
-
-  /// Key of the lane's slot of the eight from slot0 on. What is behind the last slot or component is any other one: its
-  /// products count for nothing.
-  [[nodiscard]] __device__ static const T* key(const SlotAddress& keys, std::int32_t slot0, std::int32_t end) {
-    const std::int32_t slot = slot0 + lane() / 4;
-    return reinterpret_cast<const T*>(keys.at(slot < end ? slot : end - 1));
-  }
-  /// Where the lane's part of a span begins.
-  [[nodiscard]] __device__ std::int32_t component(int span) const {
-    const std::int32_t first = lane() % 4 * 8, d = span * kSpan + first;
-    return d < task_.e.dim ? d : 0;
-  }
-  [[nodiscard]] __device__ Word* word(int block, int span) const {
-    return words_ + (block * kSpans + span) * kMatrixThreads;
-  }
-  /// Begins to copy as many keys as there is room for.
-  __device__ void copy_keys(std::int32_t slot0, std::int32_t end) const {
-    const SlotAddress keys = work_.keys;
-    const bool aligned = work_.aligned;
-#pragma unroll 1
-    for (std::int32_t b = 0; b < ahead_; ++b) {
-      const T* key = this->key(keys, slot0 + 8 * b, end);
-      if (aligned) {
-#pragma unroll
-        for (int s = 0; s < kSpans; ++s) copy_ahead<sizeof(Word)>(word(b, s), key + component(s));
-      } else {
-#pragma unroll 1
-        for (int k = 0; k < 8 * kSpans; ++k) word(b, k / 8)->x[k % 8] = key[component(k / 8) + k % 8];
-      }
-    }
-  }
-
-  /// Keys of 8 bits, as they are multiplied.
-  __device__ void widen() {
-    with_format(task_.e.keys, [&](auto format) {
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-        for (int s = 0; s < kSpans; ++s) {
-          uint4& key = keys_[b][s];
-          const uint2 low = halves_of<decltype(format)::value>(key.x), high = halves_of<decltype(format)::value>(key.y);
-          key = {low.x, low.y, high.x, high.y};
-        }
-    });
-  }
-
-  __device__ void multiply(std::int32_t tile, Products& x) const {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) x[b][k] = 0;
-    add_products(tiles_[tile].words + lane(), x);
-    if ((tiles_[tile].flags.x & kSplit) != 0)
-      add_products(reinterpret_cast<const uint4*>(tiles_ + work_.at_a_time) + tile * QueryTile<kSpans>::kWords + lane(),
-                   x);
-    if constexpr (std::is_same_v<T, Bits8>) {
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float scale = slots_[slot_of(b, e)].scale;
-          x[b][e] *= scale;
-          x[b][2 + e] *= scale;
-        }
-    }
-  }
-
-  __device__ void add_products(const uint4* words, Products& x) const {
-#pragma unroll
-    for (int s = 0; s < kSpans; ++s) {
-      const uint4 first = words[s * 64], second = words[s * 64 + 32];
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-        multiply_add<MatrixElement<T>>(x[b], {first.x, first.y, first.z, first.w}, {keys_[b][s].x, keys_[b][s].y});
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-        multiply_add<MatrixElement<T>>(x[b], {second.x, second.y, second.z, second.w}, {keys_[b][s].z, keys_[b][s].w});
-    }
-  }
-
-  /// give() of one tile where every query sees every slot. Returns false, having added nothing, if a logit is no
-  /// number. x: products, shares afterwards.
-  __device__ bool give_all(std::int32_t tile, Products& x, Sums& columns) const {
-    const QueryLine lines[2] = {line(tile, 0), line(tile, 1)};
-    float all = 0;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) x[b][2 * i + e] = exp2_of(fmaf(x[b][2 * i + e], lines[i].factor, lines[i].shift));
-        all += x[b][e] + x[b][2 + e];
-      }
-    if (__all_sync(0xFFFFFFFFU, is_number(all) ? 1 : 0) == 0) return false;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) columns[2 * b + e] += x[b][e] + x[b][2 + e];
-    if ((tiles_[tile].flags.x & kNewest) != 0) give_newest(tile, x);
-    return true;
-  }
-
-  /// give() of one tile where a query does not see a slot, or a logit is no number. Adds in the same order.
-  __device__ void give_some(std::int32_t tile, Products& x, Sums& columns) const {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const WarpSlot slot = slots_[slot_of(b, e)];
-        float counted[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& share = x[b][2 * i + e];
-          const QueryLine line = this->line(tile, i);
-          const std::int32_t position = mark(tile, i).position;
-          share = is_number(share * line.factor) ? exp2_of(fmaf(share, line.factor, line.shift)) : 0.0F;
-          counted[i] = slot.column <= position ? share : 0.0F;
-          if (slot.newest > position) share = 0;
-        }
-        columns[2 * b + e] += counted[0] + counted[1];
-      }
-    if ((tiles_[tile].flags.x & kNewest) != 0) give_newest(tile, x);
-  }
-
-  /// Adds shares to newest.
-  __device__ void give_newest(std::int32_t tile, const Products& shares) const {
-    const float counts[2] = {mark(tile, 0).newest, mark(tile, 1).newest};
-    const auto more = [&](float sum, int b, int e) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) sum = counts[i] == 0 ? sum : fmaf(shares[b][2 * i + e], counts[i], sum);
-      return sum;
-    };
-#pragma unroll
-    for (int b = 0; b < kBlocks; b += 2) {
-      float4& of = own_[b / 2 * kMatrixThreads];
-      of = {more(of.x, b, 0), more(of.y, b, 1), more(of.z, b + 1, 0), more(of.w, b + 1, 1)};
-    }
-  }
-
-  /// take() of one tile where every query sees every slot and the warp has seen some. Returns false, having added
-  /// nothing, if a logit is no number, or far above what was seen.
-  __device__ bool take_all(std::int32_t tile, const Products& x) const {
-    float sums[2] = {};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float factor = line(tile, i).factor, top = tops_[tile * kTileQueries + 8 * i + lane() / 4];
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) sums[i] += exp2_of(fmaf(x[b][2 * i + e], factor, -top));
-    }
-    // Each lane gets the sum of one of its two queries.
-    const bool odd = lane() % 2 != 0;
-    float sum = (odd ? sums[1] : sums[0]) + __shfl_xor_sync(0xFFFFFFFFU, odd ? sums[0] : sums[1], 1);
-    sum += __shfl_xor_sync(0xFFFFFFFFU, sum, 2);
-    if (__all_sync(0xFFFFFFFFU, sum < kFarAbove ? 1 : 0) == 0) return false;
-    if ((lane() & 2) == 0) sums_[tile * kTileQueries + lane() / 4 + (odd ? 8 : 0)] += sum;
-    return true;
-  }
-
-  /// take() of one tile where a query does not see a slot, a logit is no number, or there is nothing to compare with.
-  __device__ void take_some(std::int32_t tile, const Products& x) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const std::int32_t q = tile * kTileQueries + 8 * i + lane() / 4, position = mark(tile, i).position;
-      const float factor = line(tile, i).factor, before = tops_[q];
-      float top = before, sum = 0;
-      bool seen[kBlocks][2];
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float logit = x[b][2 * i + e] * factor;
-          seen[b][e] = slots_[slot_of(b, e)].newest <= position && is_number(logit);
-          if (seen[b][e]) top = fmaxf(top, logit);
-        }
-      top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFU, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFU, top, 2));
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (seen[b][e]) sum += exp2_of(fmaf(x[b][2 * i + e], factor, -top));
-      sum += __shfl_xor_sync(0xFFFFFFFFU, sum, 1);
-      sum += __shfl_xor_sync(0xFFFFFFFFU, sum, 2);
-      __syncwarp();
-      if (lane() % 4 == 0 && top > kNothing) {
-        sums_[q] = fmaf(sums_[q], exp2_of(before - top), sum);
-        tops_[q] = top;
-      }
-    }
-  }
-
-  const AttentionTask& task_;
-  const std::int32_t ahead_;
-  const BlockWork& work_;
-  const QueryTile<kSpans>* tiles_;
-  WarpSlot* slots_;
-  float4* own_;
-  float *tops_, *sums_;
-  Word* words_;             ///< copies of the lane's words of keys, kMatrixThreads apart
-  std::int32_t* position_;  ///< of the lane's own slot
-  float* scale_;
-  uint4 keys_[kBlocks][kSpans];
-  bool clear_;  ///< every query sees every slot that the warp has
-};
-
 /// Brings `count` tiles of a row's queries from `first` on to shared memory. The block waits before and after.
 template <int kSpans>
 __device__ void bring(const SplitQueries& queries, const BlockWork& work, std::int32_t first, std::int32_t count,
@@ -536,7 +101,9 @@ __device__ void bring(const SplitQueries& queries, const BlockWork& work, std::i
   if (work.split) {
     const uint4* low = queries.low + (work.tile0 + first) * Tile::kWords;
     words += work.at_a_time * Tile::kAll;
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count * Tile::kWords; i += kMatrixThreads)
+    const auto all = static_cast<std::uint32_t>(count * Tile::kWords);
+#pragma unroll 1
+    for (std::uint32_t i = threadIdx.x; i < all; i += kMatrixThreads)
       if ((from[i / Tile::kWords].flags.x & kSplit) != 0) copy_ahead(words + i, low + i);
   }
   wait_for_copies();
@@ -567,22 +134,14 @@ __device__ void combine_warps(const AttentionMatrixTask& m, const BlockWork& wor
   __syncthreads();
 }
 
-/// Counts the parts of a row that the block looked at as there. The block that finds all of them there sets the shifts
-/// of the row's queries, from the parts in ascending order.
+/// Sets the shifts of the row's queries from its parts in ascending order: of the tiles `near`, or of all that wait.
 template <int kSpans>
-__device__ void arrive(const AttentionMatrixTask& m, const BlockWork& work) {
+__device__ void set_shifts(const AttentionMatrixTask& m, const BlockWork& work, QueryTile<kSpans>* near) {
   const AttentionPlan& plan = work.plan;
-  const std::int64_t r = work.row;
-  const std::int32_t all = pieces(plan.row->length, work.part), parts = pieces(work.stop - work.begin, work.part);
-  __syncthreads();
-  bool last = false;
-  if (threadIdx.x == 0) {
-    __threadfence();  // hands on, with the count, what the block wrote before the barrier
-    last = atomicAdd(m.queries.arrived + r, parts) + parts == all;
-    __threadfence();  // what other blocks handed on is there, and after the next barrier it is for the whole block
-  }
-  if (__syncthreads_or(last ? 1 : 0) == 0) return;
   const AttentionTask& task = m.of;
+  const std::int64_t r = work.row;
+  const std::int32_t all = pieces(plan.row->length, work.part);
+  QueryTile<kSpans>* const tiles = near != nullptr ? near : m.queries.of<kSpans>() + work.tile0;
   for (auto n = static_cast<std::int32_t>(threadIdx.x); n < plan.total; n += kMatrixThreads) {
     float top = kNothing, sum = 0;
     for (std::int32_t p = 0; p < all; ++p)
@@ -595,13 +154,28 @@ __device__ void arrive(const AttentionMatrixTask& m, const BlockWork& work) {
     float shift = sum > 0 ? -(top + log2f(sum)) : kNothing;
     if (task.kind == Kind::history && plan.query_of(n) == plan.window - 1)
       shift += log2f(static_cast<float>(task.newest_counts));
-    m.queries.of<kSpans>()[work.tile0 + n / kTileQueries].lines[n % kTileQueries].shift = shift;
+    tiles[n / kTileQueries].lines[n % kTileQueries].shift = shift;
   }
+}
+
+/// Counts the parts of a row that the block looked at as there. The block that finds all of them there sets the shifts
+/// of the row's queries.
+template <int kSpans>
+__device__ void arrive(const AttentionMatrixTask& m, const BlockWork& work) {
+  const std::int64_t r = work.row;
+  const std::int32_t all = pieces(work.plan.row->length, work.part), parts = pieces(work.stop - work.begin, work.part);
+  bool last = false;
+  if (threadIdx.x == 0) {
+    __threadfence();  // hands on, with the count, what the block wrote before the barrier
+    last = atomicAdd(m.queries.arrived + r, parts) + parts == all;
+    __threadfence();  // what other blocks handed on is there, and after the next barrier it is for the whole block
+  }
+  if (__syncthreads_or(last ? 1 : 0) != 0) set_shifts<kSpans>(m, work, nullptr);
 }
 
 /// Fills `work` with the block's next. Returns false if there is none. The whole block calls, and waits. `columns` goes
 /// backwards: the last rows that `statistics` read may still be in the L2.
-template <bool kApply, std::int32_t kRound>
+template <Pass kPass, std::int32_t kRound>
 __device__ bool find_work(const AttentionMatrixTask& m, BlockWork& work) {
   const AttentionTask& task = m.of;
   const std::int64_t all = std::int64_t{task.e.count} * m.pieces;
@@ -610,25 +184,26 @@ __device__ bool find_work(const AttentionMatrixTask& m, BlockWork& work) {
   std::int32_t length = 0, part = kRound, begin = 0;
   bool some = false;
   for (; !some && number < all; number += gridDim.x) {
-    const auto n = static_cast<std::uint32_t>(kApply ? all - 1 - number : number);
+    const auto n = static_cast<std::uint32_t>(kPass == Pass::columns ? all - 1 - number : number);
     r = n / static_cast<std::uint32_t>(m.pieces);
     if (!task.e.due(r)) continue;
     const std::int32_t total = m.queries.plans[r].total;
     length = task.e.rows[r].length;
-    if constexpr (!kApply) part = part_of(length);
+    if constexpr (kPass != Pass::columns) part = part_of(length);
     begin = static_cast<std::int32_t>(n - static_cast<std::uint32_t>(r * m.pieces)) * m.at_once * part;
-    some = begin < length && (kApply || total > 0);
+    some = begin < length && (kPass != Pass::statistics || total > 0);
   }
   __syncthreads();
   if (!some) return false;
   if (threadIdx.x == 0) {
     const Row& row = task.e.rows[r];
-    const std::int32_t stop = begin + m.at_once * part;
+    const std::int32_t stop = kPass == Pass::both ? length : begin + m.at_once * part;
     work.plan = m.queries.plans[r];
     work.number = number;
     work.row = r;
     work.tile0 = r * m.queries.most;
     work.part = part;
+    work.kind = task.kind;
     work.begin = begin;
     work.stop = stop < length ? stop : length;
     work.end = work.plan.to < work.stop ? work.plan.to : work.stop;
@@ -654,55 +229,115 @@ __device__ void find_split(const AttentionMatrixTask& m, BlockWork& work) {
   __syncthreads();
 }
 
-/// One pass over the keys: kApply gives the columns, else the statistics are taken.
-template <class T, int kSpans, bool kApply>
-__global__ void __launch_bounds__(kMatrixThreads, 2) attention_matrix_kernel(AttentionMatrixTask m) {
-  wait_for_earlier_kernels();
-  using Shared = AttentionMatrixShared<T, kSpans, kApply>;
-  using Warp = WarpState<T, kSpans, kApply>;
-  const Shared parts(m.resident, m.queries.most, m.ahead);
-  std::byte *shared = dynamic_shared(), *tiles = shared + parts.tiles;
-  BlockWork& work = *reinterpret_cast<BlockWork*>(shared + Shared::kWork);
-  const std::int32_t own = Warp::index() * Shared::kSlots;
-  if (threadIdx.x == 0) work.number = blockIdx.x;
-  while (find_work<kApply, Shared::kRound>(m, work)) {
-    Warp(m, shared, parts).ask(work.begin + own, work.end);
-    find_split<kSpans>(m, work);
-    if constexpr (kApply) {
-      for (std::int32_t round = work.begin; round < work.stop; round += Shared::kRound) {
-        Warp warp(m, shared, parts);
-        typename Warp::Sums columns = {};
-        warp.begin_newest();
-        for (std::int32_t s = 0; s < work.tiles(); s += work.at_a_time) {
-          const std::int32_t left = work.tiles() - s, count = left < work.at_a_time ? left : work.at_a_time;
-          if (round == work.begin || work.tiles() > work.at_a_time) bring<kSpans>(m.queries, work, s, count, tiles);
-          if (round + own >= work.end) continue;
-          if (s == 0) warp.read(round + own, work.end);
-          if (left == count) warp.ask(round + Shared::kRound + own, work.end);
-          warp.give(count, columns);
-        }
-        warp.write(columns, round + own, work.stop);
+/// One pass over the keys, or both.
+template <class T, int kSpans, Pass kPass>
+class BlockState {
+  using Shared = AttentionMatrixShared<T, kSpans, kPass>;
+  using Warp = WarpState<T, kSpans, kPass>;
+  static constexpr std::int32_t kRound = Shared::kRound;
+
+ public:
+  __device__ BlockState(const AttentionMatrixTask& m, const Shared& parts)
+      : m_(m),
+        parts_(parts),
+        shared_(dynamic_shared()),
+        work_(*reinterpret_cast<BlockWork*>(shared_ + Shared::kWork)),
+        own_(Warp::index() * Shared::kSlots),
+        warp_(m, shared_, parts) {}
+
+  __device__ void run() {
+    if (threadIdx.x == 0) work_.number = blockIdx.x;
+    while (find_work<kPass, kRound>(m_, work_)) {
+      warp_.ask(work_.begin + own_, work_.end);
+      find_split<kSpans>(m_, work_);
+      if constexpr (kPass != Pass::columns) take();
+      if constexpr (kPass == Pass::statistics) arrive<kSpans>(m_, work_);
+      if constexpr (kPass == Pass::both) {
+        set_shifts<kSpans>(m_, work_, stay() ? reinterpret_cast<QueryTile<kSpans>*>(shared_ + parts_.tiles) : nullptr);
+        __syncthreads();
+        // From the last round on, whose keys are still there.
+        for (hold(kRoundHeld, (work_.stop - 1) / kRound * kRound); round() >= 0; hold(kRoundHeld, round() - kRound))
+          give();
       }
-    } else {
-      for (std::int32_t s = 0; s < work.tiles(); s += work.at_a_time) {
-        const std::int32_t left = work.tiles() - s, count = left < work.at_a_time ? left : work.at_a_time;
-        bring<kSpans>(m.queries, work, s, count, tiles);
-        for (std::int32_t begin = work.begin; begin < work.stop; begin += work.part) {
-          const std::int32_t end = work.end - begin < work.part ? work.end : begin + work.part;
-          Warp(m, shared, parts).begin(s, count);
-          for (std::int32_t slot0 = begin + own; slot0 < end; slot0 += Shared::kRound) {
-            Warp warp(m, shared, parts);
-            warp.read(slot0, end);
-            const std::int32_t next = slot0 + Shared::kRound;
-            warp.ask(next < work.end || left == count ? next : work.begin + own, work.end);  // or for other tiles
-            warp.take(count, slot0 == begin + own);
-          }
-          combine_warps(m, work, begin, s, count, shared, parts);
-        }
-      }
-      arrive<kSpans>(m, work);
+      if constexpr (kPass == Pass::columns)
+        for (hold(kRoundHeld, work_.begin); round() < work_.stop; hold(kRoundHeld, round() + kRound)) give();
     }
   }
+
+ private:
+  /// Whether all tiles are in shared memory together, so that those for the statistics serve for the columns.
+  [[nodiscard]] __device__ bool stay() const { return work_.tiles() <= work_.at_a_time; }
+  [[nodiscard]] __device__ std::int32_t batch(std::int32_t first) const {
+    const std::int32_t left = work_.tiles() - first;
+    return left < work_.at_a_time ? left : work_.at_a_time;
+  }
+
+  /// Statistics of all parts.
+  __device__ void take() {
+    for (std::int32_t s = 0; s < work_.tiles(); s += work_.at_a_time) {
+      const std::int32_t count = batch(s);
+      bring<kSpans>(m_.queries, work_, s, count, shared_ + parts_.tiles);
+      for (std::int32_t begin = work_.begin; begin < work_.stop; begin += work_.part) {
+        const std::int32_t end = work_.end - begin < work_.part ? work_.end : begin + work_.part;
+        warp_.begin(s, count);
+        for (std::int32_t slot0 = begin + own_; slot0 < end; slot0 += kRound) {
+          warp_.template read<Pass::statistics>(slot0, end);
+          std::int32_t next = slot0 + kRound;
+          if (next >= work_.end) {
+            if (s + count < work_.tiles())
+              next = work_.begin + own_;  // for other tiles
+            else if (kPass == Pass::both && m_.ahead < Shared::kBlocks)
+              next = slot0;  // for the columns, which find these keys where they are if there was room for all
+          }
+          warp_.ask(next, work_.end);
+          warp_.take(count, slot0 == begin + own_);
+        }
+        combine_warps(m_, work_, begin, s, count, shared_, parts_);
+      }
+    }
+  }
+
+  /// The round whose columns are made, and the first of the tiles that give them: numbers that each thread has in
+  /// shared memory, where they take no registers.
+  enum Held : std::uint8_t { kRoundHeld, kTileHeld };
+  [[nodiscard]] __device__ volatile std::int32_t* held(Held which) const {
+    return reinterpret_cast<volatile std::int32_t*>(shared_ + Shared::kHeld) + which * kMatrixThreads + threadIdx.x;
+  }
+  [[nodiscard]] __device__ std::int32_t round() const { return *held(kRoundHeld); }
+  [[nodiscard]] __device__ std::int32_t tile() const { return *held(kTileHeld); }
+  __device__ void hold(Held which, std::int32_t number) { *held(which) = number; }
+
+  /// The columns of one round of slots.
+  __device__ void give() {
+    typename Warp::Sums columns = {};
+    warp_.begin_newest();
+    for (hold(kTileHeld, 0); tile() < work_.tiles(); hold(kTileHeld, tile() + work_.at_a_time)) {
+      const std::int32_t count = batch(tile());
+      if (!stay() || (kPass == Pass::columns && round() == work_.begin))
+        bring<kSpans>(m_.queries, work_, tile(), count, shared_ + parts_.tiles);
+      if (const std::int32_t slot0 = round() + own_; slot0 < work_.end) {
+        if (tile() == 0) warp_.template read<Pass::columns>(slot0, work_.end);
+        if (tile() + count == work_.tiles() && (kPass == Pass::columns || slot0 >= kRound))
+          warp_.ask(kPass == Pass::columns ? slot0 + kRound : slot0 - kRound, work_.end);
+        warp_.give(count, columns);
+      }
+    }
+    warp_.write(columns, round() + own_, work_.stop);
+  }
+
+  const AttentionMatrixTask& m_;
+  const Shared& parts_;
+  std::byte* shared_;
+  BlockWork& work_;
+  std::int32_t own_;
+  Warp warp_;
+};
+
+template <class T, int kSpans, Pass kPass>
+__global__ void __launch_bounds__(kMatrixThreads, 2) attention_matrix_kernel(AttentionMatrixTask m) {
+  wait_for_earlier_kernels();
+  const AttentionMatrixShared<T, kSpans, kPass> parts(m.resident, m.queries.most, m.ahead);
+  BlockState<T, kSpans, kPass>(m, parts).run();
 }
 
 /// What the current device has.
@@ -737,28 +372,41 @@ std::int32_t pieces_at_once(std::int64_t rows, std::int32_t all, std::int32_t sl
   return best;
 }
 
-template <class T, int kSpans, bool kApply>
+/// Blocks that run at the same time.
+std::int64_t blocks_at_once() { return std::int64_t{2} * of_device(cudaDevAttrMultiProcessorCount); }
+
+/// Whether both passes take the shortest time with a whole row for every block, so that one launch makes them.
+bool is_one_launch(const EvidenceArguments& e, std::int32_t parts, std::int32_t round) {
+  const std::int32_t rounds = pieces(e.longest, round);
+  const std::int64_t blocks = blocks_at_once();
+  return pieces_at_once(e.count, parts, part_of(e.longest), blocks) == parts &&
+         pieces_at_once(e.count, rounds, round, blocks) == rounds;
+}
+
+template <class T, int kSpans, Pass kPass>
 void launch_pass(const char* name, AttentionMatrixTask m, Stream stream) {
   // Queries that come in the keys' own dtype need no second number; those that were turned do.
   const bool likely_split = m.of.queries != nullptr || with_element(m.of.e.query, [](auto x) {
                               return !std::is_same_v<decltype(x), MatrixElement<T>>;
                             });
-  using Shared = AttentionMatrixShared<T, kSpans, kApply>;
+  using Shared = AttentionMatrixShared<T, kSpans, kPass>;
   const std::size_t limit =  // a block has 1 KiB more than it asks for
       (static_cast<std::size_t>(of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin)) - 1024) / 2;
   m.resident = resident_tiles<Shared>(likely_split ? m.queries.most * 2 : m.queries.most, m.queries.most, limit);
   for (m.ahead = 1; m.ahead < Shared::kBlocks && Shared(m.resident, m.queries.most, 2 * m.ahead).bytes <= limit;)
     m.ahead *= 2;
-  const std::int32_t all = kApply ? pieces(m.of.e.longest, Shared::kRound) : m.of.parts;
-  m.at_once = pieces_at_once(m.of.e.count, all, kApply ? Shared::kRound : part_of(m.of.e.longest),
-                             std::int64_t{2} * of_device(cudaDevAttrMultiProcessorCount));
+  const std::int32_t all = kPass == Pass::columns ? pieces(m.of.e.longest, Shared::kRound) : m.of.parts;
+  m.at_once = kPass == Pass::both
+                  ? all
+                  : pieces_at_once(m.of.e.count, all, kPass == Pass::columns ? Shared::kRound : part_of(m.of.e.longest),
+                                   blocks_at_once());
   m.pieces = pieces(all, m.at_once);
   // For two blocks on a multiprocessor as little as possible of its shared memory may serve as L1.
   const cudaError_t status =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(attention_matrix_kernel<T, kSpans, kApply>),
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(attention_matrix_kernel<T, kSpans, kPass>),
                            cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   KVKEEP_REQUIRE_AS(DeviceError, status == cudaSuccess, name, ": ", cudaGetErrorString(status));
-  launch(name, attention_matrix_kernel<T, kSpans, kApply>,
+  launch(name, attention_matrix_kernel<T, kSpans, kPass>,
          {.blocks = blocks_for(std::int64_t{m.of.e.count} * m.pieces),
           .threads = kMatrixThreads,
           .shared_bytes = Shared(m.resident, m.queries.most, m.ahead).bytes},
@@ -785,11 +433,16 @@ void launch_on_matrix_units(const AttentionTask& task, void* workspace, Stream s
         const std::int64_t tiles = std::int64_t{task.e.count} * m.queries.most;
         launch("attention_split_queries", attention_split_queries_kernel<MatrixElement<T>, spans()>,
                {.blocks = blocks_of_threads(tiles * 32, kThreads), .threads = kThreads}, stream, m);
-        if (task.log_sum_exp == nullptr) launch_pass<T, spans(), false>("attention_matrix_statistics", m, stream);
+        if (task.log_sum_exp == nullptr) {
+          if (task.weights == nullptr &&
+              is_one_launch(task.e, task.parts, AttentionMatrixShared<T, spans(), Pass::both>::kRound))
+            return launch_pass<T, spans(), Pass::both>("attention_matrix", m, stream);
+          launch_pass<T, spans(), Pass::statistics>("attention_matrix_statistics", m, stream);
+        }
         if (task.weights != nullptr)
           launch("attention_weigh", attention_weigh_kernel<spans()>,
                  {.blocks = blocks_of_threads(tiles * kTileQueries, kThreads), .threads = kThreads}, stream, m);
-        launch_pass<T, spans(), true>("attention_matrix", m, stream);
+        launch_pass<T, spans(), Pass::columns>("attention_matrix", m, stream);
       }
     });
   });

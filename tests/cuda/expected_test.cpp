@@ -299,7 +299,7 @@ TEST_F(ExpectedByBlas, AgreesWithTheCpuOnEitherSideOfItsThreshold) {
                                 .style = seed % 4 < 2 ? RopeStyle::half : RopeStyle::interleaved});
           const ValueCase values(seed, c, Element::f32);
           const ExpectedOptions options{.sink = 0, .queries = 2000};
-          if (one) expect_more_launches(seen >= from ? 3 : 0, c, values, options, {&there.blas, from});
+          if (one) expect_more_launches(seen >= from ? 2 : 0, c, values, options, {&there.blas, from});
           expect_as_on_cpu(c, values, options, {}, {&there.blas, from});
         }
 }
@@ -327,7 +327,7 @@ TEST_F(ExpectedByBlas, JoinsTheSumsOfLongWindowsInSeveralTurns) {
   EvidenceCase c(1200, {.group = 11, .kv_heads = 5, .dim = 8, .lengths = {900, 40, 800}, .seen = 700, .gaps = false});
   const ValueCase values(1200, c, Element::f32);
   const ExpectedOptions options{.queries = 600};  // two sums for each of 165 heads, 64 of which go at once
-  expect_more_launches(3 * 3, c, values, options, {&there.blas, 300});
+  expect_more_launches(3 * 3 - 1, c, values, options, {&there.blas, 300});
   expect_as_on_cpu(c, values, options, {}, {&there.blas, 300});
 }
 

@@ -549,7 +549,7 @@ TEST_F(DeviceLine, TakesAFewLaunchesForAnEventOfAllLayersAndSequences) {
   EXPECT_EQ(launches_of("knorm,budget=48,interval=12"), 4);
   EXPECT_EQ(launches_of("ams-knorm,budget=48,interval=12"), 6);
   EXPECT_EQ(launches_of("streaming,budget=48,interval=12"), 4);
-  EXPECT_EQ(launches_of("expected,budget=48,interval=12"), 8);
+  EXPECT_EQ(launches_of("expected,budget=48,interval=12"), 9);
   EXPECT_EQ(launches_of("adakv-tova,budget=48,interval=12"), 7) << "two more than with the plain selection";
   EXPECT_EQ(launches_of("threshold-knorm,threshold=-3,budget=48,interval=12"), 4);
   EXPECT_EQ(launches_of("criticalkv-tova,budget=48,interval=12,allocator.heads=adaptive"), 8);

@@ -291,6 +291,16 @@ TEST_F(MassSegmentedKernel, TakesLongRowsAmongSoManyThatTwoBlocksShareAMultiproc
   compare(c, std::to_string(c.rows.size()) + " rows");
 }
 
+TEST_F(MassSegmentedKernel, TakesRowsInSharedMemoryByBlocksOfEverySize) {
+  oracle::Random random(29);
+  for (const int groups : {1, 133, 265}) {  // blocks of 1024, of 512 and of 256 threads: one row is long enough
+    Case c;
+    do c = random_case(random, {1, 5, 9, 17, 29, 33, 40, 40, 40, 64, 64, 64, 97, 97, 1100}, groups);
+    while (c.longest() != 1100 || c.heads > 1);
+    compare(c, std::to_string(c.rows.size()) + " rows");
+  }
+}
+
 TEST_F(MassSegmentedKernel, TakesSegmentsOfEveryLengthThatOneWarpRanksInItsOwnWay) {
   oracle::Random random(26);
   for (const int slots : {1, 2, 31, 32, 33, 63, 64, 65, 128, 255, 256, 257, 600})

@@ -292,6 +292,28 @@ TEST_F(WindowAttentionKernel, GivesARowTheSameBitsOnAnyChip) {
   }
 }
 
+TEST_F(WindowAttentionKernel, TakesOneLaunchForBothPassesWhereEveryBlockHasAWholeRow) {
+  for (const std::int32_t length : {200, 600, 1100}) {
+    const EvidenceCase c(391, {.group = 4,
+                               .kv_heads = 3,
+                               .dim = 128,
+                               .lengths = {length, length - 7},
+                               .seen = 8,
+                               .keys = Element::bf16,
+                               .query = Element::bf16});
+    std::vector<float> first;
+    for (const int multiprocessors : {132, 1}) {
+      const OtherChip other({.shared_bytes = 227 << 10, .multiprocessors = multiprocessors});
+      const std::int64_t before = model::counters().launches;
+      const Got got = on_device(c, 8, false, Wanted::usage);
+      // Windows found, queries split, then both passes.
+      EXPECT_EQ(model::counters().launches - before, multiprocessors == 1 || length == 200 ? 3 : 4) << length;
+      if (first.empty()) first = got.column;
+      EXPECT_EQ(got.column, first) << length;
+    }
+  }
+}
+
 TEST_F(WindowAttentionKernel, CopiesAheadAsManyKeysAsThereIsRoomFor) {
   // Of the blocks of eight slots that a warp has, all, half of them, or one. In rows of several rounds, of one, and of
   // less than a block.
