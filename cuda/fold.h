@@ -27,6 +27,7 @@ struct FoldingRow {
   const std::byte** far = nullptr;     ///< [spans]
   std::uint32_t* signs = nullptr;      ///< the row's sketch from its first token on; null: none is drawn
   std::uint16_t* sizes = nullptr;      ///< bf16
+  float* norms = nullptr;              ///< f32 [spans, group] launch_router_norms(); null: no router is learned
   std::int64_t first_token = 0;        ///< tokens in the row's earlier spans
   std::byte* blobs = nullptr;          ///< page-locked host memory, a multiple of 16: one blob after the other
   std::int64_t blob_bytes = 0;         ///< from one to the next: folded_blob_bytes() of the longest span

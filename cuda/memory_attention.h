@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Attention over folded spans on a GPU: decides which spans every query opens, brings their factors near, and merges
-/// all of it into softmaxes over rows that were read before. Same decisions as kvkeep::read_memory() by the rule
-/// `mass`. Differs: the rules `coverage` and `learned` have no kernel. No LibTorch in here.
+/// all of it into softmaxes over rows that were read before. Same decisions as kvkeep::read_memory(). No LibTorch in
+/// here.
 
 #include <cstddef>
 #include <cstdint>
@@ -38,6 +38,7 @@ struct FoldedRow {
   const float* log_length = nullptr;         ///< f32 [spans]
   const std::uint32_t* signs = nullptr;      ///< kvkeep::KeySketch of the tokens of all spans; null: none
   const std::uint16_t* sizes = nullptr;      ///< bf16 [tokens]
+  const float* norms = nullptr;              ///< f32 [spans, group] launch_router_norms(); null: no router is learned
   const std::byte* const* far = nullptr;     ///< [spans] blobs in page-locked host memory
   const std::byte** near = nullptr;          ///< [spans] where launch_memory_merge reads blobs that are opened
   std::byte* arena = nullptr;                ///< what launch_memory_pieces hands out, a multiple of 16
@@ -63,9 +64,17 @@ struct MemoryAttentionArguments {
 
   bool keeps_near = true;  ///< FoldedRow::near says what lies near already; false: it is only written
 
-  double mass = 0.02;     ///< kvkeep::ZoomOptions
-  bool share = false;     ///< Heads::group
-  bool per_head = false;  ///< kvkeep::Reading
+  /// kvkeep::ZoomOptions::Rule
+  enum class Rule : std::uint8_t { mass, coverage, learned };
+  Rule rule = Rule::mass;
+  double mass = 0.02;                 ///< kvkeep::ZoomOptions
+  double coverage = 0.9;              ///< the same
+  double coverage_floor = 0.001;      ///< the same
+  const float* routed = nullptr;      ///< by `learned`: f32 [tokens, Hq, D] launch_router_queries()
+  const float* thresholds = nullptr;  ///< then: f32 [Hq] the router's
+  std::int32_t inner = 1;             ///< then: its d'
+  bool share = false;                 ///< Heads::group
+  bool per_head = false;              ///< kvkeep::Reading
 
   float* out = nullptr;  ///< f32 [tokens, Hq, D] attention over the dense rows
   float* lse =
@@ -86,11 +95,15 @@ struct MemoryAttentionArguments {
 [[nodiscard]] std::int64_t memory_attention_workspace_bytes(const MemoryAttentionArguments& arguments);
 
 /// Writes marks, opened and opened_count; reads queries, lse and what is near of the rows. A span is wanted if its
-/// share of all mass is above `mass`, as predicted by its sketch if there is one, else by its coarse entry. Within the
-/// budget the most relevant go first, the lower span at equal relevance, and one that does not fit is skipped. Agrees
-/// with the CPU unless a share is within 1e-5 of `mass`, or two shares that compete for the budget are that close. 2
-/// launches. Cost: the coarse keys and sketches once for 8 query heads; a sort of the wanted spans if they do not all
-/// fit. Throws InvalidArgument for sizes below 0, a head size outside 1 to 256, no head, and other dtypes.
+/// share of all mass is above `mass`, as predicted by its sketch if there is one, else by its coarse entry; by
+/// `coverage`, if it is among those of the largest shares, none below `coverage_floor`, that first hold that much of
+/// what all spans draw; by `learned`, if its relevance is above the threshold of the query head. Within the budget the
+/// most relevant go first, the lower span at equal relevance, and one that does not fit is skipped. Agrees with the CPU
+/// unless a share is within 1e-5 of `mass` or the floor, a sum of shares of `coverage`, a relevance of its threshold,
+/// or two that compete are that close. 2 launches. Cost: the coarse keys and sketches once for 8 query heads, the keys
+/// twice by `learned`; a sort of the wanted spans if they do not all fit, and by `coverage` one for every query head.
+/// Throws InvalidArgument for sizes below 0, a head size outside 1 to 256, no head, other dtypes, and by `learned`
+/// without a router's numbers.
 void launch_memory_route(const MemoryAttentionArguments& arguments, Stream stream);
 
 /// Lists what to fetch of the opened spans (launch_fetch), and writes to `near` where it will be: `pieces`

@@ -27,16 +27,33 @@ std::int32_t most_spans(const FoldedRows& rows) {
   return most;
 }
 
+/// FactorGates::numbers()
+std::int64_t gate_numbers(const MemoryOptions* memory) {
+  if (memory == nullptr || memory->gates() == nullptr) return 0;
+  const RankGates& gates = *memory->gates();
+  std::int64_t numbers = gates.weights(0).size(1);
+  for (std::size_t i = 0; i < 3; ++i) numbers += gates.weights(i).size(0);
+  return numbers;
+}
+
 }  // namespace
 
 std::vector<std::string> memory_problems(const MemoryOptions& memory, const ModelSpec& spec, Device device) {
   std::vector<std::string> found;
   const auto add = [&](const auto&... what) { found.push_back(text(what..., " on ", device.str())); };
-  if (memory.learned()) add("memory: a learned router has no kernel; allowed zoom=mass");
-  if (!memory.learned() && memory.zoom.rule == ZoomOptions::Rule::coverage)
-    add("memory: zoom=coverage has no kernel; allowed zoom=mass");
-  if (memory.factors.rank == FactorOptions::Rank::gates)
-    add("memory: rank=gates has no kernel; allowed rank energy or max");
+  if (memory.learned() && memory.routing != nullptr && !memory.routing->layers.empty()) {
+    const Router& first = memory.routing->layers.front();
+    const auto inner = static_cast<std::int32_t>(first.inner());
+    for (const Router& router : memory.routing->layers)
+      if (router.inner() != first.inner()) {
+        add("router: projections of ", router.inner(), " and ", first.inner(), " numbers; allowed one number");
+        break;
+      }
+    const std::size_t needed = router_shared_bytes(inner, spec.key_dim), most = most_shared_bytes(device.index);
+    if (needed > most)
+      add("router: projections of ", inner, " numbers take ", needed >> 10, " KiB of shared memory; allowed ",
+          most >> 10, " KiB");
+  }
   if (spec.key_dim > kMostDim) add("key_dim: folded spans of ", spec.key_dim, " numbers; allowed up to ", kMostDim);
   return found;
 }
@@ -58,7 +75,8 @@ std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& sp
                          " numbers; allowed up to ", kMostWidth, " of one of them on ", device.str()));
   const std::int32_t dim = std::max(spec.key_dim, spec.value_dim);
   if (std::min<std::int64_t>(demand.rest->max_span, dim) > kMostWidth) return found;
-  const std::size_t needed = factorise_shared_bytes(demand.rest->max_span, dim), most = most_shared_bytes(device.index);
+  const std::size_t needed = factorise_shared_bytes(demand.rest->max_span, dim, gate_numbers(demand.memory)),
+                    most = most_shared_bytes(device.index);
   if (needed > most)
     found.push_back(text("memory.max_span: a span of ", demand.rest->max_span, " slots of ", dim, " numbers takes ",
                          needed >> 10, " KiB of shared memory to decompose; given ", device.str(), " with ", most >> 10,
@@ -98,7 +116,8 @@ void DeviceRows::grow(std::int64_t& capacity, std::int64_t wanted, std::span<Arr
   constexpr std::int64_t kLeast = 16;
   const std::int64_t larger = std::max({wanted, capacity + capacity / 2, kLeast}), rows = std::ssize(counted_.counts());
   std::vector<DeviceMemory> fresh;
-  for (const Array& array : arrays) fresh.push_back(memory_.allocate(rows * larger * array.bytes));
+  for (const Array& array : arrays)
+    fresh.push_back(array.bytes == 0 ? DeviceMemory() : memory_.allocate(rows * larger * array.bytes));
   for (std::size_t i = 0; i < arrays.size(); ++i) {
     Array& array = arrays[i];
     if (array.memory != nullptr)
@@ -125,6 +144,7 @@ void DeviceRows::point(Row& out, std::int32_t row, std::int32_t span) const {
   set(out.coarse_values, of_spans_[kCoarseValues], span_room_, span);
   set(out.log_length, of_spans_[kLogLength], span_room_, span);
   set(out.far, of_spans_[kFar], span_room_, span);
+  if (norms_ > 0) set(out.norms, of_spans_[kNorms], span_room_, span);
   if (words_ == 0) return;
   set(out.signs, of_blocks_[kSigns], block_room_, 0);
   set(out.sizes, of_blocks_[kSizes], block_room_, 0);
@@ -158,9 +178,44 @@ DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, Fol
 
 DeviceRows& DeviceFolds::rows_of(FoldedRows& sequence) {
   if (sequence.on_device == nullptr)
-    sequence.on_device =
-        std::make_shared<DeviceRows>(sequence, spec_.key_dim, options_.store, options_.sketch, machine_, ++serial_);
+    sequence.on_device = std::make_shared<DeviceRows>(sequence, spec_.key_dim, options_.store, options_.sketch,
+                                                      memory_.learned() ? spec_.group() : 0, machine_, ++serial_);
   return *static_cast<DeviceRows*>(sequence.on_device.get());
+}
+
+const DeviceFolds::Learned* DeviceFolds::learned() {
+  const RankGates* const gates = memory_.gates();
+  if (learned_ || (!memory_.learned() && gates == nullptr)) return learned_ ? &*learned_ : nullptr;
+  Learned own;
+  const auto send = [&](std::span<const float> numbers) {
+    const auto bytes = static_cast<std::int64_t>(numbers.size_bytes());
+    own.memory.push_back(machine_.allocate(bytes));
+    machine_.write(own.memory.back().get(), numbers.data(), bytes);
+    return static_cast<const float*>(own.memory.back().get());
+  };
+  if (memory_.learned()) {
+    std::vector<float> projections, thresholds;
+    const Router& first = memory_.routing->layers.front();
+    const std::int64_t of_head = first.inner() * first.key_dim();
+    for (const Router& router : memory_.routing->layers)
+      for (std::int64_t head = 0; head < router.query_heads(); ++head) {
+        projections.insert(projections.end(), router.projection(head), router.projection(head) + of_head);
+        thresholds.push_back(router.threshold(head));
+      }
+    own.router = {send(projections), static_cast<std::int32_t>(first.query_heads()),
+                  static_cast<std::int32_t>(first.inner())};
+    own.thresholds = send(thresholds);
+  }
+  for (std::size_t i = 0; gates != nullptr && i < std::size(own.gates.layers); ++i) {
+    const auto floats = [&](const Tensor& of) {
+      const Tensor wide = as<float>(of);
+      return send({wide.data<float>(), static_cast<std::size_t>(wide.numel())});
+    };
+    own.gates.layers[i] = {floats(gates->weights(i)), floats(gates->biases(i)),
+                           static_cast<std::int32_t>(gates->weights(i).size(1)),
+                           static_cast<std::int32_t>(gates->weights(i).size(0))};
+  }
+  return &learned_.emplace(std::move(own));
 }
 
 void DeviceFolds::require_no_capture(const char* operation) const {
@@ -268,10 +323,12 @@ Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::
 /// Some spans after the others, in memory that does not grow with their number.
 void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std::int64_t longest, Element values,
                                Stream stream) {
+  const Learned* const learned = this->learned();
   const std::int64_t width = element_size(options_.store), dim = spec_.key_dim,
                      numbers = folded_blob_bytes(longest, dim, options_, all.store) / (2 * width),
                      of_span = 2 * ((numbers + dim) * width +
-                                    static_cast<std::int64_t>(sizeof(RowMatrix) + sizeof(FactorsFound)));
+                                    static_cast<std::int64_t>(sizeof(RowMatrix) + sizeof(FactorsFound))) +
+                               dim * 4;
   const auto together = static_cast<std::int32_t>(std::clamp<std::int64_t>(bounds_.matrix_bytes / of_span, 1, spans));
   const auto take = [this](std::int64_t bytes) { return work_.take(bytes); };
   FoldArguments a = all;
@@ -281,6 +338,8 @@ void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std
       reinterpret_cast<FactorsFound*>(take(2 * together * static_cast<std::int64_t>(sizeof(FactorsFound))));
   std::byte *const coarse = take(2 * together * dim * width), *const factors = take(2 * together * numbers * width);
   a.found = found, a.coarse = coarse, a.factors = factors;
+  const bool gated = options_.rank == FactorOptions::Rank::gates;
+  auto* const key_means = gated ? reinterpret_cast<float*>(take(together * dim * 4)) : nullptr;
   launch_fold_slots(a, stream);
   for (a.first = 0; a.first < spans; a.first += together) {
     a.spans = std::min(together, spans - a.first);
@@ -295,9 +354,11 @@ void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std
                                 .found = found,
                                 .coarse = coarse,
                                 .factors = factors};
-    if (values != a.keys) {  // one dtype per launch
+    if (gated) matrices.gates = learned->gates, matrices.gates.key_means = key_means, matrices.gates.of_keys = true;
+    if (values != a.keys || gated) {  // one dtype per launch; the gates of values read the means of keys
       matrices.count = a.spans;
       launch_factorise(matrices, stream);
+      matrices.gates.of_keys = false;
       matrices.matrices += a.spans;
       matrices.found += a.spans;
       matrices.coarse += a.spans * dim * width;
@@ -305,6 +366,7 @@ void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std
     }
     launch_factorise(matrices, stream);
     launch_fold_spans(a, stream);
+    if (memory_.learned()) launch_router_norms(a, learned->router, static_cast<std::int32_t>(spec_.group()), stream);
   }
 }
 
@@ -328,7 +390,8 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
   }
   if (readers == step_.readers) return;
   const std::int64_t heads = spec_.query_heads, kv_heads = spec_.kv_heads,
-                     of_token = heads * (9 * std::int64_t{step.most_spans} + 4 * (spec_.key_dim + 2)) +
+                     routed = memory_.learned() ? 4 * std::int64_t{spec_.key_dim} : 0,
+                     of_token = heads * (9 * std::int64_t{step.most_spans} + 4 * (spec_.key_dim + 2) + routed) +
                                 kv_heads * 21 * std::int64_t{step.most_spans};
   const auto tokens =
       static_cast<std::int32_t>(std::clamp<std::int64_t>(bounds_.view_bytes / of_token, 1, std::max(last, 1)));
@@ -356,10 +419,10 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
           rows.describe(row, own);
           const FoldedRows::Count& count = reader.rows->count(row);
           own.entries = memory_.entries_after(reader.seen);
-          own.resident =
-              static_cast<double>(reader.columns->length(row)) +
-              memory_.entries_per_span(spec_.group(), spec_.key_dim, false) * static_cast<double>(count.spans) +
-              memory_.entries_per_token(spec_.key_dim) * static_cast<double>(count.tokens);
+          own.resident = static_cast<double>(reader.columns->length(row)) +
+                         memory_.entries_per_span(spec_.group(), spec_.key_dim, memory_.learned()) *
+                             static_cast<double>(count.spans) +
+                         memory_.entries_per_token(spec_.key_dim) * static_cast<double>(count.tokens);
           table.push_back(own);
         }
       }
@@ -420,7 +483,13 @@ ReadCounts DeviceFolds::view(const FoldedReading& reading) {
     a.token_stride = queries.step(0) * width;
     a.head_stride = queries.step(1) * width;
     a.keeps_near = false;
+    using Rule = MemoryAttentionArguments::Rule;
+    a.rule = memory_.learned()                                  ? Rule::learned
+             : memory_.zoom.rule == ZoomOptions::Rule::coverage ? Rule::coverage
+                                                                : Rule::mass;
     a.mass = memory_.zoom.mass;
+    a.coverage = memory_.zoom.coverage;
+    a.coverage_floor = memory_.zoom.coverage_floor;
     a.share = memory_.zoom.heads == ZoomOptions::Heads::group;
     a.per_head = memory_.published_budget;
     a.out = reading.attended.out.data<float>() + slice.first * heads * spec_.value_dim;
@@ -433,6 +502,13 @@ ReadCounts DeviceFolds::view(const FoldedReading& reading) {
         reinterpret_cast<FarPiece*>(work_.take(slice.rows * spans * static_cast<std::int64_t>(sizeof(FarPiece))));
     auto* const counts = reinterpret_cast<std::int32_t*>(work_.take(std::int64_t{slice.rows} * 4));
     a.workspace = work_.take(memory_attention_workspace_bytes(a));
+    if (a.rule == Rule::learned) {
+      auto* const routed = reinterpret_cast<float*>(work_.take(of_heads * spec_.key_dim * 4));
+      a.routed = routed;
+      a.thresholds = learned_->thresholds + reading.layer * heads;
+      a.inner = learned_->router.inner;
+      launch_router_queries(a, learned_->router, reading.layer, routed, stream);
+    }
     launch_memory_route(a, stream);
     launch_memory_pieces(a, pieces, counts, stream);
     launch_fetch({.pieces = pieces, .counts = counts, .lists = slice.rows, .stride = a.most_spans}, stream);

@@ -6,6 +6,7 @@
 #include <array>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -15,6 +16,7 @@
 #include "kvkeep/policy/folded_memory.h"
 #include "memory_attention.h"
 #include "page_locked.h"
+#include "router.h"
 
 namespace kvkeep::cuda {
 
@@ -56,11 +58,13 @@ class LeavingRooms {
 /// Spans of one sequence on a device: arrays [rows, capacity], grown by half. The host counts them.
 class DeviceRows {
  public:
-  DeviceRows(const FoldedRows& counted, std::int64_t dim, Dtype store, bool sketch, MachineMemory& memory,
-             std::uint64_t serial)
+  /// norms: of a learned router, for each span; 0: there is none.
+  DeviceRows(const FoldedRows& counted, std::int64_t dim, Dtype store, bool sketch, std::int64_t norms,
+             MachineMemory& memory, std::uint64_t serial)
       : counted_(counted),
         entry_(dim * element_size(store)),
         words_(sketch ? KeySketch::words(dim) : 0),
+        norms_(norms),
         serial_(serial),
         memory_(memory) {}
 
@@ -71,7 +75,7 @@ class DeviceRows {
   }
   /// FoldedState::near_bytes of as many spans.
   [[nodiscard]] std::int64_t near_bytes(const FoldedRows::Count& count) const {
-    return count.spans * (2 * entry_ + static_cast<std::int64_t>(sizeof(float))) +
+    return count.spans * (2 * entry_ + (1 + norms_) * static_cast<std::int64_t>(sizeof(float))) +
            (words_ == 0 ? 0 : count.tokens * (words_ * 4 + 2));
   }
 
@@ -98,15 +102,17 @@ class DeviceRows {
 
   const FoldedRows& counted_;
   std::int64_t entry_, words_;        ///< bytes of a coarse entry; words of a sketched key, 0: none
+  std::int64_t norms_;                ///< of a span
   std::uint64_t serial_, moves_ = 0;  ///< of arrays
   MachineMemory& memory_;
   std::int64_t span_room_ = 0, block_room_ = 0;  ///< of every row: spans; blocks of tokens
-  enum : std::uint8_t { kTable, kCoarseKeys, kCoarseValues, kLogLength, kFar, kOfSpans };
+  enum : std::uint8_t { kTable, kCoarseKeys, kCoarseValues, kLogLength, kFar, kNorms, kOfSpans };
   std::array<Array, kOfSpans> of_spans_ = {{{.bytes = sizeof(MemorySpan)},
                                             {.bytes = entry_},
                                             {.bytes = entry_},
                                             {.bytes = sizeof(float)},
-                                            {.bytes = sizeof(const std::byte*)}}};
+                                            {.bytes = sizeof(const std::byte*)},
+                                            {.bytes = norms_ * static_cast<std::int64_t>(sizeof(float))}}};
   enum : std::uint8_t { kSigns, kSizes, kOfBlocks };
   std::array<Array, kOfBlocks> of_blocks_ = {
       {{.bytes = KeySketch::kBlock * words_ * 4}, {.bytes = KeySketch::kBlock * 2}}};
@@ -138,6 +144,15 @@ class DeviceFolds final : public FoldedMemory {
     std::vector<Slice> slices;
     std::int32_t most_spans = 0;
   };
+  /// What a router and gates learned, on the device.
+  struct Learned {
+    std::vector<DeviceMemory> memory;
+    RouterWeights router;
+    const float* thresholds = nullptr;  ///< [layers, Hq]
+    FactorGates gates;
+  };
+  /// Made once, for the first event that folds; null if nothing was learned.
+  [[nodiscard]] const Learned* learned();
   /// Made when a sequence first folds.
   [[nodiscard]] DeviceRows& rows_of(FoldedRows& sequence);
   void require_no_capture(const char* operation) const;
@@ -156,6 +171,7 @@ class DeviceFolds final : public FoldedMemory {
   EventMemory work_;  ///< of one event, or of one layer that is read
   DeviceTable fold_table_, view_table_;
   std::uint64_t serial_ = 0;
+  std::optional<Learned> learned_;
   Step step_;
   DeviceMemory near_;  ///< arenas of a layer's rows, then the addresses of their blobs
   std::int64_t near_room_ = 0;

@@ -2,6 +2,7 @@
 #pragma once
 /// How the rows of a span are cut down to few components, and what is stored of them.
 
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -39,10 +40,21 @@ struct FactorOptions {
   [[nodiscard]] KVKEEP_HD bool stores_rows(std::int64_t components, std::int64_t length, std::int64_t dim) const {
     return raw && components * (length + dim) >= length * dim;
   }
+  /// True if a component with this gate stays.
+  [[nodiscard]] KVKEEP_HD bool keeps(double gate) const {
+    constexpr double kNegligible = 0.01;
+    return soft_gates ? gate >= kNegligible : gate > gate_keep;
+  }
   /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
   void describe(Fields& f);
 };
+
+/// What a layer of RankGates makes of a sum: GELU (exact), the last one a sigmoid.
+[[nodiscard]] KVKEEP_HD inline double gate_unit(double x, bool last) {
+  constexpr double kRootHalf = 0.70710678118654752440;
+  return last ? 1 / (1 + std::exp(-x)) : 0.5 * x * (1 + std::erf(x * kRootHalf));
+}
 
 /// Share of the squares of a span's rows below which a remainder is noise.
 inline constexpr double kRoundingNoise = 1e-10;
