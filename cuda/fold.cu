@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_matrices_kernel(FoldArgumen
       matrix.rows = side == 0 ? row.keys : row.values;
       matrix.slots = a.slots + own.first_slot + span.begin;
       matrix.length = span.length;
-      matrix.weights = nullptr;
+      matrix.weights = a.weights == nullptr ? nullptr : a.weights + own.first_slot + span.begin;
       matrix.offset = n * a.numbers;
     }
   }
@@ -82,7 +82,7 @@ __device__ void copy_numbers(const std::byte* from, std::byte* to, std::int64_t 
 }
 
 /// The signs and sizes of a span's keys, one warp per key; `token`: of the row, the first; `weight`: of a key in their
-/// mean. mean: f64 [D] of shared memory.
+/// mean, if all are equal. mean: f64 [D] of shared memory.
 template <class T>
 __device__ void draw_sketch(const RowMatrix& keys, double weight, std::int32_t dim, std::int64_t token,
                             const FoldingRow& row, double* mean) {
@@ -91,7 +91,8 @@ __device__ void draw_sketch(const RowMatrix& keys, double weight, std::int32_t d
   };
   for (auto d = static_cast<std::int32_t>(threadIdx.x); d < dim; d += kFoldThreads) {
     double sum = 0;
-    for (std::int32_t t = 0; t < keys.length; ++t) sum = fma(weight, number(t, d), sum);  // as the CPU adds up
+    for (std::int32_t t = 0; t < keys.length; ++t)  // as the CPU adds up
+      sum = fma(keys.weights == nullptr ? weight : static_cast<double>(keys.weights[t]), number(t, d), sum);
     mean[d] = sum;
   }
   __syncthreads();

@@ -47,7 +47,7 @@ struct FoldingSpan {
   std::int32_t begin = 0;  ///< among the slots that the row drops
   std::int32_t length = 0;
   float log_length = 0;
-  double weight = 0;  ///< of a slot in the coarse entry
+  double weight = 0;  ///< of a slot in the coarse entry, if all are equal
 };
 
 /// Some spans of an event, side by side. Everything on the device but the struct itself.
@@ -59,7 +59,10 @@ struct FoldArguments {
   const std::int32_t* kept = nullptr;    ///< i32 slots that stay, ascending in each row
   const std::int64_t* indptr = nullptr;  ///< i64 [rows + 1] where each row's are
   std::int32_t longest = 0;              ///< slots of the longest row, or more
-  std::int32_t* slots = nullptr;         ///< i32 slots that fold, those of FoldingRow::first_slot
+  std::int32_t* slots = nullptr;         ///< i32 slots that fold, each row's from FoldingRow::first_slot on
+  const float* weights = nullptr;        ///< f32 the same: of each in its span's coarse entry (kvkeep::span_weights());
+                                         ///< null: all equal
+  bool listed = false;                   ///< `slots` are the caller's: launch_fold_slots() is not needed
   std::int32_t dim = 0;                  ///< D, 1 to 256
   Element keys = Element::f32;           ///< of the cache: f32, f16 or bf16
   Element store = Element::f32;          ///< of what is stored: the same

@@ -36,15 +36,16 @@ struct SortScratch {
 };
 
 /// Marks the fewest spans of one head that hold `coverage` of what all spans draw, those of the largest shares first.
-__device__ inline void want_by_coverage(double coverage, double floor, const BlockTeam& team, const SortScratch& sort, std::int32_t spans, const float* shares, std::uint8_t* marks) {
+__device__ inline void want_by_coverage(double coverage, double floor, const BlockTeam& team, const SortScratch& sort,
+                                        std::int32_t spans, const float* shares, std::uint8_t* marks) {
   double mine = 0;
   for (std::int32_t s = team.thread(); s < spans; s += team.size()) {
     mine += static_cast<double>(shares[s]);
     marks[s] = 0;
   }
   const double wanted = coverage * team.sum_in_order(mine);
-  const std::int32_t worth = write_kept(
-      team, spans, [&](std::int32_t s) { return !(static_cast<double>(shares[s]) < floor); }, sort.list);
+  const std::int32_t worth =
+      write_kept(team, spans, [&](std::int32_t s) { return !(static_cast<double>(shares[s]) < floor); }, sort.list);
   team.sync();
   sort_by_score(
       team, sort.counters, worth, sort.a, sort.b,

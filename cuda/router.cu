@@ -127,9 +127,9 @@ void launch_router_queries(const MemoryAttentionArguments& memory, const RouterW
   check(router, memory.dim);
   check_wide("router", "queries", memory.query);
   KVKEEP_REQUIRE(memory.tokens >= 0 && layer >= 0 && memory.query_heads() >= 1, "router: ", memory.tokens,
-                 " tokens of layer ", layer, " with ", memory.query_heads(), " query heads; allowed 0 or more, and a head");
-  const std::int64_t blocks =
-      std::int64_t{(memory.tokens + kRouterTokens - 1) / kRouterTokens} * memory.query_heads();
+                 " tokens of layer ", layer, " with ", memory.query_heads(),
+                 " query heads; allowed 0 or more, and a head");
+  const std::int64_t blocks = std::int64_t{(memory.tokens + kRouterTokens - 1) / kRouterTokens} * memory.query_heads();
   launch("router_queries", router_queries_kernel,
          {.blocks = blocks_for(blocks),
           .threads = kRouterThreads,

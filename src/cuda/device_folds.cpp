@@ -12,6 +12,7 @@
 #include "kvkeep/allot/critical.h"
 #include "kvkeep/allot/mass_segmented.h"
 #include "kvkeep/allot/threshold.h"
+#include "kvkeep/memory/segmenter.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -26,6 +27,55 @@ std::int32_t most_spans(const FoldedRows& rows) {
   for (const FoldedRows::Count& count : rows.counts()) most = std::max(most, count.spans);
   return most;
 }
+
+/// Slots that the host has listed, and their weights in the coarse entries, as kernels read them. Rows of a sequence
+/// that fold the same share one list.
+class SlotLists {
+ public:
+  explicit SlotLists(const Fold& fold) : fold_(fold) {}
+
+  /// The slots of spans [first, last), of a row of `sequence`. Returns where they are.
+  std::int64_t add(const FoldedRows* sequence, std::size_t first, std::size_t last) {
+    const std::int64_t begin = fold_.spans[first], end = fold_.spans[last];
+    const auto [found, fresh] = newest_.try_emplace(sequence);
+    List& list = found->second;
+    if (!fresh && is_same(list, first, last)) return list.at;
+    list = {first, last, std::ssize(slots_)};
+    slots_.insert(slots_.end(), fold_.slots.begin() + begin, fold_.slots.begin() + end);
+    for (std::size_t s = first; s < last && !fold_.weights.empty(); ++s)
+      for (const double share :
+           span_weights(std::span(fold_.weights)
+                            .subspan(static_cast<std::size_t>(fold_.spans[s]),
+                                     static_cast<std::size_t>(fold_.spans[s + 1] - fold_.spans[s]))))
+        weights_.push_back(static_cast<float>(share));
+    return list.at;
+  }
+
+  [[nodiscard]] const std::vector<std::int32_t>& slots() const { return slots_; }
+  [[nodiscard]] const std::vector<float>& weights() const { return weights_; }  ///< empty: all equal
+
+ private:
+  struct List {
+    std::size_t first = 0, last = 0;  ///< spans
+    std::int64_t at = 0;
+  };
+  /// The spans are as long, and have the same slots and weights.
+  [[nodiscard]] bool is_same(const List& list, std::size_t first, std::size_t last) const {
+    if (last - first != list.last - list.first) return false;
+    const std::int64_t mine = fold_.spans[first], own = fold_.spans[list.first];
+    for (std::size_t s = 0; s <= last - first; ++s)
+      if (fold_.spans[first + s] - mine != fold_.spans[list.first + s] - own) return false;
+    const auto same = [&](const auto& all) {
+      return all.empty() || std::equal(all.begin() + mine, all.begin() + fold_.spans[last], all.begin() + own);
+    };
+    return same(fold_.slots) && same(fold_.weights);
+  }
+
+  const Fold& fold_;
+  std::map<const FoldedRows*, List> newest_;
+  std::vector<std::int32_t> slots_;
+  std::vector<float> weights_;
+};
 
 /// FactorGates::numbers()
 std::int64_t gate_numbers(const MemoryOptions* memory) {
@@ -58,6 +108,25 @@ std::vector<std::string> memory_problems(const MemoryOptions& memory, const Mode
   return found;
 }
 
+std::vector<std::string> span_problems(std::int32_t max_span, const MemoryOptions* memory, const ModelSpec& spec,
+                                       Device device) {
+  std::vector<std::string> found;
+  const std::int32_t longest = max_span > 0 ? max_span : INT32_MAX;
+  if (spec.key_dim > kMostWidth && longest > kMostWidth)
+    found.push_back(text("memory.max_span: spans of ", max_span > 0 ? text(longest) : std::string("any number of"),
+                         " slots with keys of ", spec.key_dim, " numbers; allowed up to ", kMostWidth,
+                         " of one of them on ", device.str()));
+  const std::int32_t dim = std::max(spec.key_dim, spec.value_dim);
+  if (std::min(longest, dim) > kMostWidth) return found;
+  const std::size_t needed = factorise_shared_bytes(longest, dim, gate_numbers(memory)),
+                    most = most_shared_bytes(device.index);
+  if (needed > most)
+    found.push_back(text("memory.max_span: a span of ", std::min(longest, dim), " slots of ", dim, " numbers takes ",
+                         needed >> 10, " KiB of shared memory to decompose; given ", device.str(), " with ", most >> 10,
+                         "; allowed shorter spans, or the CPU"));
+  return found;
+}
+
 std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& spec, Device device) {
   std::vector<std::string> found;
   if (!demand.rest) return found;
@@ -70,17 +139,8 @@ std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& sp
       (type == typeid(Critical) && demand.allocator.ragged()))
     found.push_back(text("rest: under ", demand.policy, " the scores decide how many slots fold, unknown to the host; ",
                          "given fold on ", device.str(), "; allowed drop, or the CPU"));
-  if (spec.key_dim > kMostWidth && demand.rest->max_span > kMostWidth)
-    found.push_back(text("memory.max_span: spans of ", demand.rest->max_span, " slots with keys of ", spec.key_dim,
-                         " numbers; allowed up to ", kMostWidth, " of one of them on ", device.str()));
-  const std::int32_t dim = std::max(spec.key_dim, spec.value_dim);
-  if (std::min<std::int64_t>(demand.rest->max_span, dim) > kMostWidth) return found;
-  const std::size_t needed = factorise_shared_bytes(demand.rest->max_span, dim, gate_numbers(demand.memory)),
-                    most = most_shared_bytes(device.index);
-  if (needed > most)
-    found.push_back(text("memory.max_span: a span of ", demand.rest->max_span, " slots of ", dim, " numbers takes ",
-                         needed >> 10, " KiB of shared memory to decompose; given ", device.str(), " with ", most >> 10,
-                         "; allowed shorter spans, or the CPU"));
+  for (std::string& one : span_problems(demand.rest->max_span, demand.memory, spec, device))
+    found.push_back(std::move(one));
   return found;
 }
 
@@ -162,14 +222,14 @@ void DeviceRows::describe(std::int32_t row, FoldedRow& out) const {
 }
 
 DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, FoldBounds bounds, DevicePool& pool,
-                         MachineMemory& machine, Staging& staging, std::function<void(const Decision&)> require_newest)
+                         MachineMemory& machine, Staging& staging, SlotsOf slots_of)
     : FoldedMemory(spec, memory, machine),
       options_(memory.fold_options()),
       bounds_(bounds),
       pool_(pool),
       machine_(machine),
       staging_(staging),
-      require_newest_(std::move(require_newest)),
+      slots_of_(std::move(slots_of)),
       far_(memory.host_bytes),
       leaving_(pool),
       work_(pool),
@@ -226,12 +286,9 @@ void DeviceFolds::require_no_capture(const char* operation) const {
 
 Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::span<const FoldTarget> targets) {
   const DeviceScope scope(pool_.device().index);
-  require_newest_(decision);
   require_no_capture("fold");
+  const EventSlots event = slots_of_(table, decision);
   const Fold& fold = *decision.fold;
-  KVKEEP_REQUIRE_AS(Unsupported, !fold.listed && decision.tables.rows != nullptr,
-                    "fold: the policy lists slots on the host, but the cache is on ", pool_.device().str(),
-                    "; allowed all that a row drops (fold_rest)");
   for (const Dtype dtype : {table.key_dtype, table.value_dtype})
     KVKEEP_REQUIRE(is_scorable(dtype), "fold: rows are ", dtype, "; allowed f32, f16 or bf16");
   KVKEEP_REQUIRE_AS(Unsupported, table.keys_rotated == 0 && table.values_rotated == 0,
@@ -246,6 +303,7 @@ Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::
   std::map<FoldedRows*, FoldedRows::Count> most;
   FoldArguments all;
   std::int64_t longest = 0, slots = 0;
+  SlotLists lists(fold);
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     const auto first = static_cast<std::size_t>(fold.indptr[r]), last = static_cast<std::size_t>(fold.indptr[r + 1]);
     const auto spans = static_cast<std::int32_t>(last - first);
@@ -256,7 +314,7 @@ Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::
     for (std::size_t s = first; s < last; ++s) length = std::max(length, fold.spans[s + 1] - fold.spans[s]);
     rows.push_back({.row = static_cast<std::int32_t>(r),
                     .first_span = all.spans,
-                    .first_slot = slots,
+                    .first_slot = fold.listed ? lists.add(&sequence, first, last) : slots,
                     .blob_bytes = folded_blob_bytes(length, spec_.key_dim, options_, store)});
     for (std::size_t s = first; s < last; ++s)
       pieces.emplace_back(static_cast<std::int32_t>(rows.size()) - 1,
@@ -302,17 +360,21 @@ Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::
 
   const Stream stream = pool_.stream();
   fold_table_.clear();
-  const std::int64_t rows_at = fold_table_.add(rows), pieces_at = fold_table_.add(pieces);
+  const std::int64_t rows_at = fold_table_.add(rows), pieces_at = fold_table_.add(pieces),
+                     slots_at = fold_table_.add(lists.slots()), weights_at = fold_table_.add(lists.weights());
   fold_table_.place();
   fold_table_.upload(staging_, stream);
   work_.begin();
   all.folding = fold_table_.there<FoldingRow>(rows_at);
   all.count = static_cast<std::int32_t>(rows.size());
   all.pieces = fold_table_.there<FoldingSpan>(pieces_at);
-  all.rows = decision.tables.rows;
-  all.kept = decision.keep->slots.data<std::int32_t>();
-  all.indptr = decision.tables.indptr;
-  all.slots = reinterpret_cast<std::int32_t*>(work_.take(slots * 4));
+  all.rows = event.tables.rows;
+  all.kept = event.kept;
+  all.indptr = event.tables.indptr;
+  all.listed = fold.listed;
+  all.slots =
+      fold.listed ? fold_table_.there<std::int32_t>(slots_at) : reinterpret_cast<std::int32_t*>(work_.take(slots * 4));
+  all.weights = lists.weights().empty() ? nullptr : fold_table_.there<float>(weights_at);
   all.dim = spec_.key_dim;
   all.keys = element_of("keys", table.key_dtype);
   all.store = store;
@@ -340,7 +402,7 @@ void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std
   a.found = found, a.coarse = coarse, a.factors = factors;
   const bool gated = options_.rank == FactorOptions::Rank::gates;
   auto* const key_means = gated ? reinterpret_cast<float*>(take(together * dim * 4)) : nullptr;
-  launch_fold_slots(a, stream);
+  if (!a.listed) launch_fold_slots(a, stream);
   for (a.first = 0; a.first < spans; a.first += together) {
     a.spans = std::min(together, spans - a.first);
     launch_fold_matrices(a, stream);

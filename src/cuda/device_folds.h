@@ -24,8 +24,19 @@ namespace kvkeep::cuda {
 [[nodiscard]] std::vector<std::string> memory_problems(const MemoryOptions& memory, const ModelSpec& spec,
                                                        Device device);
 
+/// Why a device cannot factorise spans of up to `max_span` slots (0: any), one sentence each.
+[[nodiscard]] std::vector<std::string> span_problems(std::int32_t max_span, const MemoryOptions* memory,
+                                                     const ModelSpec& spec, Device device);
+
 /// Why an event cannot fold like that on a device, one sentence each.
 [[nodiscard]] std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& spec, Device device);
+
+/// Where the rows of an event are, and the slots that stay, on the device.
+struct EventSlots {
+  EventTables tables;
+  const std::int32_t* kept = nullptr;
+};
+using SlotsOf = std::function<EventSlots(const RowTable& table, const Decision& decision)>;
 
 /// Page-locked rooms that kernels may still use: each goes back once all streams of the pool have passed the point at
 /// which nobody on the host needed it any more, or the next call after it.
@@ -120,9 +131,9 @@ class DeviceRows {
 
 class DeviceFolds final : public FoldedMemory {
  public:
-  /// require_newest: throws for a decision whose tables are gone.
+  /// slots_of: where the rows and kept slots of a decision are; throws for one whose tables are gone.
   DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, FoldBounds bounds, DevicePool& pool,
-              MachineMemory& machine, Staging& staging, std::function<void(const Decision&)> require_newest);
+              MachineMemory& machine, Staging& staging, SlotsOf slots_of);
 
   [[nodiscard]] Folding fold(const RowTable& table, const Decision& decision,
                              std::span<const FoldTarget> targets) override;
@@ -165,7 +176,7 @@ class DeviceFolds final : public FoldedMemory {
   DevicePool& pool_;
   MachineMemory& machine_;
   Staging& staging_;
-  std::function<void(const Decision&)> require_newest_;
+  SlotsOf slots_of_;
   PageLocked far_;
   LeavingRooms leaving_;
   EventMemory work_;  ///< of one event, or of one layer that is read

@@ -194,6 +194,8 @@ class CudaEvent final : public Event {
   /// launch. fresh: PrepareArguments::fresh.
   [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official, Reader reader = Reader::attention,
                                  bool fresh = false);
+  /// Afterwards the columns hold the positions. One launch, or none.
+  void settle_positions();
   /// Reductions of a window; null: not wanted, sum: of every row, due or not. Two launches, or one with its
   /// log-sum-exps.
   void attend(const DeviceWindow& window, float* usage, float* newest, float* sum = nullptr) const;
@@ -242,8 +244,6 @@ class CudaEvent final : public Event {
   }
   [[nodiscard]] Tensor last_query_scores(std::int32_t pool);
   [[nodiscard]] PrepareArguments prepare_arguments() const;
-  /// Afterwards the columns hold the positions. One launch, or none.
-  void settle_positions();
   [[nodiscard]] Tensor tensor(void* data, std::int64_t count, Dtype dtype = Dtype::f32) const;
 
   DeviceScope scope_;

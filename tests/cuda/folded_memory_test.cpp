@@ -10,6 +10,7 @@
 #include "device.h"
 #include "folding_engine.h"
 #include "fresh_accelerator.h"
+#include "kvkeep/parts/pins.h"
 #include "message_of.h"
 #include "other_chip.h"
 #include "temporary_folder.h"
@@ -32,6 +33,7 @@ using testing::message_of;
 using DeviceFolds = OnDevice;
 
 const std::string kTova = "tova,budget=32,interval=8,recent=8,rest=fold,memory.max_span=16";
+const std::string kSekv = "sekv,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3,memory.alpha=1.5";
 const std::string kExact = ",memory.max_rank=64,memory.rank=max,memory.mass=0";
 
 struct Engines {
@@ -48,6 +50,8 @@ struct Engines {
     ASSERT_EQ(a.slots_folded, b.slots_folded);
     ASSERT_EQ(a.slots_dropped, b.slots_dropped);
     ASSERT_LE(a.far_bytes, b.far_bytes);
+    ASSERT_EQ(a.cuts.size(), b.cuts.size());
+    for (std::size_t i = 0; i < a.cuts.size(); ++i) ASSERT_EQ(a.cuts[i].slots_chosen, b.cuts[i].slots_chosen);
     folds += b.slots_folded > 0 ? 1 : 0;
     for (std::size_t l = 0; l < cpu.outputs.size(); ++l)
       ASSERT_LE(testing::apart(cpu.outputs[l], device.outputs[l]), tolerance) << "layer " << l;
@@ -65,15 +69,28 @@ struct Engines {
     }
   }
 
+  /// The newest tokens, of both.
+  void take_back(SequenceId id, std::int32_t tokens) {
+    for (FoldingEngine* engine : {&cpu, &device}) {
+      engine->keeper.truncate(id, engine->keeper.logical_length(id) - tokens);
+      auto& s = engine->living.at(id);
+      for (std::int32_t& length : s.lengths) length -= tokens;
+      const auto left = static_cast<std::size_t>(engine->keeper.logical_length(id)) * FoldingEngine::kLayers;
+      s.surprisal.resize(left / FoldingEngine::kLayers);
+      s.keys.resize(left * FoldingEngine::kHeads * FoldingEngine::kDim), s.values.resize(s.keys.size());
+      s.queries.resize(left * FoldingEngine::kQueryHeads * FoldingEngine::kDim);
+    }
+  }
+
   FoldingEngine cpu, device;
   std::int64_t folds = 0;
 };
 
 TEST_F(DeviceFolds, GiveExactAttentionWhereEverySpanIsOpenedAtFullRank) {
   for (const std::int32_t page_size : {0, 4})
-    for (const char* centred : {"", ",memory.centred=always"}) {
-      SCOPED_TRACE(text("pages of ", page_size, centred));
-      FoldingEngine engine(kTova + kExact + centred, 1, page_size, Dtype::f32, fresh_accelerator());
+    for (const std::string& policy : {kTova, kTova + ",memory.centred=always", kSekv}) {
+      SCOPED_TRACE(text("pages of ", page_size, ", ", policy));
+      FoldingEngine engine(policy + kExact, 1, page_size, Dtype::f32, fresh_accelerator());
       engine.join(1);
       engine.step({{1, 90}});
       std::int64_t folds = 0;
@@ -102,6 +119,64 @@ TEST_F(DeviceFolds, AreReadAsOnTheCpu) {
   }
 }
 
+/// The host cuts them by surprisal: the same slots and spans, whatever else is in the batch.
+TEST_F(DeviceFolds, OfSekvAreThoseOfTheCpu) {
+  for (const std::string& options :
+       {std::string(), std::string(",memory.zoom=coverage"), std::string(",budget=40"),
+        std::string(",memory.sketch=false"), std::string(",budget_share=0.5,memory.zoom_heads=group")})
+    for (const std::int32_t page_size : {0, 4}) {
+      if (page_size > 0 && !options.empty()) continue;
+      SCOPED_TRACE(options + text(", pages of ", page_size));
+      Engines both(kSekv + options, 3, page_size);
+      for (const SequenceId id : {1, 2, 3}) both.join(id);
+      ASSERT_NO_FATAL_FAILURE(both.step({{1, 40}, {2, 80}, {3, 7}}, 1e-5));
+      for (int i = 0; i < 20; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{3, 3}, {2, 1}, {1, 2}}, 2e-3)) << "step " << i;
+      both.leave(2);
+      both.join(4);
+      ASSERT_NO_FATAL_FAILURE(both.step({{1, 1}, {4, 60}, {3, 4}}, 2e-3));
+      for (int i = 0; i < 12; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{4, 2}, {1, 1}}, 2e-3)) << "step " << i;
+      EXPECT_GE(both.folds, 8);
+    }
+  Engines narrow(kSekv + ",memory.store=bf16", 1, 0, Dtype::bf16);
+  narrow.join(1);
+  ASSERT_NO_FATAL_FAILURE(narrow.step({{1, 80}}, 1e-5));
+  for (int i = 0; i < 18; ++i) ASSERT_NO_FATAL_FAILURE(narrow.step({{1, 1}}, 3e-2)) << "step " << i;
+  EXPECT_GE(narrow.folds, 3);
+}
+
+/// Only the device has the positions of slots: pins, gaps and tokens that are taken back are told by surprisal.
+TEST_F(DeviceFolds, OfSekvFollowPinsGapsAndTokensThatAreTakenBack) {
+  Engines both(kSekv);
+  both.cpu.first_position = both.device.first_position = 5;
+  both.join(1);
+  const auto pin = [&](std::int64_t begin, std::int64_t end) {
+    for (FoldingEngine* engine : {&both.cpu, &both.device}) engine->keeper.part<parts::Pins>().pin(1, begin, end);
+  };
+  pin(20, 27);
+  ASSERT_NO_FATAL_FAILURE(both.step({{1, 80}}, 1e-5));
+  pin(90, 97);  // some of them are still to come
+  for (int i = 0; i < 40; ++i) {
+    ASSERT_NO_FATAL_FAILURE(both.step({{1, 2}}, 2e-3)) << "step " << i;
+    if (i == 20)
+      for (FoldingEngine* engine : {&both.cpu, &both.device}) engine->keeper.part<parts::Pins>().unpin(1, 20, 27);
+    if (i % 9 == 4 && both.device.keeper.rollback_limit(1) < both.device.keeper.logical_length(1)) both.take_back(1, 1);
+  }
+  EXPECT_GE(both.folds, 5);
+}
+
+TEST_F(DeviceFolds, OfSekvAreTheSameWhenTheDeviceIsFarBehind) {
+#if defined(KVKEEP_CUDA_MODEL)
+  Engines both(kSekv, 3);
+  both.device.hold = HeldMemory::hold_streams;
+  for (const SequenceId id : {1, 2, 3}) both.join(id);
+  ASSERT_NO_FATAL_FAILURE(both.step({{1, 40}, {2, 80}, {3, 7}}, 1e-5));
+  for (int i = 0; i < 14; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{3, 3}, {2, 1}, {1, 2}}, 2e-3)) << "step " << i;
+  EXPECT_GE(both.folds, 3);
+#else
+  GTEST_SKIP() << "a GPU cannot be held";
+#endif
+}
+
 class LearnedFolds : public testing::TemporaryFolder {
  protected:
   void SetUp() override {
@@ -115,6 +190,18 @@ class LearnedFolds : public testing::TemporaryFolder {
   }
   std::string learned_;
 };
+
+/// The published form: gates that weigh, spans of any length, a budget for each query head.
+TEST_F(LearnedFolds, OfSekvAsItIsPublishedAreThoseOfTheCpu) {
+  for (const std::string& options : {std::string(), std::string(",budget=40"), std::string(",memory.zoom=mass")}) {
+    SCOPED_TRACE(options);
+    Engines both("sekv,variant=official,interval=8,memory.max_rank=4" + learned_ + options, 2);
+    both.join(1), both.join(2);
+    ASSERT_NO_FATAL_FAILURE(both.step({{1, 80}, {2, 30}}, 1e-5));
+    for (int i = 0; i < 20; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{1, 2}, {2, 1}}, 2e-3)) << "step " << i;
+    EXPECT_GE(both.folds, 3);
+  }
+}
 
 TEST_F(LearnedFolds, AreReadAsOnTheCpu) {
   const std::string gates = ",memory.rank=gates,memory.max_rank=4", reach = ",memory.reach=48";
@@ -181,15 +268,7 @@ TEST_F(DeviceFolds, StayWhenTokensAreTakenBack) {
     const std::int64_t folded = both.folds;
     ASSERT_NO_FATAL_FAILURE(both.step({{1, 3}}, 2e-3)) << "step " << i;
     if (both.folds > folded || i % 2 != 0) continue;
-    for (FoldingEngine* engine : {&both.cpu, &both.device}) {
-      engine->keeper.truncate(1, engine->keeper.logical_length(1) - 2);
-      auto& s = engine->living.at(1);
-      for (std::int32_t& length : s.lengths) length -= 2;
-      const auto tokens = static_cast<std::size_t>(engine->keeper.logical_length(1)) * FoldingEngine::kLayers;
-      s.surprisal.resize(tokens / FoldingEngine::kLayers);
-      s.keys.resize(tokens * FoldingEngine::kHeads * FoldingEngine::kDim), s.values.resize(s.keys.size());
-      s.queries.resize(tokens * FoldingEngine::kQueryHeads * FoldingEngine::kDim);
-    }
+    both.take_back(1, 2);
     ++taken;
   }
   EXPECT_GE(taken, 3);
@@ -373,7 +452,6 @@ TEST_F(DeviceFolds, RefuseByNameWhatHasNoKernel) {
       std::string::npos);
   EXPECT_NE(said("adakv-tova,budget=32,interval=8,rest=fold").find("the scores decide how many slots fold"),
             std::string::npos);
-  EXPECT_NE(said("sekv,recent=12,interval=8").find("sekv has no kernels"), std::string::npos);
 }
 
 TEST_F(DeviceFolds, StayOnTheDevice) {

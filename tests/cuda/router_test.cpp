@@ -20,8 +20,8 @@ TEST_F(DeviceRouter, ProjectsQueriesTwice) {
   for (const auto& [tokens, inner, dim] :
        {std::array<std::int32_t, 3>{1, 1, 1}, {3, 5, 7}, {4, 32, 33}, {9, 40, 128}, {5, 3, 256}}) {
     constexpr std::int32_t kHeads = 4, kLayers = 2;
-    const TrainedParameters p = testing::trained_router(
-        91, {.layers = kLayers, .heads = kHeads, .inner = inner, .dim = dim});
+    const TrainedParameters p =
+        testing::trained_router(91, {.layers = kLayers, .heads = kHeads, .inner = inner, .dim = dim});
     const testing::Array queries = testing::normals(random, {tokens, kHeads, dim});
     const std::span<const float> weights(p.projections.data<float>(), static_cast<std::size_t>(p.projections.numel()));
     in_every_order([&, tokens = tokens, inner = inner, dim = dim] {
@@ -46,7 +46,8 @@ TEST_F(DeviceRouter, ProjectsQueriesTwice) {
         }
         for (const double x : want) size = std::max(size, std::abs(x));
         for (std::int32_t d = 0; d < dim; ++d)
-          ASSERT_NEAR(got[static_cast<std::size_t>(n * dim + d)], want[static_cast<std::size_t>(d)], 2e-6 * size + 1e-12)
+          ASSERT_NEAR(got[static_cast<std::size_t>(n * dim + d)], want[static_cast<std::size_t>(d)],
+                      2e-6 * size + 1e-12)
               << tokens << " tokens, inner " << inner << ", dim " << dim << ", query " << n;
       }
     });
