@@ -409,6 +409,7 @@ __global__ void __launch_bounds__(kFactorThreads, kGated ? 2 : 3)
   wait_for_earlier_kernels();
   KVKEEP_SHARED(double, scratch, kFactorThreads / 32);
   const RowMatrix& matrix = a.matrices[blockIdx.x];
+  if (matrix.length == 0) return;
   const std::int64_t coarse = std::int64_t{blockIdx.x} * a.dim * (a.store == Element::f32 ? 4 : 2);
   const FactorShared at(width, a.dim, kGated ? a.gates.numbers() : 0);
   Factorising<T, kGated>(a, matrix, at, scratch).run(a.found[blockIdx.x], a.coarse + coarse);

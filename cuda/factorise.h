@@ -16,7 +16,7 @@ namespace kvkeep::cuda {
 struct RowMatrix {
   SlotAddress rows = {};                ///< of the cache
   const std::int32_t* slots = nullptr;  ///< i32 [length] slots of the span; null: the first ones
-  std::int32_t length = 0;              ///< L, 1 or more
+  std::int32_t length = 0;              ///< L; 0: nothing is written
   const float* weights = nullptr;       ///< f32 [length] with sum 1 (kvkeep::span_weights()); null: all equal
   std::int64_t offset = 0;              ///< of its numbers in FactoriseArguments::factors
 };

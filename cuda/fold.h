@@ -18,6 +18,7 @@ namespace kvkeep::cuda {
 struct FoldingRow {
   std::int32_t row = 0;         ///< of the event
   std::int32_t first_span = 0;  ///< spans of the rows before it
+  std::int32_t spans = 0;       ///< its own; those past what launch_fold_cut() finds are empty
   std::int64_t first_slot = 0;  ///< of its slots among those of all rows
 
   MemorySpan* table = nullptr;         ///< [spans] what FoldedRow::table has from its first new span on; so the others
@@ -36,16 +37,16 @@ struct FoldingRow {
 /// One of a row's spans: some of the slots that it drops, one after the other.
 struct FoldingSpan {
   FoldingSpan() = default;
-  FoldingSpan(std::int32_t of, std::int32_t from, std::int32_t slots)
+  KVKEEP_HD FoldingSpan(std::int32_t of, std::int32_t from, std::int32_t slots)
       : row(of),
         begin(from),
         length(slots),
         log_length(static_cast<float>(std::log(static_cast<double>(slots)))),
         weight(1.0 / slots) {}
 
-  std::int32_t row = 0;    ///< among FoldingRow
-  std::int32_t begin = 0;  ///< among the slots that the row drops
-  std::int32_t length = 0;
+  std::int32_t row = 0;     ///< among FoldingRow
+  std::int32_t begin = 0;   ///< among the slots that the row drops
+  std::int32_t length = 0;  ///< 0: an empty one, which draws nothing
   float log_length = 0;
   double weight = 0;  ///< of a slot in the coarse entry, if all are equal
 };
@@ -74,6 +75,16 @@ struct FoldArguments {
   const std::byte* factors = nullptr;    ///< store [2, spans, numbers], a multiple of 16
 };
 
+/// How launch_fold_cut() cuts spans where segments end. On the device.
+struct FoldCut {
+  const std::int32_t* ends = nullptr;  ///< i32 [rows of the event, most] MassSegmentedArguments::ends
+  std::int64_t most = 0;
+  std::int32_t min_span = 1, max_span = 1;  ///< kvkeep::SpanCut
+  FoldingSpan* pieces = nullptr;            ///< out: FoldArguments::pieces
+  const float* mass = nullptr;              ///< f32 flat over the event's rows; null: slots weigh alike
+  float* weights = nullptr;                 ///< out, with `mass`: FoldArguments::weights
+};
+
 /// Most bytes of a blob of keys and values, whose values begin at a multiple of 8 numbers; a multiple of 16.
 [[nodiscard]] std::int64_t folded_blob_bytes(std::int64_t length, std::int64_t dim, const FactorOptions& options,
                                              Element store);
@@ -81,6 +92,11 @@ struct FoldArguments {
 /// Writes `slots`: those of every row that do not stay, ascending. Reads folding, rows, kept and indptr. One launch.
 /// Throws InvalidArgument, as the others, for negative sizes, a head size outside 1 to 256 and 8-bit numbers.
 void launch_fold_slots(const FoldArguments& arguments, Stream stream);
+
+/// Writes `pieces`, FoldingRow::spans of each row: one span for each segment that drops slots, short ones joined, long
+/// ones cut, then empty ones; with `mass` their weights, too. After launch_fold_slots(). The CPU's spans. One launch,
+/// one block per row. Throws as the others, and for spans below 1.
+void launch_fold_cut(const FoldArguments& arguments, const FoldCut& cut, Stream stream);
 
 /// Writes `matrices` of the spans. One launch.
 void launch_fold_matrices(const FoldArguments& arguments, Stream stream);

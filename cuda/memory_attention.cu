@@ -183,7 +183,8 @@ __device__ void add_told(const MemoryAttentionTask& task, const Asked& asked, st
   for (std::int32_t first = begin; first < end; first += kKeysAtOnce) {
     const std::int32_t s = first + own;
     Running seen[kMemoryHeads];
-    if (s < end) {
+    const bool there = s < end && row.table[s].length > 0;
+    if (there) {
       const MemorySpan& span = row.table[s];
       for (std::int64_t t = span.first_token + lane; t < span.first_token + span.length; t += kLanes) {
         float sums[kMemoryHeads] = {};
@@ -206,7 +207,7 @@ __device__ void add_told(const MemoryAttentionTask& task, const Asked& asked, st
     for (int h = 0; h < kMemoryHeads; ++h) {
       if (h >= asked.heads) break;
       const Running all = over_lanes<kLanes>(seen[h]);
-      if (s < end && lane == 0)
+      if (there && lane == 0)
         relevance[std::int64_t{h} * task.a.most_spans + s] += all.top + logf(all.sum) - row.log_length[s];
     }
   }
@@ -265,11 +266,11 @@ __device__ void want(const MemoryAttentionTask& task, const BlockTeam& team, con
     if (a.rule == Rule::coverage) continue;
     const double above = a.rule == Rule::learned ? static_cast<double>(a.thresholds[asked.first_head + h]) : a.mass;
     for (std::int32_t s = WarpTeam{}.thread(); s < spans; s += 32)
-      marks[h * stride + s] = static_cast<double>(own[s]) > above ? 1 : 0;
+      marks[h * stride + s] = static_cast<double>(own[s]) > above && asked.row->holds(s) ? 1 : 0;
   }
   team.sync();
   for (std::int32_t h = 0; a.rule == Rule::coverage && h < asked.heads; ++h)
-    want_by_coverage(a.coverage, a.coverage_floor, team, sort, spans, relevance + h * stride, marks + h * stride);
+    want_by_coverage(a.coverage, a.coverage_floor, team, sort, *asked.row, relevance + h * stride, marks + h * stride);
 }
 
 /// Heads of one row and query that open spans within one budget.
@@ -294,10 +295,10 @@ struct SharingHeads {
 };
 
 /// Walks n entries in their order and flags the spans that fit, adding up as the CPU does. By one warp.
-__device__ void open_in_order(const FoldedRow& row, const OpeningCost& costs, const std::uint64_t* entries,
-                              std::int32_t n, std::uint8_t* flags) {
+__device__ void open_in_order(const FoldedRow& row, double resident, const OpeningCost& costs,
+                              const std::uint64_t* entries, std::int32_t n, std::uint8_t* flags) {
   const WarpTeam warp;
-  double used = row.resident;
+  double used = resident;
   for (std::int32_t first = 0; first < n; first += 32) {
     const bool there = first + warp.thread() < n;
     const auto s = static_cast<std::int32_t>(there ? static_cast<std::uint32_t>(entries[first + warp.thread()]) : 0);
@@ -319,14 +320,17 @@ __device__ void open_in_order(const FoldedRow& row, const OpeningCost& costs, co
 __device__ void open_within(const MemoryAttentionTask& task, const BlockTeam& team, const SortScratch& sort,
                             const FoldedRow& row, const SharingHeads& heads, std::uint8_t* flags) {
   const OpeningCost costs{task.a.dim, task.a.per_head};
-  std::uint64_t mine = 0;
+  std::uint64_t mine = 0, empty = 0;
+  for (std::int32_t s = team.thread(); row.vacant > 0 && s < row.spans; s += team.size()) empty += row.holds(s) ? 0 : 1;
+  const double resident =
+      row.vacant > 0 ? row.resident - row.vacant * static_cast<double>(team.sum(empty)) : row.resident;
   for (std::int32_t s = team.thread(); s < row.spans; s += team.size()) {
     const bool asked = heads.anyone(s);
     flags[s] = asked ? 1 : 0;
     const MemorySpan& span = row.table[s];
     if (asked) mine += static_cast<std::uint64_t>(costs.numbers(span.factors[0], span.factors[1], span.length));
   }
-  const double all = row.resident + static_cast<double>(team.sum(mine)) / costs.unit();
+  const double all = resident + static_cast<double>(team.sum(mine)) / costs.unit();
   if (!(all + fabs(all) * 1e-9 <= row.entries)) {  // nearly always they all fit, in any order
     const std::int32_t asked = write_kept(team, row.spans, [&](std::int32_t s) { return flags[s] != 0; }, sort.list);
     team.sync();
@@ -335,7 +339,7 @@ __device__ void open_within(const MemoryAttentionTask& task, const BlockTeam& te
         team, sort.counters, asked, sort.a, sort.b,
         [&](std::int32_t i) { return entry_of(heads.key(sort.list[i]), sort.list[i]); },
         [&](std::int32_t i, std::uint64_t entry) { sort.b[i] = entry; });
-    if (team.thread() < 32) open_in_order(row, costs, sort.b, asked, flags);
+    if (team.thread() < 32) open_in_order(row, resident, costs, sort.b, asked, flags);
   }
   team.sync();
   for (std::int32_t s = team.thread(); s < row.spans; s += team.size())

@@ -17,7 +17,7 @@ namespace kvkeep::cuda {
 
 /// One folded span of a row: kvkeep::FoldedSpan.
 struct MemorySpan {
-  std::int32_t length = 0;       ///< tokens, 1 or more
+  std::int32_t length = 0;       ///< tokens; 0: none, and FoldedRow::log_length is -inf
   std::int64_t first_token = 0;  ///< tokens in the spans before it
   std::int64_t bytes = 0;        ///< of its blob; 0: it has none
   SpanFactors factors[2] = {};   ///< of keys, of values
@@ -32,6 +32,7 @@ struct FoldedRow {
   std::int32_t queries = 0;
   double entries = std::numeric_limits<double>::infinity();  ///< kvkeep::Reading
   double resident = 0;
+  double vacant = 0;                         ///< what a span without tokens has in `resident`; 0: there is none
   const MemorySpan* table = nullptr;         ///< [spans]
   const std::byte* coarse_keys = nullptr;    ///< store [spans, D]
   const std::byte* coarse_values = nullptr;  ///< store [spans, D]
@@ -43,6 +44,9 @@ struct FoldedRow {
   const std::byte** near = nullptr;          ///< [spans] where launch_memory_merge reads blobs that are opened
   std::byte* arena = nullptr;                ///< what launch_memory_pieces hands out, a multiple of 16
   std::int64_t arena_bytes = 0;
+
+  /// Whether span s has tokens.
+  [[nodiscard]] KVKEEP_HD bool holds(std::int32_t s) const { return vacant == 0 || log_length[s] >= 0; }
 };
 
 /// A layer's memory: rows of all its sequences, and queries of all their tokens.

@@ -3,6 +3,7 @@
 /// Which folded spans a query head wants by the attention that they would draw: kvkeep/memory/row_zoom.h, by a block.
 
 #include "kvkeep/memory/opening.h"
+#include "memory_attention.h"
 #include "radix_sort.cuh"
 #include "select.cuh"
 #include "softmax.cuh"
@@ -37,15 +38,17 @@ struct SortScratch {
 
 /// Marks the fewest spans of one head that hold `coverage` of what all spans draw, those of the largest shares first.
 __device__ inline void want_by_coverage(double coverage, double floor, const BlockTeam& team, const SortScratch& sort,
-                                        std::int32_t spans, const float* shares, std::uint8_t* marks) {
+                                        const FoldedRow& row, const float* shares, std::uint8_t* marks) {
+  const std::int32_t spans = row.spans;
   double mine = 0;
   for (std::int32_t s = team.thread(); s < spans; s += team.size()) {
     mine += static_cast<double>(shares[s]);
     marks[s] = 0;
   }
   const double wanted = coverage * team.sum_in_order(mine);
-  const std::int32_t worth =
-      write_kept(team, spans, [&](std::int32_t s) { return !(static_cast<double>(shares[s]) < floor); }, sort.list);
+  const std::int32_t worth = write_kept(
+      team, spans, [&](std::int32_t s) { return !(static_cast<double>(shares[s]) < floor) && row.holds(s); },
+      sort.list);
   team.sync();
   sort_by_score(
       team, sort.counters, worth, sort.a, sort.b,

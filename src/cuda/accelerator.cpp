@@ -129,6 +129,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     }
     auto event = std::make_unique<CudaEvent>(evidence, limits, pool_, memory_, staging_, constants_, blas_, dry_);
     event->allocator = &demand.allocator;
+    event->folds = demand.rest.has_value();
     if (!most.empty()) event->counts = event->take<std::int32_t>(std::ssize(most));
     measure(*event, demand.needs, most.empty() ? most_kept(evidence.table, limits) : most);
     if (!dry_) upload(*event);

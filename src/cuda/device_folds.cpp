@@ -10,7 +10,6 @@
 #include "fold.h"
 #include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/critical.h"
-#include "kvkeep/allot/mass_segmented.h"
 #include "kvkeep/allot/threshold.h"
 #include "kvkeep/memory/segmenter.h"
 
@@ -131,10 +130,6 @@ std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& sp
   std::vector<std::string> found;
   if (!demand.rest) return found;
   const std::type_info& type = typeid(demand.allocator);
-  if (type == typeid(MassSegmented))
-    found.push_back(text("rest: fold over ", demand.policy, " cuts spans at the ends of segments, which the host does ",
-                         "not know; given ", device.str(),
-                         "; allowed drop, an allocator without segments, or the CPU"));
   if (type == typeid(AdaptiveHeads) || type == typeid(Threshold) ||
       (type == typeid(Critical) && demand.allocator.ragged()))
     found.push_back(text("rest: under ", demand.policy, " the scores decide how many slots fold, unknown to the host; ",
@@ -312,11 +307,13 @@ Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::
     FoldedRows& sequence = *targets[r].sequence;
     std::int64_t length = 0;  // of the longest span
     for (std::size_t s = first; s < last; ++s) length = std::max(length, fold.spans[s + 1] - fold.spans[s]);
+    if (fold.bounded()) length = std::min<std::int64_t>(length, fold.cut_above);
     rows.push_back({.row = static_cast<std::int32_t>(r),
                     .first_span = all.spans,
+                    .spans = spans,
                     .first_slot = fold.listed ? lists.add(&sequence, first, last) : slots,
                     .blob_bytes = folded_blob_bytes(length, spec_.key_dim, options_, store)});
-    for (std::size_t s = first; s < last; ++s)
+    for (std::size_t s = first; s < last && !fold.bounded(); ++s)
       pieces.emplace_back(static_cast<std::int32_t>(rows.size()) - 1,
                           static_cast<std::int32_t>(fold.spans[s] - fold.spans[first]),
                           static_cast<std::int32_t>(fold.spans[s + 1] - fold.spans[s]));
@@ -378,13 +375,25 @@ Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::
   all.dim = spec_.key_dim;
   all.keys = element_of("keys", table.key_dtype);
   all.store = store;
-  launch_folds(all, all.spans, longest, element_of("values", table.value_dtype), stream);
+  FoldCut cut;
+  if (fold.bounded()) {
+    cut = {.ends = decision.tables.ends,
+           .most = decision.tables.most_ends,
+           .min_span = fold.joined_from,
+           .max_span = fold.cut_above,
+           .pieces =
+               reinterpret_cast<FoldingSpan*>(work_.take(all.spans * static_cast<std::int64_t>(sizeof(FoldingSpan))))};
+    if (fold.by_mass) cut.mass = decision.tables.mass, cut.weights = reinterpret_cast<float*>(work_.take(slots * 4));
+    all.pieces = cut.pieces, all.weights = cut.weights;
+    bounded_ = true;
+  }
+  launch_folds(all, cut, all.spans, longest, element_of("values", table.value_dtype), stream);
   return folding;
 }
 
 /// Some spans after the others, in memory that does not grow with their number.
-void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std::int64_t longest, Element values,
-                               Stream stream) {
+void DeviceFolds::launch_folds(const FoldArguments& all, const FoldCut& cut, std::int32_t spans, std::int64_t longest,
+                               Element values, Stream stream) {
   const Learned* const learned = this->learned();
   const std::int64_t width = element_size(options_.store), dim = spec_.key_dim,
                      numbers = folded_blob_bytes(longest, dim, options_, all.store) / (2 * width),
@@ -403,6 +412,7 @@ void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std
   const bool gated = options_.rank == FactorOptions::Rank::gates;
   auto* const key_means = gated ? reinterpret_cast<float*>(take(together * dim * 4)) : nullptr;
   if (!a.listed) launch_fold_slots(a, stream);
+  if (cut.pieces != nullptr) launch_fold_cut(a, cut, stream);
   for (a.first = 0; a.first < spans; a.first += together) {
     a.spans = std::min(together, spans - a.first);
     launch_fold_matrices(a, stream);
@@ -481,6 +491,7 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
           rows.describe(row, own);
           const FoldedRows::Count& count = reader.rows->count(row);
           own.entries = memory_.entries_after(reader.seen);
+          if (bounded_) own.vacant = memory_.entries_per_span(spec_.group(), spec_.key_dim, memory_.learned());
           own.resident = static_cast<double>(reader.columns->length(row)) +
                          memory_.entries_per_span(spec_.group(), spec_.key_dim, memory_.learned()) *
                              static_cast<double>(count.spans) +

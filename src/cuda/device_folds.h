@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-/// The folded spans of a keeper on a device. The host knows how many spans every row has and how long they are; the
-/// rest is there. Factors are in page-locked memory, which kernels write and read over the bus.
+/// The folded spans of a keeper on a device. The host knows how many spans every row has, some of which are empty where
+/// only the device knows how long they are; the rest is there. Factors are in page-locked memory, which kernels write
+/// and read over the bus.
 
 #include <array>
 #include <deque>
@@ -167,7 +168,8 @@ class DeviceFolds final : public FoldedMemory {
   /// Made when a sequence first folds.
   [[nodiscard]] DeviceRows& rows_of(FoldedRows& sequence);
   void require_no_capture(const char* operation) const;
-  void launch_folds(const FoldArguments& all, std::int32_t spans, std::int64_t longest, Element values, Stream stream);
+  void launch_folds(const FoldArguments& all, const FoldCut& cut, std::int32_t spans, std::int64_t longest,
+                    Element values, Stream stream);
   void prepare(const FoldedReading& reading);
   void place_near(std::int64_t bytes);
 
@@ -182,6 +184,7 @@ class DeviceFolds final : public FoldedMemory {
   EventMemory work_;  ///< of one event, or of one layer that is read
   DeviceTable fold_table_, view_table_;
   std::uint64_t serial_ = 0;
+  bool bounded_ = false;  ///< rows may have empty spans
   std::optional<Learned> learned_;
   Step step_;
   DeviceMemory near_;  ///< arenas of a layer's rows, then the addresses of their blobs

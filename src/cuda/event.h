@@ -157,6 +157,7 @@ class CudaEvent final : public Event {
   EventTables tables;
   KeepSet keep;                                       ///< without its slots
   const Allocator* allocator = nullptr;               ///< for which it has room
+  bool folds = false;                                 ///< what does not stay folds
   std::int32_t* counts = nullptr;                     ///< i32 [rows] EventTables::counts
   const std::int32_t* next_positions = nullptr;       ///< i32 [groups]
   const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they are in the columns
