@@ -25,8 +25,9 @@ KVKEEP_HD inline std::int32_t padded(std::int32_t m) { return (m + kTile - 1) / 
 
 /// Shared memory of a block for matrices of up to `m` on their shorter side.
 struct FactorShared {
-  KVKEEP_HD FactorShared(std::int32_t m, std::int32_t dim) {
+  KVKEEP_HD FactorShared(std::int32_t m, std::int32_t dim, std::int64_t gate_numbers) {
     const auto wide = static_cast<std::size_t>(padded(m)), depth = static_cast<std::size_t>(kFactorDepth);
+    static_cast<void>(parts.take(sizeof(float) * static_cast<std::size_t>(gate_numbers)));  // at 0
     gram = parts.take(sizeof(float) * wide * (wide + 1));
     axes = parts.take(sizeof(float) * (wide > depth ? wide : depth) * (wide + 1));
     mean = parts.take(sizeof(float) * static_cast<std::size_t>(dim));
@@ -48,8 +49,8 @@ __device__ void put_number(float x, Element element, std::byte* to, std::int64_t
     reinterpret_cast<float*>(to)[i] = x;
 }
 
-/// One matrix, and the block that works on it.
-template <class T>
+/// One matrix, and the block that works on it. kGated: by Rank::gates.
+template <class T, bool kGated>
 class Factorising {
  public:
   __device__ Factorising(const FactoriseArguments& a, const RowMatrix& matrix, const FactorShared& at, double* scratch)
@@ -112,6 +113,7 @@ class Factorising {
         mine += x * x;
       }
       mean_[d] = static_cast<float>(mean);
+      if (kGated && a_.gates.of_keys) key_mean()[d] = mean_[d];
       put_number(mean_[d], a_.store, coarse, d);
     }
     all_squares_ = sum_of_block(mine, scratch_, size_ / 32);
@@ -126,21 +128,72 @@ class Factorising {
   /// Chooses form and rank; axes and squares are then set.
   __device__ std::int32_t choose() {
     using Centred = FactorOptions::Centred;
-    const bool both = a_.options.centred == Centred::automatic;
+    const bool automatic = a_.options.centred == Centred::automatic, both = automatic && !kGated;
     if (both) {
       centred_ = false;
       decompose();
       for (std::int32_t i = thread_; i < m_; i += size_) plain_[i] = squares_[i];
     }
-    centred_ = a_.options.centred != Centred::never;
+    centred_ = a_.options.centred != Centred::never && !(automatic && kGated);
     decompose();
     const double noise = kRoundingNoise * all_squares_ * static_cast<double>(unit_) * static_cast<double>(unit_);
     const std::int32_t rank = squares_from(squares_, 0, m_) <= noise ? 0 : rank_of(squares_, m_, a_.options);
+    if constexpr (kGated) return rank == 0 ? 0 : keep_by_gates(rank);
     if (!both || !plain_is_better(plain_, squares_, rank, m_)) return rank;
     __syncthreads();  // every thread has decided before the squares change
     centred_ = false;
     decompose();
     return rank_of(squares_, m_, a_.options);
+  }
+
+  /// [D] of the matrix's span.
+  [[nodiscard]] __device__ float* key_mean() const { return a_.gates.key_means + std::int64_t{blockIdx.x} * dim_; }
+
+  /// Of the largest components, order_ has then those that stay, and plain_ their weights. Returns how many.
+  __device__ std::int32_t keep_by_gates(std::int32_t shown) {
+    constexpr double kTiny = 1e-8;
+    const GateLayer* layers = a_.gates.layers;
+    const std::int32_t spectrum = layers[2].outputs;
+    const float* keys = key_mean();
+    float *x = shared<float>(0), *hidden = x + layers[0].inputs, *next = hidden + layers[0].outputs,
+          *gates = next + layers[1].outputs;
+    double mine = 0;
+    for (std::int32_t d = thread_; d < dim_; d += size_)
+      mine += static_cast<double>(keys[d]) * static_cast<double>(keys[d]);
+    const double length = sqrt(sum_of_block(mine, scratch_, size_ / 32)), key = length > kTiny ? length : kTiny,
+                 unit = static_cast<double>(unit_), largest = sqrt(static_cast<double>(squares_[0])) / unit + kTiny;
+    for (std::int32_t i = thread_; i < spectrum; i += size_)
+      x[i] = i < shown ? static_cast<float>(sqrt(static_cast<double>(squares_[i])) / unit / largest) : 0.0F;
+    for (std::int32_t d = thread_; d < dim_; d += size_)
+      x[spectrum + d] = static_cast<float>(static_cast<double>(keys[d]) / key);
+    gate_layer(layers[0], x, hidden, false);
+    gate_layer(layers[1], hidden, next, false);
+    gate_layer(layers[2], next, gates, true);
+    __syncthreads();
+    if (thread_ == 0) {
+      std::int32_t kept = 0;
+      for (std::int32_t i = 0; i < shown; ++i) {
+        if (!a_.options.keeps(static_cast<double>(gates[i]))) continue;
+        order_[kept] = order_[i];
+        plain_[kept++] = a_.options.soft_gates ? gates[i] : 1.0F;
+      }
+      scratch_[0] = kept;
+    }
+    __syncthreads();
+    return static_cast<std::int32_t>(scratch_[0]);
+  }
+
+  /// One warp per output.
+  __device__ void gate_layer(const GateLayer& layer, const float* in, float* out, bool last) const {
+    __syncthreads();
+    for (std::int32_t o = thread_ / 32; o < layer.outputs; o += size_ / 32) {
+      const float* weights = layer.weights + std::int64_t{o} * layer.inputs;
+      double sum = 0;
+      for (std::int32_t i = thread_ % 32; i < layer.inputs; i += 32)
+        sum += static_cast<double>(weights[i]) * static_cast<double>(in[i]);
+      sum = sum_of_warp(sum) + static_cast<double>(layer.biases[o]);
+      if (thread_ % 32 == 0) out[o] = static_cast<float>(gate_unit(sum, last));
+    }
   }
 
   __device__ void decompose() {
@@ -308,8 +361,8 @@ class Factorising {
     return sum;
   }
 
-  /// A = U sqrt(s), B = sqrt(s) V^T: one warp per component. The scale of a component is taken from the projection, so
-  /// that small ones are as exact as large ones.
+  /// A = U sqrt(w s), B = sqrt(w s) V^T: one warp per component. The scale of a component is taken from the projection,
+  /// so that small ones are as exact as large ones.
   __device__ void write_factors(std::int32_t rank) {
     const std::int32_t lane = thread_ % 32;
     const std::int64_t right = matrix_.offset + std::int64_t{length_} * rank;
@@ -323,14 +376,15 @@ class Factorising {
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(kWholeWarp, square, step);
       const double size = sqrt(square), unit = static_cast<double>(unit_), of_axis = sqrt(size / unit),
-                   of_projection = size > 0 ? 1 / sqrt(size * unit) : 0;
+                   of_projection = size > 0 ? 1 / sqrt(size * unit) : 0,
+                   weight = kGated ? sqrt(static_cast<double>(plain_[j])) : 1.0;
       const auto put = [&](bool left, std::int32_t i, double x) {
         put_number(static_cast<float>(x), a_.store, a_.factors,
                    left ? matrix_.offset + std::int64_t{i} * rank + j : right + std::int64_t{j} * dim_ + i);
       };
-      for (std::int32_t i = lane; i < m_; i += 32) put(!by_rows_, i, of_axis * static_cast<double>(axis[i]));
+      for (std::int32_t i = lane; i < m_; i += 32) put(!by_rows_, i, weight * of_axis * static_cast<double>(axis[i]));
       for (std::int32_t i = lane; i < deep_; i += 32)
-        put(by_rows_, i, of_projection * static_cast<double>(projection(axis, i)));
+        put(by_rows_, i, weight * of_projection * static_cast<double>(projection(axis, i)));
     }
   }
 
@@ -348,13 +402,17 @@ class Factorising {
   bool centred_ = false;
 };
 
-template <class T>
-__global__ void __launch_bounds__(kFactorThreads) factorise_kernel(FactoriseArguments a, std::int32_t width) {
+/// Gates take registers; without them three blocks fit a multiprocessor.
+template <class T, bool kGated>
+__global__ void __launch_bounds__(kFactorThreads, kGated ? 2 : 3)
+    factorise_kernel(FactoriseArguments a, std::int32_t width) {
   wait_for_earlier_kernels();
   KVKEEP_SHARED(double, scratch, kFactorThreads / 32);
   const RowMatrix& matrix = a.matrices[blockIdx.x];
+  if (matrix.length == 0) return;
   const std::int64_t coarse = std::int64_t{blockIdx.x} * a.dim * (a.store == Element::f32 ? 4 : 2);
-  Factorising<T>(a, matrix, FactorShared(width, a.dim), scratch).run(a.found[blockIdx.x], a.coarse + coarse);
+  const FactorShared at(width, a.dim, kGated ? a.gates.numbers() : 0);
+  Factorising<T, kGated>(a, matrix, at, scratch).run(a.found[blockIdx.x], a.coarse + coarse);
 }
 
 std::int32_t threads_of(std::int32_t width) {
@@ -368,8 +426,8 @@ std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const FactorO
   return options.raw ? std::min(factors, length * dim) : factors;
 }
 
-std::size_t factorise_shared_bytes(std::int32_t longest, std::int32_t dim) {
-  return FactorShared(std::min(longest, dim), dim).parts.bytes;
+std::size_t factorise_shared_bytes(std::int32_t longest, std::int32_t dim, std::int64_t gate_numbers) {
+  return FactorShared(std::min(longest, dim), dim, gate_numbers).parts.bytes;
 }
 
 void launch_factorise(const FactoriseArguments& a, Stream stream) {
@@ -378,8 +436,12 @@ void launch_factorise(const FactoriseArguments& a, Stream stream) {
   KVKEEP_REQUIRE(a.count >= 0 && a.longest >= 0, "factorise: ", a.count, " matrices of ", a.longest,
                  " rows; allowed 0 or more");
   KVKEEP_REQUIRE(o.max_rank >= 1, "factorise: max_rank; given ", o.max_rank, "; allowed 1 or more");
-  KVKEEP_REQUIRE_AS(Unsupported, o.rank != FactorOptions::Rank::gates,
-                    "factorise: rank gates; allowed energy or max on a GPU");
+  const bool gated = o.rank == FactorOptions::Rank::gates;
+  KVKEEP_REQUIRE(gated ? a.gates.layers[2].outputs == o.max_rank && a.gates.layers[0].inputs == o.max_rank + a.dim &&
+                             a.gates.key_means != nullptr
+                       : a.gates.numbers() == 0,
+                 "factorise: gates for ", a.gates.layers[2].outputs, " components and ", a.gates.layers[0].inputs,
+                 " numbers; allowed ", gated ? o.max_rank : 0, " and ", gated ? o.max_rank + a.dim : 0);
   KVKEEP_REQUIRE(o.energy >= 0 && o.energy <= 1, "factorise: energy; given ", o.energy, "; allowed 0 to 1");
   check_wide("factorise", "matrices", a.element);
   check_wide("factorise", "factors", a.store);
@@ -388,10 +450,10 @@ void launch_factorise(const FactoriseArguments& a, Stream stream) {
                     "; allowed ", kMostWidth, " of one of them on a GPU");
   if (width == 0) return;
   with_wide_element(a.element, [&](auto element) {
-    launch("factorise", factorise_kernel<decltype(element)>,
+    launch("factorise", gated ? factorise_kernel<decltype(element), true> : factorise_kernel<decltype(element), false>,
            {.blocks = blocks_for(a.count),
             .threads = threads_of(width),
-            .shared_bytes = factorise_shared_bytes(a.longest, a.dim)},
+            .shared_bytes = factorise_shared_bytes(a.longest, a.dim, a.gates.numbers())},
            stream, a, width);
   });
 }

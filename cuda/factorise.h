@@ -16,7 +16,7 @@ namespace kvkeep::cuda {
 struct RowMatrix {
   SlotAddress rows = {};                ///< of the cache
   const std::int32_t* slots = nullptr;  ///< i32 [length] slots of the span; null: the first ones
-  std::int32_t length = 0;              ///< L, 1 or more
+  std::int32_t length = 0;              ///< L; 0: nothing is written
   const float* weights = nullptr;       ///< f32 [length] with sum 1 (kvkeep::span_weights()); null: all equal
   std::int64_t offset = 0;              ///< of its numbers in FactoriseArguments::factors
 };
@@ -29,6 +29,25 @@ struct FactorsFound {
   bool finite = true;  ///< false: it holds NaN or infinity, and nothing else was written
 };
 
+/// One linear layer of kvkeep::RankGates.
+struct GateLayer {
+  const float* weights = nullptr;  ///< f32 [outputs, inputs]
+  const float* biases = nullptr;   ///< f32 [outputs]
+  std::int32_t inputs = 0, outputs = 0;
+};
+
+/// kvkeep::RankGates on the device.
+struct FactorGates {
+  GateLayer layers[3] = {};
+  float* key_means = nullptr;  ///< f32 [count, D] of the keys of the same spans and heads
+  bool of_keys = false;        ///< the matrices are these keys: writes key_means; else reads what they have written
+
+  /// That go in and come out of the layers; 0: there are no gates.
+  [[nodiscard]] KVKEEP_HD std::int64_t numbers() const {
+    return std::int64_t{layers[0].inputs} + layers[0].outputs + layers[1].outputs + layers[2].outputs;
+  }
+};
+
 struct FactoriseArguments {
   const RowMatrix* matrices = nullptr;  ///< [count]
   std::int32_t count = 0;
@@ -36,19 +55,20 @@ struct FactoriseArguments {
   std::int32_t dim = 0;            ///< D, 1 to 256
   Element element = Element::f32;  ///< of the rows: f32, f16 or bf16
   Element store = Element::f32;    ///< of what is written: the same
-  FactorOptions options = {};      ///< without gates and sketches; `store` above says how they are written
+  FactorOptions options = {};      ///< without sketches; `store` above says how they are written
   FactorsFound* found = nullptr;   ///< [count]
   std::byte* coarse = nullptr;     ///< store [count, D] weighted means
   std::byte* factors = nullptr;    ///< store: A [L, r], then B [r, D], or the rows if raw, at RowMatrix::offset;
                                    ///< room for factor_numbers()
+  FactorGates gates = {};          ///< by Rank::gates
 };
 
 /// Most numbers that a matrix takes.
 [[nodiscard]] std::int64_t factor_numbers(std::int64_t length, std::int64_t dim, const FactorOptions& options);
 
 /// Shared memory of a block, in bytes, for matrices of up to `longest` rows: more than 99 KiB where both sides are
-/// above 104, and then more than some chips have (GeForce RTX 30 to 50).
-[[nodiscard]] std::size_t factorise_shared_bytes(std::int32_t longest, std::int32_t dim);
+/// above 104, and then more than some chips have (GeForce RTX 30 to 50). gate_numbers: FactorGates::numbers().
+[[nodiscard]] std::size_t factorise_shared_bytes(std::int32_t longest, std::int32_t dim, std::int64_t gate_numbers = 0);
 
 /// One launch, one block per matrix: of a warp if no side is longer than 16, of 256 threads above 64. Lengths in one
 /// launch should be similar. Decomposes the Gram matrix of the shorter side, m = min(L, D) up to 128, by cyclic Jacobi

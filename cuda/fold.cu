@@ -52,6 +52,59 @@ __global__ void __launch_bounds__(kFoldThreads) fold_slots_kernel(FoldArguments 
   }
 }
 
+/// Weights of a span's slots, by one warp: their shares of its mass, or equal if there is none.
+__device__ void weigh_span(const FoldArguments& a, const FoldCut& cut, const FoldingRow& own, const FoldingSpan& span) {
+  const WarpTeam warp;
+  const std::int64_t at = own.first_slot + span.begin;
+  const float* mass = cut.mass + a.rows[own.row].first;
+  const auto weight = [&](std::int32_t t) {
+    const auto m = static_cast<double>(mass[a.slots[at + t]]);
+    return m > 0 ? m : 0.0;
+  };
+  double mine = 0;
+  for (std::int32_t t = warp.thread(); t < span.length; t += 32) mine += weight(t);
+  const double sum = sum_of_warp(mine);
+  for (std::int32_t t = warp.thread(); t < span.length; t += 32)
+    cut.weights[at + t] = static_cast<float>(sum > 0 ? weight(t) / sum : span.weight);
+}
+
+/// One block cuts one row: the first warp, then all of them weigh.
+__global__ void __launch_bounds__(kFoldThreads) fold_cut_kernel(FoldArguments a, FoldCut cut) {
+  wait_for_earlier_kernels();
+  const auto f = static_cast<std::int32_t>(blockIdx.x);
+  const FoldingRow& own = a.folding[f];
+  FoldingSpan* pieces = cut.pieces + own.first_span;
+  if (threadIdx.x < 32) {
+    const WarpTeam warp;
+    const std::int64_t begin = a.indptr[own.row], count = a.indptr[own.row + 1] - begin;
+    const std::int32_t* kept = a.kept + begin;
+    const std::int32_t length = a.rows[own.row].length;
+    std::int32_t spans = 0;
+    const auto put = [&](std::int64_t from, std::int64_t to) {
+      const std::int64_t parts = piece_count(to - from, cut.max_span);
+      for (std::int64_t i = warp.thread(); i < parts; i += 32) {
+        const std::int64_t first = piece_begin(to - from, i, parts), last = piece_begin(to - from, i + 1, parts);
+        pieces[spans + i] =
+            FoldingSpan(f, static_cast<std::int32_t>(from + first), static_cast<std::int32_t>(last - first));
+      }
+      spans += static_cast<std::int32_t>(parts);
+    };
+    SpanJoiner joiner(cut.min_span);
+    for (std::int64_t first = 0; first < cut.most; first += 32) {
+      const std::int64_t s = first + warp.thread();
+      const std::int32_t end = s < cut.most ? cut.ends[own.row * cut.most + s] : length;
+      const std::int64_t dropped = end - kept_below(kept, count, end);
+      for (int lane = 0; lane < 32; ++lane) joiner.end_at(__shfl_sync(kWholeWarp, dropped, lane), put);
+    }
+    joiner.finish(length - count, put);
+    for (std::int32_t i = spans + warp.thread(); i < own.spans; i += 32) pieces[i] = FoldingSpan(f, 0, 0);
+  }
+  if (cut.mass == nullptr) return;
+  __syncthreads();
+  for (auto i = static_cast<std::int32_t>(threadIdx.x / 32); i < own.spans; i += kFoldThreads / 32)
+    weigh_span(a, cut, own, pieces[i]);
+}
+
 __global__ void __launch_bounds__(kFoldThreads) fold_matrices_kernel(FoldArguments a) {
   wait_for_earlier_kernels();
   const std::int64_t step = std::int64_t{gridDim.x} * kFoldThreads;
@@ -65,7 +118,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_matrices_kernel(FoldArgumen
       matrix.rows = side == 0 ? row.keys : row.values;
       matrix.slots = a.slots + own.first_slot + span.begin;
       matrix.length = span.length;
-      matrix.weights = nullptr;
+      matrix.weights = a.weights == nullptr ? nullptr : a.weights + own.first_slot + span.begin;
       matrix.offset = n * a.numbers;
     }
   }
@@ -82,7 +135,7 @@ __device__ void copy_numbers(const std::byte* from, std::byte* to, std::int64_t 
 }
 
 /// The signs and sizes of a span's keys, one warp per key; `token`: of the row, the first; `weight`: of a key in their
-/// mean. mean: f64 [D] of shared memory.
+/// mean, if all are equal. mean: f64 [D] of shared memory.
 template <class T>
 __device__ void draw_sketch(const RowMatrix& keys, double weight, std::int32_t dim, std::int64_t token,
                             const FoldingRow& row, double* mean) {
@@ -91,7 +144,8 @@ __device__ void draw_sketch(const RowMatrix& keys, double weight, std::int32_t d
   };
   for (auto d = static_cast<std::int32_t>(threadIdx.x); d < dim; d += kFoldThreads) {
     double sum = 0;
-    for (std::int32_t t = 0; t < keys.length; ++t) sum = fma(weight, number(t, d), sum);  // as the CPU adds up
+    for (std::int32_t t = 0; t < keys.length; ++t)  // as the CPU adds up
+      sum = fma(keys.weights == nullptr ? weight : static_cast<double>(keys.weights[t]), number(t, d), sum);
     mean[d] = sum;
   }
   __syncthreads();
@@ -127,6 +181,17 @@ __global__ void __launch_bounds__(kFoldThreads, 3) fold_spans_kernel(FoldArgumen
   const std::int64_t width = bytes_of(a.store), token = row.first_token + piece.begin;
   std::byte* const blob = row.blobs + span * row.blob_bytes;
   MemorySpan& to = row.table[span];
+  if (length == 0) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < a.dim * width / 2; i += kFoldThreads)
+      for (std::byte* side : {row.coarse_keys, row.coarse_values})
+        reinterpret_cast<std::uint16_t*>(side + std::int64_t{span} * a.dim * width)[i] = 0;
+    if (threadIdx.x == 0) {
+      to = {.length = 0, .first_token = token};
+      row.far[span] = nullptr;
+      row.log_length[span] = piece.log_length;
+    }
+    return;
+  }
   std::int64_t all = 0;
   for (std::int32_t side = 0; side < 2; ++side) {
     const std::int64_t n = side * std::int64_t{a.spans} + s;
@@ -173,6 +238,13 @@ void launch_fold_slots(const FoldArguments& a, Stream stream) {
   const std::int32_t slices = std::clamp((a.longest + kFoldThreads - 1) / kFoldThreads, 1, kMostSlices);
   launch("fold_slots", fold_slots_kernel,
          {.blocks = blocks_for(a.count, static_cast<unsigned>(slices)), .threads = kFoldThreads}, stream, a);
+}
+
+void launch_fold_cut(const FoldArguments& a, const FoldCut& cut, Stream stream) {
+  check(a);
+  KVKEEP_REQUIRE(cut.min_span >= 1 && cut.max_span >= 1 && cut.most >= 0, "fold: spans of ", cut.min_span, " to ",
+                 cut.max_span, " slots, ", cut.most, " segments; allowed 1 or more, and 0 or more");
+  launch("fold_cut", fold_cut_kernel, {.blocks = blocks_for(a.count), .threads = kFoldThreads}, stream, a, cut);
 }
 
 void launch_fold_matrices(const FoldArguments& a, Stream stream) {

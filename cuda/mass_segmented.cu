@@ -344,6 +344,9 @@ __global__ void __launch_bounds__(kFarThreads) mass_segmented_kernel(MassSegment
     selection.rest(limit.budget - division[0].through);
   }
   selection.write(a.slots + a.indptr[r]);
+  if (a.ends == nullptr) return;
+  for (std::int64_t i = team.thread(); i < a.most_ends; i += team.size())
+    a.ends[r * a.most_ends + i] = i < division[0].segments ? ends[i] : length;
 }
 
 template <bool kNear>

@@ -24,7 +24,10 @@ struct MassSegmentedArguments : AllottedRows {
   float* mass = nullptr;               ///< f32 flat, in: usage; out: mass, mixed with credit unless `used` is given
   float* used = nullptr;               ///< f32 flat, out: after mixing; null: it replaces the mass
   float* credit = nullptr;             ///< f32 flat, out: new credit of every slot; null: without credit
-  std::byte* workspace = nullptr;      ///< mass_segmented_workspace_bytes(), aligned to 32
+  std::int32_t* ends = nullptr;    ///< i32 [count, most_ends] out: one past each segment's last slot, then the row's
+                                   ///< length; of rows that are due. null: not wanted
+  std::int64_t most_ends = 0;      ///< most_segments() of the longest row
+  std::byte* workspace = nullptr;  ///< mass_segmented_workspace_bytes(), aligned to 32
 };
 
 /// 12 bytes per slot, none where no row has more than 3072 slots or 128 segments, and for every row 40 bytes per

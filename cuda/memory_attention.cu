@@ -6,8 +6,7 @@
 #include "key_lanes.cuh"
 #include "kvkeep/memory/opening.h"
 #include "launch.cuh"
-#include "radix_sort.cuh"
-#include "select.cuh"
+#include "memory_wants.cuh"
 #include "softmax.cuh"
 #include "tuning.cuh"
 #include "workspace.h"
@@ -90,18 +89,25 @@ __device__ Asked asked_of(const MemoryAttentionTask& task, std::int64_t work, st
 /// Floats from one query to the next in shared memory.
 KVKEEP_HD inline std::int32_t staged_query(std::int32_t dim) { return (dim + 7) / 8 * 8; }
 
-__device__ void stage_queries(const MemoryAttentionTask& task, const Asked& asked, float* to) {
-  const std::int32_t stride = staged_query(task.a.dim);
+/// number(h, d): of head h of those that are asked, component d.
+template <class Number>
+__device__ void stage(const Asked& asked, std::int32_t dim, float* to, const Number& number) {
+  const std::int32_t stride = staged_query(dim);
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < asked.heads * stride; i += kMemoryThreads) {
     const std::int32_t h = i / stride, d = i - h * stride;
+    to[i] = d < dim ? number(h, d) : 0.0F;
+  }
+}
+
+__device__ void stage_queries(const MemoryAttentionTask& task, const Asked& asked, float* to) {
+  stage(asked, task.a.dim, to, [&](std::int32_t h, std::int32_t d) {
     const std::byte* query =
         task.a.queries + asked.token * task.a.token_stride + (asked.first_head + h) * task.a.head_stride;
     float x = 0;
-    if (d < task.a.dim)
-      with_wide_element(task.a.query,
-                        [&](auto type) { x = to_float(reinterpret_cast<const decltype(type)*>(query)[d]); });
-    to[i] = x;
-  }
+    with_wide_element(task.a.query,
+                      [&](auto type) { x = to_float(reinterpret_cast<const decltype(type)*>(query)[d]); });
+    return x;
+  });
 }
 
 /// Calls told(row, head, dot) by one thread for each of `count` rows of `dim` numbers and each query. The whole block
@@ -177,7 +183,8 @@ __device__ void add_told(const MemoryAttentionTask& task, const Asked& asked, st
   for (std::int32_t first = begin; first < end; first += kKeysAtOnce) {
     const std::int32_t s = first + own;
     Running seen[kMemoryHeads];
-    if (s < end) {
+    const bool there = s < end && row.table[s].length > 0;
+    if (there) {
       const MemorySpan& span = row.table[s];
       for (std::int64_t t = span.first_token + lane; t < span.first_token + span.length; t += kLanes) {
         float sums[kMemoryHeads] = {};
@@ -200,15 +207,15 @@ __device__ void add_told(const MemoryAttentionTask& task, const Asked& asked, st
     for (int h = 0; h < kMemoryHeads; ++h) {
       if (h >= asked.heads) break;
       const Running all = over_lanes<kLanes>(seen[h]);
-      if (s < end && lane == 0)
+      if (there && lane == 0)
         relevance[std::int64_t{h} * task.a.most_spans + s] += all.top + logf(all.sum) - row.log_length[s];
     }
   }
 }
 
 /// Logits of kMemorySpans spans of a row, for one query and up to kMemoryHeads heads: of their coarse entries, and what
-/// relevance is made of.
-template <class T>
+/// relevance is made of. kLearned: what a router makes of them.
+template <class T, bool kLearned>
 __global__ void __launch_bounds__(kMemoryThreads)
     memory_attention_logits_kernel(MemoryAttentionTask task, std::int32_t chunks) {
   wait_for_earlier_kernels();
@@ -222,43 +229,48 @@ __global__ void __launch_bounds__(kMemoryThreads)
   const LogitsShared at(dim, true);
   auto* queries = reinterpret_cast<float*>(dynamic_shared() + at.queries);
   auto* tables = reinterpret_cast<float*>(dynamic_shared() + at.tables);
-  const bool told = row.signs != nullptr;
+  const bool told = row.signs != nullptr && !kLearned;
   stage_queries(task, asked, queries);
   __syncthreads();
   if (told) fill_tables(queries, asked.heads, dim, entries, tables);
-  const std::int64_t first = task.head_at(asked.token, asked.first_head) * task.a.most_spans;
+  const std::int64_t first_head = task.head_at(asked.token, asked.first_head), first = first_head * task.a.most_spans;
   float *coarse = task.coarse + first, *relevance = task.relevance + first;
-  row_products(reinterpret_cast<const T*>(row.coarse_keys) + std::int64_t{begin} * dim, end - begin, dim, queries,
-               asked.heads, [&](std::int32_t i, std::int32_t h, float dot) {
-                 const std::int64_t place = std::int64_t{h} * task.a.most_spans + begin + i;
-                 coarse[place] = relevance[place] = task.a.scale * dot + row.log_length[begin + i];
-               });
+  const auto* keys = reinterpret_cast<const T*>(row.coarse_keys) + std::int64_t{begin} * dim;
+  row_products(keys, end - begin, dim, queries, asked.heads, [&](std::int32_t i, std::int32_t h, float dot) {
+    const std::int64_t place = std::int64_t{h} * task.a.most_spans + begin + i;
+    coarse[place] = relevance[place] = task.a.scale * dot + row.log_length[begin + i];
+  });
   __syncthreads();
   if (told) add_told(task, asked, begin, end, tables, entries, relevance);
+  if constexpr (!kLearned) return;
+  stage(asked, dim, queries, [&](std::int32_t h, std::int32_t d) { return task.a.routed[(first_head + h) * dim + d]; });
+  __syncthreads();
+  const std::int32_t first_in_group = asked.first_head - row.head * task.a.group;
+  row_products(keys, end - begin, dim, queries, asked.heads, [&](std::int32_t i, std::int32_t h, float dot) {
+    const std::int32_t s = begin + i;
+    relevance[std::int64_t{h} * task.a.most_spans + s] = router_relevance(
+        dot, row.norms[std::int64_t{s} * task.a.group + first_in_group + h], task.a.inner, row.log_length[s]);
+  });
 }
 
-/// Turns the logits of one head into shares of all mass, `dense` being the log-sum-exp of everything else; marks those
-/// above the rule's. By one warp.
-__device__ void want_by_mass(const MemoryAttentionTask& task, std::int32_t spans, float dense, float* shares,
-                             std::uint8_t* marks) {
-  const WarpTeam warp;
-  float top = Running::kNothing;
-  for (std::int32_t s = warp.thread(); s < spans; s += 32) top = shares[s] > top ? shares[s] : top;
-  top = warp.largest(top);
-  const bool nothing = top == Running::kNothing;
-  float sum = 0;
-  for (std::int32_t s = warp.thread(); s < spans; s += 32) {
-    const float e = nothing ? 0.0F : expf(shares[s] - top);
-    shares[s] = e;
-    sum += e;
+/// Marks what the heads of one row and query want, [heads, most_spans], by the rule.
+__device__ void want(const MemoryAttentionTask& task, const BlockTeam& team, const SortScratch& sort,
+                     const Asked& asked, float* relevance, std::uint8_t* marks) {
+  using Rule = MemoryAttentionArguments::Rule;
+  const MemoryAttentionArguments& a = task.a;
+  const std::int32_t spans = asked.row->spans;
+  const std::int64_t stride = a.most_spans, first = task.head_at(asked.token, asked.first_head);
+  for (std::int32_t h = team.thread() / 32; h < asked.heads; h += team.size() / 32) {
+    float* own = relevance + h * stride;
+    if (a.rule != Rule::learned) find_shares(spans, a.lse[first + h], own);
+    if (a.rule == Rule::coverage) continue;
+    const double above = a.rule == Rule::learned ? static_cast<double>(a.thresholds[asked.first_head + h]) : a.mass;
+    for (std::int32_t s = WarpTeam{}.thread(); s < spans; s += 32)
+      marks[h * stride + s] = static_cast<double>(own[s]) > above && asked.row->holds(s) ? 1 : 0;
   }
-  const double all_spans = sum_of_warp(static_cast<double>(sum));
-  const float factor = nothing ? 0.0F : share_factor(top, all_spans, dense);
-  for (std::int32_t s = warp.thread(); s < spans; s += 32) {
-    const float share = shares[s] * factor;
-    shares[s] = share;
-    marks[s] = static_cast<double>(share) > task.a.mass ? 1 : 0;
-  }
+  team.sync();
+  for (std::int32_t h = 0; a.rule == Rule::coverage && h < asked.heads; ++h)
+    want_by_coverage(a.coverage, a.coverage_floor, team, sort, *asked.row, relevance + h * stride, marks + h * stride);
 }
 
 /// Heads of one row and query that open spans within one budget.
@@ -283,10 +295,10 @@ struct SharingHeads {
 };
 
 /// Walks n entries in their order and flags the spans that fit, adding up as the CPU does. By one warp.
-__device__ void open_in_order(const FoldedRow& row, const OpeningCost& costs, const std::uint64_t* entries,
-                              std::int32_t n, std::uint8_t* flags) {
+__device__ void open_in_order(const FoldedRow& row, double resident, const OpeningCost& costs,
+                              const std::uint64_t* entries, std::int32_t n, std::uint8_t* flags) {
   const WarpTeam warp;
-  double used = row.resident;
+  double used = resident;
   for (std::int32_t first = 0; first < n; first += 32) {
     const bool there = first + warp.thread() < n;
     const auto s = static_cast<std::int32_t>(there ? static_cast<std::uint32_t>(entries[first + warp.thread()]) : 0);
@@ -304,28 +316,30 @@ __device__ void open_in_order(const FoldedRow& row, const OpeningCost& costs, co
   }
 }
 
-/// Opens what the heads want, as far as the budget goes. list: [spans] scratch.
-__device__ void open_within(const MemoryAttentionTask& task, const BlockTeam& team, std::uint32_t* counters,
-                            const FoldedRow& row, const SharingHeads& heads, std::uint64_t* entries,
-                            std::uint8_t* flags, std::int32_t* list) {
+/// Opens what the heads want, as far as the budget goes.
+__device__ void open_within(const MemoryAttentionTask& task, const BlockTeam& team, const SortScratch& sort,
+                            const FoldedRow& row, const SharingHeads& heads, std::uint8_t* flags) {
   const OpeningCost costs{task.a.dim, task.a.per_head};
-  std::uint64_t mine = 0;
+  std::uint64_t mine = 0, empty = 0;
+  for (std::int32_t s = team.thread(); row.vacant > 0 && s < row.spans; s += team.size()) empty += row.holds(s) ? 0 : 1;
+  const double resident =
+      row.vacant > 0 ? row.resident - row.vacant * static_cast<double>(team.sum(empty)) : row.resident;
   for (std::int32_t s = team.thread(); s < row.spans; s += team.size()) {
     const bool asked = heads.anyone(s);
     flags[s] = asked ? 1 : 0;
     const MemorySpan& span = row.table[s];
     if (asked) mine += static_cast<std::uint64_t>(costs.numbers(span.factors[0], span.factors[1], span.length));
   }
-  const double all = row.resident + static_cast<double>(team.sum(mine)) / costs.unit();
+  const double all = resident + static_cast<double>(team.sum(mine)) / costs.unit();
   if (!(all + fabs(all) * 1e-9 <= row.entries)) {  // nearly always they all fit, in any order
-    const std::int32_t asked = write_kept(team, row.spans, [&](std::int32_t s) { return flags[s] != 0; }, list);
+    const std::int32_t asked = write_kept(team, row.spans, [&](std::int32_t s) { return flags[s] != 0; }, sort.list);
     team.sync();
     for (std::int32_t s = team.thread(); s < row.spans; s += team.size()) flags[s] = 0;
-    std::uint64_t *a = entries, *b = entries + task.a.most_spans;
     sort_by_score(
-        team, counters, asked, a, b, [&](std::int32_t i) { return entry_of(heads.key(list[i]), list[i]); },
-        [b](std::int32_t i, std::uint64_t entry) { b[i] = entry; });
-    if (team.thread() < 32) open_in_order(row, costs, b, asked, flags);
+        team, sort.counters, asked, sort.a, sort.b,
+        [&](std::int32_t i) { return entry_of(heads.key(sort.list[i]), sort.list[i]); },
+        [&](std::int32_t i, std::uint64_t entry) { sort.b[i] = entry; });
+    if (team.thread() < 32) open_in_order(row, resident, costs, sort.b, asked, flags);
   }
   team.sync();
   for (std::int32_t s = team.thread(); s < row.spans; s += team.size())
@@ -352,14 +366,14 @@ __global__ void __launch_bounds__(kMemoryThreads, 3) memory_attention_open_kerne
   const std::int64_t stride = task.a.most_spans, first = task.head_at(asked.token, asked.first_head);
   float* relevance = task.relevance + first * stride;
   std::uint8_t* marks = task.a.marks + first * stride;
-  for (std::int32_t h = team.thread() / 32; h < asked.heads; h += team.size() / 32)
-    want_by_mass(task, row.spans, task.a.lse[first + h], relevance + h * stride, marks + h * stride);
-  team.sync();
   std::int32_t* list = task.a.opened + place * stride;
+  std::uint64_t* entries = task.entries + 2 * place * stride;
+  const SortScratch sort{counters, entries, entries + stride, list};
+  want(task, team, sort, asked, relevance, marks);
   const std::int32_t together = task.a.per_head ? 1 : asked.heads;
   for (std::int32_t h = 0; h < asked.heads; h += together)
-    open_within(task, team, counters, row, {relevance + h * stride, marks + h * stride, together, stride},
-                task.entries + 2 * place * stride, task.flags + place * stride, list);
+    open_within(task, team, sort, row, {relevance + h * stride, marks + h * stride, together, stride},
+                task.flags + place * stride);
   const SharingHeads all{relevance, marks, asked.heads, stride};
   const std::int32_t opened = write_kept(team, row.spans, [&](std::int32_t s) { return all.anyone(s); }, list);
   if (team.thread() == 0) task.a.opened_count[place] = opened;
@@ -694,6 +708,10 @@ void check(const MemoryAttentionArguments& a) {
                  " query heads; allowed 1 or more");
   check_wide("memory attention", "factors", a.store);
   check_wide("memory attention", "queries", a.query);
+  KVKEEP_REQUIRE(a.rule != MemoryAttentionArguments::Rule::learned ||
+                     (a.routed != nullptr && a.thresholds != nullptr && a.inner >= 1),
+                 "memory attention: rule learned; given no router, or one of ", a.inner,
+                 " numbers; allowed with its queries and thresholds, of 1 or more");
   constexpr std::int64_t kMost = 0x7FFFFFFF;
   const std::int64_t asked = std::int64_t{a.count} * a.most_queries,
                      of_asked = std::max<std::int64_t>(
@@ -717,7 +735,9 @@ void launch_memory_route(const MemoryAttentionArguments& a, Stream stream) {
   const std::int64_t asked = std::int64_t{a.count} * a.most_queries;
   const std::int32_t chunks = (a.most_spans + kMemorySpans - 1) / kMemorySpans;
   with_wide_element(a.store, [&](auto element) {
-    launch("memory_attention_logits", memory_attention_logits_kernel<decltype(element)>,
+    launch("memory_attention_logits",
+           a.rule == MemoryAttentionArguments::Rule::learned ? memory_attention_logits_kernel<decltype(element), true>
+                                                             : memory_attention_logits_kernel<decltype(element), false>,
            {.blocks = blocks_for(asked * task.slices * chunks),
             .threads = kMemoryThreads,
             .shared_bytes = LogitsShared(a.dim, true).parts.bytes},

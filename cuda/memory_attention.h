@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 /// Attention over folded spans on a GPU: decides which spans every query opens, brings their factors near, and merges
-/// all of it into softmaxes over rows that were read before. Same decisions as kvkeep::read_memory() by the rule
-/// `mass`. Differs: the rules `coverage` and `learned` have no kernel. No LibTorch in here.
+/// all of it into softmaxes over rows that were read before. Same decisions as kvkeep::read_memory(). No LibTorch in
+/// here.
 
 #include <cstddef>
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace kvkeep::cuda {
 
 /// One folded span of a row: kvkeep::FoldedSpan.
 struct MemorySpan {
-  std::int32_t length = 0;       ///< tokens, 1 or more
+  std::int32_t length = 0;       ///< tokens; 0: none, and FoldedRow::log_length is -inf
   std::int64_t first_token = 0;  ///< tokens in the spans before it
   std::int64_t bytes = 0;        ///< of its blob; 0: it has none
   SpanFactors factors[2] = {};   ///< of keys, of values
@@ -32,16 +32,21 @@ struct FoldedRow {
   std::int32_t queries = 0;
   double entries = std::numeric_limits<double>::infinity();  ///< kvkeep::Reading
   double resident = 0;
+  double vacant = 0;                         ///< what a span without tokens has in `resident`; 0: there is none
   const MemorySpan* table = nullptr;         ///< [spans]
   const std::byte* coarse_keys = nullptr;    ///< store [spans, D]
   const std::byte* coarse_values = nullptr;  ///< store [spans, D]
   const float* log_length = nullptr;         ///< f32 [spans]
   const std::uint32_t* signs = nullptr;      ///< kvkeep::KeySketch of the tokens of all spans; null: none
   const std::uint16_t* sizes = nullptr;      ///< bf16 [tokens]
+  const float* norms = nullptr;              ///< f32 [spans, group] launch_router_norms(); null: no router is learned
   const std::byte* const* far = nullptr;     ///< [spans] blobs in page-locked host memory
   const std::byte** near = nullptr;          ///< [spans] where launch_memory_merge reads blobs that are opened
   std::byte* arena = nullptr;                ///< what launch_memory_pieces hands out, a multiple of 16
   std::int64_t arena_bytes = 0;
+
+  /// Whether span s has tokens.
+  [[nodiscard]] KVKEEP_HD bool holds(std::int32_t s) const { return vacant == 0 || log_length[s] >= 0; }
 };
 
 /// A layer's memory: rows of all its sequences, and queries of all their tokens.
@@ -63,9 +68,17 @@ struct MemoryAttentionArguments {
 
   bool keeps_near = true;  ///< FoldedRow::near says what lies near already; false: it is only written
 
-  double mass = 0.02;     ///< kvkeep::ZoomOptions
-  bool share = false;     ///< Heads::group
-  bool per_head = false;  ///< kvkeep::Reading
+  /// kvkeep::ZoomOptions::Rule
+  enum class Rule : std::uint8_t { mass, coverage, learned };
+  Rule rule = Rule::mass;
+  double mass = 0.02;                 ///< kvkeep::ZoomOptions
+  double coverage = 0.9;              ///< the same
+  double coverage_floor = 0.001;      ///< the same
+  const float* routed = nullptr;      ///< by `learned`: f32 [tokens, Hq, D] launch_router_queries()
+  const float* thresholds = nullptr;  ///< then: f32 [Hq] the router's
+  std::int32_t inner = 1;             ///< then: its d'
+  bool share = false;                 ///< Heads::group
+  bool per_head = false;              ///< kvkeep::Reading
 
   float* out = nullptr;  ///< f32 [tokens, Hq, D] attention over the dense rows
   float* lse =
@@ -86,11 +99,15 @@ struct MemoryAttentionArguments {
 [[nodiscard]] std::int64_t memory_attention_workspace_bytes(const MemoryAttentionArguments& arguments);
 
 /// Writes marks, opened and opened_count; reads queries, lse and what is near of the rows. A span is wanted if its
-/// share of all mass is above `mass`, as predicted by its sketch if there is one, else by its coarse entry. Within the
-/// budget the most relevant go first, the lower span at equal relevance, and one that does not fit is skipped. Agrees
-/// with the CPU unless a share is within 1e-5 of `mass`, or two shares that compete for the budget are that close. 2
-/// launches. Cost: the coarse keys and sketches once for 8 query heads; a sort of the wanted spans if they do not all
-/// fit. Throws InvalidArgument for sizes below 0, a head size outside 1 to 256, no head, and other dtypes.
+/// share of all mass is above `mass`, as predicted by its sketch if there is one, else by its coarse entry; by
+/// `coverage`, if it is among those of the largest shares, none below `coverage_floor`, that first hold that much of
+/// what all spans draw; by `learned`, if its relevance is above the threshold of the query head. Within the budget the
+/// most relevant go first, the lower span at equal relevance, and one that does not fit is skipped. Agrees with the CPU
+/// unless a share is within 1e-5 of `mass` or the floor, a sum of shares of `coverage`, a relevance of its threshold,
+/// or two that compete are that close. 2 launches. Cost: the coarse keys and sketches once for 8 query heads, the keys
+/// twice by `learned`; a sort of the wanted spans if they do not all fit, and by `coverage` one for every query head.
+/// Throws InvalidArgument for sizes below 0, a head size outside 1 to 256, no head, other dtypes, and by `learned`
+/// without a router's numbers.
 void launch_memory_route(const MemoryAttentionArguments& arguments, Stream stream);
 
 /// Lists what to fetch of the opened spans (launch_fetch), and writes to `near` where it will be: `pieces`

@@ -85,6 +85,9 @@ inline constexpr std::int32_t kMemoryBlocks =
     264;  ///< that fill the machine: below that, a row's spans are spread over more blocks,
 inline constexpr std::int32_t kMemoryParts = 32;  ///< but over no more than these
 
+inline constexpr std::int32_t kRouterThreads = 256;  ///< of a block that projects coarse keys or queries
+inline constexpr std::int32_t kRouterTokens = 4;     ///< whose queries one such block projects
+
 inline constexpr std::int32_t kFactorThreads = 256;  ///< of a block that decomposes a matrix, at most
 inline constexpr std::int32_t kFactorDepth = 32;     ///< numbers of its vectors that are in shared memory at a time
 

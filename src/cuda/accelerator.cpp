@@ -33,8 +33,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
         blas_(pool_) {}
 
   [[nodiscard]] std::vector<std::string> problems(const Ask& ask, const ModelSpec& spec) const override {
-    const auto* const layer = std::get_if<LayerDemand>(&ask);
-    return layer == nullptr ? problems(std::get<Demand>(ask), spec) : problems(*layer, spec);
+    return std::visit([&](const auto& demand) { return problems(demand, spec); }, ask);
   }
 
   [[nodiscard]] std::vector<std::string> problems(const Demand& demand, const ModelSpec& spec) const {
@@ -68,7 +67,16 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     return found;
   }
 
+  [[nodiscard]] std::vector<std::string> problems(const HostDemand& demand, const ModelSpec& spec) const {
+    std::vector<std::string> found = span_problems(demand.max_span, demand.memory, spec, device());
+    for (std::string& one : memory_problems(*demand.memory, spec, device())) found.push_back(std::move(one));
+    return found;
+  }
+
   [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits, const Ask& ask) override {
+    KVKEEP_REQUIRE_AS(Unsupported, !std::holds_alternative<HostDemand>(ask),
+                      "decide: the policy decides on the host; given an event on ", device().str(),
+                      "; allowed decide() alone");
     const auto* const layer = std::get_if<LayerDemand>(&ask);
     return layer == nullptr ? begin(evidence, limits, std::get<Demand>(ask)) : begin(evidence, limits, *layer);
   }
@@ -97,8 +105,9 @@ class CudaAccelerator final : public MachineMemory, public Machine {
 
   [[nodiscard]] std::unique_ptr<FoldedMemory> folded_memory(const ModelSpec& spec,
                                                             const MemoryOptions& memory) override {
-    return std::make_unique<DeviceFolds>(spec, memory, bounds_, pool_, *this, staging_,
-                                         [this](const Decision& decision) { require_newest(decision); });
+    return std::make_unique<DeviceFolds>(
+        spec, memory, bounds_, pool_, *this, staging_,
+        [this](const RowTable& table, const Decision& decision) { return slots_of(table, decision); });
   }
 
   [[nodiscard]] std::unique_ptr<Event> begin(const Evidence& evidence, const Limits& limits, const Demand& demand) {
@@ -114,6 +123,7 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     }
     auto event = std::make_unique<CudaEvent>(evidence, limits, pool_, memory_, staging_, constants_, blas_, dry_);
     event->allocator = &demand.allocator;
+    event->folds = demand.rest.has_value();
     if (!most.empty()) event->counts = event->take<std::int32_t>(std::ssize(most));
     measure(*event, demand.needs, most.empty() ? most_kept(evidence.table, limits) : most);
     if (!dry_) upload(*event);
@@ -146,9 +156,8 @@ class CudaAccelerator final : public MachineMemory, public Machine {
   void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
             std::span<const ColumnTarget> columns) override {
     const DeviceScope scope(device().index);
-    require_newest(decision);
+    const EventSlots slots = slots_of(table, decision);
     const Stream stream = pool_.stream();
-    const KeepSet& keep = *decision.keep;
     std::vector<ColumnMove> moves(columns.size());
     for (std::size_t r = 0; r < columns.size(); ++r) {
       const std::int64_t first = table.rows[r].first;
@@ -173,14 +182,14 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     move_table_.place();
     move_table_.upload(staging_, stream);
     // Before the rows move: the host need not wait for that.
-    if (decision.tables.counts != nullptr)
-      counts_.begin(decision.tables.counts, table.rows.size() * sizeof(std::int32_t), stream);
-    launch_compact({.rows = decision.tables.rows,
+    if (slots.tables.counts != nullptr)
+      counts_.begin(slots.tables.counts, table.rows.size() * sizeof(std::int32_t), stream);
+    launch_compact({.rows = slots.tables.rows,
                     .columns = move_table_.there<ColumnMove>(moves_at),
                     .count = static_cast<std::int32_t>(table.rows.size()),
-                    .slots = keep.slots.data<std::int32_t>(),
-                    .indptr = decision.tables.indptr,
-                    .counts = decision.tables.counts,
+                    .slots = slots.kept,
+                    .indptr = slots.tables.indptr,
+                    .counts = slots.tables.counts,
                     .pages_after = pages.empty() ? nullptr : move_table_.there<std::int32_t>(after_at),
                     .pages_stride = stride},
                    stream);
@@ -255,11 +264,40 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     download(to, from, static_cast<std::size_t>(bytes), pool_.stream());
   }
 
-  void require_newest(const Decision& decision) const {
+  /// Of the newest decision, or of one that the host made, whose rows and slots are sent, and its positions settled.
+  [[nodiscard]] EventSlots slots_of(const RowTable& table, const Decision& decision) {
+    const KeepSet& keep = *decision.keep;
+    if (decision.tables.rows == nullptr) return send(table, keep);
     KVKEEP_REQUIRE_AS(StateError, decision.tables.serial == serial_,
                       "apply: the slots of this plan were in memory that a later plan, or use_workspace(), has reused; "
                       "allowed the newest plan on ",
                       device().str());
+    return {decision.tables, keep.slots.data<std::int32_t>()};
+  }
+
+  [[nodiscard]] EventSlots send(const RowTable& given, const KeepSet& keep) {
+    KVKEEP_REQUIRE_AS(StateError, capture() != Capture::now,
+                      "apply: the stream is being captured, and what the host decides differs from event to event; "
+                      "allowed outside a capture");
+    RowTable table = given;
+    ModelSpec spec;  // as much of it as rows without queries need
+    spec.kv_heads = spec.query_heads = static_cast<std::int32_t>(table.rows.size() / table.groups.size());
+    spec.key_dim = spec.value_dim = 1;
+    for (RowGroup& group : table.groups) {
+      group.queries = {}, group.pinned = {};
+      spec.layers.resize(std::max(spec.layers.size(), static_cast<std::size_t>(group.layer) + 1));
+    }
+    Limits limits;
+    limits.rows.resize(table.rows.size());
+    const Evidence evidence{.spec = spec, .table = table};
+    ++serial_;
+    CudaEvent event(evidence, limits, pool_, memory_, staging_, constants_, blas_, false);
+    std::vector<std::int32_t> counts;
+    for (std::size_t r = 0; r < table.rows.size(); ++r) counts.push_back(static_cast<std::int32_t>(keep.count(r)));
+    measure(event, {}, counts);
+    upload(event, false, keep.slots);
+    event.settle_positions();
+    return {event.tables, event.keep.slots.data<std::int32_t>()};
   }
 
   /// What follows from shapes alone: how much kernels read, where the kept slots of every row will be (`most`, of
@@ -301,7 +339,8 @@ class CudaAccelerator final : public MachineMemory, public Machine {
   }
 
   /// Sends everything of the event that kernels read in one copy. `layer`: the positions of queries are on the host.
-  void upload(CudaEvent& event, bool layer = false) {
+  /// kept: slots that the host has chosen, or none.
+  void upload(CudaEvent& event, bool layer = false, const Tensor& kept = {}) {
     const RowTable& table = event.evidence.table;
     const ModelSpec& spec = event.evidence.spec;
     std::vector<QueryView> queries;
@@ -350,6 +389,8 @@ class CudaAccelerator final : public MachineMemory, public Machine {
                        runs_at = event_table_.add(runs), newest_at = event_table_.add(newest),
                        ropes_at = turns ? event_table_.add(ropes) : 0, indptr_at = event_table_.add(event.keep.indptr),
                        spans_at = event_table_.add(spans), pins_at = spans.empty() ? 0 : event_table_.add(pins);
+    const std::int64_t kept_at =
+        kept.defined() ? event_table_.add(kept.data<std::int32_t>(), static_cast<std::size_t>(kept.numel())) : 0;
     std::vector<std::int64_t> positions_at;
     if (layer)
       for (const QueryView& q : queries)
@@ -375,6 +416,8 @@ class CudaAccelerator final : public MachineMemory, public Machine {
           event_table_.there<PositionRun>(runs_at + static_cast<std::int64_t>(first * sizeof(PositionRun)));
     }
     event_table_.upload(staging_, pool_.stream());
+    if (kept.defined())
+      event.keep.slots = Tensor(event_table_.there<std::int32_t>(kept_at), Dtype::i32, kept.sizes(), device());
 
     event.arguments.rows = event_table_.there<Row>(rows_at);
     event.arguments.limits = event_table_.there<RowLimit>(limits_at);

@@ -52,6 +52,12 @@ float* allot(CudaEvent& event, const MassSegmented& allocator, const WindowAtten
   arguments.credit = arguments.options.credit ? event.flat() : nullptr;
   arguments.workspace = event.take<std::byte>(static_cast<std::int64_t>(
       mass_segmented_workspace_bytes(arguments.options, arguments.count, arguments.longest, arguments.slots_in_all)));
+  if (event.folds) {
+    arguments.most_ends = most_segments(arguments.options, arguments.longest);
+    arguments.ends = event.take<std::int32_t>(arguments.count * arguments.most_ends);
+    event.tables.ends = arguments.ends, event.tables.most_ends = arguments.most_ends;
+    event.tables.mass = arguments.mass;
+  }
   event.launch(launch_mass_segmented, arguments);
   return arguments.credit;
 }

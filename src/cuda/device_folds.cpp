@@ -10,8 +10,8 @@
 #include "fold.h"
 #include "kvkeep/allot/adaptive_heads.h"
 #include "kvkeep/allot/critical.h"
-#include "kvkeep/allot/mass_segmented.h"
 #include "kvkeep/allot/threshold.h"
+#include "kvkeep/memory/segmenter.h"
 
 namespace kvkeep::cuda {
 namespace {
@@ -27,17 +27,102 @@ std::int32_t most_spans(const FoldedRows& rows) {
   return most;
 }
 
+/// Slots that the host has listed, and their weights in the coarse entries, as kernels read them. Rows of a sequence
+/// that fold the same share one list.
+class SlotLists {
+ public:
+  explicit SlotLists(const Fold& fold) : fold_(fold) {}
+
+  /// The slots of spans [first, last), of a row of `sequence`. Returns where they are.
+  std::int64_t add(const FoldedRows* sequence, std::size_t first, std::size_t last) {
+    const std::int64_t begin = fold_.spans[first], end = fold_.spans[last];
+    const auto [found, fresh] = newest_.try_emplace(sequence);
+    List& list = found->second;
+    if (!fresh && is_same(list, first, last)) return list.at;
+    list = {first, last, std::ssize(slots_)};
+    slots_.insert(slots_.end(), fold_.slots.begin() + begin, fold_.slots.begin() + end);
+    for (std::size_t s = first; s < last && !fold_.weights.empty(); ++s)
+      for (const double share :
+           span_weights(std::span(fold_.weights)
+                            .subspan(static_cast<std::size_t>(fold_.spans[s]),
+                                     static_cast<std::size_t>(fold_.spans[s + 1] - fold_.spans[s]))))
+        weights_.push_back(static_cast<float>(share));
+    return list.at;
+  }
+
+  [[nodiscard]] const std::vector<std::int32_t>& slots() const { return slots_; }
+  [[nodiscard]] const std::vector<float>& weights() const { return weights_; }  ///< empty: all equal
+
+ private:
+  struct List {
+    std::size_t first = 0, last = 0;  ///< spans
+    std::int64_t at = 0;
+  };
+  /// The spans are as long, and have the same slots and weights.
+  [[nodiscard]] bool is_same(const List& list, std::size_t first, std::size_t last) const {
+    if (last - first != list.last - list.first) return false;
+    const std::int64_t mine = fold_.spans[first], own = fold_.spans[list.first];
+    for (std::size_t s = 0; s <= last - first; ++s)
+      if (fold_.spans[first + s] - mine != fold_.spans[list.first + s] - own) return false;
+    const auto same = [&](const auto& all) {
+      return all.empty() || std::equal(all.begin() + mine, all.begin() + fold_.spans[last], all.begin() + own);
+    };
+    return same(fold_.slots) && same(fold_.weights);
+  }
+
+  const Fold& fold_;
+  std::map<const FoldedRows*, List> newest_;
+  std::vector<std::int32_t> slots_;
+  std::vector<float> weights_;
+};
+
+/// FactorGates::numbers()
+std::int64_t gate_numbers(const MemoryOptions* memory) {
+  if (memory == nullptr || memory->gates() == nullptr) return 0;
+  const RankGates& gates = *memory->gates();
+  std::int64_t numbers = gates.weights(0).size(1);
+  for (std::size_t i = 0; i < 3; ++i) numbers += gates.weights(i).size(0);
+  return numbers;
+}
+
 }  // namespace
 
 std::vector<std::string> memory_problems(const MemoryOptions& memory, const ModelSpec& spec, Device device) {
   std::vector<std::string> found;
   const auto add = [&](const auto&... what) { found.push_back(text(what..., " on ", device.str())); };
-  if (memory.learned()) add("memory: a learned router has no kernel; allowed zoom=mass");
-  if (!memory.learned() && memory.zoom.rule == ZoomOptions::Rule::coverage)
-    add("memory: zoom=coverage has no kernel; allowed zoom=mass");
-  if (memory.factors.rank == FactorOptions::Rank::gates)
-    add("memory: rank=gates has no kernel; allowed rank energy or max");
+  if (memory.learned() && memory.routing != nullptr && !memory.routing->layers.empty()) {
+    const Router& first = memory.routing->layers.front();
+    const auto inner = static_cast<std::int32_t>(first.inner());
+    for (const Router& router : memory.routing->layers)
+      if (router.inner() != first.inner()) {
+        add("router: projections of ", router.inner(), " and ", first.inner(), " numbers; allowed one number");
+        break;
+      }
+    const std::size_t needed = router_shared_bytes(inner, spec.key_dim), most = most_shared_bytes(device.index);
+    if (needed > most)
+      add("router: projections of ", inner, " numbers take ", needed >> 10, " KiB of shared memory; allowed ",
+          most >> 10, " KiB");
+  }
   if (spec.key_dim > kMostDim) add("key_dim: folded spans of ", spec.key_dim, " numbers; allowed up to ", kMostDim);
+  return found;
+}
+
+std::vector<std::string> span_problems(std::int32_t max_span, const MemoryOptions* memory, const ModelSpec& spec,
+                                       Device device) {
+  std::vector<std::string> found;
+  const std::int32_t longest = max_span > 0 ? max_span : INT32_MAX;
+  if (spec.key_dim > kMostWidth && longest > kMostWidth)
+    found.push_back(text("memory.max_span: spans of ", max_span > 0 ? text(longest) : std::string("any number of"),
+                         " slots with keys of ", spec.key_dim, " numbers; allowed up to ", kMostWidth,
+                         " of one of them on ", device.str()));
+  const std::int32_t dim = std::max(spec.key_dim, spec.value_dim);
+  if (std::min(longest, dim) > kMostWidth) return found;
+  const std::size_t needed = factorise_shared_bytes(longest, dim, gate_numbers(memory)),
+                    most = most_shared_bytes(device.index);
+  if (needed > most)
+    found.push_back(text("memory.max_span: a span of ", std::min(longest, dim), " slots of ", dim, " numbers takes ",
+                         needed >> 10, " KiB of shared memory to decompose; given ", device.str(), " with ", most >> 10,
+                         "; allowed shorter spans, or the CPU"));
   return found;
 }
 
@@ -45,24 +130,12 @@ std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& sp
   std::vector<std::string> found;
   if (!demand.rest) return found;
   const std::type_info& type = typeid(demand.allocator);
-  if (type == typeid(MassSegmented))
-    found.push_back(text("rest: fold over ", demand.policy, " cuts spans at the ends of segments, which the host does ",
-                         "not know; given ", device.str(),
-                         "; allowed drop, an allocator without segments, or the CPU"));
   if (type == typeid(AdaptiveHeads) || type == typeid(Threshold) ||
       (type == typeid(Critical) && demand.allocator.ragged()))
     found.push_back(text("rest: under ", demand.policy, " the scores decide how many slots fold, unknown to the host; ",
                          "given fold on ", device.str(), "; allowed drop, or the CPU"));
-  if (spec.key_dim > kMostWidth && demand.rest->max_span > kMostWidth)
-    found.push_back(text("memory.max_span: spans of ", demand.rest->max_span, " slots with keys of ", spec.key_dim,
-                         " numbers; allowed up to ", kMostWidth, " of one of them on ", device.str()));
-  const std::int32_t dim = std::max(spec.key_dim, spec.value_dim);
-  if (std::min<std::int64_t>(demand.rest->max_span, dim) > kMostWidth) return found;
-  const std::size_t needed = factorise_shared_bytes(demand.rest->max_span, dim), most = most_shared_bytes(device.index);
-  if (needed > most)
-    found.push_back(text("memory.max_span: a span of ", demand.rest->max_span, " slots of ", dim, " numbers takes ",
-                         needed >> 10, " KiB of shared memory to decompose; given ", device.str(), " with ", most >> 10,
-                         "; allowed shorter spans, or the CPU"));
+  for (std::string& one : span_problems(demand.rest->max_span, demand.memory, spec, device))
+    found.push_back(std::move(one));
   return found;
 }
 
@@ -98,7 +171,8 @@ void DeviceRows::grow(std::int64_t& capacity, std::int64_t wanted, std::span<Arr
   constexpr std::int64_t kLeast = 16;
   const std::int64_t larger = std::max({wanted, capacity + capacity / 2, kLeast}), rows = std::ssize(counted_.counts());
   std::vector<DeviceMemory> fresh;
-  for (const Array& array : arrays) fresh.push_back(memory_.allocate(rows * larger * array.bytes));
+  for (const Array& array : arrays)
+    fresh.push_back(array.bytes == 0 ? DeviceMemory() : memory_.allocate(rows * larger * array.bytes));
   for (std::size_t i = 0; i < arrays.size(); ++i) {
     Array& array = arrays[i];
     if (array.memory != nullptr)
@@ -125,6 +199,7 @@ void DeviceRows::point(Row& out, std::int32_t row, std::int32_t span) const {
   set(out.coarse_values, of_spans_[kCoarseValues], span_room_, span);
   set(out.log_length, of_spans_[kLogLength], span_room_, span);
   set(out.far, of_spans_[kFar], span_room_, span);
+  if (norms_ > 0) set(out.norms, of_spans_[kNorms], span_room_, span);
   if (words_ == 0) return;
   set(out.signs, of_blocks_[kSigns], block_room_, 0);
   set(out.sizes, of_blocks_[kSizes], block_room_, 0);
@@ -142,14 +217,14 @@ void DeviceRows::describe(std::int32_t row, FoldedRow& out) const {
 }
 
 DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, FoldBounds bounds, DevicePool& pool,
-                         MachineMemory& machine, Staging& staging, std::function<void(const Decision&)> require_newest)
+                         MachineMemory& machine, Staging& staging, SlotsOf slots_of)
     : FoldedMemory(spec, memory, machine),
       options_(memory.fold_options()),
       bounds_(bounds),
       pool_(pool),
       machine_(machine),
       staging_(staging),
-      require_newest_(std::move(require_newest)),
+      slots_of_(std::move(slots_of)),
       far_(memory.host_bytes),
       leaving_(pool),
       work_(pool),
@@ -158,9 +233,44 @@ DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, Fol
 
 DeviceRows& DeviceFolds::rows_of(FoldedRows& sequence) {
   if (sequence.on_device == nullptr)
-    sequence.on_device =
-        std::make_shared<DeviceRows>(sequence, spec_.key_dim, options_.store, options_.sketch, machine_, ++serial_);
+    sequence.on_device = std::make_shared<DeviceRows>(sequence, spec_.key_dim, options_.store, options_.sketch,
+                                                      memory_.learned() ? spec_.group() : 0, machine_, ++serial_);
   return *static_cast<DeviceRows*>(sequence.on_device.get());
+}
+
+const DeviceFolds::Learned* DeviceFolds::learned() {
+  const RankGates* const gates = memory_.gates();
+  if (learned_ || (!memory_.learned() && gates == nullptr)) return learned_ ? &*learned_ : nullptr;
+  Learned own;
+  const auto send = [&](std::span<const float> numbers) {
+    const auto bytes = static_cast<std::int64_t>(numbers.size_bytes());
+    own.memory.push_back(machine_.allocate(bytes));
+    machine_.write(own.memory.back().get(), numbers.data(), bytes);
+    return static_cast<const float*>(own.memory.back().get());
+  };
+  if (memory_.learned()) {
+    std::vector<float> projections, thresholds;
+    const Router& first = memory_.routing->layers.front();
+    const std::int64_t of_head = first.inner() * first.key_dim();
+    for (const Router& router : memory_.routing->layers)
+      for (std::int64_t head = 0; head < router.query_heads(); ++head) {
+        projections.insert(projections.end(), router.projection(head), router.projection(head) + of_head);
+        thresholds.push_back(router.threshold(head));
+      }
+    own.router = {send(projections), static_cast<std::int32_t>(first.query_heads()),
+                  static_cast<std::int32_t>(first.inner())};
+    own.thresholds = send(thresholds);
+  }
+  for (std::size_t i = 0; gates != nullptr && i < std::size(own.gates.layers); ++i) {
+    const auto floats = [&](const Tensor& of) {
+      const Tensor wide = as<float>(of);
+      return send({wide.data<float>(), static_cast<std::size_t>(wide.numel())});
+    };
+    own.gates.layers[i] = {floats(gates->weights(i)), floats(gates->biases(i)),
+                           static_cast<std::int32_t>(gates->weights(i).size(1)),
+                           static_cast<std::int32_t>(gates->weights(i).size(0))};
+  }
+  return &learned_.emplace(std::move(own));
 }
 
 void DeviceFolds::require_no_capture(const char* operation) const {
@@ -171,12 +281,9 @@ void DeviceFolds::require_no_capture(const char* operation) const {
 
 Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::span<const FoldTarget> targets) {
   const DeviceScope scope(pool_.device().index);
-  require_newest_(decision);
   require_no_capture("fold");
+  const EventSlots event = slots_of_(table, decision);
   const Fold& fold = *decision.fold;
-  KVKEEP_REQUIRE_AS(Unsupported, !fold.listed && decision.tables.rows != nullptr,
-                    "fold: the policy lists slots on the host, but the cache is on ", pool_.device().str(),
-                    "; allowed all that a row drops (fold_rest)");
   for (const Dtype dtype : {table.key_dtype, table.value_dtype})
     KVKEEP_REQUIRE(is_scorable(dtype), "fold: rows are ", dtype, "; allowed f32, f16 or bf16");
   KVKEEP_REQUIRE_AS(Unsupported, table.keys_rotated == 0 && table.values_rotated == 0,
@@ -191,6 +298,7 @@ Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::
   std::map<FoldedRows*, FoldedRows::Count> most;
   FoldArguments all;
   std::int64_t longest = 0, slots = 0;
+  SlotLists lists(fold);
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
     const auto first = static_cast<std::size_t>(fold.indptr[r]), last = static_cast<std::size_t>(fold.indptr[r + 1]);
     const auto spans = static_cast<std::int32_t>(last - first);
@@ -199,11 +307,13 @@ Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::
     FoldedRows& sequence = *targets[r].sequence;
     std::int64_t length = 0;  // of the longest span
     for (std::size_t s = first; s < last; ++s) length = std::max(length, fold.spans[s + 1] - fold.spans[s]);
+    if (fold.bounded()) length = std::min<std::int64_t>(length, fold.cut_above);
     rows.push_back({.row = static_cast<std::int32_t>(r),
                     .first_span = all.spans,
-                    .first_slot = slots,
+                    .spans = spans,
+                    .first_slot = fold.listed ? lists.add(&sequence, first, last) : slots,
                     .blob_bytes = folded_blob_bytes(length, spec_.key_dim, options_, store)});
-    for (std::size_t s = first; s < last; ++s)
+    for (std::size_t s = first; s < last && !fold.bounded(); ++s)
       pieces.emplace_back(static_cast<std::int32_t>(rows.size()) - 1,
                           static_cast<std::int32_t>(fold.spans[s] - fold.spans[first]),
                           static_cast<std::int32_t>(fold.spans[s + 1] - fold.spans[s]));
@@ -247,31 +357,49 @@ Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::
 
   const Stream stream = pool_.stream();
   fold_table_.clear();
-  const std::int64_t rows_at = fold_table_.add(rows), pieces_at = fold_table_.add(pieces);
+  const std::int64_t rows_at = fold_table_.add(rows), pieces_at = fold_table_.add(pieces),
+                     slots_at = fold_table_.add(lists.slots()), weights_at = fold_table_.add(lists.weights());
   fold_table_.place();
   fold_table_.upload(staging_, stream);
   work_.begin();
   all.folding = fold_table_.there<FoldingRow>(rows_at);
   all.count = static_cast<std::int32_t>(rows.size());
   all.pieces = fold_table_.there<FoldingSpan>(pieces_at);
-  all.rows = decision.tables.rows;
-  all.kept = decision.keep->slots.data<std::int32_t>();
-  all.indptr = decision.tables.indptr;
-  all.slots = reinterpret_cast<std::int32_t*>(work_.take(slots * 4));
+  all.rows = event.tables.rows;
+  all.kept = event.kept;
+  all.indptr = event.tables.indptr;
+  all.listed = fold.listed;
+  all.slots =
+      fold.listed ? fold_table_.there<std::int32_t>(slots_at) : reinterpret_cast<std::int32_t*>(work_.take(slots * 4));
+  all.weights = lists.weights().empty() ? nullptr : fold_table_.there<float>(weights_at);
   all.dim = spec_.key_dim;
   all.keys = element_of("keys", table.key_dtype);
   all.store = store;
-  launch_folds(all, all.spans, longest, element_of("values", table.value_dtype), stream);
+  FoldCut cut;
+  if (fold.bounded()) {
+    cut = {.ends = decision.tables.ends,
+           .most = decision.tables.most_ends,
+           .min_span = fold.joined_from,
+           .max_span = fold.cut_above,
+           .pieces =
+               reinterpret_cast<FoldingSpan*>(work_.take(all.spans * static_cast<std::int64_t>(sizeof(FoldingSpan))))};
+    if (fold.by_mass) cut.mass = decision.tables.mass, cut.weights = reinterpret_cast<float*>(work_.take(slots * 4));
+    all.pieces = cut.pieces, all.weights = cut.weights;
+    bounded_ = true;
+  }
+  launch_folds(all, cut, all.spans, longest, element_of("values", table.value_dtype), stream);
   return folding;
 }
 
 /// Some spans after the others, in memory that does not grow with their number.
-void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std::int64_t longest, Element values,
-                               Stream stream) {
+void DeviceFolds::launch_folds(const FoldArguments& all, const FoldCut& cut, std::int32_t spans, std::int64_t longest,
+                               Element values, Stream stream) {
+  const Learned* const learned = this->learned();
   const std::int64_t width = element_size(options_.store), dim = spec_.key_dim,
                      numbers = folded_blob_bytes(longest, dim, options_, all.store) / (2 * width),
                      of_span = 2 * ((numbers + dim) * width +
-                                    static_cast<std::int64_t>(sizeof(RowMatrix) + sizeof(FactorsFound)));
+                                    static_cast<std::int64_t>(sizeof(RowMatrix) + sizeof(FactorsFound))) +
+                               dim * 4;
   const auto together = static_cast<std::int32_t>(std::clamp<std::int64_t>(bounds_.matrix_bytes / of_span, 1, spans));
   const auto take = [this](std::int64_t bytes) { return work_.take(bytes); };
   FoldArguments a = all;
@@ -281,7 +409,10 @@ void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std
       reinterpret_cast<FactorsFound*>(take(2 * together * static_cast<std::int64_t>(sizeof(FactorsFound))));
   std::byte *const coarse = take(2 * together * dim * width), *const factors = take(2 * together * numbers * width);
   a.found = found, a.coarse = coarse, a.factors = factors;
-  launch_fold_slots(a, stream);
+  const bool gated = options_.rank == FactorOptions::Rank::gates;
+  auto* const key_means = gated ? reinterpret_cast<float*>(take(together * dim * 4)) : nullptr;
+  if (!a.listed) launch_fold_slots(a, stream);
+  if (cut.pieces != nullptr) launch_fold_cut(a, cut, stream);
   for (a.first = 0; a.first < spans; a.first += together) {
     a.spans = std::min(together, spans - a.first);
     launch_fold_matrices(a, stream);
@@ -295,9 +426,11 @@ void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std
                                 .found = found,
                                 .coarse = coarse,
                                 .factors = factors};
-    if (values != a.keys) {  // one dtype per launch
+    if (gated) matrices.gates = learned->gates, matrices.gates.key_means = key_means, matrices.gates.of_keys = true;
+    if (values != a.keys || gated) {  // one dtype per launch; the gates of values read the means of keys
       matrices.count = a.spans;
       launch_factorise(matrices, stream);
+      matrices.gates.of_keys = false;
       matrices.matrices += a.spans;
       matrices.found += a.spans;
       matrices.coarse += a.spans * dim * width;
@@ -305,6 +438,7 @@ void DeviceFolds::launch_folds(const FoldArguments& all, std::int32_t spans, std
     }
     launch_factorise(matrices, stream);
     launch_fold_spans(a, stream);
+    if (memory_.learned()) launch_router_norms(a, learned->router, static_cast<std::int32_t>(spec_.group()), stream);
   }
 }
 
@@ -328,7 +462,8 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
   }
   if (readers == step_.readers) return;
   const std::int64_t heads = spec_.query_heads, kv_heads = spec_.kv_heads,
-                     of_token = heads * (9 * std::int64_t{step.most_spans} + 4 * (spec_.key_dim + 2)) +
+                     routed = memory_.learned() ? 4 * std::int64_t{spec_.key_dim} : 0,
+                     of_token = heads * (9 * std::int64_t{step.most_spans} + 4 * (spec_.key_dim + 2) + routed) +
                                 kv_heads * 21 * std::int64_t{step.most_spans};
   const auto tokens =
       static_cast<std::int32_t>(std::clamp<std::int64_t>(bounds_.view_bytes / of_token, 1, std::max(last, 1)));
@@ -356,10 +491,11 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
           rows.describe(row, own);
           const FoldedRows::Count& count = reader.rows->count(row);
           own.entries = memory_.entries_after(reader.seen);
-          own.resident =
-              static_cast<double>(reader.columns->length(row)) +
-              memory_.entries_per_span(spec_.group(), spec_.key_dim, false) * static_cast<double>(count.spans) +
-              memory_.entries_per_token(spec_.key_dim) * static_cast<double>(count.tokens);
+          if (bounded_) own.vacant = memory_.entries_per_span(spec_.group(), spec_.key_dim, memory_.learned());
+          own.resident = static_cast<double>(reader.columns->length(row)) +
+                         memory_.entries_per_span(spec_.group(), spec_.key_dim, memory_.learned()) *
+                             static_cast<double>(count.spans) +
+                         memory_.entries_per_token(spec_.key_dim) * static_cast<double>(count.tokens);
           table.push_back(own);
         }
       }
@@ -420,7 +556,13 @@ ReadCounts DeviceFolds::view(const FoldedReading& reading) {
     a.token_stride = queries.step(0) * width;
     a.head_stride = queries.step(1) * width;
     a.keeps_near = false;
+    using Rule = MemoryAttentionArguments::Rule;
+    a.rule = memory_.learned()                                  ? Rule::learned
+             : memory_.zoom.rule == ZoomOptions::Rule::coverage ? Rule::coverage
+                                                                : Rule::mass;
     a.mass = memory_.zoom.mass;
+    a.coverage = memory_.zoom.coverage;
+    a.coverage_floor = memory_.zoom.coverage_floor;
     a.share = memory_.zoom.heads == ZoomOptions::Heads::group;
     a.per_head = memory_.published_budget;
     a.out = reading.attended.out.data<float>() + slice.first * heads * spec_.value_dim;
@@ -433,6 +575,13 @@ ReadCounts DeviceFolds::view(const FoldedReading& reading) {
         reinterpret_cast<FarPiece*>(work_.take(slice.rows * spans * static_cast<std::int64_t>(sizeof(FarPiece))));
     auto* const counts = reinterpret_cast<std::int32_t*>(work_.take(std::int64_t{slice.rows} * 4));
     a.workspace = work_.take(memory_attention_workspace_bytes(a));
+    if (a.rule == Rule::learned) {
+      auto* const routed = reinterpret_cast<float*>(work_.take(of_heads * spec_.key_dim * 4));
+      a.routed = routed;
+      a.thresholds = learned_->thresholds + reading.layer * heads;
+      a.inner = learned_->router.inner;
+      launch_router_queries(a, learned_->router, reading.layer, routed, stream);
+    }
     launch_memory_route(a, stream);
     launch_memory_pieces(a, pieces, counts, stream);
     launch_fetch({.pieces = pieces, .counts = counts, .lists = slice.rows, .stride = a.most_spans}, stream);

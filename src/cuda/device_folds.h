@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-/// The folded spans of a keeper on a device. The host knows how many spans every row has and how long they are; the
-/// rest is there. Factors are in page-locked memory, which kernels write and read over the bus.
+/// The folded spans of a keeper on a device. The host knows how many spans every row has, some of which are empty where
+/// only the device knows how long they are; the rest is there. Factors are in page-locked memory, which kernels write
+/// and read over the bus.
 
 #include <array>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -15,6 +17,7 @@
 #include "kvkeep/policy/folded_memory.h"
 #include "memory_attention.h"
 #include "page_locked.h"
+#include "router.h"
 
 namespace kvkeep::cuda {
 
@@ -22,8 +25,19 @@ namespace kvkeep::cuda {
 [[nodiscard]] std::vector<std::string> memory_problems(const MemoryOptions& memory, const ModelSpec& spec,
                                                        Device device);
 
+/// Why a device cannot factorise spans of up to `max_span` slots (0: any), one sentence each.
+[[nodiscard]] std::vector<std::string> span_problems(std::int32_t max_span, const MemoryOptions* memory,
+                                                     const ModelSpec& spec, Device device);
+
 /// Why an event cannot fold like that on a device, one sentence each.
 [[nodiscard]] std::vector<std::string> fold_problems(const Demand& demand, const ModelSpec& spec, Device device);
+
+/// Where the rows of an event are, and the slots that stay, on the device.
+struct EventSlots {
+  EventTables tables;
+  const std::int32_t* kept = nullptr;
+};
+using SlotsOf = std::function<EventSlots(const RowTable& table, const Decision& decision)>;
 
 /// Page-locked rooms that kernels may still use: each goes back once all streams of the pool have passed the point at
 /// which nobody on the host needed it any more, or the next call after it.
@@ -56,11 +70,13 @@ class LeavingRooms {
 /// Spans of one sequence on a device: arrays [rows, capacity], grown by half. The host counts them.
 class DeviceRows {
  public:
-  DeviceRows(const FoldedRows& counted, std::int64_t dim, Dtype store, bool sketch, MachineMemory& memory,
-             std::uint64_t serial)
+  /// norms: of a learned router, for each span; 0: there is none.
+  DeviceRows(const FoldedRows& counted, std::int64_t dim, Dtype store, bool sketch, std::int64_t norms,
+             MachineMemory& memory, std::uint64_t serial)
       : counted_(counted),
         entry_(dim * element_size(store)),
         words_(sketch ? KeySketch::words(dim) : 0),
+        norms_(norms),
         serial_(serial),
         memory_(memory) {}
 
@@ -71,7 +87,7 @@ class DeviceRows {
   }
   /// FoldedState::near_bytes of as many spans.
   [[nodiscard]] std::int64_t near_bytes(const FoldedRows::Count& count) const {
-    return count.spans * (2 * entry_ + static_cast<std::int64_t>(sizeof(float))) +
+    return count.spans * (2 * entry_ + (1 + norms_) * static_cast<std::int64_t>(sizeof(float))) +
            (words_ == 0 ? 0 : count.tokens * (words_ * 4 + 2));
   }
 
@@ -98,15 +114,17 @@ class DeviceRows {
 
   const FoldedRows& counted_;
   std::int64_t entry_, words_;        ///< bytes of a coarse entry; words of a sketched key, 0: none
+  std::int64_t norms_;                ///< of a span
   std::uint64_t serial_, moves_ = 0;  ///< of arrays
   MachineMemory& memory_;
   std::int64_t span_room_ = 0, block_room_ = 0;  ///< of every row: spans; blocks of tokens
-  enum : std::uint8_t { kTable, kCoarseKeys, kCoarseValues, kLogLength, kFar, kOfSpans };
+  enum : std::uint8_t { kTable, kCoarseKeys, kCoarseValues, kLogLength, kFar, kNorms, kOfSpans };
   std::array<Array, kOfSpans> of_spans_ = {{{.bytes = sizeof(MemorySpan)},
                                             {.bytes = entry_},
                                             {.bytes = entry_},
                                             {.bytes = sizeof(float)},
-                                            {.bytes = sizeof(const std::byte*)}}};
+                                            {.bytes = sizeof(const std::byte*)},
+                                            {.bytes = norms_ * static_cast<std::int64_t>(sizeof(float))}}};
   enum : std::uint8_t { kSigns, kSizes, kOfBlocks };
   std::array<Array, kOfBlocks> of_blocks_ = {
       {{.bytes = KeySketch::kBlock * words_ * 4}, {.bytes = KeySketch::kBlock * 2}}};
@@ -114,9 +132,9 @@ class DeviceRows {
 
 class DeviceFolds final : public FoldedMemory {
  public:
-  /// require_newest: throws for a decision whose tables are gone.
+  /// slots_of: where the rows and kept slots of a decision are; throws for one whose tables are gone.
   DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, FoldBounds bounds, DevicePool& pool,
-              MachineMemory& machine, Staging& staging, std::function<void(const Decision&)> require_newest);
+              MachineMemory& machine, Staging& staging, SlotsOf slots_of);
 
   [[nodiscard]] Folding fold(const RowTable& table, const Decision& decision,
                              std::span<const FoldTarget> targets) override;
@@ -138,10 +156,20 @@ class DeviceFolds final : public FoldedMemory {
     std::vector<Slice> slices;
     std::int32_t most_spans = 0;
   };
+  /// What a router and gates learned, on the device.
+  struct Learned {
+    std::vector<DeviceMemory> memory;
+    RouterWeights router;
+    const float* thresholds = nullptr;  ///< [layers, Hq]
+    FactorGates gates;
+  };
+  /// Made once, for the first event that folds; null if nothing was learned.
+  [[nodiscard]] const Learned* learned();
   /// Made when a sequence first folds.
   [[nodiscard]] DeviceRows& rows_of(FoldedRows& sequence);
   void require_no_capture(const char* operation) const;
-  void launch_folds(const FoldArguments& all, std::int32_t spans, std::int64_t longest, Element values, Stream stream);
+  void launch_folds(const FoldArguments& all, const FoldCut& cut, std::int32_t spans, std::int64_t longest,
+                    Element values, Stream stream);
   void prepare(const FoldedReading& reading);
   void place_near(std::int64_t bytes);
 
@@ -150,12 +178,14 @@ class DeviceFolds final : public FoldedMemory {
   DevicePool& pool_;
   MachineMemory& machine_;
   Staging& staging_;
-  std::function<void(const Decision&)> require_newest_;
+  SlotsOf slots_of_;
   PageLocked far_;
   LeavingRooms leaving_;
   EventMemory work_;  ///< of one event, or of one layer that is read
   DeviceTable fold_table_, view_table_;
   std::uint64_t serial_ = 0;
+  bool bounded_ = false;  ///< rows may have empty spans
+  std::optional<Learned> learned_;
   Step step_;
   DeviceMemory near_;  ///< arenas of a layer's rows, then the addresses of their blobs
   std::int64_t near_room_ = 0;

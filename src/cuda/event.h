@@ -159,6 +159,7 @@ class CudaEvent final : public Event {
   KeepSet keep;                                       ///< without its slots
   const Allocator* allocator = nullptr;               ///< for which it has room
   bool sums = false;                                  ///< LayerDemand::sums()
+  bool folds = false;                                 ///< what does not stay folds
   std::int32_t* counts = nullptr;                     ///< i32 [rows] EventTables::counts
   const std::int32_t* next_positions = nullptr;       ///< i32 [groups]
   const NewestPositions* newest_positions = nullptr;  ///< [groups] null once they are in the columns
@@ -196,6 +197,8 @@ class CudaEvent final : public Event {
   /// launch. fresh: PrepareArguments::fresh.
   [[nodiscard]] DeviceWindow ask(std::int32_t window, bool official, Reader reader = Reader::attention,
                                  bool fresh = false);
+  /// Afterwards the columns hold the positions. One launch, or none.
+  void settle_positions();
   /// Reductions of a window; null: not wanted, sum: of every row, due or not. Two launches, or one with its
   /// log-sum-exps.
   void attend(const DeviceWindow& window, float* usage, float* newest, float* sum = nullptr) const;
@@ -248,8 +251,6 @@ class CudaEvent final : public Event {
   /// sum_over_heads() times `weight`.
   [[nodiscard]] Tensor token_sums(const Tensor& of_slots, std::int32_t window, float weight, std::int32_t sinks) const;
   [[nodiscard]] PrepareArguments prepare_arguments() const;
-  /// Afterwards the columns hold the positions. One launch, or none.
-  void settle_positions();
   [[nodiscard]] Tensor tensor(void* data, std::int64_t count, Dtype dtype = Dtype::f32) const;
 
   DeviceScope scope_;

@@ -417,7 +417,7 @@ class AcrossRanks final : public Machine {
       found.push_back(text("ranks: scorer ", demand->scorer.name(),
                            " reads the rows of other heads, of which ranks hold a part; allowed scorers that read one "
                            "row"));
-    if (is_host()) return found;
+    if (is_host() || std::holds_alternative<HostDemand>(ask)) return found;
     if (demand == nullptr)
       found.push_back(text("ranks: ", std::get<LayerDemand>(ask).policy,
                            " narrows by the heads of all ranks, which are gathered on the host; given ", device().str(),

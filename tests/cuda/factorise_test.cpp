@@ -12,6 +12,7 @@
 #include "kvkeep/memory/segmenter.h"
 #include "kvkeep/memory/span_row.h"
 #include "kvkeep/torch.h"
+#include "trained_router.h"
 
 namespace kvkeep::cuda::factorise_test {
 namespace {
@@ -46,9 +47,10 @@ Rows random_rows(oracle::Random& random, std::int64_t length, std::int64_t dim, 
 /// Matrices of one launch on both machines.
 class Both {
  public:
+  /// gates: of Rank::gates. as_values: these are values, each with the next one as the keys of its span.
   Both(std::vector<Rows> matrices, std::int32_t dim, Element element, const FactorOptions& options,
-       bool weighted = false, std::uint64_t seed = 1)
-      : options_(options), dim_(dim), element_(element) {
+       bool weighted = false, std::uint64_t seed = 1, const RankGates* gates = nullptr, bool as_values = false)
+      : options_(options), dim_(dim), element_(element), gates_(gates), as_values_(as_values) {
     oracle::Random random(seed);
     for (const Rows& rows : matrices) {
       const auto length = static_cast<std::int64_t>(rows.size()) / dim;
@@ -96,17 +98,39 @@ class Both {
     const DeviceArray<FactorsFound> found(std::vector<FactorsFound>(matrices.size(), FactorsFound{-7}));
     const auto coarse = DeviceArray<std::byte>::poisoned(matrices.size() * static_cast<std::size_t>(dim_ * number)),
                factors = DeviceArray<std::byte>::poisoned(static_cast<std::size_t>(all * number));
-    launch_factorise({.matrices = there.data(),
-                      .count = static_cast<std::int32_t>(matrices.size()),
-                      .longest = *std::max_element(lengths_.begin(), lengths_.end()),
-                      .dim = dim_,
-                      .element = element_,
-                      .store = element_,
-                      .options = options,
-                      .found = found.data(),
-                      .coarse = coarse.data(),
-                      .factors = factors.data()},
-                     nullptr);
+    FactoriseArguments a{.matrices = there.data(),
+                         .count = static_cast<std::int32_t>(matrices.size()),
+                         .longest = *std::max_element(lengths_.begin(), lengths_.end()),
+                         .dim = dim_,
+                         .element = element_,
+                         .store = element_,
+                         .options = options,
+                         .found = found.data(),
+                         .coarse = coarse.data(),
+                         .factors = factors.data()};
+    std::vector<std::unique_ptr<DeviceArray<float>>> numbers;
+    const auto send = [&](const Tensor& of) {
+      const Tensor wide = as<float>(of);
+      return numbers
+          .emplace_back(std::make_unique<DeviceArray<float>>(
+              std::span<const float>(wide.data<float>(), static_cast<std::size_t>(wide.numel()))))
+          ->data();
+    };
+    for (std::size_t i = 0; gates_ != nullptr && i < 3; ++i)
+      a.gates.layers[i] = {send(gates_->weights(i)), send(gates_->biases(i)),
+                           static_cast<std::int32_t>(gates_->weights(i).size(1)),
+                           static_cast<std::int32_t>(gates_->weights(i).size(0))};
+    const auto means = DeviceArray<float>::poisoned(matrices.size() * static_cast<std::size_t>(dim_));
+    std::vector<RowMatrix> keys = matrices;
+    for (std::size_t n = 0; n < keys.size(); ++n) keys[n].rows = matrices[key_of(n)].rows;
+    const DeviceArray<RowMatrix> of_keys(keys);
+    if (gates_ != nullptr) a.gates.key_means = means.data(), a.gates.of_keys = true;
+    if (as_values_) {
+      a.matrices = of_keys.data();
+      launch_factorise(a, nullptr);
+      a.matrices = there.data(), a.gates.of_keys = false;
+    }
+    launch_factorise(a, nullptr);
     found_ = found.download();
     coarse_ = floats(coarse.download());
     factors_ = floats(factors.download());
@@ -139,14 +163,15 @@ class Both {
   void expect_alike(double tolerance, const std::string& what) const {
     for (std::size_t n = 0; n < lengths_.size(); ++n) {
       const SpanRow row = folded(n);
-      const SpanFactors& want = row.span(0).factors[0];
+      const KvSide side = as_values_ ? KvSide::values : KvSide::keys;
+      const SpanFactors& want = row.span(0).factors[static_cast<std::size_t>(side)];
       const FactorsFound& got = found_[n];
       const std::string which = text(what, ", matrix ", n, " of ", lengths_[n], " x ", dim_);
       EXPECT_TRUE(got.finite) << which;
       EXPECT_EQ(got.rank, want.rank) << which;
       EXPECT_EQ(got.raw, want.raw) << which;
       EXPECT_EQ(got.centred, want.centred) << which;
-      const at::Tensor rows = row.rows(0, KvSide::keys);
+      const at::Tensor rows = row.rows(0, side);
       const std::vector<double> own = shown(n);
       double apart = 0, size = 0, off = 0, mean = 0;
       for (std::size_t i = 0; i < own.size(); ++i) {
@@ -154,7 +179,7 @@ class Both {
         apart += (own[i] - x) * (own[i] - x);
         size += static_cast<double>(plain_[n][i]) * static_cast<double>(plain_[n][i]);
       }
-      const Rows means = floats({row.coarse(KvSide::keys), row.coarse(KvSide::keys) + dim_ * element_bytes(element_)});
+      const Rows means = floats({row.coarse(side), row.coarse(side) + dim_ * element_bytes(element_)});
       for (std::size_t d = 0; d < means.size(); ++d) {
         off = std::max(off, std::abs(static_cast<double>(means[d]) -
                                      static_cast<double>(coarse_[n * static_cast<std::size_t>(dim_) + d])));
@@ -169,18 +194,22 @@ class Both {
   [[nodiscard]] SpanRow folded(std::size_t n) const {
     FactorOptions o = options_;
     o.store = dtype_of(element_);
-    const SlotAddress rows{const_cast<std::byte*>(caches_[n].data()), dim_ * element_bytes(element_),
-                           dim_ * element_bytes(element_)};
+    const auto rows = [this](std::size_t of) {
+      return SlotAddress{const_cast<std::byte*>(caches_[of].data()), dim_ * element_bytes(element_),
+                         dim_ * element_bytes(element_)};
+    };
     const std::vector<std::int64_t> indptr{0, lengths_[n]};
-    const RowFold one{.keys = rows,
-                      .values = rows,
+    const RowFold one{.keys = rows(key_of(n)),
+                      .values = rows(n),
                       .key_dtype = o.store,
                       .value_dtype = o.store,
                       .slots = slots_[n],
                       .indptr = indptr,
                       .weights = weights_[n]};
-    return std::move(fold({&one, 1}, dim_, o).front());
+    return std::move(fold({&one, 1}, dim_, o, gates_).front());
   }
+  /// The matrix of the keys of span n.
+  [[nodiscard]] std::size_t key_of(std::size_t n) const { return as_values_ ? (n + 1) % lengths_.size() : n; }
   [[nodiscard]] Rows floats(std::span<const std::byte> bytes) const {
     Rows out(bytes.size() / static_cast<std::size_t>(element_bytes(element_)));
     for (std::size_t i = 0; i < out.size(); ++i) {
@@ -195,6 +224,8 @@ class Both {
   FactorOptions options_;
   std::int32_t dim_;
   Element element_;
+  const RankGates* gates_;
+  bool as_values_;
   std::vector<std::int32_t> lengths_;
   std::vector<std::vector<std::byte>> caches_;
   std::vector<std::vector<std::int32_t>> slots_;
@@ -264,6 +295,35 @@ TEST_F(Factorise, ChoosesRowsAsTheyAreWhereCentringLosesMore) {
   });
 }
 
+/// Gates name components that need not be the largest, and values have gates that read the keys of their span.
+TEST_F(Factorise, KeepsTheComponentsThatGatesName) {
+  oracle::Random random(77);
+  for (const std::int32_t dim : {5, 16, 40})
+    for (const std::int64_t max_rank : {4, 12}) {
+      const TrainedParameters p = testing::trained_router(78, {.dim = dim, .max_rank = max_rank, .width = 37});
+      const RankGates gates(p.gate_weights, p.gate_biases);
+      for (const int length : {3, 16, 50}) {
+        std::vector<Rows> matrices;
+        for (int n = 0; n < 5; ++n) matrices.push_back(random_rows(random, length, dim, 6, 0.05, 0.5));
+        for (const bool soft : {false, true})
+          for (const Centred centred : {Centred::automatic, Centred::always})
+            for (const bool as_values : {false, true}) {
+              const FactorOptions o{.rank = Rank::gates,
+                                    .centred = centred,
+                                    .max_rank = static_cast<std::int32_t>(max_rank),
+                                    .soft_gates = soft,
+                                    .raw = length != 16};
+              in_every_order([&] {
+                Both both(matrices, dim, Element::f32, o, true, 1, &gates, as_values);
+                both.run_on_device();
+                both.expect_alike(1e-3, text("soft ", soft, ", centred ", static_cast<int>(centred), ", max_rank ",
+                                             max_rank, ", values ", as_values));
+              });
+            }
+      }
+    }
+}
+
 TEST_F(Factorise, TakesTheWidestMatrixThatItKnows) {
   oracle::Random random(74);
   expect_as_on_cpu({random_rows(random, 128, 129, 6, 0.01, 0.3)}, 129, Element::f32, {.centred = Centred::always},
@@ -321,6 +381,8 @@ TEST_F(Factorise, RefusesWhatItDoesNotKnow) {
   refuses([](auto& a) { a.options.energy = std::nan(""); });
   refuses([](auto& a) { a.element = Element::f8_e4m3; });
   refuses([](auto& a) { a.store = Element::f8_e4m3; });
+  refuses([](auto& a) { a.options.rank = Rank::gates; });
+  refuses([](auto& a) { a.gates.layers[0].inputs = 40; });
   EXPECT_THROW(launch_factorise({.longest = 129, .dim = 129}, nullptr), Unsupported);
   EXPECT_NO_THROW(launch_factorise({.longest = 128, .dim = 256}, nullptr)) << "no matrix";
 }

@@ -6,6 +6,8 @@
 #include "arrays.h"
 #include "kvkeep/core/error.h"
 #include "memory_case.h"
+#include "router.h"
+#include "trained_router.h"
 
 namespace kvkeep::cuda::memory_attention_test {
 namespace {
@@ -22,7 +24,9 @@ constexpr double kAll = std::numeric_limits<double>::infinity();
 struct Rule {
   double mass = 0.05;
   bool share = false, per_head = false;
-  double room = kAll;  ///< entries above what is resident
+  double room = kAll;               ///< entries above what is resident
+  double coverage = -1, floor = 0;  ///< the rule, from 0 on
+  const Router* router = nullptr;   ///< the rule, if there is one
 };
 
 Reading reading_of(const MemoryCase& c, const Rule& rule, std::size_t n) {
@@ -30,12 +34,18 @@ Reading reading_of(const MemoryCase& c, const Rule& rule, std::size_t n) {
                      .heads = rule.share ? ZoomOptions::Heads::group : ZoomOptions::Heads::own,
                      .mass = rule.mass},
             .per_head = rule.per_head};
+  if (rule.coverage >= 0)
+    r.zoom.rule = ZoomOptions::Rule::coverage, r.zoom.coverage = rule.coverage, r.zoom.coverage_floor = rule.floor;
+  if (rule.router != nullptr) r.zoom.rule = ZoomOptions::Rule::learned, r.router = rule.router;
   r.entries = c.shape.dense + static_cast<double>(c.sequences[n].spans.size()) + rule.room;
   return r;
 }
 
 /// The case's rows, on the device with the same rule.
 void set_rule(const MemoryCase& c, const Rule& rule, DeviceMemory& there) {
+  using Named = MemoryAttentionArguments::Rule;
+  there.arguments.rule = rule.router != nullptr ? Named::learned : rule.coverage >= 0 ? Named::coverage : Named::mass;
+  there.arguments.coverage = rule.coverage, there.arguments.coverage_floor = rule.floor;
   there.arguments.mass = rule.mass, there.arguments.share = rule.share, there.arguments.per_head = rule.per_head;
   for (FoldedRow& row : there.rows) {
     row.resident = c.shape.dense + static_cast<double>(row.spans);
@@ -96,12 +106,36 @@ std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const Devic
   return zooms;
 }
 
+/// What a router makes of the queries of a case.
+class RoutedQueries {
+ public:
+  RoutedQueries(const Router* router, MemoryAttentionArguments& a) {
+    if (router == nullptr) return;
+    const auto heads = static_cast<std::size_t>(a.query_heads());
+    std::vector<float> projections(router->projection(0),
+                                   router->projection(0) + router->query_heads() * router->inner() * router->key_dim()),
+        thresholds;
+    for (std::size_t h = 0; h < heads; ++h) thresholds.push_back(router->threshold(static_cast<std::int64_t>(h)));
+    projections_ = std::make_unique<DeviceArray<float>>(projections);
+    thresholds_ = std::make_unique<DeviceArray<float>>(thresholds);
+    queries_ = std::make_unique<DeviceArray<float>>(
+        std::vector<float>(static_cast<std::size_t>(a.tokens) * heads * static_cast<std::size_t>(a.dim), -77));
+    a.routed = queries_->data(), a.thresholds = thresholds_->data();
+    a.inner = static_cast<std::int32_t>(router->inner());
+    launch_router_queries(a, {projections_->data(), a.query_heads(), a.inner}, 0, queries_->data(), nullptr);
+  }
+
+ private:
+  std::unique_ptr<DeviceArray<float>> projections_, thresholds_, queries_;
+};
+
 /// Routes and merges on both machines; returns the spans that were opened.
 std::int64_t read_on_both(const MemoryCase& c, const Rule& rule, const std::string& what) {
   std::int64_t zooms = 0;
   in_every_order([&] {
     DeviceMemory there(c);
     set_rule(c, rule, there);
+    const RoutedQueries routed(rule.router, there.arguments);
     there.route();
     there.merge();
     zooms = expect_as_on_cpu(c, rule, there, what);
@@ -222,6 +256,73 @@ TEST_F(MemoryRoute, OpensTheMostRelevantSpansThatFitTheBudget) {
       }
 }
 
+TEST_F(MemoryRoute, OpensTheFewestSpansThatHoldWhatCoverageSays) {
+  Ints lengths;
+  oracle::Random random(433);
+  for (int i = 0; i < 70; ++i) lengths.push_back(random.between(1, 6));
+  std::uint64_t seed = 450;
+  for (const bool sketch : {false, true})
+    for (const double floor : {0.0, 0.012}) {
+      const MemoryCase c(++seed, {.kv_heads = 2,
+                                  .group = 2,
+                                  .dim = 8,
+                                  .lengths = {lengths, {3, 4, 5}},
+                                  .queries = {2, 1},
+                                  .factors = {.energy = 0.4, .sketch = sketch},
+                                  .loudness = 2});
+      std::int64_t before = -1;
+      for (const double coverage : {0.0, 0.3, 0.8, 0.97, 1.0}) {
+        const std::int64_t opened = read_on_both(c, {.coverage = coverage, .floor = floor},
+                                                 text("sketch ", sketch, ", coverage ", coverage, ", floor ", floor));
+        EXPECT_GT(opened, before) << coverage;
+        before = opened;
+        if (coverage == 1 && floor == 0) EXPECT_EQ(opened, 2 * (2 * 70 + 3)) << "all of them";
+        if (coverage == 0.97 && floor > 0) break;  // nothing above the floor is left
+      }
+      EXPECT_LT(read_on_both(c, {.room = 10, .coverage = 1, .floor = floor}, "a budget"), before);
+    }
+}
+
+TEST_F(MemoryRoute, TakesTheLowerOfEqualSpansIntoWhatCovers) {
+  MemoryCase c(434, {.group = 1, .dim = 8, .lengths = {{2, 2, 2, 2}}, .factors = {.rank = FactorOptions::Rank::max}});
+  c.sequences[0].queries.fill_(0.0F);  // every span draws alike: a quarter of what they draw
+  for (const auto& [coverage, opened] : {std::pair{0.2, 1}, {0.4, 2}, {0.7, 3}, {0.8, 4}})
+    in_every_order([&, coverage = coverage, opened = opened] {
+      DeviceMemory there(c);
+      set_rule(c, {.coverage = coverage}, there);
+      there.route();
+      ASSERT_EQ(there.opened_count->download()[0], opened) << coverage;
+      for (std::int32_t s = 0; s < opened; ++s) EXPECT_EQ(there.opened->download()[static_cast<std::size_t>(s)], s);
+    });
+}
+
+TEST_F(MemoryRoute, OpensWhatALearnedRouterFindsRelevant) {
+  std::uint64_t seed = 460;
+  for (const std::int32_t dim : {7, 16, 33})
+    for (const std::int32_t group : {1, 3, 9})
+      for (const Element query : {Element::f32, Element::bf16}) {
+        MemoryCase c(++seed, {.kv_heads = 2,
+                              .group = group,
+                              .dim = dim,
+                              .lengths = {{1, 5, 18, 2, 31, 16, 9, 3, 12, 8}, {6, 11}},
+                              .queries = {3, 2},
+                              .query = query,
+                              .factors = {.energy = 0.4},
+                              .loudness = 2});
+        const TrainedParameters p =
+            testing::trained_router(seed, {.heads = 2 * group, .inner = 5 + dim / 8, .dim = dim});
+        const Router router(p.projections.select(0, 0), p.thresholds.select(0, 0));
+        for (MemoryCase::Sequence& sequence : c.sequences)
+          for (std::int64_t kv = 0; kv < 2; ++kv)
+            sequence.spans.rows[static_cast<std::size_t>(kv)].set_norms(
+                router.norms(sequence.spans.row(kv), kv * group, group));
+        const std::int64_t all =
+            read_on_both(c, {.router = &router}, text("dim ", dim, ", group ", group, ", ", name_of(query)));
+        EXPECT_TRUE(all > 0 && (group > 1 || all < 2 * (3 * 10 + 2 * 2))) << all << " spans";
+        EXPECT_LT(read_on_both(c, {.room = 6, .router = &router}, "a budget"), all);
+      }
+}
+
 TEST_F(MemoryRoute, PrefersTheLowerOfEquallyRelevantSpans) {
   MemoryCase c(430, {.group = 1, .dim = 8, .lengths = {{2, 2, 2, 2}}, .factors = {.rank = FactorOptions::Rank::max}});
   c.sequences[0].queries.fill_(0.0F);  // every span draws alike
@@ -328,6 +429,7 @@ TEST_F(MemoryRoute, RefusesSizesAndDtypesThatItDoesNotKnow) {
   refuses([](auto& a) { a.store = Element::f8_e4m3; });
   refuses([](auto& a) { a.query = Element::f8_e4m3; });
   refuses([](auto& a) { a.count = 1 << 20, a.most_queries = 1 << 20; });
+  refuses([](auto& a) { a.rule = MemoryAttentionArguments::Rule::learned; });
   EXPECT_NO_THROW(launch_memory_route({.dim = 8}, nullptr)) << "nothing to do";
 }
 

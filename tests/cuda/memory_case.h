@@ -186,6 +186,8 @@ class DeviceMemory {
     row.coarse_keys = held(spans.coarse(KvSide::keys), n * spans.dim() * number);
     row.coarse_values = held(spans.coarse(KvSide::values), n * spans.dim() * number);
     row.log_length = reinterpret_cast<const float*>(held(spans.log_length().data(), n));
+    if (!spans.norms().empty())
+      row.norms = reinterpret_cast<const float*>(held(spans.norms().data(), std::ssize(spans.norms())));
     if (!spans.sketch().sizes.empty()) {
       row.signs = reinterpret_cast<const std::uint32_t*>(
           held(spans.sketch().signs.data(), static_cast<std::int64_t>(spans.sketch().signs.size())));

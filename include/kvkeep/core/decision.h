@@ -142,8 +142,15 @@ struct Fold {
   std::vector<std::int64_t> indptr = {0};  ///< [rows + 1] spans of each row
   std::vector<float> weights =
       {};  ///< [nnz] weight of a slot in the coarse entry of its span, 0 or more; empty: equal weights
+  std::int32_t joined_from = 0, cut_above = 0;  ///< on a device, if only that knows where spans end: spans of fewer
+                                                ///< slots join, longer ones are cut (SpanCut). `spans` are then as many
+                                                ///< as there may be, and the first of a row has all of its slots
+  bool by_mass = false;                         ///< and then: mass weights the slots
   std::vector<std::int32_t> settled =
       {};  ///< [groups] logical position below which every decision is final; empty: the policy does not use it
+
+  /// True if `spans` are as many as there may be.
+  [[nodiscard]] bool bounded() const { return cut_above > 0; }
 };
 
 /// How AMS divided each row. For reports and replays only: no later stage reads it.
@@ -171,6 +178,10 @@ struct EventTables {
   std::uint64_t serial = 0;              ///< number of the event
   const std::int32_t* counts =
       nullptr;  ///< [rows] slots that stay, if that follows from the scores; null: as many as KeepSet::indptr says
+  const std::int32_t* ends = nullptr;  ///< [rows, most_ends] one past each segment's last slot, then the row's length,
+                                       ///< if spans end there; else null
+  std::int64_t most_ends = 0;
+  const float* mass = nullptr;  ///< then: f32 [slots] Allotment::mass
 };
 
 /// The outcome of one event. Indexes the rows of the event's RowTable. Optional members are absent unless the policy

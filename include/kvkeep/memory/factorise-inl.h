@@ -71,10 +71,7 @@ KVKEEP_INLINE Tensor RankGates::gates(const Tensor& singular_values, const Tenso
     x = ((x * rank_gates_detail::matrix(weights_[i]).transpose()).rowwise() +
          rank_gates_detail::matrix(biases_[i]).col(0).transpose())
             .eval();
-    if (i < 2)
-      x = x.unaryExpr([](double v) { return 0.5 * v * (1 + std::erf(v * M_SQRT1_2)); });
-    else
-      x = x.unaryExpr([](double v) { return 1 / (1 + std::exp(-v)); });
+    x = x.unaryExpr([i](double v) { return gate_unit(v, i == 2); });
   }
   const Tensor out = empty({x.rows(), x.cols()}, Dtype::f64);
   Eigen::Map<rank_gates_detail::Matrix>(out.data<double>(), x.rows(), x.cols()) = x;
@@ -86,7 +83,6 @@ KVKEEP_INLINE Tensor RankGates::gates(const Tensor& singular_values, const Tenso
 namespace kvkeep::cpu {
 namespace factorise_detail {
 
-inline constexpr double kNegligibleGate = 0.01;
 inline constexpr std::int64_t kChunkRows = 128;  ///< rows of a long span that are copied at a time
 inline constexpr std::int64_t kColumns = 16;     ///< columns of a Gram matrix that are formed at a time
 
@@ -363,9 +359,7 @@ KVKEEP_INLINE std::vector<std::pair<std::int64_t, double>> Factorisation::kept_c
   if (rank == 0) return kept;
   for (std::int64_t i = 0; i < (gate.empty() ? rank : shown()); ++i) {
     const double weight = gate.empty() ? 1.0 : gate[static_cast<std::size_t>(i)];
-    if (gate.empty() ||
-        (options_.soft_gates ? weight >= factorise_detail::kNegligibleGate : weight > options_.gate_keep))
-      kept.emplace_back(i, options_.soft_gates ? weight : 1.0);
+    if (gate.empty() || options_.keeps(weight)) kept.emplace_back(i, options_.soft_gates ? weight : 1.0);
   }
   return kept;
 }

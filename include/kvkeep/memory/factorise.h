@@ -35,6 +35,9 @@ class RankGates {
   [[nodiscard]] std::int64_t max_rank() const { return biases_[2].size(0); }
   /// D.
   [[nodiscard]] std::int64_t key_dim() const { return weights_[0].size(1) - max_rank(); }
+  /// f64 [outputs, inputs] and [outputs] of layer 0 to 2.
+  [[nodiscard]] const Tensor& weights(std::size_t layer) const { return weights_[layer]; }
+  [[nodiscard]] const Tensor& biases(std::size_t layer) const { return biases_[layer]; }
 
  private:
   std::array<Tensor, 3> weights_, biases_;  ///< f64

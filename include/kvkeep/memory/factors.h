@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-/// How the rows of a span are cut down to few components, and what is stored of them.
+/// How slots are cut into spans, how the rows of a span are cut down to few components, and what is stored of them.
 
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -12,6 +13,52 @@
 namespace kvkeep {
 
 class Fields;
+
+// Equal pieces of a run of things: the arithmetic that the CPU and kernels share.
+
+/// Pieces of at most `most` that `n` things are cut into.
+[[nodiscard]] KVKEEP_HD inline std::int64_t piece_count(std::int64_t n, std::int64_t most) {
+  return (n + most - 1) / most;
+}
+
+/// Where piece i of `count` begins; for i = count, n. Lengths differ by at most 1.
+[[nodiscard]] KVKEEP_HD inline std::int64_t piece_begin(std::int64_t n, std::int64_t i, std::int64_t count) {
+  return i * n / count;
+}
+
+/// Spans of what is dropped of a row of segments: one for each, but those of fewer than `least` join the next. Calls
+/// span(begin, end), which count what is dropped, for each in its order.
+class SpanJoiner {
+ public:
+  KVKEEP_HD explicit SpanJoiner(std::int64_t least) : least_(least) {}
+
+  /// A segment ends; so many are dropped before its end.
+  template <class Body>
+  KVKEEP_HD void end_at(std::int64_t dropped, const Body& span) {
+    if (dropped - end_ < least_) return;
+    if (open_) span(begin_, end_);
+    begin_ = end_, end_ = dropped, open_ = true;
+  }
+  /// The row ends; the last few join the span before them.
+  template <class Body>
+  KVKEEP_HD void finish(std::int64_t dropped, const Body& span) {
+    end_at(dropped, span);
+    if (dropped > 0) span(begin_, dropped);
+  }
+
+ private:
+  std::int64_t least_, begin_ = 0, end_ = 0;
+  bool open_ = false;  ///< there is a span, which others may join
+};
+
+/// Most spans of `dropped` slots in `segments` segments, as SpanJoiner joins them from `least` on, if each is then cut
+/// into pieces of at most `most`.
+[[nodiscard]] inline std::int64_t most_spans(std::int64_t dropped, std::int64_t segments, std::int64_t least,
+                                             std::int64_t most) {
+  std::int64_t joined = dropped / least < segments ? dropped / least : segments;
+  if (joined < 1) joined = dropped > 0 ? 1 : 0;
+  return (dropped + joined * (most - 1)) / most;
+}
 
 struct FactorOptions {
   enum class Rank : std::uint8_t {
@@ -39,10 +86,21 @@ struct FactorOptions {
   [[nodiscard]] KVKEEP_HD bool stores_rows(std::int64_t components, std::int64_t length, std::int64_t dim) const {
     return raw && components * (length + dim) >= length * dim;
   }
+  /// True if a component with this gate stays.
+  [[nodiscard]] KVKEEP_HD bool keeps(double gate) const {
+    constexpr double kNegligible = 0.01;
+    return soft_gates ? gate >= kNegligible : gate > gate_keep;
+  }
   /// Options that are not allowed, one sentence each with the field's name; empty if there are none.
   [[nodiscard]] std::vector<std::string> problems() const;
   void describe(Fields& f);
 };
+
+/// What a layer of RankGates makes of a sum: GELU (exact), the last one a sigmoid.
+[[nodiscard]] KVKEEP_HD inline double gate_unit(double x, bool last) {
+  constexpr double kRootHalf = 0.70710678118654752440;
+  return last ? 1 / (1 + std::exp(-x)) : 0.5 * x * (1 + std::erf(x * kRootHalf));
+}
 
 /// Share of the squares of a span's rows below which a remainder is noise.
 inline constexpr double kRoundingNoise = 1e-10;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-/// What opening a folded span costs, and how spans share attention: the arithmetic that the CPU and kernels share.
+/// What opening a folded span costs, how spans share attention, and what a router makes of a product: the arithmetic
+/// that the CPU and kernels share.
 
 #include <cmath>
 #include <cstdint>
@@ -34,6 +35,12 @@ struct OpeningCost {
 [[nodiscard]] KVKEEP_HD inline float share_factor(float top, double sum, float dense) {
   const double most = top > dense ? top : dense;
   return static_cast<float>(std::exp(top - most) / (std::exp(dense - most) + product(sum, std::exp(top - most))));
+}
+
+/// Relevance by a learned router. `dot`: (W q) . (W k); `norm`: 1 / |W k| (Router::norms), `inner`: d'.
+[[nodiscard]] KVKEEP_HD inline float router_relevance(float dot, float norm, std::int32_t inner, float log_length) {
+  const double direction = static_cast<double>(dot) * static_cast<double>(norm) / std::sqrt(static_cast<double>(inner));
+  return static_cast<float>(1 / (1 + std::exp(-(direction + static_cast<double>(log_length)))));
 }
 
 }  // namespace kvkeep

@@ -206,14 +206,11 @@ KVKEEP_INLINE void router_relevance(const Router& router, const SpanRow& spans, 
     add_rows(router.projection(first_head + h), inner, dim, scratch.inner.data(), scratch.logits.data() + h * dim);
   }
   coarse_products(spans, scratch.logits.data(), heads, relevance, scratch);
-  const double width = std::sqrt(static_cast<double>(inner));
   for (std::int64_t h = 0; h < heads; ++h)
     for (std::int64_t s = 0; s < spans.size(); ++s) {
       float& a = relevance[h * spans.size() + s];
-      const double direction =
-          static_cast<double>(a) * static_cast<double>(norms.at[s * norms.span_stride + h * norms.head_stride]) / width;
-      a = static_cast<float>(
-          1 / (1 + std::exp(-(direction + static_cast<double>(spans.log_length()[static_cast<std::size_t>(s)])))));
+      a = kvkeep::router_relevance(a, norms.at[s * norms.span_stride + h * norms.head_stride],
+                                   static_cast<std::int32_t>(inner), spans.log_length()[static_cast<std::size_t>(s)]);
     }
 }
 

@@ -19,22 +19,11 @@
 #include "kvkeep/core/parallel.h"
 #include "kvkeep/core/strict_math.h"
 #include "kvkeep/core/tensor.h"
+#include "kvkeep/memory/factors.h"
 #include "kvkeep/simd/attention_lanes.h"
 #include "kvkeep/simd/memory_lanes.h"
 
 namespace kvkeep {
-
-// Equal pieces of a run of things: the arithmetic that the CPU and kernels share.
-
-/// Pieces of at most `most` that `n` things are cut into.
-[[nodiscard]] KVKEEP_HD inline std::int64_t piece_count(std::int64_t n, std::int64_t most) {
-  return (n + most - 1) / most;
-}
-
-/// Where piece i of `count` begins; for i = count, n. Lengths differ by at most 1.
-[[nodiscard]] KVKEEP_HD inline std::int64_t piece_begin(std::int64_t n, std::int64_t i, std::int64_t count) {
-  return i * n / count;
-}
 
 /// Surprisal of a prompt's tokens, from logits that arrive in blocks of rows: nothing of size [T, vocab] is kept.
 class PromptSurprisal {

@@ -24,7 +24,7 @@ class Folds final : public Part {
   /// softmax. Does nothing if nothing was folded, and in other layers. Throws: InvalidArgument, before anything is
   /// written, for queries before RoPE, other shapes or dtypes; StateError on a device while a stream is captured. Cost:
   /// read_memory(). On a device it only launches, and returns counts of 0: what is opened is known there alone. The
-  /// first layer of a step sends the tables of all layers, 112 bytes for every layer, sequence and KV head; later calls
+  /// first layer of a step sends the tables of all layers, 120 bytes for every layer, sequence and KV head; later calls
   /// for the same tokens send nothing.
   ReadCounts view(const Observation& observation, const Attended& attended);
 

@@ -203,8 +203,8 @@ KVKEEP_INLINE void check_keep(std::string_view who, const RowTable& table, const
   KVKEEP_REQUIRE(keep.indptr.size() == rows + 1 && keep.indptr.front() == 0, operation, ": ", who, " gave ",
                  keep.indptr.size(), " offsets of kept slots; allowed ", rows + 1,
                  ", from 0 (empty_keep_set() makes them)");
-  require_flat(text(operation, ": kept slots of ", who), keep.slots, Dtype::i32, keep.indptr.back(), table.device,
-               written);
+  require_flat(text(operation, ": kept slots of ", who), keep.slots, Dtype::i32, keep.indptr.back(),
+               written ? Device{} : table.device, written);
   for (std::size_t r = 0; r < rows; ++r) {
     const Row& row = table.rows[r];
     const std::int64_t count = keep.count(r);

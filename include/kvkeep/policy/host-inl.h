@@ -53,31 +53,22 @@ inline void fold_row(const KeepSet& keep, std::size_t r, std::int32_t length, st
                      const SpanCut& cut, Fold& fold) {
   const std::span<const std::int32_t> kept = keep.row(r);
   const std::size_t first = fold.slots.size();
-  std::vector<std::int64_t> pieces;  // ends among the dropped slots of the row
   std::size_t next = 0, segment = 0;
   const auto dropped = [&] { return static_cast<std::int64_t>(fold.slots.size() - first); };
-  const auto close = [&] {
-    if (dropped() - (pieces.empty() ? 0 : pieces.back()) >= cut.min_span) pieces.push_back(dropped());
+  const auto put = [&](std::int64_t begin, std::int64_t end) {
+    const std::int64_t count = piece_count(end - begin, cut.max_span);
+    for (std::int64_t i = 1; i <= count; ++i)
+      fold.spans.push_back(static_cast<std::int64_t>(first) + begin + piece_begin(end - begin, i, count));
   };
+  SpanJoiner joiner(cut.min_span);
   for (std::int32_t slot = 0; slot < length; ++slot) {
-    while (segment < ends.size() && slot >= ends[segment]) ++segment, close();
+    while (segment < ends.size() && slot >= ends[segment]) ++segment, joiner.end_at(dropped(), put);
     if (next < kept.size() && kept[next] == slot)
       ++next;
     else
       fold.slots.push_back(slot);
   }
-  if (dropped() == 0) return;
-  if (pieces.empty() || dropped() - pieces.back() >= cut.min_span)
-    pieces.push_back(dropped());
-  else
-    pieces.back() = dropped();  // the last few join the previous span
-  std::int64_t begin = 0;
-  for (const std::int64_t end : pieces) {
-    const std::int64_t count = piece_count(end - begin, cut.max_span);
-    for (std::int64_t i = 1; i <= count; ++i)
-      fold.spans.push_back(static_cast<std::int64_t>(first) + begin + piece_begin(end - begin, i, count));
-    begin = end;
-  }
+  joiner.finish(dropped(), put);
 }
 
 /// The spans of all rows, and the slots in them.
@@ -101,14 +92,20 @@ inline Fold listed_spans(const RowTable& table, const Decision& decision, const 
   return fold;
 }
 
-/// The same where only the device knows the slots: how many each span has.
-inline Fold counted_spans(const RowTable& table, const KeepSet& keep, const SpanCut& cut) {
+/// The same where only the device knows the slots: how many each span has, or, where segments end there, how many spans
+/// there may be.
+inline Fold counted_spans(const RowTable& table, const Decision& decision, const SpanCut& cut) {
   Fold fold;
   fold.listed = false;
+  const EventTables& tables = decision.tables;
+  if (tables.ends != nullptr)
+    fold.joined_from = cut.min_span, fold.cut_above = cut.max_span, fold.by_mass = cut.by_mass;
   for (std::size_t r = 0; r < table.rows.size(); ++r) {
-    const std::int64_t dropped = table.rows[r].length - keep.count(r), first = fold.spans.back(),
-                       count = piece_count(dropped, cut.max_span);
-    for (std::int64_t i = 1; i <= count; ++i) fold.spans.push_back(first + piece_begin(dropped, i, count));
+    const std::int64_t dropped = table.rows[r].length - decision.keep->count(r), first = fold.spans.back(),
+                       count = fold.bounded() ? most_spans(dropped, tables.most_ends, cut.min_span, cut.max_span)
+                                              : piece_count(dropped, cut.max_span);
+    for (std::int64_t i = 1; i <= count; ++i)
+      fold.spans.push_back(first + (fold.bounded() ? dropped : piece_begin(dropped, i, count)));
     fold.indptr.push_back(std::ssize(fold.spans) - 1);
   }
   return fold;
@@ -360,7 +357,7 @@ KVKEEP_INLINE SharedRows shared_rows(const Evidence& evidence, const Limits& lim
 #if KVKEEP_FOLDING
 KVKEEP_INLINE void fold_rest(const Machine& machine, const RowTable& table, const SpanCut& cut, Decision& decision) {
   decision.fold = machine.is_host() ? host_detail::listed_spans(table, decision, cut)
-                                    : host_detail::counted_spans(table, *decision.keep, cut);
+                                    : host_detail::counted_spans(table, decision, cut);
 }
 #endif
 

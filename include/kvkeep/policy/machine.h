@@ -125,7 +125,14 @@ struct LayerDemand {
   [[nodiscard]] bool sums() const { return masses || (cut != nullptr && cut->ragged()); }
 };
 
-using Ask = std::variant<Demand, LayerDemand>;
+/// What a policy asks of a machine if it decides on the host itself, and what does not stay folds.
+struct HostDemand {
+  std::string_view policy;
+  std::int32_t max_span = 0;              ///< slots of the longest span; 0: any
+  const MemoryOptions* memory = nullptr;  ///< how spans are kept and read
+};
+
+using Ask = std::variant<Demand, LayerDemand, HostDemand>;
 
 /// The heads of every layer that a machine holds: those of one rank, or all.
 struct HeadShare {
@@ -185,7 +192,8 @@ class Machine {
 
   /// Moves K, V, their scales and the columns of every row as the decision says.
   /// `columns`: [rows]. Throws InvalidArgument as compact() does; on a device StateError for a decision that is not the
-  /// newest, and after use_workspace(); all before the first byte moves.
+  /// newest, and after use_workspace(), unless the host decided it (EventTables::rows is null): that one is sent along,
+  /// which is refused while capturing. All before the first byte moves.
   virtual void move(const RowTable& table, const Decision& decision, std::span<const PageMove> pages,
                     std::span<const ColumnTarget> columns) = 0;
 

@@ -79,9 +79,8 @@ class Sekv final : public KVPolicy {
   [[nodiscard]] std::vector<std::string> problems(const ModelSpec& spec) const override;
   /// Pieces follow from what every rank knows, so ranks need nothing of each other.
   [[nodiscard]] std::vector<std::string> problems_on(const Machine& machine, const ModelSpec& spec) const override {
-    ModelSpec whole = spec;
-    whole.first_head = whole.model_heads = 0;
-    return KVPolicy::problems_on(machine, whole);
+    return machine.problems(HostDemand{.policy = name(), .max_span = longest_limit(), .memory = &options_.memory},
+                            spec);
   }
   [[nodiscard]] Trigger trigger() const override {
     return {.budget = {},
@@ -94,7 +93,8 @@ class Sekv final : public KVPolicy {
   /// Cuts the undecided tokens before the local window. The first time, that is all of them, cut by the mean and
   /// deviation of their surprisal, with as few anchors as the budget requires. Later, it is those that have left the
   /// window since, cut as a separate run by the threshold of the first time. The pieces are the same in all layers and
-  /// heads. Throws InvalidArgument without surprisal, and if rows of one sequence differ.
+  /// heads, and the host decides them on any machine. Throws InvalidArgument without surprisal, and if
+  /// rows of one sequence differ.
   [[nodiscard]] Decision decide(Machine&, const Evidence& evidence) const override;
   /// Pinned tokens stay beside the anchors and count as entries in reach.
   void check_pins(std::span<const PositionSpan> pins) const override;
@@ -110,6 +110,8 @@ class Sekv final : public KVPolicy {
                                            bool learned) const;
 
  private:
+  /// Slots of the longest span; 0: any.
+  [[nodiscard]] std::int32_t longest_limit() const;
   /// max_span for a prompt under a budget of so many entries: the longest with which coarse entries, sketches and one
   /// open span fit; if there is none, that with which they take least.
   [[nodiscard]] std::int32_t longest_span(double budget, std::int64_t tokens, std::int64_t group,
@@ -148,15 +150,55 @@ struct Pieces {
   std::int32_t guarded = 0;            ///< of `kept`: sinks, pinned ones and the local window
 };
 
-/// The slots from `first` on, cut according to `segments`; pinned ones do not fold.
-inline Pieces pieces_of(const Segments& segments, std::int32_t first, const Row& row, std::int32_t sink,
+/// The slots of a row that no event has decided, and how many of those before them stay in any case.
+struct Undecided {
+  std::int32_t first = 0;               ///< slot
+  std::vector<std::int32_t> positions;  ///< of the slots from there on
+  std::int32_t guarded = 0;             ///< sinks and pinned ones before
+};
+
+/// Of a row whose positions are on the host.
+inline Undecided undecided_of(const RowGroup& group, const Row& row, std::int32_t sink) {
+  const std::int32_t* const end = row.positions + row.length;
+  const std::int32_t* const begin = std::lower_bound(row.positions, end, group.settled);
+  Undecided own{.first = static_cast<std::int32_t>(begin - row.positions), .positions = {begin, end}};
+  for (std::int32_t slot = 0; slot < own.first; ++slot)
+    own.guarded += slot < sink || holds(group.pinned, row.positions[slot]) ? 1 : 0;
+  return own;
+}
+
+/// The same from the surprisal of tokens, where only a device has the positions of slots: every token that is not
+/// decided is a slot, and so are sinks and pinned tokens.
+inline Undecided undecided_tokens(const RowGroup& group, const Row& row, std::int32_t sink) {
+  Undecided own;
+  std::int32_t token = 0;
+  for (std::size_t p = 0; p < group.surprisal.size(); ++p) {
+    if (group.surprisal[p] == kNoToken) continue;
+    const auto position = static_cast<std::int32_t>(p);
+    if (position >= group.settled)
+      own.positions.push_back(position);
+    else
+      own.guarded += token < sink || holds(group.pinned, position) ? 1 : 0;
+    ++token;
+  }
+  own.first = row.length - static_cast<std::int32_t>(own.positions.size());
+  KVKEEP_REQUIRE(own.first >= own.guarded, "sekv: layer ", row.layer, ", head ", row.head, " holds ", row.length,
+                 " slots, but ", own.positions.size(), " tokens are not decided, and ", own.guarded,
+                 " before them stay; allowed at least those");
+  return own;
+}
+
+/// The slots of `own`, cut according to `segments`; pinned ones do not fold.
+inline Pieces pieces_of(const Segments& segments, const Undecided& own, std::int32_t sink,
                         std::span<const PositionSpan> pinned, std::span<const float> surprisal) {
   Pieces out;
+  const std::int32_t first = own.first;
+  const auto position = [&](std::int32_t slot) { return own.positions[static_cast<std::size_t>(slot - first)]; };
   for (std::int32_t slot = 0; slot < first; ++slot) out.kept.push_back(slot);
   for (const std::int32_t t : segments.dense()) out.kept.push_back(first + t);
   for (const Span& s : segments.spans) {
     for (std::int32_t t = s.begin; t < s.end; ++t) {
-      if (holds(pinned, row.positions[first + t]))
+      if (holds(pinned, position(first + t)))
         out.kept.push_back(first + t);
       else
         out.folded.push_back(first + t), out.weights.push_back(surprisal[static_cast<std::size_t>(t)]);
@@ -165,9 +207,11 @@ inline Pieces pieces_of(const Segments& segments, std::int32_t first, const Row&
   }
   if (!pinned.empty()) std::ranges::sort(out.kept);
   const std::int32_t window = first + segments.window;
+  out.guarded = own.guarded;
   for (const std::int32_t slot : out.kept)
-    out.guarded += slot < sink || slot >= window || holds(pinned, row.positions[slot]) ? 1 : 0;
-  out.settled = window < row.length ? row.positions[window] : row.positions[row.length - 1] + 1;
+    if (slot >= first) out.guarded += slot < sink || slot >= window || holds(pinned, position(slot)) ? 1 : 0;
+  const auto ahead = static_cast<std::size_t>(segments.window);
+  out.settled = ahead < own.positions.size() ? own.positions[ahead] : own.positions.back() + 1;
   return out;
 }
 
@@ -301,6 +345,10 @@ inline SegmenterOptions Sekv::cut(std::int64_t tokens, std::int64_t group, std::
   return o;
 }
 
+inline std::int32_t Sekv::longest_limit() const {
+  return options_.fits_spans ? sekv_detail::kMaxSpan : options_.segmenter.max_span;
+}
+
 inline std::int32_t Sekv::longest_span(double budget, std::int64_t tokens, std::int64_t group, std::int64_t dim) const {
   if (!options_.fits_spans) return options_.segmenter.max_span;
   const std::int32_t longest = sekv_detail::kMaxSpan, shortest = options_.shortest_limit();
@@ -333,12 +381,14 @@ inline Decision Sekv::decide(Machine&, const Evidence& evidence) const {
                      " has no surprisal; ", group.surprisal.size(), " tokens have one; allowed all");
       return group.surprisal[static_cast<std::size_t>(position)];
     };
-    const auto first = static_cast<std::int32_t>(
-        std::lower_bound(row.positions, row.positions + row.length, group.settled) - row.positions);
+    const bool here = group.prompt_slots < 0;  // the positions of slots
+    const sekv_detail::Undecided open =
+        here ? sekv_detail::undecided_of(group, row, own.sink) : sekv_detail::undecided_tokens(group, row, own.sink);
     std::vector<float> nats;
-    for (std::int32_t slot = first; slot < row.length; ++slot) nats.push_back(surprisal_at(row.positions[slot]));
+    for (const std::int32_t position : open.positions) nats.push_back(surprisal_at(position));
+    KVKEEP_REQUIRE(!nats.empty(), "sekv: layer ", row.layer, " has no token that is not decided; allowed at least one");
     if (group.settled == 0)
-      return sekv_detail::pieces_of(segment(nats, cut(row.length, group_size, dim)), 0, row, own.sink, group.pinned,
+      return sekv_detail::pieces_of(segment(nats, cut(row.length, group_size, dim)), open, own.sink, group.pinned,
                                     nats);
     // The first event was at the end of the prompt, or, for a prompt no longer than the window, when `interval` tokens
     // had left the window.
@@ -349,8 +399,8 @@ inline Decision Sekv::decide(Machine&, const Evidence& evidence) const {
       if (group.surprisal[p] != kNoToken) all.push_back(group.surprisal[p]);
     SegmenterOptions behind = cut(then, group_size, dim);
     const double threshold = segment(all, behind).kept_above;
-    behind.sink = std::max(0, own.sink - first);  // earlier sinks are before `first`
-    return sekv_detail::pieces_of(segment_above(nats, threshold, behind), first, row, own.sink, group.pinned, nats);
+    behind.sink = std::max(0, own.sink - open.first);  // earlier sinks are before it
+    return sekv_detail::pieces_of(segment_above(nats, threshold, behind), open, own.sink, group.pinned, nats);
   };
 
   Decision decision;
