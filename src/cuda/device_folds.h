@@ -56,9 +56,10 @@ class LeavingRooms {
 /// Spans of one sequence on a device: arrays [rows, capacity], grown by half. The host counts them.
 class DeviceRows {
  public:
-  DeviceRows(const FoldedRows& counted, std::int64_t dim, Dtype store, bool sketch, MachineMemory& memory,
-             std::uint64_t serial)
+  DeviceRows(const FoldedRows& counted, std::int32_t group, std::int64_t dim, Dtype store, bool sketch,
+             MachineMemory& memory, std::uint64_t serial)
       : counted_(counted),
+        group_(group),
         entry_(dim * element_size(store)),
         words_(sketch ? KeySketch::words(dim) : 0),
         serial_(serial),
@@ -97,9 +98,11 @@ class DeviceRows {
   }
 
   const FoldedRows& counted_;
+  std::int32_t group_;
   std::int64_t entry_, words_;        ///< bytes of a coarse entry; words of a sketched key, 0: none
   std::uint64_t serial_, moves_ = 0;  ///< of arrays
   MachineMemory& memory_;
+  DeviceMemory dense_;                           ///< f32 [rows, group]: FoldedRow::dense
   std::int64_t span_room_ = 0, block_room_ = 0;  ///< of every row: spans; blocks of tokens
   enum : std::uint8_t { kTable, kCoarseKeys, kCoarseValues, kLogLength, kFar, kOfSpans };
   std::array<Array, kOfSpans> of_spans_ = {{{.bytes = sizeof(MemorySpan)},
@@ -120,6 +123,7 @@ class DeviceFolds final : public FoldedMemory {
 
   [[nodiscard]] Folding fold(const RowTable& table, const Decision& decision,
                              std::span<const FoldTarget> targets) override;
+  void prefetch(const FoldedReading& reading) override;
   ReadCounts view(const FoldedReading& reading) override;
 
  private:
@@ -138,12 +142,28 @@ class DeviceFolds final : public FoldedMemory {
     std::vector<Slice> slices;
     std::int32_t most_spans = 0;
   };
+  /// A slice of a layer that is read.
+  struct Turn {
+    MemoryAttentionArguments a = {};
+    FarPiece* pieces = nullptr;      ///< [rows, most_spans]
+    std::int32_t* counts = nullptr;  ///< [rows]
+  };
+  /// What one turn brings near beside the engine's attention, on the pool's side stream.
+  struct Ahead {
+    explicit Ahead(Stream side) : asked(side), brought(side) {}
+    StreamMark asked, brought;  ///< before and after it
+    Turn turn = {};
+    bool pending = false;  ///< nobody has waited for it yet
+  };
   /// Made when a sequence first folds.
   [[nodiscard]] DeviceRows& rows_of(FoldedRows& sequence);
   void require_no_capture(const char* operation) const;
   void launch_folds(const FoldArguments& all, std::int32_t spans, std::int64_t longest, Element values, Stream stream);
   void prepare(const FoldedReading& reading);
   void place_near(std::int64_t bytes);
+  [[nodiscard]] Turn turn_of(const FoldedReading& reading, const Step::Slice& slice, bool ahead);
+  /// The current stream comes after what was launched ahead. True if there was such.
+  bool wait_for_ahead();
 
   const FactorOptions options_;
   const FoldBounds bounds_;
@@ -159,6 +179,7 @@ class DeviceFolds final : public FoldedMemory {
   Step step_;
   DeviceMemory near_;  ///< arenas of a layer's rows, then the addresses of their blobs
   std::int64_t near_room_ = 0;
+  std::unique_ptr<Ahead> ahead_;  ///< from the first prefetch() on
 };
 
 }  // namespace kvkeep::cuda

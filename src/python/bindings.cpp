@@ -557,6 +557,17 @@ void bind_keeper(nb::module_& m) {
           },
           "sequence"_a, "nats"_a)
       .def(
+          "prefetch",
+          [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& queries) {
+            const Seen seen(layer, std::move(sequences), std::move(indptr), queries, "post_rope", false, {}, {});
+            auto* const part = self.find<parts::Folds>();
+            if (part != nullptr) without_gil([&] { part->prefetch(seen.observation); });
+          },
+          "layer"_a, "sequences"_a, "indptr"_a, "queries"_a,
+          "Optional, before the attention of the layer: on a GPU, begins what view() of the same queries does beside "
+          "it. "
+          "They must stay as they are until then.")
+      .def(
           "view",
           [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& queries, const Array& out,
              const Array& log_sum_exp) {

@@ -128,8 +128,9 @@ struct FoldedReading {
   std::int32_t layer = 0;  ///< of the model
   std::int32_t index = 0;  ///< among full layers
   std::span<const FoldedReader> readers;
-  const Tensor& queries;  ///< [tokens, Hq, D] after RoPE
-  const Attended& attended;
+  const Tensor& queries;     ///< [tokens, Hq, D] after RoPE
+  const Attended& attended;  ///< empty in prefetch()
+  bool prefetched = false;   ///< the last call was prefetch() of just this
 };
 
 /// All of a keeper's folded spans, from Machine::folded_memory().
@@ -146,6 +147,10 @@ class FoldedMemory {
   /// is not refused, and it throws StateError for a decision that is not the newest, and while a stream is captured.
   [[nodiscard]] virtual Folding fold(const RowTable& table, const Decision& decision,
                                      std::span<const FoldTarget> targets) = 0;
+
+  /// Before attention over the rows is known: may begin what view() of the same does. Changes no result. On a device it
+  /// throws StateError while a stream is captured.
+  virtual void prefetch(const FoldedReading& /*reading*/) {}
 
   /// Merges the folded spans of the readers into attention, in place. Throws as read_memory(). On a device it only
   /// launches, all counts are 0, and it throws StateError while a stream is captured.
