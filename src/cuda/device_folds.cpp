@@ -460,7 +460,6 @@ DeviceFolds::Turn DeviceFolds::turn_of(const FoldedReading& reading, const Step:
 
 /// The first turn alone: the others need its memory.
 void DeviceFolds::prefetch(const FoldedReading& reading) {
-  const DeviceScope scope(pool_.device().index);
   require_no_capture("prefetch");
   wait_for_ahead();
   prepare(reading);
@@ -479,16 +478,20 @@ void DeviceFolds::prefetch(const FoldedReading& reading) {
 
 ReadCounts DeviceFolds::view(const FoldedReading& reading) {
   const DeviceScope scope(pool_.device().index);
+  if (reading.attended == nullptr) {
+    prefetch(reading);
+    return {};
+  }
   require_no_capture("view");
   leaving_.mark();
-  bool ahead = wait_for_ahead() && reading.prefetched;
+  bool ahead = wait_for_ahead() && reading.announced;
   prepare(reading);
   const Stream stream = pool_.stream();
   for (const Step::Slice& slice : step_.slices) {
     Turn turn = ahead ? ahead_->turn : turn_of(reading, slice, false);
     const std::int64_t first_head = std::int64_t{slice.first} * spec_.query_heads;
-    turn.a.out = reading.attended.out.data<float>() + first_head * spec_.value_dim;
-    turn.a.lse = reading.attended.log_sum_exp.data<float>() + first_head;
+    turn.a.out = reading.attended->out.data<float>() + first_head * spec_.value_dim;
+    turn.a.lse = reading.attended->log_sum_exp.data<float>() + first_head;
     turn.a.late = std::exchange(ahead, false);
     if (turn.a.late)
       launch_memory_open(turn.a, stream);

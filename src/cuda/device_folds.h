@@ -123,7 +123,6 @@ class DeviceFolds final : public FoldedMemory {
 
   [[nodiscard]] Folding fold(const RowTable& table, const Decision& decision,
                              std::span<const FoldTarget> targets) override;
-  void prefetch(const FoldedReading& reading) override;
   ReadCounts view(const FoldedReading& reading) override;
 
  private:
@@ -161,6 +160,7 @@ class DeviceFolds final : public FoldedMemory {
   void launch_folds(const FoldArguments& all, std::int32_t spans, std::int64_t longest, Element values, Stream stream);
   void prepare(const FoldedReading& reading);
   void place_near(std::int64_t bytes);
+  void prefetch(const FoldedReading& reading);
   [[nodiscard]] Turn turn_of(const FoldedReading& reading, const Step::Slice& slice, bool ahead);
   /// The current stream comes after what was launched ahead. True if there was such.
   bool wait_for_ahead();

@@ -263,9 +263,8 @@ inline void Folds::prefetch(const Observation& o) {
                       " tokens; allowed after observe() of the layer, and before view()");
   }
   collect_readers(o, named);
-  const Attended unknown;
   ahead_.layer = -1;  // if it throws
-  memory_->prefetch({o.layer, index, readers_, o.queries, unknown});
+  memory_->view({o.layer, index, readers_, o.queries});
   ahead_.sequences.assign(o.sequences.begin(), o.sequences.end());
   ahead_.indptr.assign(o.indptr.begin(), o.indptr.end());
   ahead_.seen.clear();
@@ -285,7 +284,7 @@ inline ReadCounts Folds::view(const Observation& o, const Attended& attended) {
   const bool ahead = is_ahead(o, named);
   collect_readers(o, named);
   const UsingThreads own(threads());
-  const ReadCounts counts = memory_->view({o.layer, index, readers_, o.queries, attended, ahead});
+  const ReadCounts counts = memory_->view({o.layer, index, readers_, o.queries, &attended, ahead});
   ahead_.layer = -1;
   for (std::size_t i = 0; i < named.size(); ++i)
     folded_.find(o.sequences[i])->viewed[static_cast<std::size_t>(index)] = named[i]->logical;
