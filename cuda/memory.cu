@@ -150,6 +150,8 @@ StreamMark::StreamMark(Stream stream) {
   expect("mark", status);
 }
 
+void StreamMark::move_to(Stream stream) { expect("mark", cudaEventRecord(static_cast<cudaEvent_t>(event_), stream)); }
+
 StreamMark::~StreamMark() { cudaEventDestroy(static_cast<cudaEvent_t>(event_)); }
 
 bool StreamMark::reached() const {
@@ -168,6 +170,15 @@ void StreamMark::wait() const {
   const BesideCapture beside;
   expect("mark: wait", cudaEventSynchronize(static_cast<cudaEvent_t>(event_)));
 }
+
+SideStream::SideStream() {
+  const BesideCapture beside;
+  int least = 0, greatest = 0;
+  expect("a stream", cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  expect("a stream", cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
+}
+
+SideStream::~SideStream() { cudaStreamDestroy(stream_); }
 
 bool is_capturing(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

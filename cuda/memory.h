@@ -57,6 +57,8 @@ void free_page_locked(std::byte* memory) noexcept;
 class StreamMark {
  public:
   explicit StreamMark(Stream stream);
+  /// From now on where this stream is now. Who waits for the point that it marked before goes on waiting for that.
+  void move_to(Stream stream);
   ~StreamMark();
   StreamMark(const StreamMark&) = delete;
   StreamMark& operator=(const StreamMark&) = delete;
@@ -69,6 +71,20 @@ class StreamMark {
 
  private:
   void* event_ = nullptr;
+};
+
+/// A stream of its own on the current device, of the highest priority. Waits for no other unless it is told to.
+class SideStream {
+ public:
+  SideStream();
+  ~SideStream();
+  SideStream(const SideStream&) = delete;
+  SideStream& operator=(const SideStream&) = delete;
+
+  [[nodiscard]] Stream get() const { return stream_; }
+
+ private:
+  Stream stream_ = nullptr;
 };
 
 /// True if work that is launched on the stream goes into a graph.

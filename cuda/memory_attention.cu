@@ -47,6 +47,7 @@ struct MemoryAttentionTask {
     entries = w.take<std::uint64_t>(2 * of_rows * a.most_spans);
     flags = w.take<std::uint8_t>(of_rows * a.most_spans);
     partial = w.take<float>(of_heads * parts * (a.dim + 2));
+    guessed = a.brought != nullptr ? w.take<float>(of_heads * a.most_spans) : nullptr;
     bytes = w.bytes();
   }
 
@@ -65,6 +66,7 @@ struct MemoryAttentionTask {
   std::uint64_t* entries = nullptr;  ///< [tokens, Hkv, 2, most_spans] of a sort
   std::uint8_t* flags = nullptr;     ///< [tokens, Hkv, most_spans]
   float* partial = nullptr;          ///< [tokens, Hq, parts, 2 + D] top, sum and sum of values
+  float* guessed = nullptr;          ///< [tokens, Hq, most_spans] shares as launch_memory_guess takes them to be
   std::int64_t bytes = 0;
 };
 
@@ -253,24 +255,30 @@ __global__ void __launch_bounds__(kMemoryThreads)
   });
 }
 
-/// Marks what the heads of one row and query want, [heads, most_spans], by the rule.
+/// Marks what the heads of one row and query want, [heads, most_spans], by the rule: their shares take the place of
+/// logits in `relevance`. guess: as if rows drew what they drew from the last query.
 __device__ void want(const MemoryAttentionTask& task, const BlockTeam& team, const SortScratch& sort,
-                     const Asked& asked, float* relevance, std::uint8_t* marks) {
+                     const Asked& asked, bool guess, const float* logits, float* relevance, std::uint8_t* marks) {
   using Rule = MemoryAttentionArguments::Rule;
   const MemoryAttentionArguments& a = task.a;
-  const std::int32_t spans = asked.row->spans;
+  const FoldedRow& row = *asked.row;
   const std::int64_t stride = a.most_spans, first = task.head_at(asked.token, asked.first_head);
+  const bool last = asked.token == row.first_query + row.queries - 1;
   for (std::int32_t h = team.thread() / 32; h < asked.heads; h += team.size() / 32) {
     float* own = relevance + h * stride;
-    if (a.rule != Rule::learned) find_shares(spans, a.lse[first + h], own);
+    if (a.rule != Rule::learned) {
+      const float dense = !guess ? a.lse[first + h] : row.dense != nullptr ? row.dense[h] : Running::kNothing;
+      find_shares(row.spans, dense, logits + h * stride, own);
+      if (!guess && last && row.dense != nullptr && team.thread() % 32 == 0) row.dense[h] = dense;
+    }
     if (a.rule == Rule::coverage) continue;
     const double above = a.rule == Rule::learned ? static_cast<double>(a.thresholds[asked.first_head + h]) : a.mass;
-    for (std::int32_t s = WarpTeam{}.thread(); s < spans; s += 32)
-      marks[h * stride + s] = static_cast<double>(own[s]) > above && asked.row->holds(s) ? 1 : 0;
+    for (std::int32_t s = WarpTeam{}.thread(); s < row.spans; s += 32)
+      marks[h * stride + s] = static_cast<double>(own[s]) > above && row.holds(s) ? 1 : 0;
   }
   team.sync();
   for (std::int32_t h = 0; a.rule == Rule::coverage && h < asked.heads; ++h)
-    want_by_coverage(a.coverage, a.coverage_floor, team, sort, *asked.row, relevance + h * stride, marks + h * stride);
+    want_by_coverage(a.coverage, a.coverage_floor, team, sort, row, relevance + h * stride, marks + h * stride);
 }
 
 /// Heads of one row and query that open spans within one budget.
@@ -350,8 +358,10 @@ __device__ void open_within(const MemoryAttentionTask& task, const BlockTeam& te
   team.sync();
 }
 
-/// One block decides what one row and query opens.
-__global__ void __launch_bounds__(kMemoryThreads, 3) memory_attention_open_kernel(MemoryAttentionTask task) {
+/// One block decides what one row and query opens, or guesses it before attention over the rows is known. A guess
+/// leaves the logits as they are.
+__global__ void __launch_bounds__(kMemoryThreads, 3)
+    memory_attention_open_kernel(MemoryAttentionTask task, bool guess) {
   wait_for_earlier_kernels();
   KVKEEP_SHARED(unsigned long long, scratch, kBlockScratch);
   KVKEEP_SHARED(std::uint32_t, counters, sort_counters(kMemoryThreads));
@@ -364,12 +374,14 @@ __global__ void __launch_bounds__(kMemoryThreads, 3) memory_attention_open_kerne
     return;
   }
   const std::int64_t stride = task.a.most_spans, first = task.head_at(asked.token, asked.first_head);
-  float* relevance = task.relevance + first * stride;
+  float* const found = task.relevance + first * stride;  // what is learned needs no attention, and is no guess
+  const bool keeps = guess && task.a.rule != MemoryAttentionArguments::Rule::learned;
+  float* const relevance = keeps ? task.guessed + first * stride : found;
   std::uint8_t* marks = task.a.marks + first * stride;
   std::int32_t* list = task.a.opened + place * stride;
   std::uint64_t* entries = task.entries + 2 * place * stride;
   const SortScratch sort{counters, entries, entries + stride, list};
-  want(task, team, sort, asked, relevance, marks);
+  want(task, team, sort, asked, guess, found, relevance, marks);
   const std::int32_t together = task.a.per_head ? 1 : asked.heads;
   for (std::int32_t h = 0; h < asked.heads; h += together)
     open_within(task, team, sort, row, {relevance + h * stride, marks + h * stride, together, stride},
@@ -387,13 +399,15 @@ __global__ void __launch_bounds__(kMemoryThreads)
   const BlockTeam team(scratch);
   const FoldedRow& row = task.a.rows[blockIdx.x];
   FarPiece* list = pieces + std::int64_t{blockIdx.x} * task.a.most_spans;
-  std::int64_t used = 0, listed = 0;
+  std::int64_t used = task.a.late ? task.a.brought[blockIdx.x] : 0, listed = 0;
   for (std::int32_t first = 0; first < row.spans; first += team.size()) {
     const std::int32_t s = first + team.thread();
     bool wanted = false;
     if (s < row.spans) {
-      const std::byte* now = task.a.keeps_near ? row.near[s] : nullptr;
-      if (!task.a.keeps_near)
+      const std::byte* now = task.a.late || task.a.keeps_near ? row.near[s] : nullptr;
+      if (task.a.late)
+        now = now == row.far[s] ? nullptr : now;
+      else if (!task.a.keeps_near)
         row.near[s] = row.far[s];
       else if (now == row.far[s] || (now >= row.arena && now < row.arena + row.arena_bytes))
         row.near[s] = now = nullptr;
@@ -414,7 +428,9 @@ __global__ void __launch_bounds__(kMemoryThreads)
     if (wanted) row.near[s] = fits ? row.arena + at : row.far[s];
     if (fits) list[place] = {row.far[s], row.arena + at, bytes};
   }
-  if (team.thread() == 0) counts[blockIdx.x] = static_cast<std::int32_t>(listed);
+  if (team.thread() != 0) return;
+  counts[blockIdx.x] = static_cast<std::int32_t>(listed);
+  if (task.a.brought != nullptr && !task.a.late) task.a.brought[blockIdx.x] = used;
 }
 
 struct MergeShared {
@@ -721,6 +737,32 @@ void check(const MemoryAttentionArguments& a) {
                  " queries are too many blocks; allowed ", kMost / of_asked, " of a row and a query");
 }
 
+void require_brought(const MemoryAttentionArguments& a) {
+  check(a);
+  KVKEEP_REQUIRE(a.brought != nullptr || a.count == 0, "memory attention: no room for what is brought of ", a.count,
+                 " rows before attention is known; allowed `brought`");
+}
+
+void launch_logits(const MemoryAttentionTask& task, Stream stream) {
+  const MemoryAttentionArguments& a = task.a;
+  const std::int32_t chunks = (a.most_spans + kMemorySpans - 1) / kMemorySpans;
+  with_wide_element(a.store, [&](auto element) {
+    launch("memory_attention_logits",
+           a.rule == MemoryAttentionArguments::Rule::learned ? memory_attention_logits_kernel<decltype(element), true>
+                                                             : memory_attention_logits_kernel<decltype(element), false>,
+           {.blocks = blocks_for(std::int64_t{a.count} * a.most_queries * task.slices * chunks),
+            .threads = kMemoryThreads,
+            .shared_bytes = LogitsShared(a.dim, true).parts.bytes},
+           stream, task, chunks);
+  });
+}
+
+void launch_opening(const MemoryAttentionTask& task, bool guess, Stream stream) {
+  launch("memory_attention_open", memory_attention_open_kernel,
+         {.blocks = blocks_for(std::int64_t{task.a.count} * task.a.most_queries), .threads = kMemoryThreads}, stream,
+         task, guess);
+}
+
 }  // namespace
 
 std::int64_t memory_attention_workspace_bytes(const MemoryAttentionArguments& arguments) {
@@ -732,19 +774,20 @@ std::int64_t memory_attention_workspace_bytes(const MemoryAttentionArguments& ar
 void launch_memory_route(const MemoryAttentionArguments& a, Stream stream) {
   check(a);
   const MemoryAttentionTask task(a);
-  const std::int64_t asked = std::int64_t{a.count} * a.most_queries;
-  const std::int32_t chunks = (a.most_spans + kMemorySpans - 1) / kMemorySpans;
-  with_wide_element(a.store, [&](auto element) {
-    launch("memory_attention_logits",
-           a.rule == MemoryAttentionArguments::Rule::learned ? memory_attention_logits_kernel<decltype(element), true>
-                                                             : memory_attention_logits_kernel<decltype(element), false>,
-           {.blocks = blocks_for(asked * task.slices * chunks),
-            .threads = kMemoryThreads,
-            .shared_bytes = LogitsShared(a.dim, true).parts.bytes},
-           stream, task, chunks);
-  });
-  launch("memory_attention_open", memory_attention_open_kernel,
-         {.blocks = blocks_for(asked), .threads = kMemoryThreads}, stream, task);
+  launch_logits(task, stream);
+  launch_opening(task, false, stream);
+}
+
+void launch_memory_guess(const MemoryAttentionArguments& a, Stream stream) {
+  require_brought(a);
+  const MemoryAttentionTask task(a);
+  launch_logits(task, stream);
+  launch_opening(task, true, stream);
+}
+
+void launch_memory_open(const MemoryAttentionArguments& a, Stream stream) {
+  require_brought(a);
+  launch_opening(MemoryAttentionTask(a), false, stream);
 }
 
 void launch_memory_pieces(const MemoryAttentionArguments& a, FarPiece* pieces, std::int32_t* counts, Stream stream) {

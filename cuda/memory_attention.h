@@ -40,6 +40,8 @@ struct FoldedRow {
   const std::uint32_t* signs = nullptr;      ///< kvkeep::KeySketch of the tokens of all spans; null: none
   const std::uint16_t* sizes = nullptr;      ///< bf16 [tokens]
   const float* norms = nullptr;              ///< f32 [spans, group] launch_router_norms(); null: no router is learned
+  float* dense = nullptr;                    ///< f32 [group] log-sum-exps over rows that its last query had, which
+                                             ///< launch_memory_guess expects again; null: not kept, counts as -inf
   const std::byte* const* far = nullptr;     ///< [spans] blobs in page-locked host memory
   const std::byte** near = nullptr;          ///< [spans] where launch_memory_merge reads blobs that are opened
   std::byte* arena = nullptr;                ///< what launch_memory_pieces hands out, a multiple of 16
@@ -66,7 +68,11 @@ struct MemoryAttentionArguments {
   std::int64_t token_stride = 0;       ///< bytes
   std::int64_t head_stride = 0;        ///< bytes
 
-  bool keeps_near = true;  ///< FoldedRow::near says what lies near already; false: it is only written
+  bool keeps_near = true;           ///< FoldedRow::near says what lies near already; false: it is only written
+  std::int64_t* brought = nullptr;  ///< i64 [count] bytes of the arenas that launch_memory_pieces has handed out;
+                                    ///< needed for launch_memory_guess
+  bool late = false;  ///< launch_memory_pieces lists what is missing still: it goes on in the arenas at `brought`, and
+                      ///< what it, or the caller, brought near stays there
 
   /// kvkeep::ZoomOptions::Rule
   enum class Rule : std::uint8_t { mass, coverage, learned };
@@ -95,7 +101,8 @@ struct MemoryAttentionArguments {
 };
 
 /// Per token: 8 for each query head and span, 17 for each KV head and span, and 4 (D + 2) for each query head and part
-/// of a row, of which there are up to 32 if there are few rows and queries.
+/// of a row, of which there are up to 32 if there are few rows and queries. With `brought` 4 more for each query head
+/// and span.
 [[nodiscard]] std::int64_t memory_attention_workspace_bytes(const MemoryAttentionArguments& arguments);
 
 /// Writes marks, opened and opened_count; reads queries, lse and what is near of the rows. A span is wanted if its
@@ -110,6 +117,17 @@ struct MemoryAttentionArguments {
 /// without a router's numbers.
 void launch_memory_route(const MemoryAttentionArguments& arguments, Stream stream);
 
+/// The same in two halves, the first of them before `lse` is known, while attention reads the rows: what is fetched
+/// meanwhile need not be fetched afterwards. Guesses marks, opened and opened_count as if rows drew from each query
+/// what they drew from the last one (FoldedRow::dense), for launch_memory_pieces. Requires: `brought`; a
+/// launch_memory_open with the same arguments after it, on the same workspace. 2 launches. Cost, and throws, as
+/// launch_memory_route; throws without `brought`, too.
+void launch_memory_guess(const MemoryAttentionArguments& arguments, Stream stream);
+
+/// The second half, with `lse`: the same marks, opened and opened_count as of launch_memory_route, bit for bit. Does
+/// not read keys and sketches again. 1 launch. Throws as launch_memory_guess.
+void launch_memory_open(const MemoryAttentionArguments& arguments, Stream stream);
+
 /// Lists what to fetch of the opened spans (launch_fetch), and writes to `near` where it will be: `pieces`
 /// [count][most_spans], `counts` [count], for each row. A row's arena is handed out from its beginning: what was there,
 /// and what was read from afar, is no longer near. Spans whose `near` points elsewhere stay there and are not fetched,
@@ -121,9 +139,9 @@ void launch_memory_pieces(const MemoryAttentionArguments& arguments, FarPiece* p
 
 /// Merges the spans into (out, lse), in place: opened ones token by token from their factors, without a row being
 /// formed, the others as their coarse entries. Rows without spans are left as they are. Requires: launch_memory_route
-/// with the same arguments before it, on the same workspace. 2 launches. Cost: the coarse values and the factors of
-/// opened spans once for 8 query heads. Rounding depends on how many parts a row is cut into, and so on how many rows
-/// and queries go together. Throws as launch_memory_route.
+/// or launch_memory_open with the same arguments before it, on the same workspace. 2 launches. Cost: the coarse values
+/// and the factors of opened spans once for 8 query heads. Rounding depends on how many parts a row is cut into, and so
+/// on how many rows and queries go together. Throws as launch_memory_route.
 void launch_memory_merge(const MemoryAttentionArguments& arguments, Stream stream);
 
 }  // namespace kvkeep::cuda

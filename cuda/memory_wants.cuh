@@ -11,16 +11,17 @@
 
 namespace kvkeep::cuda {
 
-/// Turns the logits of one head into shares of all mass, `dense` being the log-sum-exp of everything else. By one warp.
-__device__ inline void find_shares(std::int32_t spans, float dense, float* shares) {
+/// The shares of all mass that follow from the logits of one head, `dense` being the log-sum-exp of everything else.
+/// They may take the place of their logits. By one warp.
+__device__ inline void find_shares(std::int32_t spans, float dense, const float* logits, float* shares) {
   const WarpTeam warp;
   float top = Running::kNothing;
-  for (std::int32_t s = warp.thread(); s < spans; s += 32) top = shares[s] > top ? shares[s] : top;
+  for (std::int32_t s = warp.thread(); s < spans; s += 32) top = logits[s] > top ? logits[s] : top;
   top = warp.largest(top);
   const bool nothing = top == Running::kNothing;
   float sum = 0;
   for (std::int32_t s = warp.thread(); s < spans; s += 32) {
-    const float e = nothing ? 0.0F : expf(shares[s] - top);
+    const float e = nothing ? 0.0F : expf(logits[s] - top);
     shares[s] = e;
     sum += e;
   }

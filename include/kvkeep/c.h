@@ -291,6 +291,9 @@ KVKEEP_C_API kvkeep_status kvkeep_give(kvkeep_keeper* keeper, int32_t layer, int
                                        const int64_t* sequences, const int32_t* indptr, const kvkeep_tensor* scores);
 /// nats: [count] of the oldest tokens that have none yet
 KVKEEP_C_API kvkeep_status kvkeep_surprise(kvkeep_keeper* keeper, int64_t sequence, const float* nats, int64_t count);
+/// Optional, before the attention of the layer: begins what kvkeep_view() of the same observation does, beside it on a
+/// GPU (parts::Folds::prefetch). The queries stay as they are until then. Elsewhere it checks its arguments alone.
+KVKEEP_C_API kvkeep_status kvkeep_prefetch(kvkeep_keeper* keeper, const kvkeep_observation* observation);
 /// Merges folded spans into what attention gave over the rows: out f32 [tokens, Hq, Dv] and log_sum_exp f32 [tokens,
 /// Hq], in place. The observation has queries after RoPE. Checks its arguments and does nothing under a policy that
 /// folds nothing: an engine that can read folded spans calls it in every layer, whatever the policy.

@@ -560,6 +560,17 @@ kvkeep_status kvkeep_surprise(kvkeep_keeper* keeper, int64_t sequence, const flo
   });
 }
 
+kvkeep_status kvkeep_prefetch(kvkeep_keeper* keeper, const kvkeep_observation* observation) {
+  return guarded([&] {
+    Keeper& own = required(keeper, "keeper").keeper;
+    const Observation seen = observation_of(observation);
+#if KVKEEP_FOLDING
+    if (auto* const part = own.find<parts::Folds>()) return part->prefetch(seen);
+#endif
+    check_unread("prefetch", own, seen);
+  });
+}
+
 kvkeep_status kvkeep_view(kvkeep_keeper* keeper, const kvkeep_observation* observation, const kvkeep_tensor* out,
                           const kvkeep_tensor* log_sum_exp) {
   return guarded([&] {

@@ -16,6 +16,13 @@
 namespace kvkeep::cuda {
 namespace {
 
+/// Brings what a turn opens, as far as it is missing, into the arenas.
+void bring(const auto& turn, Stream stream) {
+  launch_memory_pieces(turn.a, turn.pieces, turn.counts, stream);
+  launch_fetch({.pieces = turn.pieces, .counts = turn.counts, .lists = turn.a.count, .stride = turn.a.most_spans},
+               stream);
+}
+
 constexpr std::int32_t kMostDim = 256, kMostWidth = 128;  ///< that kernels factorise
 
 /// Of a sequence that has folded.
@@ -185,6 +192,14 @@ void DeviceRows::grow(std::int64_t& capacity, std::int64_t wanted, std::span<Arr
 }
 
 void DeviceRows::reserve(std::int32_t spans, std::int64_t tokens) {
+  if (dense_ == nullptr) {  // before the first query nothing is expected of rows
+    const std::vector<float> nothing(counted_.counts().size() * static_cast<std::size_t>(group_),
+                                     -std::numeric_limits<float>::infinity());
+    const auto bytes = static_cast<std::int64_t>(nothing.size() * sizeof(float));
+    DeviceMemory fresh = memory_.allocate(bytes);
+    memory_.write(fresh.get(), nothing.data(), bytes);
+    dense_ = std::move(fresh);
+  }
   grow(span_room_, spans, of_spans_);
   if (words_ > 0) grow(block_room_, KeySketch::padded(tokens) / KeySketch::kBlock, of_blocks_);
 }
@@ -213,7 +228,9 @@ void DeviceRows::describe_end(std::int32_t row, FoldingRow& out) const {
 
 void DeviceRows::describe(std::int32_t row, FoldedRow& out) const {
   out.spans = counted_.count(row).spans;
-  if (out.spans > 0) point(out, row, 0);
+  if (out.spans == 0) return;
+  point(out, row, 0);
+  out.dense = static_cast<float*>(dense_.get()) + std::int64_t{row} * group_;
 }
 
 DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, FoldBounds bounds, DevicePool& pool,
@@ -233,8 +250,8 @@ DeviceFolds::DeviceFolds(const ModelSpec& spec, const MemoryOptions& memory, Fol
 
 DeviceRows& DeviceFolds::rows_of(FoldedRows& sequence) {
   if (sequence.on_device == nullptr)
-    sequence.on_device = std::make_shared<DeviceRows>(sequence, spec_.key_dim, options_.store, options_.sketch,
-                                                      memory_.learned() ? spec_.group() : 0, machine_, ++serial_);
+    sequence.on_device = std::make_shared<DeviceRows>(sequence, spec_.group(), spec_.key_dim, options_.store,
+                                                      options_.sketch, memory_.learned(), machine_, ++serial_);
   return *static_cast<DeviceRows*>(sequence.on_device.get());
 }
 
@@ -282,6 +299,7 @@ void DeviceFolds::require_no_capture(const char* operation) const {
 Folding DeviceFolds::fold(const RowTable& table, const Decision& decision, std::span<const FoldTarget> targets) {
   const DeviceScope scope(pool_.device().index);
   require_no_capture("fold");
+  wait_for_ahead();
   const EventSlots event = slots_of_(table, decision);
   const Fold& fold = *decision.fold;
   for (const Dtype dtype : {table.key_dtype, table.value_dtype})
@@ -463,7 +481,7 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
   if (readers == step_.readers) return;
   const std::int64_t heads = spec_.query_heads, kv_heads = spec_.kv_heads,
                      routed = memory_.learned() ? 4 * std::int64_t{spec_.key_dim} : 0,
-                     of_token = heads * (9 * std::int64_t{step.most_spans} + 4 * (spec_.key_dim + 2) + routed) +
+                     of_token = heads * (13 * std::int64_t{step.most_spans} + 4 * (spec_.key_dim + 2) + routed) +
                                 kv_heads * 21 * std::int64_t{step.most_spans};
   const auto tokens =
       static_cast<std::int32_t>(std::clamp<std::int64_t>(bounds_.view_bytes / of_token, 1, std::max(last, 1)));
@@ -529,63 +547,113 @@ void DeviceFolds::prepare(const FoldedReading& reading) {
   step_ = std::move(step);
 }
 
-ReadCounts DeviceFolds::view(const FoldedReading& reading) {
-  const DeviceScope scope(pool_.device().index);
-  require_no_capture("view");
-  leaving_.mark();
-  prepare(reading);
-  const Stream stream = pool_.stream();
+bool DeviceFolds::wait_for_ahead() {
+  if (ahead_ == nullptr || !std::exchange(ahead_->pending, false)) return false;
+  ahead_->brought.hold(pool_.stream());
+  return true;
+}
+
+/// Takes the working memory of a turn. `ahead`: it begins before attention over the rows is known.
+DeviceFolds::Turn DeviceFolds::turn_of(const FoldedReading& reading, const Step::Slice& slice, bool ahead) {
   const Tensor& queries = reading.queries;
   const auto width = static_cast<std::int64_t>(queries.element_size());
+  const std::int64_t spans = step_.most_spans, heads = spec_.query_heads, of_heads = slice.tokens * heads,
+                     of_rows = std::int64_t{slice.tokens} * spec_.kv_heads;
+  Turn turn;
+  MemoryAttentionArguments& a = turn.a;
+  a.rows = view_table_.there<FoldedRow>(slice.at) + std::int64_t{reading.index} * slice.rows;
+  a.count = slice.rows;
+  a.most_spans = step_.most_spans;
+  a.most_queries = slice.most_queries;
+  a.tokens = slice.tokens;
+  a.kv_heads = spec_.kv_heads;
+  a.group = spec_.group();
+  a.dim = spec_.key_dim;
+  a.store = element_of("factors", options_.store);
+  a.query = element_of("queries", queries.dtype());
+  a.scale = static_cast<float>(spec_.scale());
+  a.queries = static_cast<const std::byte*>(queries.bytes()) + slice.first * queries.step(0) * width;
+  a.token_stride = queries.step(0) * width;
+  a.head_stride = queries.step(1) * width;
+  a.keeps_near = false;
+  using Rule = MemoryAttentionArguments::Rule;
+  a.rule = memory_.learned()                                  ? Rule::learned
+           : memory_.zoom.rule == ZoomOptions::Rule::coverage ? Rule::coverage
+                                                              : Rule::mass;
+  a.mass = memory_.zoom.mass;
+  a.coverage = memory_.zoom.coverage;
+  a.coverage_floor = memory_.zoom.coverage_floor;
+  a.share = memory_.zoom.heads == ZoomOptions::Heads::group;
+  a.per_head = memory_.published_budget;
+  work_.begin();
+  const auto take = [this](auto*& to, std::int64_t count) {
+    to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(
+        work_.take(count * static_cast<std::int64_t>(sizeof(*to))));
+  };
+  take(a.marks, of_heads * spans);
+  take(a.opened, of_rows * spans);
+  take(a.opened_count, of_rows);
+  take(turn.pieces, slice.rows * spans);
+  take(turn.counts, slice.rows);
+  if (ahead) take(a.brought, slice.rows);
+  if (a.rule == Rule::learned) {
+    take(turn.routed, of_heads * spec_.key_dim);
+    a.routed = turn.routed;
+    a.thresholds = learned_->thresholds + reading.layer * heads;
+    a.inner = learned_->router.inner;
+  }
+  a.workspace = work_.take(memory_attention_workspace_bytes(a));
+  return turn;
+}
+
+void DeviceFolds::route_queries(const FoldedReading& reading, const Turn& turn, Stream stream) {
+  if (turn.routed != nullptr) launch_router_queries(turn.a, learned_->router, reading.layer, turn.routed, stream);
+}
+
+/// The first turn alone: the others need its memory.
+void DeviceFolds::prefetch(const FoldedReading& reading) {
+  require_no_capture("prefetch");
+  wait_for_ahead();
+  prepare(reading);
+  if (step_.slices.empty()) return;
+  const Stream side = pool_.side();
+  if (ahead_ == nullptr) ahead_ = std::make_unique<Ahead>(side);
+  ahead_->turn = turn_of(reading, step_.slices.front(), true);
+  // Queries and tables are there, the last layer has read the arenas, and memory is that of the current stream.
+  ahead_->asked.move_to(pool_.stream());
+  ahead_->asked.hold(side);
+  ahead_->pending = true;
+  route_queries(reading, ahead_->turn, side);
+  launch_memory_guess(ahead_->turn.a, side);
+  bring(ahead_->turn, side);
+  ahead_->brought.move_to(side);
+}
+
+ReadCounts DeviceFolds::view(const FoldedReading& reading) {
+  const DeviceScope scope(pool_.device().index);
+  if (reading.attended == nullptr) {
+    prefetch(reading);
+    return {};
+  }
+  require_no_capture("view");
+  leaving_.mark();
+  bool ahead = wait_for_ahead() && reading.announced;
+  prepare(reading);
+  const Stream stream = pool_.stream();
   for (const Step::Slice& slice : step_.slices) {
-    const std::int64_t spans = step_.most_spans, heads = spec_.query_heads, of_heads = slice.tokens * heads,
-                       of_rows = std::int64_t{slice.tokens} * spec_.kv_heads;
-    MemoryAttentionArguments a;
-    a.rows = view_table_.there<FoldedRow>(slice.at) + std::int64_t{reading.index} * slice.rows;
-    a.count = slice.rows;
-    a.most_spans = step_.most_spans;
-    a.most_queries = slice.most_queries;
-    a.tokens = slice.tokens;
-    a.kv_heads = spec_.kv_heads;
-    a.group = spec_.group();
-    a.dim = spec_.key_dim;
-    a.store = element_of("factors", options_.store);
-    a.query = element_of("queries", queries.dtype());
-    a.scale = static_cast<float>(spec_.scale());
-    a.queries = static_cast<const std::byte*>(queries.bytes()) + slice.first * queries.step(0) * width;
-    a.token_stride = queries.step(0) * width;
-    a.head_stride = queries.step(1) * width;
-    a.keeps_near = false;
-    using Rule = MemoryAttentionArguments::Rule;
-    a.rule = memory_.learned()                                  ? Rule::learned
-             : memory_.zoom.rule == ZoomOptions::Rule::coverage ? Rule::coverage
-                                                                : Rule::mass;
-    a.mass = memory_.zoom.mass;
-    a.coverage = memory_.zoom.coverage;
-    a.coverage_floor = memory_.zoom.coverage_floor;
-    a.share = memory_.zoom.heads == ZoomOptions::Heads::group;
-    a.per_head = memory_.published_budget;
-    a.out = reading.attended.out.data<float>() + slice.first * heads * spec_.value_dim;
-    a.lse = reading.attended.log_sum_exp.data<float>() + slice.first * heads;
-    work_.begin();
-    a.marks = reinterpret_cast<std::uint8_t*>(work_.take(of_heads * spans));
-    a.opened = reinterpret_cast<std::int32_t*>(work_.take(of_rows * spans * 4));
-    a.opened_count = reinterpret_cast<std::int32_t*>(work_.take(of_rows * 4));
-    auto* const pieces =
-        reinterpret_cast<FarPiece*>(work_.take(slice.rows * spans * static_cast<std::int64_t>(sizeof(FarPiece))));
-    auto* const counts = reinterpret_cast<std::int32_t*>(work_.take(std::int64_t{slice.rows} * 4));
-    a.workspace = work_.take(memory_attention_workspace_bytes(a));
-    if (a.rule == Rule::learned) {
-      auto* const routed = reinterpret_cast<float*>(work_.take(of_heads * spec_.key_dim * 4));
-      a.routed = routed;
-      a.thresholds = learned_->thresholds + reading.layer * heads;
-      a.inner = learned_->router.inner;
-      launch_router_queries(a, learned_->router, reading.layer, routed, stream);
+    Turn turn = ahead ? ahead_->turn : turn_of(reading, slice, false);
+    const std::int64_t first_head = std::int64_t{slice.first} * spec_.query_heads;
+    turn.a.out = reading.attended->out.data<float>() + first_head * spec_.value_dim;
+    turn.a.lse = reading.attended->log_sum_exp.data<float>() + first_head;
+    turn.a.late = std::exchange(ahead, false);
+    if (turn.a.late) {
+      launch_memory_open(turn.a, stream);
+    } else {
+      route_queries(reading, turn, stream);
+      launch_memory_route(turn.a, stream);
     }
-    launch_memory_route(a, stream);
-    launch_memory_pieces(a, pieces, counts, stream);
-    launch_fetch({.pieces = pieces, .counts = counts, .lists = slice.rows, .stride = a.most_spans}, stream);
-    launch_memory_merge(a, stream);
+    bring(turn, stream);
+    launch_memory_merge(turn.a, stream);
   }
   return {};
 }

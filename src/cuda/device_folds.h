@@ -70,13 +70,14 @@ class LeavingRooms {
 /// Spans of one sequence on a device: arrays [rows, capacity], grown by half. The host counts them.
 class DeviceRows {
  public:
-  /// norms: of a learned router, for each span; 0: there is none.
-  DeviceRows(const FoldedRows& counted, std::int64_t dim, Dtype store, bool sketch, std::int64_t norms,
+  /// learned: spans have norms of a router.
+  DeviceRows(const FoldedRows& counted, std::int32_t group, std::int64_t dim, Dtype store, bool sketch, bool learned,
              MachineMemory& memory, std::uint64_t serial)
       : counted_(counted),
+        group_(group),
         entry_(dim * element_size(store)),
         words_(sketch ? KeySketch::words(dim) : 0),
-        norms_(norms),
+        norms_(learned ? group : 0),
         serial_(serial),
         memory_(memory) {}
 
@@ -113,10 +114,12 @@ class DeviceRows {
   }
 
   const FoldedRows& counted_;
+  std::int32_t group_;
   std::int64_t entry_, words_;        ///< bytes of a coarse entry; words of a sketched key, 0: none
   std::int64_t norms_;                ///< of a span
   std::uint64_t serial_, moves_ = 0;  ///< of arrays
   MachineMemory& memory_;
+  DeviceMemory dense_;                           ///< f32 [rows, group]: FoldedRow::dense
   std::int64_t span_room_ = 0, block_room_ = 0;  ///< of every row: spans; blocks of tokens
   enum : std::uint8_t { kTable, kCoarseKeys, kCoarseValues, kLogLength, kFar, kNorms, kOfSpans };
   std::array<Array, kOfSpans> of_spans_ = {{{.bytes = sizeof(MemorySpan)},
@@ -165,6 +168,20 @@ class DeviceFolds final : public FoldedMemory {
   };
   /// Made once, for the first event that folds; null if nothing was learned.
   [[nodiscard]] const Learned* learned();
+  /// A slice of a layer that is read.
+  struct Turn {
+    MemoryAttentionArguments a = {};
+    FarPiece* pieces = nullptr;      ///< [rows, most_spans]
+    std::int32_t* counts = nullptr;  ///< [rows]
+    float* routed = nullptr;         ///< f32 [tokens, Hq, D] what a learned router makes of queries; null: none is
+  };
+  /// What one turn brings near beside the engine's attention, on the pool's side stream.
+  struct Ahead {
+    explicit Ahead(Stream side) : asked(side), brought(side) {}
+    StreamMark asked, brought;  ///< before and after it
+    Turn turn = {};
+    bool pending = false;  ///< nobody has waited for it yet
+  };
   /// Made when a sequence first folds.
   [[nodiscard]] DeviceRows& rows_of(FoldedRows& sequence);
   void require_no_capture(const char* operation) const;
@@ -172,6 +189,12 @@ class DeviceFolds final : public FoldedMemory {
                     Element values, Stream stream);
   void prepare(const FoldedReading& reading);
   void place_near(std::int64_t bytes);
+  void prefetch(const FoldedReading& reading);
+  [[nodiscard]] Turn turn_of(const FoldedReading& reading, const Step::Slice& slice, bool ahead);
+  /// What a learned router needs of the queries, if there is one.
+  void route_queries(const FoldedReading& reading, const Turn& turn, Stream stream);
+  /// The current stream comes after what was launched ahead. True if there was such.
+  bool wait_for_ahead();
 
   const FactorOptions options_;
   const FoldBounds bounds_;
@@ -189,6 +212,7 @@ class DeviceFolds final : public FoldedMemory {
   Step step_;
   DeviceMemory near_;  ///< arenas of a layer's rows, then the addresses of their blobs
   std::int64_t near_room_ = 0;
+  std::unique_ptr<Ahead> ahead_;  ///< from the first prefetch() on
 };
 
 }  // namespace kvkeep::cuda

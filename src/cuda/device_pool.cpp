@@ -19,6 +19,7 @@ struct DevicePool::Home {
   std::shared_ptr<DeviceResources> resources;
   std::vector<Stream> streams;
   std::vector<Piece> left = {};  ///< goes back once no stream is being captured: a replay would repeat it
+  std::unique_ptr<SideStream> side = nullptr;
 
   ~Home() {
     for (const Piece& piece : left) free(piece);
@@ -41,7 +42,7 @@ struct DevicePool::Home {
 };
 
 DevicePool::DevicePool(Device device, std::shared_ptr<DeviceResources> resources)
-    : home_(std::make_shared<Home>(Home{device, std::move(resources), {}})) {}
+    : home_(new Home{device, std::move(resources), {}}) {}
 
 Device DevicePool::device() const { return home_->device; }
 
@@ -52,6 +53,15 @@ Stream DevicePool::stream() {
   if (std::ranges::find(home_->streams, now) == home_->streams.end()) home_->streams.push_back(now);
   captured_ = captured_ || is_capturing(now);
   return now;
+}
+
+Stream DevicePool::side() {
+  if (home_->side == nullptr) {
+    const DeviceScope scope(home_->device.index);
+    home_->side = std::make_unique<SideStream>();
+    home_->streams.push_back(home_->side->get());
+  }
+  return home_->side->get();
 }
 
 const std::vector<Stream>& DevicePool::used() const { return home_->streams; }

@@ -24,6 +24,10 @@ class DevicePool {
   /// The same without remembering it.
   [[nodiscard]] Stream current() const;
 
+  /// A stream of the pool's own, beside that of the resources; made by the first call, and remembered. What it shares
+  /// with others is ordered by the caller.
+  [[nodiscard]] Stream side();
+
   /// Those that it remembers.
   [[nodiscard]] const std::vector<Stream>& used() const;
 

@@ -444,6 +444,7 @@ TEST(CInterface, RefusesWhatNoPolicyReadsAndChecksWhatItPassesBy) {
   seen.num_sequences = 1;
   seen.sequences = &id;
   seen.indptr = indptr;
+  EXPECT_EQ(kvkeep_prefetch(keeper, &seen), KVKEEP_OK);
   EXPECT_EQ(kvkeep_view(keeper, &seen, out, log_sum_exp), KVKEEP_OK) << "in every layer, whatever the policy";
   expect_failed(kvkeep_view(keeper, &seen, log_sum_exp, out), KVKEEP_INVALID_ARGUMENT, "view: the output of attention");
   Ints lengths(kRows, 0);
@@ -454,22 +455,23 @@ TEST(CInterface, RefusesWhatNoPolicyReadsAndChecksWhatItPassesBy) {
   cache.lengths = lengths.data();
   cache.rows_per_sequence = kRows;
   EXPECT_EQ(kvkeep_narrow(keeper, &seen, &cache, nullptr), KVKEEP_OK) << kvkeep_last_error();
-  const auto both_fail = [&](kvkeep_status status, const std::string& words) {
+  const auto all_fail = [&](kvkeep_status status, const std::string& words) {
+    expect_failed(kvkeep_prefetch(keeper, &seen), status, words);
     expect_failed(kvkeep_view(keeper, &seen, out, log_sum_exp), status, words);
     EXPECT_TRUE(words[0] != ':' || std::string(kvkeep_last_error()).starts_with("view:")) << kvkeep_last_error();
     expect_failed(kvkeep_narrow(keeper, &seen, &cache, nullptr), status, words);
   };
   seen.layer = 77;
-  both_fail(KVKEEP_INVALID_ARGUMENT, "layer 77 is out of range");
+  all_fail(KVKEEP_INVALID_ARGUMENT, "layer 77 is out of range");
   seen.layer = 0;
   seen.sequences = &stranger;
-  both_fail(KVKEEP_STATE_ERROR, ": sequence 2 is not known; allowed after join(2)");
+  all_fail(KVKEEP_STATE_ERROR, ": sequence 2 is not known; allowed after join(2)");
   seen.sequences = &id;
   const std::int32_t falling[] = {5, 0};
   seen.indptr = falling;
-  both_fail(KVKEEP_INVALID_ARGUMENT, "indptr does not ascend from 0");
+  all_fail(KVKEEP_INVALID_ARGUMENT, "indptr does not ascend from 0");
   seen.size = 0;
-  both_fail(KVKEEP_INVALID_ARGUMENT, "observation: size is 0");
+  all_fail(KVKEEP_INVALID_ARGUMENT, "observation: size is 0");
 }
 
 TEST(CInterface, MovesWhatElseASlotHas) {

@@ -302,7 +302,7 @@ TEST_F(DeviceFolds, StayWhenTokensAreTakenBack) {
 TEST_F(DeviceFolds, AreTheSameWhenTheDeviceIsFarBehind) {
 #if defined(KVKEEP_CUDA_MODEL)
   Engines both(kTova + ",memory.rank=max,memory.max_rank=3", 3);
-  both.device.hold = HeldMemory::hold_streams;
+  both.device.hold = [](bool hold) { HeldMemory::hold_streams(hold); };
   for (const SequenceId id : {1, 2, 3}) both.join(id);
   ASSERT_NO_FATAL_FAILURE(both.step({{1, 40}, {2, 80}, {3, 7}}, 1e-5));
   for (int i = 0; i < 14; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{3, 1}, {2, 1}, {1, 2}}, 2e-3)) << "step " << i;
@@ -341,7 +341,7 @@ TEST_F(DeviceFolds, AreMadeAndReadInTurnsWhereMemoryIsBounded) {
 /// An event that fails may have moved arrays, and the next layer that is read must not find the old ones.
 TEST_F(DeviceFolds, TellWhereArraysMoved) {
   const FoldedRows counted(4);
-  DeviceRows rows(counted, 16, Dtype::f32, true, 2, host_memory(), 1);
+  DeviceRows rows(counted, 2, 16, Dtype::f32, true, true, host_memory(), 1);
   auto before = rows.version();
   for (const auto& [spans, tokens] : {std::pair{3, 40}, {3, 40000}, {60, 40000}}) {
     rows.reserve(spans, tokens);

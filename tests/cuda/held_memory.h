@@ -18,11 +18,11 @@ namespace kvkeep::cuda {
 class HeldMemory final : public c10::Allocator {
  public:
   /// As model::hold_streams(); what is freed in between is gone once streams have caught up.
-  static void hold_streams(bool hold) {
+  static void hold_streams(bool hold, std::uint64_t seed = 0) {
     static HeldMemory& all = *new HeldMemory;  // tensors may outlive everything
     static c10::Allocator* const before = c10::GetCPUAllocator();
     c10::SetCPUAllocator(hold ? &all : before, 255);
-    model::hold_streams(hold);
+    model::hold_streams(hold, seed);
     const std::scoped_lock lock(all.mutex_);
     all.held_ = hold;
     all.freed_.clear();

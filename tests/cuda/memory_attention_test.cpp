@@ -16,6 +16,7 @@ using testing::Array;
 using MemoryRoute = OnDevice;
 using MemoryMerge = OnDevice;
 using MemoryFetch = OnDevice;
+using MemoryAhead = OnDevice;
 using Ints = std::vector<std::int32_t>;
 using Centred = FactorOptions::Centred;
 constexpr double kAll = std::numeric_limits<double>::infinity();
@@ -412,11 +413,138 @@ TEST_F(MemoryFetch, LeavesWhatTheCallerHoldsNearWhereItIs) {
   EXPECT_EQ(table.download()[0], own.data());
 }
 
+MemoryCase case_ahead(bool sketch = true) {
+  return {450,
+          {.kv_heads = 2,
+           .group = 3,
+           .dim = 8,
+           .lengths = {{4, 9, 3, 12, 5, 7, 2}, {}, {6, 8, 3}},
+           .queries = {2, 1, 3},
+           .store = Element::f16,
+           .factors = {.energy = 0.3, .sketch = sketch},
+           .loudness = 2}};
+}
+
+/// What the rows of a case draw from the last query of each: [rows, group].
+std::vector<float> drawn_last(const MemoryCase& c) {
+  std::vector<float> all;
+  for (std::size_t n = 0; n < c.sequences.size(); ++n) {
+    const Array mass = testing::log_mass(c.open(n)), last = mass.narrow(0, c.shape.queries[n] - 1, 1);
+    all.insert(all.end(), last.contiguous().data<float>(), last.contiguous().data<float>() + last.numel());
+  }
+  return all;
+}
+
+TEST_F(MemoryAhead, GivesTheSameBitsWhateverWasGuessed) {
+  const MemoryCase c = case_ahead();
+  const std::vector<float> drawn = drawn_last(c);
+  const auto all_alike = [&](float dense) { return std::vector<float>(drawn.size(), dense); };
+  const float never = std::numeric_limits<float>::infinity();
+  const auto expect_same = [&](const Rule& rule, std::int64_t arena, const std::vector<float>& expected) {
+    in_every_order([&] {
+      DeviceMemory plain(c, false, arena), ahead(c, false, arena);
+      set_rule(c, rule, plain), set_rule(c, rule, ahead);
+      plain.arguments.keeps_near = false;
+      plain.route();
+      plain.fetch();
+      plain.merge();
+      ahead.read_ahead(expected);
+      ahead.guess();
+      ahead.open();
+      ahead.merge();
+      EXPECT_EQ(ahead.marks->download(), plain.marks->download());
+      EXPECT_EQ(ahead.opened_count->download(), plain.opened_count->download());
+      EXPECT_EQ(ahead.out->download(), plain.out->download());
+      EXPECT_EQ(ahead.lse->download(), plain.lse->download());
+      EXPECT_GT(expect_as_on_cpu(c, rule, ahead, "ahead"), 4);
+    });
+  };
+  constexpr std::int64_t kAmple = 1 << 14;
+  for (const Rule& rule : {Rule{.mass = 0.05}, Rule{.mass = 0.02, .share = true}, Rule{.mass = 0, .room = 9},
+                           Rule{.mass = 0.02, .per_head = true, .room = 6}})
+    expect_same(rule, kAmple, drawn);
+  for (const std::int64_t arena : {std::int64_t{176}, std::int64_t{0}}) expect_same({.mass = 0.05}, arena, drawn);
+  for (const float dense : {-never, 1.0F, never, std::nanf("")})
+    expect_same({.mass = 0.05}, dense == 1.0F ? 176 : kAmple, all_alike(dense));
+}
+
+/// Pieces that one call lists for row r.
+std::vector<FarPiece> listed(const DeviceMemory& there, std::size_t r) {
+  const auto all = there.pieces->download();
+  const auto first = all.begin() + static_cast<std::ptrdiff_t>(r) * there.arguments.most_spans;
+  return {first, first + there.counts->download()[r]};
+}
+
+TEST_F(MemoryAhead, BringsWhatOpensIfRowsDrawWhatTheyDrewAndTheRestLater) {
+  const MemoryCase c = case_ahead();
+  const std::vector<float> drawn = drawn_last(c);
+  for (const bool guessed : {true, false})
+    in_every_order([&] {
+      DeviceMemory there(c, false);
+      set_rule(c, {.mass = 0.05}, there);
+      there.read_ahead(guessed ? std::vector<float>(drawn.size(), -std::numeric_limits<float>::infinity())
+                               : std::vector<float>(drawn.size(), std::numeric_limits<float>::infinity()));
+      there.guess();
+      std::vector<std::vector<FarPiece>> early;
+      for (std::size_t r = 0; r < there.rows.size(); ++r) early.push_back(listed(there, r));
+      there.open();
+      std::size_t earlier = 0, later = 0;
+      for (std::size_t r = 0; r < there.rows.size(); ++r) earlier += early[r].size(), later += listed(there, r).size();
+      EXPECT_GT(guessed ? earlier : later, 4U);
+      EXPECT_EQ(guessed ? later : earlier, 0U) << "rows that draw nothing leave the most to spans";
+      const std::vector<float> kept = there.dense->download();
+      for (std::size_t i = 0; i < drawn.size(); ++i)
+        if (there.rows[i / 3].spans > 0)
+          EXPECT_EQ(kept[i], drawn[i]) << "as the last query found it, for the next guess";
+    });
+  DeviceMemory one(c, false);  // of the last query of each row alone nothing is missed
+  set_rule(c, {.mass = 0.05}, one);
+  for (FoldedRow& row : one.rows) row.first_query += row.queries - 1, row.queries = 1;
+  one.arguments.most_queries = 1;
+  one.read_ahead(drawn);
+  one.guess();
+  const Ints marked = one.opened_count->download();
+  EXPECT_GT(*std::max_element(marked.begin(), marked.end()), 0);
+  one.open();
+  EXPECT_EQ(one.opened_count->download(), marked);
+  EXPECT_EQ(one.counts->download(), Ints(one.rows.size(), 0));
+}
+
+TEST_F(MemoryAhead, GoesOnInTheArenaBehindWhatWasBrought) {
+  const MemoryCase c = case_ahead();
+  std::vector<float> expected = drawn_last(c);
+  for (float& dense : expected) dense += 5;  // rows are expected to draw more than they do
+  std::size_t both = 0;
+  for (const std::int64_t arena : {std::int64_t{1} << 14, std::int64_t{700}}) {
+    DeviceMemory there(c, false, arena);
+    set_rule(c, {.mass = 0.04}, there);
+    there.read_ahead(expected);
+    there.guess();
+    std::vector<std::vector<FarPiece>> early;
+    for (std::size_t r = 0; r < there.rows.size(); ++r) early.push_back(listed(there, r));
+    there.open();
+    for (std::size_t r = 0; r < there.rows.size(); ++r) {
+      std::vector<FarPiece> all = listed(there, r);
+      both += !early[r].empty() && !all.empty() ? 1 : 0;
+      all.insert(all.begin(), early[r].begin(), early[r].end());
+      const std::byte* end = there.rows[r].arena;
+      for (const FarPiece& piece : all) {
+        EXPECT_GE(piece.to, end) << "row " << r << ": over what was brought before";
+        end = piece.to + piece.bytes;
+      }
+      EXPECT_LE(end, there.rows[r].arena + arena);
+    }
+  }
+  EXPECT_GE(both, 3U);
+}
+
 TEST_F(MemoryRoute, RefusesSizesAndDtypesThatItDoesNotKnow) {
   const auto refuses = [](auto change) {
     MemoryAttentionArguments a{.dim = 8};
     change(a);
     EXPECT_THROW(launch_memory_route(a, nullptr), InvalidArgument);
+    EXPECT_THROW(launch_memory_guess(a, nullptr), InvalidArgument);
+    EXPECT_THROW(launch_memory_open(a, nullptr), InvalidArgument);
     EXPECT_THROW(launch_memory_pieces(a, nullptr, nullptr, nullptr), InvalidArgument);
     EXPECT_THROW(launch_memory_merge(a, nullptr), InvalidArgument);
   };
@@ -431,6 +559,7 @@ TEST_F(MemoryRoute, RefusesSizesAndDtypesThatItDoesNotKnow) {
   refuses([](auto& a) { a.count = 1 << 20, a.most_queries = 1 << 20; });
   refuses([](auto& a) { a.rule = MemoryAttentionArguments::Rule::learned; });
   EXPECT_NO_THROW(launch_memory_route({.dim = 8}, nullptr)) << "nothing to do";
+  EXPECT_THROW(launch_memory_guess({.count = 1, .dim = 8}, nullptr), InvalidArgument) << "no `brought`";
 }
 
 }  // namespace

@@ -134,6 +134,20 @@ class DeviceMemory {
     arguments.workspace = workspace_->data();
   }
 
+  /// The case is read ahead: `expected` [rows, group] is what launch_memory_guess takes rows to draw.
+  void read_ahead(const std::vector<float>& expected) {
+    dense = std::make_unique<DeviceArray<float>>(expected);
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      rows[r].dense = dense->data() + static_cast<std::int64_t>(r) * arguments.group;
+    upload_rows();
+    brought = std::make_unique<DeviceArray<std::int64_t>>(std::vector<std::int64_t>(rows.size(), -1));
+    arguments.brought = brought->data();
+    workspace_ =
+        std::make_unique<DeviceArray<std::byte>>(static_cast<std::size_t>(memory_attention_workspace_bytes(arguments)));
+    arguments.workspace = workspace_->data();
+    arguments.keeps_near = false;
+  }
+
   /// After rows were changed.
   void upload_rows() { rows_->upload(rows); }
   void route() const { launch_memory_route(arguments, nullptr); }
@@ -144,10 +158,22 @@ class DeviceMemory {
         nullptr);
   }
   void merge() const { launch_memory_merge(arguments, nullptr); }
+  /// What comes before attention over the rows is known, and the rest.
+  void guess() {
+    arguments.late = false;
+    launch_memory_guess(arguments, nullptr);
+    fetch();
+  }
+  void open() {
+    arguments.late = true;
+    launch_memory_open(arguments, nullptr);
+    fetch();
+  }
 
   std::vector<FoldedRow> rows;
   MemoryAttentionArguments arguments;
-  std::unique_ptr<DeviceArray<float>> out, lse;
+  std::unique_ptr<DeviceArray<float>> out, lse, dense;
+  std::unique_ptr<DeviceArray<std::int64_t>> brought;
   std::unique_ptr<DeviceArray<std::uint8_t>> marks;
   std::unique_ptr<DeviceArray<std::int32_t>> opened, opened_count, counts;
   std::unique_ptr<DeviceArray<FarPiece>> pieces;

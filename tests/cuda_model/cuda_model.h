@@ -103,8 +103,9 @@ void name_launch(const char* name);
 /// a stream: see run().
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> body);
 
-/// While true, what streams are given waits until somebody waits for it. Else it runs at once.
-void hold_streams(bool hold);
+/// While true, what streams are given waits until somebody waits for it. Then streams go on one piece of work at a time
+/// until it has run: those alone that must, or, with a seed, any that events let go on. Else it runs at once.
+void hold_streams(bool hold, std::uint64_t seed = 0);
 
 /// What the runtime says that the chip has, and a launch is held to.
 struct Chip {

@@ -6,8 +6,11 @@
 // device can be current, but streams are those of device 0, and take no work while another one is.
 
 #include <chrono>
+#include <deque>
 #include <map>
 #include <memory>
+#include <optional>
+#include <random>
 
 #include "cuda_model.h"
 #include "device_memory.h"
@@ -23,22 +26,25 @@ struct CUgraph_st {
 struct CUgraphExec_st {
   std::vector<CUgraphNode_st> nodes;
 };
-struct CUstream_st {
-  std::vector<std::function<void()>> waiting;
-  std::unique_ptr<CUgraph_st> captured;
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
-  bool spoilt = false;  ///< the capture, by what it does not allow
-};
 struct CUevent_st {
   struct Reached {
     bool yes = true;
     std::chrono::steady_clock::time_point at;
+    cudaStream_t on = nullptr;  ///< until it is reached
   };
-  cudaStream_t stream = nullptr;
   bool in_capture = false;
   std::shared_ptr<Reached> reached = std::make_shared<Reached>();  ///< work that is held may outlive the event
 };
-
+struct CUstream_st {
+  struct Work {
+    std::function<void()> run;
+    std::shared_ptr<CUevent_st::Reached> after;  ///< null: of nothing on other streams
+  };
+  std::deque<Work> waiting;
+  std::unique_ptr<CUgraph_st> captured;
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  bool spoilt = false;  ///< the capture, by what it does not allow
+};
 namespace kvkeep::cuda::model {
 namespace {
 
@@ -47,7 +53,8 @@ struct Runtime {
   std::vector<std::unique_ptr<CUstream_st>> streams;
   cudaStreamCaptureMode thread = cudaStreamCaptureModeGlobal;
   bool held = false;
-  int device = 0;  ///< the current one; streams are those of device 0
+  std::optional<std::mt19937_64> turns;  ///< which stream goes on, while they are held; none: those that must
+  int device = 0;                        ///< the current one; streams are those of device 0
   cudaError_t last_error = cudaSuccess;
   const char* launching = "";
   std::map<const void*, std::size_t> shared_bytes;  ///< dynamic, that kernels asked for
@@ -66,19 +73,43 @@ std::map<void*, cudaMemPool_t>& pools() {
 
 CUstream_st& stream_of(cudaStream_t stream) { return stream == nullptr ? runtime().null : *stream; }
 
-void add(cudaStream_t to, cudaGraphNodeType type, std::function<void()> work) {
+void add(cudaStream_t to, cudaGraphNodeType type, std::function<void()> work,
+         std::shared_ptr<CUevent_st::Reached> after = nullptr) {
   if (runtime().device != 0) throw std::logic_error("work for a stream of device 0 while another device is current");
   CUstream_st& stream = stream_of(to);
   if (stream.captured != nullptr)
     stream.captured->nodes.push_back({type, std::move(work)});
   else if (runtime().held)
-    stream.waiting.push_back(std::move(work));
+    stream.waiting.push_back({std::move(work), std::move(after)});
   else
     work();
 }
 
+/// The stream that must go on before the first piece of work of this one may; this one, if it may.
+CUstream_st& that_must(CUstream_st& stream) {
+  const auto& after = stream.waiting.front().after;
+  return after == nullptr || after->yes ? stream : that_must(stream_of(after->on));
+}
+/// One that may go on.
+CUstream_st& that_may(std::mt19937_64& turns) {
+  std::vector<CUstream_st*> all{&runtime().null};
+  for (const auto& stream : runtime().streams) all.push_back(stream.get());
+  std::erase_if(all, [](CUstream_st* one) { return one->waiting.empty() || &that_must(*one) != one; });
+  return *all[turns() % all.size()];
+}
+
+/// Runs what is held, one piece after the other, until `done`, which the work of `stream` brings about.
+template <class Done>
+void run_until(CUstream_st& stream, const Done& done) {
+  while (!done()) {
+    std::deque<CUstream_st::Work>& next = (runtime().turns ? that_may(*runtime().turns) : that_must(stream)).waiting;
+    const CUstream_st::Work work = std::move(next.front());
+    next.pop_front();
+    work.run();
+  }
+}
 void finish(CUstream_st& stream) {
-  for (const std::function<void()>& work : std::exchange(stream.waiting, {})) work();
+  run_until(stream, [&] { return stream.waiting.empty(); });
 }
 
 /// What a call returns; an error is remembered for cudaGetLastError().
@@ -127,8 +158,9 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
   return cudaSuccess;
 }
 
-void hold_streams(bool hold) {
+void hold_streams(bool hold, std::uint64_t seed) {
   runtime().held = hold;
+  if (hold) runtime().turns = seed == 0 ? std::nullopt : std::optional(std::mt19937_64(seed));
   if (!hold) static_cast<void>(cudaDeviceSynchronize());
 }
 
@@ -302,6 +334,14 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   *stream = runtime().streams.emplace_back(std::make_unique<CUstream_st>()).get();
   return cudaSuccess;
 }
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0, *greatest = -5;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+  if (priority > 0 || priority < -5) return told(cudaErrorInvalidValue);
+  return cudaStreamCreateWithFlags(stream, flags);
+}
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   finish(stream_of(stream));
   std::erase_if(runtime().streams, [&](const auto& one) { return one.get() == stream; });
@@ -345,9 +385,8 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  event->stream = stream;
   event->in_capture = stream_of(stream).captured != nullptr;
-  event->reached = std::make_shared<CUevent_st::Reached>(CUevent_st::Reached{.yes = false, .at = {}});
+  event->reached = std::make_shared<CUevent_st::Reached>(CUevent_st::Reached{.yes = false, .at = {}, .on = stream});
   add(stream, cudaGraphNodeTypeEventRecord, [reached = event->reached] {
     reached->at = std::chrono::steady_clock::now();
     reached->yes = true;
@@ -360,12 +399,12 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const cudaError_t status = event->in_capture ? told(cudaErrorCapturedEvent) : beside_captures();
-  if (status == cudaSuccess) finish(stream_of(event->stream));
+  if (status == cudaSuccess) run_until(stream_of(event->reached->on), [&] { return event->reached->yes; });
   return status;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   if (stream_of(stream).captured != nullptr || event->in_capture) return told(cudaErrorStreamCaptureUnsupported);
-  add(stream, cudaGraphNodeTypeWaitEvent, [from = event->stream] { finish(stream_of(from)); });
+  add(stream, cudaGraphNodeTypeWaitEvent, [] {}, event->reached);
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {

@@ -324,6 +324,70 @@ TEST(Fold, TakesNoSurprisalForTokensThatDidNotComeAndNoQueriesBeforeRope) {
             std::string::npos);
 }
 
+TEST(Fold, IsReadTheSameWithPrefetchAndWithout) {
+  for (const std::string& policy : {kSekv, kAms}) {
+    FoldingEngine plain(policy, 2), ahead(policy, 2);
+    ahead.ahead = [&](const Observation& seen) { ahead.keeper.part<parts::Folds>().prefetch(seen); };
+    for (FoldingEngine* const engine : {&plain, &ahead}) engine->join(1), engine->join(2);
+    for (int i = 0; i < 30; ++i) {
+      const std::vector<std::pair<SequenceId, std::int32_t>> work{{1, i == 0 ? 90 : 1}, {2, i == 0 ? 50 : 2}};
+      plain.step(work), ahead.step(work);
+      for (std::size_t l = 0; l < plain.outputs.size(); ++l) EXPECT_EQ(apart(plain.outputs[l], ahead.outputs[l]), 0);
+    }
+    EXPECT_GT(ahead.keeper.totals().reads.zooms, 0);
+    EXPECT_EQ(ahead.keeper.totals().reads.zooms, plain.keeper.totals().reads.zooms);
+  }
+}
+
+TEST(Fold, IsReadAsItWasPrefetchedOrRefused) {
+  FoldingEngine engine(kSekv, 2);
+  parts::Folds& folds = engine.keeper.part<parts::Folds>();
+  engine.join(1), engine.join(2);
+  engine.step({{1, 90}, {2, 90}});
+  engine.step({{1, 1}, {2, 1}});
+  const auto expect_said = [](const std::string& said, const std::string& words) {
+    EXPECT_NE(said.find(words), std::string::npos) << said;
+  };
+  const std::vector<SequenceId> both{1, 2}, turned{2, 1}, one{1};
+  const std::vector<std::int32_t> indptr{0, 1, 2}, first{0, 1};
+  const Array q = Array::zeros({2, 4, 16}), out = Array::zeros({2, 4, 16}), lse = Array::zeros({2, 4});
+  const Observation early{
+      .layer = 0, .sequences = both, .indptr = indptr, .queries = q, .basis = QueryBasis::post_rope};
+  const auto prefetch_refuses = [&](const Observation& o) { return message_of([&] { folds.prefetch(o); }); };
+  expect_said(prefetch_refuses(early), "prefetch: layer 0 of sequence 1 has read its folded spans for all 91 tokens");
+  engine.ahead = [&](const Observation& seen) {
+    const auto changed = [&](auto change) {
+      Observation o = seen;
+      change(o);
+      return o;
+    };
+    const auto view_refuses = [&](const Observation& o, std::int64_t tokens = 2) {
+      return message_of([&] { folds.view(o, {out.narrow(0, 0, tokens), lse.narrow(0, 0, tokens)}); });
+    };
+    expect_said(prefetch_refuses(changed([](auto& o) { o.basis = QueryBasis::pre_rope; })),
+                text("prefetch: queries of layer ", seen.layer, " are taken before RoPE"));
+    expect_said(prefetch_refuses(changed([](auto& o) { o.queries = {}; })), " has no queries");
+    expect_said(prefetch_refuses(changed([](auto& o) { o.layer = 2; })), "layer 2");
+    folds.prefetch(seen);
+    const std::string layer = text("view: layer ", seen.layer);
+    expect_said(view_refuses(changed([](auto& o) { o.layer = 1 - o.layer; })),
+                text("view: layer ", 1 - seen.layer, ", but layer ", seen.layer, " was prefetched and not read"));
+    expect_said(view_refuses(changed([&](auto& o) { o.sequences = turned; })),
+                layer + " was prefetched for 2 sequences and 2 tokens; given 2 and 2, or in another order");
+    expect_said(
+        view_refuses(
+            changed([&](auto& o) { o.sequences = one, o.indptr = first, o.queries = o.queries.narrow(0, 0, 1); }), 1),
+        layer + " was prefetched for 2 sequences and 2 tokens; given 1 and 1");
+    expect_said(view_refuses(changed([&](auto& o) { o.queries = q; })), "are not those that were prefetched");
+    Array wide = Array::zeros({2, 8, 16});
+    folds.prefetch(changed([&](auto& o) { o.queries = wide.narrow(1, 0, 4); }));  // instead of the first
+    expect_said(view_refuses(changed([&](auto& o) { o.queries = wide.reshaped({4, 4, 16}).narrow(0, 0, 2); })),
+                "at steps of 64 and 16; allowed the same memory, f32 at steps of 128 and 16");
+    folds.prefetch(seen);
+  };
+  EXPECT_NO_THROW(engine.step({{1, 1}, {2, 1}}));
+}
+
 TEST(Fold, FoldsATextAlikeWhereverItsPositionsBegin) {
   for (const std::string& policy : {kSekv, kAms}) {
     FoldingEngine here(policy), behind(policy);

@@ -335,6 +335,25 @@ def test_what_no_policy_reads_is_refused():
         keeper.surprise(7, [0.5])
 
 
+def test_folded_spans_are_read_as_they_were_prefetched():
+    engine = Engine("tova,budget=24,interval=8,rest=fold,memory.mass=0", np.asarray, reads_folded=True)
+    keeper, ids, indptr = engine.keeper, [7], [0, 1]
+    engine.step(60)
+    assert engine.step(1).slots_folded > 0
+    queries = np.ones((1, QUERY_HEADS, DIM), "f4")
+    for layer in range(LAYERS):
+        keeper.observe(layer, ids, indptr, queries)
+        out, log_sum_exp = np.zeros((1, QUERY_HEADS, DIM), "f4"), np.zeros((1, QUERY_HEADS), "f4")
+        keeper.prefetch(layer, ids, indptr, queries)
+        with pytest.raises(kvkeep.InvalidArgument, match="are not those that were prefetched"):
+            keeper.view(layer, ids, indptr, queries.copy(), out, log_sum_exp)
+        keeper.view(layer, ids, indptr, queries, out, log_sum_exp)
+        assert (out != 0).any() and (log_sum_exp > 0).all()
+        with pytest.raises(kvkeep.StateError, match="has read its folded spans for all 62 tokens"):
+            keeper.prefetch(layer, ids, indptr, queries)
+    Engine("tova,budget=24,interval=8", np.asarray).keeper.prefetch(0, [7], [0, 0], queries[:0])  # nothing folds
+
+
 def test_threads_are_the_keepers_own_and_totals_are_counted_for_prometheus():
     pool = kvkeep.ThreadPool(2)
     assert pool.count == 2

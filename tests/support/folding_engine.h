@@ -86,7 +86,7 @@ struct FoldingEngine {
                          .places = places,
                          .block_table = table,
                          .pages = paged ? &pages : nullptr};
-    outputs.clear(), exact.clear();
+    outputs.clear(), exact.clear(), in_flight.clear();
     for (std::int32_t l = 0; l < kLayers; ++l) attend(l, work, indptr, view);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       const Living& s = living.at(ids[i]);
@@ -139,12 +139,14 @@ struct FoldingEngine {
   PagePool pages;
   PagedSequences sequences;
   bool paged = false, tells_surprisal = true, views = true;
-  std::int32_t first_position = 0;               ///< where texts begin
-  std::function<void(bool)> hold = [](bool) {};  ///< called before and after the keeper's part of a step
-  float poison = 0;                              ///< added to one number of the keys of the tokens that come
+  std::int32_t first_position = 0;                ///< where texts begin
+  std::function<void(bool)> hold = [](bool) {};   ///< called before and after the keeper's part of a step
+  std::function<void(const Observation&)> ahead;  ///< called in each layer before its attention
+  float poison = 0;                               ///< added to one number of the keys of the tokens that come
   std::vector<std::int32_t> free_places;
   std::map<SequenceId, Living> living;
   std::vector<Array> outputs, exact;
+  std::vector<Array> in_flight;  ///< of the last step: what a device that is behind may still read
 
  private:
   /// A token that resembles the one before it: what is factorised falls off.
@@ -219,8 +221,10 @@ struct FoldingEngine {
                            .basis = QueryBasis::post_rope,
                            .positions = positions};
     out = out.to(there), lse = lse.to(there);
+    in_flight.insert(in_flight.end(), {Array(seen.queries), out, lse});
     hold(true);
     keeper.observe(seen);
+    if (ahead) ahead(seen);
     if (views) keeper.part<parts::Folds>().view(seen, {out, lse});
     hold(false);
     outputs.push_back(out.to(Device{})), exact.push_back(all);

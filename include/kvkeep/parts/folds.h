@@ -19,13 +19,24 @@ class Folds final : public Part {
  public:
   explicit Folds(const PartContext& context);
 
+  /// Optional, for speed: begins what view() of the same layer does, with the same observation. Call it between
+  /// observe() of the layer and its attention, and leave the queries as they are until view(). On a device the factors
+  /// of the spans that are likely to open come over the bus while attention runs, on a stream of the accelerator's own;
+  /// view() waits for them there, and brings what is missing. Of a step of many tokens that is its first turn
+  /// (docs/inside/cuda.md). On the CPU it only checks. Results are the same, bit for bit. view() then reads this very
+  /// layer, or it is refused; what nobody reads is dropped by the next step. Throws: InvalidArgument as view();
+  /// StateError for a layer that has been read, or before observe() has counted its tokens, and on a device while a
+  /// stream is captured. Cost: that of view() but for the merge.
+  void prefetch(const Observation& observation);
+
   /// Call it in every full layer of every step, once attention has run over the rows, with the arguments of observe()
   /// but queries after RoPE. Merges the folded spans of each sequence into `attended`, in place, so that both share one
   /// softmax. Does nothing if nothing was folded, and in other layers. Throws: InvalidArgument, before anything is
-  /// written, for queries before RoPE, other shapes or dtypes; StateError on a device while a stream is captured. Cost:
-  /// read_memory(). On a device it only launches, and returns counts of 0: what is opened is known there alone. The
-  /// first layer of a step sends the tables of all layers, 120 bytes for every layer, sequence and KV head; later calls
-  /// for the same tokens send nothing.
+  /// written, for queries before RoPE, other shapes or dtypes, and after prefetch() for another layer, other sequences
+  /// or other queries than it was given; StateError on a device while a stream is captured. Cost: read_memory(). On a
+  /// device it only launches, and returns counts of 0: what is opened is known there alone. The first layer of a step
+  /// sends the tables of all layers, 136 bytes for every layer, sequence and KV head; later calls for the same tokens
+  /// send nothing.
   ReadCounts view(const Observation& observation, const Attended& attended);
 
   /// The folded part of a sequence, in numbers.
@@ -40,7 +51,7 @@ class Folds final : public Part {
 
   void join(SequenceId sequence) override;
   void fork(SequenceId child, SequenceId parent) override;
-  void leave(SequenceId sequence) noexcept override { folded_.remove(sequence); }
+  void leave(SequenceId sequence) noexcept override { folded_.remove(sequence), ahead_.layer = -1; }
   void check_step(SequenceId sequence, const SequenceState& s) const override;
   void check_decision(const PartEvent& event) const override;
   void truncate(SequenceId sequence, const SequenceState& s) noexcept override;
@@ -58,12 +69,28 @@ class Folds final : public Part {
     std::unique_ptr<FoldedRows> rows = nullptr;
     std::vector<std::int64_t> viewed = {};  ///< [full layers] logical length when the layer last read its spans
   };
+  /// What prefetch() was given, until view() reads it.
+  struct Ahead {
+    std::int32_t layer = -1;  ///< -1: nothing
+    std::vector<SequenceId> sequences = {};
+    std::vector<std::int32_t> indptr = {};
+    std::vector<std::int64_t> seen = {};  ///< tokens of each sequence
+    const std::byte* queries = nullptr;
+    Dtype dtype = Dtype::f32;
+    std::int64_t token_step = 0, head_step = 0;  ///< in numbers
+  };
+  using Named = std::span<SequenceState* const>;
+  void check_asked(const char* operation, const Observation& observation) const;
   void check_attended(const Observation& observation, const Attended& attended) const;
+  /// Whether prefetch() was called for what is read now. Throws InvalidArgument if it was, but for something else.
+  [[nodiscard]] bool is_ahead(const Observation& observation, Named named) const;
+  void collect_readers(const Observation& observation, Named named);
 
   std::unique_ptr<FoldedMemory> memory_;  ///< outlives the rows
   PerSequence<Folded> folded_;
   std::optional<Folding> folding_;     ///< between reserve() and report()
   std::vector<FoldedReader> readers_;  ///< scratch of view()
+  Ahead ahead_;
 };
 
 inline Folds::Folds(const PartContext& context)
@@ -88,6 +115,7 @@ inline void Folds::fork(SequenceId child, SequenceId parent) {
 
 inline void Folds::truncate(SequenceId sequence, const SequenceState& s) noexcept {
   for (std::int64_t& viewed : folded_.find(sequence)->viewed) viewed = std::min(viewed, s.logical);
+  ahead_.layer = -1;
 }
 
 inline void Folds::check_step(SequenceId sequence, const SequenceState& s) const {
@@ -148,6 +176,7 @@ inline void Folds::check_decision(const PartEvent& event) const {
 
 inline void Folds::reserve(const PartEvent& event) {
   folding_.reset();
+  ahead_.layer = -1;
   if (!event.decision.fold) return;
   std::vector<FoldTarget> targets;
   targets.reserve(event.table.rows.size());
@@ -175,13 +204,16 @@ inline void Folds::report(Report& report) noexcept {
   folding_.reset();
 }
 
-inline void Folds::check_attended(const Observation& o, const Attended& attended) const {
-  KVKEEP_REQUIRE(o.queries.defined(), "view: layer ", o.layer,
+inline void Folds::check_asked(const char* operation, const Observation& o) const {
+  KVKEEP_REQUIRE(o.queries.defined(), operation, ": layer ", o.layer,
                  " has no queries, and folded spans are read by queries; allowed the queries of every token");
-  check_queries("view", o, spec(), machine().device(), policy());
-  const std::int64_t tokens = o.indptr.back();
-  KVKEEP_REQUIRE(o.basis == QueryBasis::post_rope, "view: queries of layer ", o.layer,
+  check_queries(operation, o, spec(), machine().device(), policy());
+  KVKEEP_REQUIRE(o.basis == QueryBasis::post_rope, operation, ": queries of layer ", o.layer,
                  " are taken before RoPE; allowed after RoPE");
+}
+
+inline void Folds::check_attended(const Observation& o, const Attended& attended) const {
+  const std::int64_t tokens = o.indptr.back();
   const auto fits = [this](const Tensor& t, Shape shape) {
     return t.defined() && t.has_memory() && t.dtype() == Dtype::f32 && t.device() == machine().device() &&
            t.is_contiguous() && t.sizes() == shape;
@@ -194,17 +226,66 @@ inline void Folds::check_attended(const Observation& o, const Attended& attended
                  tokens, ", ", spec().query_heads, "] on ", machine().device().str());
 }
 
-inline ReadCounts Folds::view(const Observation& o, const Attended& attended) {
-  const std::int32_t index = sequences().index_of("view", o.layer);
-  if (index < 0) return {};
-  const auto named = sequences().resolve("view", o.sequences, o.indptr);
-  check_attended(o, attended);
+inline bool Folds::is_ahead(const Observation& o, Named named) const {
+  if (ahead_.layer < 0) return false;
+  for (std::size_t i = 0; i < ahead_.sequences.size(); ++i)  // a step that nobody read is over
+    if (sequences().at(ahead_.sequences[i]).logical != ahead_.seen[i]) return false;
+  KVKEEP_REQUIRE(o.layer == ahead_.layer, "view: layer ", o.layer, ", but layer ", ahead_.layer,
+                 " was prefetched and not read; allowed that one first");
+  KVKEEP_REQUIRE(std::ranges::equal(o.sequences, ahead_.sequences) && std::ranges::equal(o.indptr, ahead_.indptr),
+                 "view: layer ", o.layer, " was prefetched for ", ahead_.sequences.size(), " sequences and ",
+                 ahead_.indptr.back(), " tokens; given ", named.size(), " and ", o.indptr.back(),
+                 ", or in another order; allowed the same");
+  KVKEEP_REQUIRE(o.queries.bytes() == ahead_.queries && o.queries.dtype() == ahead_.dtype &&
+                     o.queries.step(0) == ahead_.token_step && o.queries.step(1) == ahead_.head_step,
+                 "view: queries of layer ", o.layer, " are not those that were prefetched; given ", o.queries.dtype(),
+                 " at steps of ", o.queries.step(0), " and ", o.queries.step(1), "; allowed the same memory, ",
+                 ahead_.dtype, " at steps of ", ahead_.token_step, " and ", ahead_.head_step);
+  return true;
+}
+
+inline void Folds::collect_readers(const Observation& o, Named named) {
   readers_.clear();
   for (std::size_t i = 0; i < named.size(); ++i)
     readers_.push_back({folded_.find(o.sequences[i])->rows.get(), &named[i]->columns, named[i]->logical, o.indptr[i],
                         o.indptr[i + 1] - o.indptr[i]});
+}
+
+inline void Folds::prefetch(const Observation& o) {
+  const std::int32_t index = sequences().index_of("prefetch", o.layer);
+  if (index < 0) return;
+  const Named named = sequences().resolve("prefetch", o.sequences, o.indptr);
+  check_asked("prefetch", o);
+  for (std::size_t i = 0; i < named.size(); ++i) {
+    const std::int64_t viewed = folded_.find(o.sequences[i])->viewed[static_cast<std::size_t>(index)];
+    KVKEEP_REQUIRE_AS(StateError, viewed < named[i]->logical || o.indptr[i] == o.indptr[i + 1], "prefetch: layer ",
+                      o.layer, " of sequence ", o.sequences[i], " has read its folded spans for all ", viewed,
+                      " tokens; allowed after observe() of the layer, and before view()");
+  }
+  collect_readers(o, named);
+  ahead_.layer = -1;  // if it throws
+  memory_->view({o.layer, index, readers_, o.queries});
+  ahead_.sequences.assign(o.sequences.begin(), o.sequences.end());
+  ahead_.indptr.assign(o.indptr.begin(), o.indptr.end());
+  ahead_.seen.clear();
+  for (const SequenceState* s : named) ahead_.seen.push_back(s->logical);
+  ahead_.queries = o.queries.bytes();
+  ahead_.dtype = o.queries.dtype();
+  ahead_.token_step = o.queries.step(0), ahead_.head_step = o.queries.step(1);
+  ahead_.layer = o.layer;
+}
+
+inline ReadCounts Folds::view(const Observation& o, const Attended& attended) {
+  const std::int32_t index = sequences().index_of("view", o.layer);
+  if (index < 0) return {};
+  const Named named = sequences().resolve("view", o.sequences, o.indptr);
+  check_asked("view", o);
+  check_attended(o, attended);
+  const bool ahead = is_ahead(o, named);
+  collect_readers(o, named);
   const UsingThreads own(threads());
-  const ReadCounts counts = memory_->view({o.layer, index, readers_, o.queries, attended});
+  const ReadCounts counts = memory_->view({o.layer, index, readers_, o.queries, &attended, ahead});
+  ahead_.layer = -1;
   for (std::size_t i = 0; i < named.size(); ++i)
     folded_.find(o.sequences[i])->viewed[static_cast<std::size_t>(index)] = named[i]->logical;
   sequences().totals.reads += counts;

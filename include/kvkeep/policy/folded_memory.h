@@ -128,8 +128,9 @@ struct FoldedReading {
   std::int32_t layer = 0;  ///< of the model
   std::int32_t index = 0;  ///< among full layers
   std::span<const FoldedReader> readers;
-  const Tensor& queries;  ///< [tokens, Hq, D] after RoPE
-  const Attended& attended;
+  const Tensor& queries;               ///< [tokens, Hq, D] after RoPE
+  const Attended* attended = nullptr;  ///< null: attention over the rows has yet to run
+  bool announced = false;              ///< the call before was the same without `attended`
 };
 
 /// All of a keeper's folded spans, from Machine::folded_memory().
@@ -147,7 +148,8 @@ class FoldedMemory {
   [[nodiscard]] virtual Folding fold(const RowTable& table, const Decision& decision,
                                      std::span<const FoldTarget> targets) = 0;
 
-  /// Merges the folded spans of the readers into attention, in place. Throws as read_memory(). On a device it only
+  /// Merges the folded spans of the readers into attention, in place; before that has run it may begin whatever changes
+  /// no result. Throws as read_memory(). On a device it only
   /// launches, all counts are 0, and it throws StateError while a stream is captured.
   virtual ReadCounts view(const FoldedReading& reading) = 0;
 
@@ -238,6 +240,7 @@ class HostFoldedMemory final : public FoldedMemory {
 
   ReadCounts view(const FoldedReading& r) override {
     ReadCounts counts;
+    if (r.attended == nullptr) return counts;  // factors are read where they lie
     for (const FoldedReader& reader : r.readers) counts += view(r, reader);
     return counts;
   }
@@ -260,8 +263,8 @@ class HostFoldedMemory final : public FoldedMemory {
         .entries_per_span = memory_.entries_per_span(spec_.group(), spec_.key_dim, memory_.learned()),
         .entries_per_token = memory_.entries_per_token(spec_.key_dim),
         .per_head = memory_.published_budget};
-    const Tensor lse = r.attended.log_sum_exp.narrow(0, reader.first, reader.tokens),
-                 out = r.attended.out.narrow(0, reader.first, reader.tokens);
+    const Tensor lse = r.attended->log_sum_exp.narrow(0, reader.first, reader.tokens),
+                 out = r.attended->out.narrow(0, reader.first, reader.tokens);
     OpenAttention open{lse, empty(lse.sizes(), Dtype::f32), out};
     const std::int64_t dim = out.size(2);
     float *sums = open.sum.data<float>(), *outputs = out.data<float>();

@@ -70,7 +70,7 @@ struct Step {
 struct LayerSight {
   std::int32_t layer = 0;
   /// f32 [n_tokens, Hq, D] of the tokens present in this layer, on the weights' device; valid during the call only.
-  /// on_layer: before RoPE (after bias and query norm); on_attended: after RoPE.
+  /// on_layer: before RoPE (after bias and query norm); elsewhere after RoPE.
   Tensor queries;
   std::span<const std::int32_t> indptr =
       {};  ///< [n_sequences + 1] tokens present, by sequence of the step; a sequence that has left has none
@@ -96,6 +96,9 @@ struct StepOptions {
   Logits logits = Logits::last;
   /// Called in layer order: K and V of the tokens present are in the cache, but attention has not run yet.
   std::function<void(const LayerSight&)> on_layer = {};
+  /// Called in layer order right before attention, with the queries after RoPE that `view` gets
+  /// (parts::Folds::prefetch).
+  std::function<void(const LayerSight&)> before_attention = {};
   /// Which slots attention may see: one tensor u8 [B, Hkv, capacity] per layer, 0 hides the slot; with pages, B rows of
   /// the block table with max_pages * page_size slots; on the weights' device. Empty: all slots in use. The step's own
   /// tokens are always visible (to themselves and to later ones). For checks of a cut cache against a masked one.

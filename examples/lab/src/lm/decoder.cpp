@@ -421,6 +421,7 @@ class Decoder::Pass {
                                        .window = kind.kind == LayerKind::sliding ? kind.window : 0,
                                        .positions = present_.positions().data()};
     rotate(layer, work_.queries.data(), spec_.query_heads);
+    if (options_.before_attention) options_.before_attention(sight(layer));
     detail::attend(work_.rows, shape, work_.queries.data(),
                    sized(work_.attended, tokens() * spec_.query_heads * spec_.value_dim),
                    options_.view ? sized(work_.sums, tokens() * spec_.query_heads) : nullptr);

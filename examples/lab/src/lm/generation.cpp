@@ -352,16 +352,18 @@ Tensor Generator::run(Batch& batch) {
   if (keeper_.policy().narrows() && batch.decoding < batch.ids.size())
     options.on_attended = [&](const LayerSight& sight) { return narrow(batch, sight); };
   parts::Folds* const folds = keeper_.find<parts::Folds>();
+  const auto rotated = [&batch](const LayerSight& sight) {
+    return Observation{.layer = sight.layer,
+                       .sequences = batch.ids,
+                       .indptr = sight.indptr,
+                       .queries = sight.queries,
+                       .basis = QueryBasis::post_rope,
+                       .positions = sight.positions};
+  };
+  if (folds != nullptr) options.before_attention = [&](const LayerSight& sight) { folds->prefetch(rotated(sight)); };
   if (folds != nullptr || options_.hooks.on_attention)
-    options.view = [&, folds](const LayerSight& sight, const Attended& attended) {
-      if (folds != nullptr)
-        static_cast<void>(folds->view({.layer = sight.layer,
-                                       .sequences = batch.ids,
-                                       .indptr = sight.indptr,
-                                       .queries = sight.queries,
-                                       .basis = QueryBasis::post_rope,
-                                       .positions = sight.positions},
-                                      attended));
+    options.view = [&](const LayerSight& sight, const Attended& attended) {
+      if (folds != nullptr) static_cast<void>(folds->view(rotated(sight), attended));
       if (options_.hooks.on_attention) options_.hooks.on_attention({batch.ids, sight, attended});
     };
   const bool prompts = keeper_.policy().needs().surprisal && batch.decoding < batch.ids.size();

@@ -101,6 +101,7 @@ class OpPass {
       store(layer, rotated(layer, keys), values);
       if (options_.on_layer) options_.on_layer(sight(layer, queries));
       queries = rotated(layer, queries);
+      if (options_.before_attention) options_.before_attention(sight(layer, queries));
       Tensor sums;
       Tensor attended = attend(layer, queries * spec_.scale(), options_.view ? &sums : nullptr);
       if (options_.view) {

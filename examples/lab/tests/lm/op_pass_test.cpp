@@ -3,6 +3,7 @@
 // operators run on the CPU here.
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
@@ -160,7 +161,21 @@ class Duel {
           EXPECT_EQ(sight.layer, static_cast<std::int32_t>(seen.size()));
           seen.push_back(sight.queries.clone());
         };
-        return decoder.forward(one, cache, table_, options);
+        at::Tensor asked;
+        std::size_t layers = 0;
+        if (step % 2 == 0) {
+          options.before_attention = [&](const LayerSight& sight) { asked = sight.queries; };
+          options.view = [&](const LayerSight& sight, const Attended&) {
+            EXPECT_EQ(asked.const_data_ptr(), sight.queries.const_data_ptr()) << "as parts::Folds::prefetch wants it";
+            EXPECT_EQ(asked.strides(), sight.queries.strides());
+            const RopeSpec& rope = spec_.rope_of(sight.layer);
+            EXPECT_EQ(at::equal(seen[layers++], sight.queries), rope.style == RopeStyle::none) << "after RoPE";
+            asked.reset();
+          };
+        }
+        const at::Tensor logits = decoder.forward(one, cache, table_, options);
+        EXPECT_EQ(layers, step % 2 == 0 ? a_.size() : 0);
+        return logits;
       };
       const at::Tensor expected = forward(pair_.kernels, a_, queries[0]),
                        found = forward(pair_.operators, b_, queries[1]);
