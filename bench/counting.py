@@ -35,7 +35,7 @@ CASES = [("qwen7b", 1), ("llama8b", 1), ("llama8b", 32)]
 PRODUCTS = {"statistics": (132, 182), "columns": (112, 162)}
 TILE = {"statistics": 291, "columns": 400}
 QUERY_BYTES = 16 * 128 * 2 + 272  # of 16 queries in shared memory
-# Their statistics by eight warps; beside them a round of keys, 64 KiB, and what each slot and thread has; of a block, of
+# Their statistics by eight warps; a round of keys, 64 KiB, and what each slot and thread has; of a block, of
 # which two fit.
 STATE_BYTES, BESIDE_QUERIES, SHARED_BYTES = 16 * 8 * 8, 65536 + 6400, (227 * 1024 - 1024) // 2
 ROUND, PART = 256, 512  # slots that a block has at a time, and whose statistics are taken together
