@@ -8,6 +8,7 @@
 #include "kvkeep/memory/span_row.h"
 #include "memory.h"
 #include "memory_attention.h"
+#include "router.h"
 #include "rows.h"
 
 namespace kvkeep::cuda {
@@ -108,11 +109,14 @@ struct Folded {
   MemoryAttentionArguments a;
 };
 
-/// `bytes`: coarse keys and sketches, once.
+/// `bytes`: coarse keys and sketches, once. By coverage a sort for every query head comes with it.
+template <MemoryAttentionArguments::Rule kRule>
 void memory_route(Result& result, Shape shape, Size size) {
   const auto [batch, length, budget, page] = size;
   Folded folded(shape, batch, length);
+  folded.a.rule = kRule;
   folded.a.mass = 1.0 / folded.spans;
+  folded.a.coverage = 0.1, folded.a.coverage_floor = 0;
   launch_memory_route(folded.a, stream());
   const std::int64_t zooms = folded.zooms();
   if (zooms < 1 || zooms >= std::int64_t{folded.rows} * folded.spans)
@@ -121,6 +125,23 @@ void memory_route(Result& result, Shape shape, Size size) {
       static_cast<double>(folded.rows) * folded.spans * (2.0 * shape.dim + Folded::kLength * (shape.dim / 8.0 + 2));
   measure(result, bytes, [&] { launch_memory_route(folded.a, stream()); });
   result.set("opened", static_cast<double>(zooms) / folded.rows);
+}
+
+/// The queries of a layer through a router of 32 numbers a head. `bytes`: its weights, once.
+void router_queries(Result& result, Shape shape, Size size) {
+  constexpr std::int32_t kInner = 32;
+  const Folded folded(shape, size.batch, size.length);
+  const std::int32_t heads = shape.kv_heads * shape.group;
+  std::vector<float> weights(static_cast<std::size_t>(heads * kInner * shape.dim));
+  for (std::size_t i = 0; i < weights.size(); ++i) weights[i] = static_cast<float>(i % 7) - 3;
+  const DeviceArray<float> there(weights), to(static_cast<std::size_t>(folded.heads * shape.dim));
+  const RouterWeights router{there.data(), heads, kInner};
+  launch_router_queries(folded.a, router, 0, to.data(), stream());
+  double squares = 0;
+  for (const float x : to.download()) squares += static_cast<double>(x) * static_cast<double>(x);
+  if (!(squares > 0) || !std::isfinite(squares)) return result.fail("queries are not projected");
+  measure(result, static_cast<double>(weights.size() * 4),
+          [&] { launch_router_queries(folded.a, router, 0, to.data(), stream()); });
 }
 
 /// `bytes`: coarse values and the factors of opened spans, once.
@@ -294,7 +315,10 @@ void fold_spans(Result& result, Shape shape, Size size) {
 }  // namespace
 
 void add_memory() {
-  add("MemoryRoute", memory_route, {{1, 32768, 0}, {1, 131072, 0}, {32, 32768, 0}}, {{2, 256, 0}});
+  using Rule = MemoryAttentionArguments::Rule;
+  add("MemoryRoute", memory_route<Rule::mass>, {{1, 32768, 0}, {1, 131072, 0}, {32, 32768, 0}}, {{2, 256, 0}});
+  add("MemoryRouteCoverage", memory_route<Rule::coverage>, {{1, 32768, 0}, {32, 32768, 0}}, {{2, 256, 0}});
+  add("RouterQueries", router_queries, {{1, 32768, 0}, {32, 32768, 0}}, {{2, 256, 0}});
   add("MemoryMerge", memory_merge, {{1, 32768, 0}, {1, 131072, 0}, {32, 32768, 0}}, {{2, 256, 0}});
   add("Fetch", fetch, {{8, 1 << 20, 8192}, {8, 1 << 26, 8192}, {256, 1 << 26, 8192}}, {{2, 1 << 14, 1024}});
   add("FoldSpans", fold_spans, {{1, 2048, 1024}, {8, 1088, 1024}}, {{1, 160, 64}});

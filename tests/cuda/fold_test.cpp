@@ -382,11 +382,116 @@ TEST_F(FoldKernel, ListsTheSlotsOfRowsLongerThanItsBlocks) {
   expect_as_on_cpu(86, {.dim = 2, .max_span = 64, .lengths = {20000}, .every = 60}, "20000 slots");
 }
 
+/// One span for each segment, short ones joined to the next or at the end to the one before, long ones in equal pieces.
+TEST_F(FoldKernel, CutsSpansWhereSegmentsEnd) {
+  oracle::Random random(87);
+  for (int round = 0; round < 12; ++round) {
+    const std::int32_t least = random.between(1, 9), most = random.between(1, 20), rows = 5;
+    const std::int64_t segments = random.between(1, 70);
+    std::vector<Row> table(rows);
+    std::vector<FoldingRow> folding;
+    std::vector<std::int32_t> kept, dropped, ends, at{0};
+    std::vector<std::int64_t> indptr{0};
+    std::vector<float> mass;
+    std::vector<std::vector<std::int32_t>> want;  // lengths
+    std::int32_t spans = 0;
+    for (std::int32_t r = 0; r < rows; ++r) {
+      Row& row = table[static_cast<std::size_t>(r)];
+      row.length = random.between(1, 300), row.first = std::ssize(mass);
+      std::vector<std::int32_t> own, cuts;
+      for (std::int64_t s = 0; s + 1 < segments; ++s) cuts.push_back(random.between(1, row.length));
+      cuts.push_back(row.length);
+      std::ranges::sort(cuts);
+      for (std::int32_t t = 0; t < row.length; ++t) {
+        (t == 0 || random.between(0, 3) == 0 ? kept : own).push_back(t);
+        mass.push_back(random.between(0, 4) == 0 ? 0.0F : static_cast<float>(random.unit()));
+      }
+      std::vector<std::int32_t> groups{0};
+      std::size_t next = 0;
+      for (const std::int32_t end : cuts) {
+        for (; next < own.size() && own[next] < end; ++next) ++groups.back();
+        if (groups.back() >= least) groups.push_back(0);
+      }
+      const std::int32_t rest = groups.back();
+      groups.pop_back();
+      if (groups.empty() && rest > 0)
+        groups.push_back(rest);
+      else if (rest > 0)
+        groups.back() += rest;
+      auto& lengths = want.emplace_back();
+      for (const std::int32_t n : groups) {
+        const std::int32_t parts = (n + most - 1) / most;
+        for (std::int32_t i = 0; i < parts; ++i) lengths.push_back((i + 1) * n / parts - i * n / parts);
+      }
+      const auto bound = static_cast<std::int32_t>(most_spans(std::ssize(own), segments, least, most));
+      ASSERT_LE(std::ssize(lengths), bound) << "round " << round;
+      folding.push_back({.row = r, .first_span = spans, .spans = bound, .first_slot = std::ssize(dropped)});
+      spans += bound;
+      ends.insert(ends.end(), cuts.begin(), cuts.end());
+      dropped.insert(dropped.end(), own.begin(), own.end());
+      indptr.push_back(std::ssize(kept));
+      at.push_back(static_cast<std::int32_t>(dropped.size()));
+    }
+    in_every_order([&] {
+      const DeviceArray<Row> there(table);
+      const DeviceArray<FoldingRow> rows_there(folding);
+      const DeviceArray<std::int32_t> kept_there(kept), slots(dropped), ends_there(ends);
+      const DeviceArray<std::int64_t> indptr_there(indptr);
+      const DeviceArray<float> mass_there(mass);
+      const auto weights = DeviceArray<float>::poisoned(dropped.size());
+      const DeviceArray<FoldingSpan> pieces(std::vector<FoldingSpan>(static_cast<std::size_t>(spans), {7, 7, 7}));
+      launch_fold_cut({.folding = rows_there.data(),
+                       .count = rows,
+                       .rows = there.data(),
+                       .kept = kept_there.data(),
+                       .indptr = indptr_there.data(),
+                       .slots = slots.data(),
+                       .dim = 8},
+                      {.ends = ends_there.data(),
+                       .most = segments,
+                       .min_span = least,
+                       .max_span = most,
+                       .pieces = pieces.data(),
+                       .mass = mass_there.data(),
+                       .weights = weights.data()},
+                      nullptr);
+      const std::vector<FoldingSpan> got = pieces.download();
+      const std::vector<float> shares = weights.download();
+      for (std::size_t r = 0; r < rows; ++r) {
+        std::int32_t begin = 0;
+        for (std::int32_t i = 0; i < folding[r].spans; ++i) {
+          const FoldingSpan& span = got[static_cast<std::size_t>(folding[r].first_span + i)];
+          const std::int32_t length = i < std::ssize(want[r]) ? want[r][static_cast<std::size_t>(i)] : 0;
+          ASSERT_EQ(span.row, static_cast<std::int32_t>(r)) << "round " << round << ", span " << i;
+          ASSERT_EQ(span.length, length) << "round " << round << ", row " << r << ", span " << i;
+          if (length == 0) {
+            ASSERT_EQ(span.log_length, -std::numeric_limits<float>::infinity());
+            continue;
+          }
+          ASSERT_EQ(span.begin, begin) << "round " << round << ", row " << r << ", span " << i;
+          double sum = 0;
+          const auto mass_of = [&](std::int32_t t) {
+            const std::int64_t slot = dropped[static_cast<std::size_t>(folding[r].first_slot + begin + t)];
+            return static_cast<double>(mass[static_cast<std::size_t>(table[r].first + slot)]);
+          };
+          for (std::int32_t t = 0; t < length; ++t) sum += mass_of(t);
+          for (std::int32_t t = 0; t < length; ++t)
+            ASSERT_NEAR(shares[static_cast<std::size_t>(folding[r].first_slot + begin + t)],
+                        sum > 0 ? mass_of(t) / sum : 1.0 / length, 1e-6);
+          begin += length;
+        }
+        EXPECT_EQ(begin, at[r + 1] - at[r]) << "all that the row drops";
+      }
+    });
+  }
+}
+
 TEST_F(FoldKernel, RefusesWhatItDoesNotKnow) {
   const auto refuses = [](auto change) {
     FoldArguments a{.dim = 8};
     change(a);
     EXPECT_THROW(launch_fold_slots(a, nullptr), InvalidArgument);
+    EXPECT_THROW(launch_fold_cut(a, {}, nullptr), InvalidArgument);
     EXPECT_THROW(launch_fold_matrices(a, nullptr), InvalidArgument);
     EXPECT_THROW(launch_fold_spans(a, nullptr), InvalidArgument);
   };
@@ -396,6 +501,8 @@ TEST_F(FoldKernel, RefusesWhatItDoesNotKnow) {
   refuses([](auto& a) { a.spans = -1; });
   refuses([](auto& a) { a.keys = Element::f8_e4m3; });
   refuses([](auto& a) { a.store = Element::f8_e4m3; });
+  EXPECT_THROW(launch_fold_cut({.dim = 8}, {.min_span = 0}, nullptr), InvalidArgument);
+  EXPECT_THROW(launch_fold_cut({.dim = 8}, {.max_span = 0}, nullptr), InvalidArgument);
   EXPECT_NO_THROW(launch_fold_spans({.dim = 256}, nullptr)) << "no span";
 }
 
