@@ -189,7 +189,7 @@ TEST_F(DeviceFolds, OfSekvFollowPinsGapsAndTokensThatAreTakenBack) {
 TEST_F(DeviceFolds, OfSekvAreTheSameWhenTheDeviceIsFarBehind) {
 #if defined(KVKEEP_CUDA_MODEL)
   Engines both(kSekv, 3);
-  both.device.hold = HeldMemory::hold_streams;
+  both.device.hold = [](bool hold) { HeldMemory::hold_streams(hold); };
   for (const SequenceId id : {1, 2, 3}) both.join(id);
   ASSERT_NO_FATAL_FAILURE(both.step({{1, 40}, {2, 80}, {3, 7}}, 1e-5));
   for (int i = 0; i < 14; ++i) ASSERT_NO_FATAL_FAILURE(both.step({{3, 3}, {2, 1}, {1, 2}}, 2e-3)) << "step " << i;
@@ -204,11 +204,8 @@ class LearnedFolds : public testing::TemporaryFolder {
   void SetUp() override {
     if (!has_machine()) GTEST_SKIP() << "no GPU here";
     TemporaryFolder::SetUp();
-    const std::filesystem::path file = folder_ / "small.router.safetensors";
-    write_routing(file,
-                  testing::trained_router(
-                      92, {.layers = FoldingEngine::kLayers, .heads = FoldingEngine::kQueryHeads, .max_rank = 4}));
-    learned_ = ",memory.router=" + file.string();
+    learned_ = testing::routed_by(
+        folder_, 92, {.layers = FoldingEngine::kLayers, .heads = FoldingEngine::kQueryHeads, .max_rank = 4});
   }
   std::string learned_;
 };

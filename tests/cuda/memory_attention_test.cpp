@@ -43,7 +43,7 @@ Reading reading_of(const MemoryCase& c, const Rule& rule, std::size_t n) {
 }
 
 /// The case's rows, on the device with the same rule.
-void set_rule(const MemoryCase& c, const Rule& rule, DeviceMemory& there) {
+void set_rule(const MemoryCase& c, const Rule& rule, CaseOnDevice& there) {
   using Named = MemoryAttentionArguments::Rule;
   there.arguments.rule = rule.router != nullptr ? Named::learned : rule.coverage >= 0 ? Named::coverage : Named::mass;
   there.arguments.coverage = rule.coverage, there.arguments.coverage_floor = rule.floor;
@@ -56,7 +56,7 @@ void set_rule(const MemoryCase& c, const Rule& rule, DeviceMemory& there) {
 }
 
 /// Decisions of every token and KV head, and answers, as read_memory() gives them; returns how many spans were opened.
-std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const DeviceMemory& there,
+std::int64_t expect_as_on_cpu(const MemoryCase& c, const Rule& rule, const CaseOnDevice& there,
                               const std::string& what) {
   const Ints opened = there.opened->download(), counts = there.opened_count->download();
   const std::vector<std::uint8_t> marks = there.marks->download();
@@ -134,7 +134,7 @@ class RoutedQueries {
 std::int64_t read_on_both(const MemoryCase& c, const Rule& rule, const std::string& what) {
   std::int64_t zooms = 0;
   in_every_order([&] {
-    DeviceMemory there(c);
+    CaseOnDevice there(c);
     set_rule(c, rule, there);
     const RoutedQueries routed(rule.router, there.arguments);
     there.route();
@@ -203,7 +203,7 @@ TEST_F(MemoryMerge, IsAllThereIsWhereNoRowStayed) {
 
 TEST_F(MemoryMerge, LeavesRowsWithoutSpansAsTheyAre) {
   const MemoryCase c(361, {.group = 2, .dim = 8, .lengths = {{}, {2}}, .queries = {1, 1}});
-  DeviceMemory there(c);
+  CaseOnDevice there(c);
   const std::vector<float> before = there.out->download();
   there.route();
   there.merge();
@@ -217,7 +217,7 @@ TEST_F(MemoryMerge, PassesOnWhatIsNotANumberToItsOwnHeadAlone) {
   const MemoryCase c(362, {.group = 2, .dim = 8, .lengths = {{3, 9, 4}}});
   c.sequences[0].queries.data<float>()[3] = std::numeric_limits<float>::quiet_NaN();
   in_every_order([&] {
-    DeviceMemory there(c);
+    CaseOnDevice there(c);
     set_rule(c, {.mass = 0.1}, there);
     there.route();
     there.merge();
@@ -289,7 +289,7 @@ TEST_F(MemoryRoute, TakesTheLowerOfEqualSpansIntoWhatCovers) {
   c.sequences[0].queries.fill_(0.0F);  // every span draws alike: a quarter of what they draw
   for (const auto& [coverage, opened] : {std::pair{0.2, 1}, {0.4, 2}, {0.7, 3}, {0.8, 4}})
     in_every_order([&, coverage = coverage, opened = opened] {
-      DeviceMemory there(c);
+      CaseOnDevice there(c);
       set_rule(c, {.coverage = coverage}, there);
       there.route();
       ASSERT_EQ(there.opened_count->download()[0], opened) << coverage;
@@ -328,7 +328,7 @@ TEST_F(MemoryRoute, PrefersTheLowerOfEquallyRelevantSpans) {
   MemoryCase c(430, {.group = 1, .dim = 8, .lengths = {{2, 2, 2, 2}}, .factors = {.rank = FactorOptions::Rank::max}});
   c.sequences[0].queries.fill_(0.0F);  // every span draws alike
   in_every_order([&] {
-    DeviceMemory there(c);
+    CaseOnDevice there(c);
     set_rule(c, {.mass = 0.01, .room = 4}, there);
     there.route();
     EXPECT_EQ(there.opened_count->download()[0], 2);
@@ -345,7 +345,7 @@ TEST_F(MemoryRoute, WalksMoreSpansThanAWarpHasLanes) {
   const MemoryCase c(432, {.group = 1, .dim = 4, .lengths = {lengths}});
   for (const double room : {11.0, 60.0}) {
     in_every_order([&] {
-      DeviceMemory there(c);
+      CaseOnDevice there(c);
       const Rule rule{.mass = 0, .room = room};
       set_rule(c, rule, there);
       there.route();
@@ -371,7 +371,7 @@ TEST_F(MemoryFetch, BringsOpenedSpansNearAndReadsTheOthersFromAfar) {
                            .loudness = 2});
   for (const std::int64_t arena : {std::int64_t{1} << 14, std::int64_t{176}, std::int64_t{0}}) {
     in_every_order([&] {
-      DeviceMemory there(c, false, arena);
+      CaseOnDevice there(c, false, arena);
       const Rule rule{.mass = 0.05};
       set_rule(c, rule, there);
       for (int step = 0; step < 2; ++step) {  // what the first left in the arena is not near any more
@@ -399,7 +399,7 @@ TEST_F(MemoryFetch, BringsOpenedSpansNearAndReadsTheOthersFromAfar) {
 
 TEST_F(MemoryFetch, LeavesWhatTheCallerHoldsNearWhereItIs) {
   const MemoryCase c(441, {.group = 1, .dim = 8, .lengths = {{4, 9}}, .factors = {.energy = 0.3}});
-  DeviceMemory there(c, false);
+  CaseOnDevice there(c, false);
   set_rule(c, {.mass = 0}, there);
   const DeviceArray<std::byte> own(1024);
   std::vector<const std::byte*> near{own.data(), nullptr};
@@ -442,7 +442,7 @@ TEST_F(MemoryAhead, GivesTheSameBitsWhateverWasGuessed) {
   const float never = std::numeric_limits<float>::infinity();
   const auto expect_same = [&](const Rule& rule, std::int64_t arena, const std::vector<float>& expected) {
     in_every_order([&] {
-      DeviceMemory plain(c, false, arena), ahead(c, false, arena);
+      CaseOnDevice plain(c, false, arena), ahead(c, false, arena);
       set_rule(c, rule, plain), set_rule(c, rule, ahead);
       plain.arguments.keeps_near = false;
       plain.route();
@@ -469,7 +469,7 @@ TEST_F(MemoryAhead, GivesTheSameBitsWhateverWasGuessed) {
 }
 
 /// Pieces that one call lists for row r.
-std::vector<FarPiece> listed(const DeviceMemory& there, std::size_t r) {
+std::vector<FarPiece> listed(const CaseOnDevice& there, std::size_t r) {
   const auto all = there.pieces->download();
   const auto first = all.begin() + static_cast<std::ptrdiff_t>(r) * there.arguments.most_spans;
   return {first, first + there.counts->download()[r]};
@@ -480,7 +480,7 @@ TEST_F(MemoryAhead, BringsWhatOpensIfRowsDrawWhatTheyDrewAndTheRestLater) {
   const std::vector<float> drawn = drawn_last(c);
   for (const bool guessed : {true, false})
     in_every_order([&] {
-      DeviceMemory there(c, false);
+      CaseOnDevice there(c, false);
       set_rule(c, {.mass = 0.05}, there);
       there.read_ahead(guessed ? std::vector<float>(drawn.size(), -std::numeric_limits<float>::infinity())
                                : std::vector<float>(drawn.size(), std::numeric_limits<float>::infinity()));
@@ -497,7 +497,7 @@ TEST_F(MemoryAhead, BringsWhatOpensIfRowsDrawWhatTheyDrewAndTheRestLater) {
         if (there.rows[i / 3].spans > 0)
           EXPECT_EQ(kept[i], drawn[i]) << "as the last query found it, for the next guess";
     });
-  DeviceMemory one(c, false);  // of the last query of each row alone nothing is missed
+  CaseOnDevice one(c, false);  // of the last query of each row alone nothing is missed
   set_rule(c, {.mass = 0.05}, one);
   for (FoldedRow& row : one.rows) row.first_query += row.queries - 1, row.queries = 1;
   one.arguments.most_queries = 1;
@@ -516,7 +516,7 @@ TEST_F(MemoryAhead, GoesOnInTheArenaBehindWhatWasBrought) {
   for (float& dense : expected) dense += 5;  // rows are expected to draw more than they do
   std::size_t both = 0;
   for (const std::int64_t arena : {std::int64_t{1} << 14, std::int64_t{700}}) {
-    DeviceMemory there(c, false, arena);
+    CaseOnDevice there(c, false, arena);
     set_rule(c, {.mass = 0.04}, there);
     there.read_ahead(expected);
     there.guess();

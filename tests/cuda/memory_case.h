@@ -77,10 +77,10 @@ class MemoryCase {
 };
 
 /// The rows, queries and dense answers of a case on the device.
-class DeviceMemory {
+class CaseOnDevice {
  public:
   /// near: blobs lie where the kernels read them. Else an arena of `arena_bytes` a row is there for them.
-  explicit DeviceMemory(const MemoryCase& c, bool near = true, std::int64_t arena_bytes = 1 << 16) {
+  explicit CaseOnDevice(const MemoryCase& c, bool near = true, std::int64_t arena_bytes = 1 << 16) {
     const MemoryShape& s = c.shape;
     const std::int32_t heads = s.kv_heads * s.group;
     std::vector<std::byte> queries;

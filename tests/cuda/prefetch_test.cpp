@@ -9,6 +9,8 @@
 #include "folding_engine.h"
 #include "fresh_accelerator.h"
 #include "message_of.h"
+#include "temporary_folder.h"
+#include "trained_router.h"
 
 #if defined(KVKEEP_CUDA_MODEL)
 #include "accelerator.h"
@@ -87,11 +89,25 @@ struct Pair {
 
 TEST_F(Prefetch, ChangesNoBitOfWhatAttentionGives) {
   const std::string rank = ",memory.rank=max,memory.max_rank=3";
-  for (const std::string& options :
-       {rank, rank + ",memory.sketch=false,memory.reach=48", rank + ",memory.zoom_heads=group,memory.mass=0"}) {
+  for (const std::string& options : {rank, rank + ",memory.sketch=false,memory.reach=48",
+                                     rank + ",memory.zoom_heads=group,memory.mass=0", rank + ",memory.zoom=coverage"}) {
     SCOPED_TRACE(options);
     const bool paged = options == rank;
     ASSERT_NO_FATAL_FAILURE(Pair(kTova + options, paged ? 4 : 0, paged ? Dtype::bf16 : Dtype::f32).run());
+  }
+}
+
+class LearnedPrefetch : public testing::TemporaryFolder {};
+
+TEST_F(LearnedPrefetch, ChangesNoBitOfWhatAttentionGives) {
+  if (!has_machine()) GTEST_SKIP() << "no GPU here";
+  const std::string learned = testing::routed_by(
+      folder_, 93, {.layers = FoldingEngine::kLayers, .heads = FoldingEngine::kQueryHeads, .max_rank = 4});
+  for (const std::string& options : {std::string(), std::string(",memory.rank=gates,memory.max_rank=4")}) {
+    SCOPED_TRACE(options);
+    Pair both(kTova + learned + options);
+    both.seed = 11;
+    ASSERT_NO_FATAL_FAILURE(both.run());
   }
 }
 

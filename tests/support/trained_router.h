@@ -2,6 +2,9 @@
 #pragma once
 /// Routers and gates of random numbers, as if they were trained.
 
+#include <filesystem>
+#include <string>
+
 #include "folded_prompt.h"
 #include "kvkeep/memory/router.h"
 
@@ -26,6 +29,13 @@ inline TrainedParameters trained_router(std::uint64_t seed, const RouterShape& s
     p.gate_biases[i] = normals(random, {widths[i + 1]});
   }
   return p;
+}
+
+/// The option of a policy that routes by such numbers, which are written to `folder`.
+inline std::string routed_by(const std::filesystem::path& folder, std::uint64_t seed, const RouterShape& shape) {
+  const std::filesystem::path file = folder / "small.router.safetensors";
+  write_routing(file, trained_router(seed, shape));
+  return ",memory.router=" + file.string();
 }
 
 }  // namespace kvkeep::testing
