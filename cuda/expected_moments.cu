@@ -222,11 +222,10 @@ __device__ void subtract_rows(const Triangle& u, std::int32_t first, const Chole
         const float4 of = *reinterpret_cast<const float4*>(left);
         const float lefts[kRows] = {of.x, of.y, of.z, of.w};
 #pragma unroll
-        for (int b = 0; b < kColumns; ++b) {
-          if (b >= blocks) break;
+        for (int b = 0; b < kColumns; ++b)
 #pragma unroll
-          for (int a = 0; a < kRows; ++a) x[a][b] = fmaf(-lefts[a], right[32 * b], x[a][b]);
-        }
+          for (int a = 0; a < kRows; ++a)
+            if (b < blocks) x[a][b] = fmaf(-lefts[a], right[32 * b], x[a][b]);
       }
       each([](float& to, const float& from) { to = from; });
     }

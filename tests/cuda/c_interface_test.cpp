@@ -235,9 +235,10 @@ TEST_F(COnDevice, RefusesWhatHasNoKernelByName) {
   const CModel model;
   kvkeep_keeper* keeper = nullptr;
   accelerator.provided.surprisal = accelerator.provided.reads_folded = 1;
-  EXPECT_EQ(kvkeep_keeper_make(&model.of_c, "sekv,budget=48", &accelerator.provided, &keeper), KVKEEP_INVALID_ARGUMENT)
+  EXPECT_EQ(kvkeep_keeper_make(&model.of_c, "adakv-tova,budget=48,rest=fold", &accelerator.provided, &keeper),
+            KVKEEP_INVALID_ARGUMENT)
       << kvkeep_last_error();
-  EXPECT_TRUE(says("sekv")) << kvkeep_last_error();
+  EXPECT_TRUE(says("the scores decide how many slots fold")) << kvkeep_last_error();
 }
 
 }  // namespace

@@ -356,7 +356,7 @@ class WatchedMemory final : public c10::Allocator {
   [[nodiscard]] std::vector<const void*> freed() const { return std::exchange(log_->freed, {}); }
 
  private:
-  static constexpr std::uint8_t kPriority = 100;
+  static constexpr std::uint8_t kPriority = 255;  ///< the highest: what another test has set makes way
   struct Log {
     std::set<const void*> living;
     std::vector<const void*> freed;

@@ -239,6 +239,13 @@ TEST_F(LearnedFolds, AreReadAsOnTheCpu) {
   }
 }
 
+TEST_F(LearnedFolds, AreRefusedWhereARouterDoesNotFitABlock) {
+  const std::string wide = testing::routed_by(
+      folder_, 94, {.layers = FoldingEngine::kLayers, .heads = FoldingEngine::kQueryHeads, .inner = 1 << 14});
+  const std::string said = message_of<InvalidArgument>([&] { Engines(kTova + wide, 1); });
+  EXPECT_NE(said.find("router: projections of 16384 numbers take 25"), std::string::npos) << said;
+}
+
 TEST_F(DeviceFolds, AreThoseOfEachSequenceWhateverElseIsInTheBatch) {
   for (const std::int32_t page_size : {0, 4}) {
     SCOPED_TRACE(text("pages of ", page_size));

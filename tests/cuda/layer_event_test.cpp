@@ -409,8 +409,8 @@ TEST_F(DevicePrompts, TakeNineLaunchesInALayerThatMaySelectHoweverManyThereAre) 
 
 TEST_F(DevicePrompts, AreRefusedByNameUnderWhatHasNoKernel) {
   const std::string said = testing::message_of<InvalidArgument>(
-      [] { Engine("fastkv,budget=24,window=6,layer=2+sekv,recent=12,interval=8", 0, fresh_accelerator()); });
-  EXPECT_NE(said.find("sekv has no kernels"), std::string::npos) << said;
+      [] { Engine("fastkv,budget=24,window=6,layer=2+adakv-tova,budget=16,rest=fold", 0, fresh_accelerator()); });
+  EXPECT_NE(said.find("the scores decide how many slots fold"), std::string::npos) << said;
 }
 
 TEST_F(DevicePrompts, AreLeftAsTheyAreIfTheirKeysCannotBeRead) {

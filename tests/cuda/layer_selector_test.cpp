@@ -326,8 +326,8 @@ TEST_F(LayerSelectorKernel, SelectsByWhatTokensMissAndHoldAsTheCpuDoes) {
           ++selected, fewer += std::ssize(one.tokens()) < select;
     }
   }
-  EXPECT_GE(selected, 10);
-  EXPECT_GE(fewer, 5);
+  EXPECT_GE(selected, 3);
+  EXPECT_GE(fewer, 3);
 }
 
 /// Over several blocks, against whole numbers of its own.

@@ -142,13 +142,14 @@ TEST_F(WindowAttentionKernel, WeighsTheQueriesOfASumAsTheCpuDoes) {
   for (const Element keys : kStored)
     for (const std::int32_t group : {1, 4})
       for (const std::int32_t window : {3, 20}) {
-        const EvidenceCase c(++seed, {.group = group,
-                                      .kv_heads = 2,
-                                      .dim = 16,
-                                      .lengths = {45, 17, 4, 700},
-                                      .seen = 21,
-                                      .keys = keys,
-                                      .pre_rope = seed % 2 == 0});
+        ++seed;
+        const EvidenceCase c(seed, {.group = group,
+                                    .kv_heads = 2,
+                                    .dim = 16,
+                                    .lengths = {45, 17, 4, 700},
+                                    .seen = 21,
+                                    .keys = keys,
+                                    .pre_rope = seed % 2 == 0});
         std::vector<float> weights;
         for (std::int32_t i = 0; i < window; ++i)
           weights.push_back(i % 5 == 4 ? 0.0F : std::ldexp(1.0F + 0.1F * static_cast<float>(i % 3), i % 4 - 2));
