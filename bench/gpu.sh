@@ -46,7 +46,7 @@ declare -A small=(
   [expected_moments]='ExpectedKernel.FactorisesTheCovarianceOfMoreQueriesThanComponents:ExpectedByBlas.ANaN*'
   [factorise]='Factorise.ChoosesRowsAsTheyAre*'
   [fetch]='Fetch.TakesMorePieces*'
-  [fold]='FoldKernel.PutsNewSpans*:FoldKernel.StoresTheSame*'
+  [fold]='FoldKernel.PutsNewSpans*:FoldKernel.CutsSpans*:FoldKernel.StoresTheSame*'
   [gram]='GramKernel.GivesTheSame*'
   [keydiff]='KeyDiffKernel.LeavesRowsAlone*'
   [last_query]='LastQueryKernel.GivesNaN*'
@@ -59,6 +59,7 @@ declare -A small=(
   [prompt_scores]='PromptScoresKernel.ReadPages:PromptScoresKernel.GiveSums*'
   [ranks]='Ranks.AreTheCpusInTheLargestBlock'
   [rkv]='RkvKernel.LeavesRowsAlone*'
+  [router]='DeviceRouter.ProjectsQueriesTwice:LearnedFolds.AreReadAs*'
   [row_bodies]='RowBodies.LeaveRowsAlone*:RowBodies.FindNaN*:WindowScorers.LeaveRowsOut*'
   [select]='Select.TakesARow*:ThresholdKernel.TakesARow*'
   [share]='ShareKernel.GivesRowsThatShareTheScoresOfTheCpu'
@@ -77,7 +78,7 @@ readonly measured=(
   '^(Ceiling|StepWithoutEvent)/|^Event/ams-tova/.*/batch:(1|32)/(1536->1024|96->64)/dense'
   '^(Prepare|WindowAttention[A-Za-z]*|NewestAttention|Tova|MassSegmented|Compact|Select)/.*/(1536->1024|96->64)'
   '^Event/(tova|ams-keydiff|snapkv|streaming)/|^Event/.*(32768|pages)'
-  '^(KeyDiff|Expected|Rkv|Critical|Memory|Factorise|Syev)'
+  '^(KeyDiff|Expected|Rkv|Critical|Memory|Router|Factorise|Syev)'
 )
 
 # The event whose kernels are timed one by one, and kernels that ncu looks at with the case that launches them.

@@ -95,6 +95,8 @@ TEST_F(Prefetch, ChangesNoBitOfWhatAttentionGives) {
     const bool paged = options == rank;
     ASSERT_NO_FATAL_FAILURE(Pair(kTova + options, paged ? 4 : 0, paged ? Dtype::bf16 : Dtype::f32).run());
   }
+  Pair surprised("sekv,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3,memory.alpha=1.5");
+  ASSERT_NO_FATAL_FAILURE(surprised.run());
 }
 
 class LearnedPrefetch : public testing::TemporaryFolder {};
