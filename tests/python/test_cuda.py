@@ -247,8 +247,8 @@ def test_an_accelerator_of_another_device_is_refused():
 
 @on_a_gpu
 def test_what_a_gpu_refuses_is_refused_when_attach_is_made():
-    with pytest.raises(kvkeep.InvalidArgument, match="the ends of segments, which the host does not know"):
-        attached(model_of(), "ams-tova,budget=40,rest=fold")
+    with pytest.raises(kvkeep.InvalidArgument, match="the scores decide how many slots fold, unknown to the host"):
+        attached(model_of(), "adakv-tova,budget=40,rest=fold")
 
 
 # ---- Without a GPU: tensors that say they are on one
