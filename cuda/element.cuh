@@ -269,7 +269,7 @@ inline void check_wide(const char* operation, const char* what, Element element)
 
 /// Throws InvalidArgument for a head size that the kernels do not support.
 inline void check_dim(const char* operation, std::int32_t dim) {
-  KVKEEP_REQUIRE(dim >= 1 && dim <= 256, operation, ": head size; given ", dim, "; allowed 1 to 256");
+  KVKEEP_REQUIRE(dim >= 1 && dim <= kMostDim, operation, ": head size; given ", dim, "; allowed 1 to ", kMostDim);
 }
 inline void check_pool(const char* operation, std::int32_t pool) {
   KVKEEP_REQUIRE(pool >= 1 && pool % 2 == 1, operation, ": pool; given ", pool, "; allowed odd numbers from 1 on");

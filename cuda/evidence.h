@@ -14,6 +14,8 @@ namespace kvkeep::cuda {
 
 /// How a component of a key, value or query is stored. Keys and values of 8 bits have one f32 scale per slot, in
 /// Row::key_scales and value_scales: a component is the stored number times the scale. i8 is symmetric, -128 to 127.
+inline constexpr std::int32_t kMostDim = 256;  ///< numbers of a head that kernels read
+
 enum class Element : std::uint8_t { f32, f16, bf16, f8_e4m3, f8_e5m2, i8 };
 
 [[nodiscard]] KVKEEP_HD constexpr bool is_8bit(Element element) { return element >= Element::f8_e4m3; }

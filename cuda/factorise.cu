@@ -373,8 +373,7 @@ class Factorising {
         const auto x = static_cast<double>(projection(axis, i));
         square += x * x;
       }
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(kWholeWarp, square, step);
+      square = sum_of_warp(square);
       const double size = sqrt(square), unit = static_cast<double>(unit_), of_axis = sqrt(size / unit),
                    of_projection = size > 0 ? 1 / sqrt(size * unit) : 0,
                    weight = kGated ? sqrt(static_cast<double>(plain_[j])) : 1.0;

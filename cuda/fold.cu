@@ -14,8 +14,8 @@ namespace {
 
 using tuning::kFoldThreads;
 
-constexpr std::int32_t kMostDim = 256, kSketchBlock = 16;  ///< of kvkeep::KeySketch
-constexpr std::int64_t kNumbersTogether = 8;               ///< that begin at a multiple of 16 bytes in any dtype
+constexpr std::int32_t kSketchBlock = 16;     ///< of kvkeep::KeySketch
+constexpr std::int64_t kNumbersTogether = 8;  ///< that begin at a multiple of 16 bytes in any dtype
 
 KVKEEP_HD inline std::int64_t together(std::int64_t numbers) {
   return (numbers + kNumbersTogether - 1) / kNumbersTogether * kNumbersTogether;

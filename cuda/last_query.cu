@@ -12,8 +12,6 @@ namespace {
 using tuning::kKeyChunk;
 using tuning::kKeyThreads;
 
-constexpr std::int32_t kMostComponents = 256;  ///< of a query
-
 /// Calls body(group, rows, begin, end) for every chunk of a group's tokens that falls to this block.
 template <class Body>
 __device__ void each_chunk_of_tokens(const EvidenceArguments& e, std::int32_t chunks, const Body& body) {
@@ -29,7 +27,7 @@ __device__ void each_chunk_of_tokens(const EvidenceArguments& e, std::int32_t ch
 template <class T>
 __global__ void __launch_bounds__(kKeyThreads) last_query_product_kernel(LastQueryArguments a, std::int32_t chunks) {
   wait_for_earlier_kernels();
-  KVKEEP_SHARED(float, query, kMostComponents);
+  KVKEEP_SHARED(float, query, kMostDim);
   KVKEEP_SHARED(float, sums, kKeyChunk);
   const EvidenceArguments& e = a.evidence;
   auto* products = static_cast<float*>(a.workspace);
@@ -40,7 +38,7 @@ __global__ void __launch_bounds__(kKeyThreads) last_query_product_kernel(LastQue
       const Row& row = rows[h];
       const bool aligned = is_aligned(row.keys);
       __syncthreads();
-      for (auto d = static_cast<std::int32_t>(threadIdx.x); d < kMostComponents; d += kKeyThreads) {
+      for (auto d = static_cast<std::int32_t>(threadIdx.x); d < kMostDim; d += kKeyThreads) {
         const float* q = a.queries + ((group * e.kv_heads + h) * e.group) * e.dim + d;
         float sum = 0;
         for (std::int32_t i = 0; i < e.group && d < e.dim; ++i) sum += q[std::int64_t{i} * e.dim];

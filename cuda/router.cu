@@ -15,7 +15,6 @@ namespace {
 using tuning::kRouterThreads;
 using tuning::kRouterTokens;
 
-constexpr std::int32_t kMostDim = 256;
 constexpr double kLeastNorm = 1e-8;  ///< of a projected key, as on the CPU
 
 /// One warp multiplies a row of `dim` numbers with a vector; the same in every lane.

@@ -445,8 +445,6 @@ class CudaAccelerator final : public MachineMemory, public Machine {
     }
   }
 
-  static constexpr std::int32_t kMostDim = 256;  ///< numbers of a head that kernels read
-
   FoldBounds bounds_;
   DevicePool pool_;
   EventMemory memory_, layer_memory_;  ///< of events; of the layers of prompts, which use_workspace() does not serve

@@ -23,7 +23,7 @@ void bring(const auto& turn, Stream stream) {
                stream);
 }
 
-constexpr std::int32_t kMostDim = 256, kMostWidth = 128;  ///< that kernels factorise
+constexpr std::int32_t kMostWidth = 128;  ///< that kernels factorise
 
 /// Of a sequence that has folded.
 const DeviceRows& device_rows(const FoldedRows& rows) { return *static_cast<const DeviceRows*>(rows.on_device.get()); }

@@ -499,7 +499,7 @@ void bind_keeper(nb::module_& m) {
           "layer"_a, "sequences"_a, "indptr"_a, "queries"_a,
           "Optional, before the attention of the layer: on a GPU, begins what view() of the same queries does beside "
           "it. "
-          "They must stay as they are until then.")
+          "They stay as they are until then.")
       .def(
           "view",
           [](Keeper& self, std::int32_t layer, IdList sequences, IntList indptr, const Array& queries, const Array& out,

@@ -66,8 +66,7 @@ TEST_F(CurrentDevice, MayBeAnotherOneInAllCallsOfAStep) {
 }
 
 TEST_F(CurrentDevice, MayBeAnotherOneWhereSpansFoldAndAreRead) {
-  testing::FoldingEngine engine("tova,budget=32,interval=8,recent=8,rest=fold,memory.max_span=16", 2, 4, Dtype::f32,
-                                fresh_accelerator());
+  testing::FoldingEngine engine(testing::FoldingEngine::kTova, 2, 4, Dtype::f32, fresh_accelerator());
   engine.join(1), engine.join(2);
   engine.step({{1, 90}, {2, 30}});
   for (int n = 0; n < 12; ++n) {

@@ -32,8 +32,8 @@ using testing::FoldingEngine;
 using testing::message_of;
 using DeviceFolds = OnDevice;
 
-const std::string kTova = "tova,budget=32,interval=8,recent=8,rest=fold,memory.max_span=16";
-const std::string kSekv = "sekv,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3,memory.alpha=1.5";
+const std::string kTova = FoldingEngine::kTova;
+const std::string kSekv = FoldingEngine::kSekv;
 const std::string kSegments = "ams-tova,budget=32,interval=8,recent=8,window=4,rest=fold",
                   kAms = kSegments + ",memory.max_span=16,memory.min_span=4";
 const std::string kExact = ",memory.max_rank=64,memory.rank=max,memory.mass=0";

@@ -28,7 +28,7 @@ using testing::FoldingEngine;
 using testing::message_of;
 using Prefetch = OnDevice;
 
-const std::string kTova = "tova,budget=32,interval=8,recent=8,rest=fold,memory.max_span=16";
+const std::string kTova = FoldingEngine::kTova;
 
 /// Memory of it goes back in the order of streams, however far they are behind.
 std::shared_ptr<Machine> in_order() {
@@ -95,7 +95,7 @@ TEST_F(Prefetch, ChangesNoBitOfWhatAttentionGives) {
     const bool paged = options == rank;
     ASSERT_NO_FATAL_FAILURE(Pair(kTova + options, paged ? 4 : 0, paged ? Dtype::bf16 : Dtype::f32).run());
   }
-  Pair surprised("sekv,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3,memory.alpha=1.5");
+  Pair surprised(FoldingEngine::kSekv);
   ASSERT_NO_FATAL_FAILURE(surprised.run());
 }
 

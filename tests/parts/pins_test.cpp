@@ -391,8 +391,7 @@ TEST(KeeperPins, AreTruncatedWithTheirTokens) {
 
 TEST(KeeperPins, DoNotFold) {
   for (const char* policy :
-       {"sekv,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3,memory.alpha=1.5",
-        "sekv,budget=120,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3",
+       {FoldingEngine::kSekv, "sekv,budget=120,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3",
         "ams-tova,budget=32,interval=8,recent=8,window=4,rest=fold,memory.max_span=16,memory.min_span=4"}) {
     SCOPED_TRACE(policy);
     FoldingEngine engine(policy);

@@ -17,8 +17,8 @@ namespace {
 
 using namespace testing;
 
-/// Small numbers for small tests: spans of up to 16 tokens, a window of 12, 8 leave it together.
-const std::string kSekv = "sekv,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3,memory.alpha=1.5";
+/// A window of 12, 8 leave it together.
+const std::string kSekv = FoldingEngine::kSekv;
 const std::string kExact =
     ",memory.max_rank=64,memory.rank=max,memory.zoom=coverage,memory.coverage=1,memory.coverage_floor=0";
 const std::string kAms =

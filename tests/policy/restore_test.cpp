@@ -21,7 +21,7 @@ using testing::Array;
 using testing::FoldingEngine;
 using testing::message_of;
 
-const std::string kSekv = "sekv,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3,memory.alpha=1.5";
+const std::string kSekv = FoldingEngine::kSekv;
 const std::string kAms =
     "ams-tova,budget=32,interval=8,recent=8,window=4,rest=fold,memory.max_span=16,memory.min_span=4";
 const std::string kRkv = "rkv,budget=32,interval=8,recent=8,sink=2";

@@ -18,6 +18,11 @@
 namespace kvkeep::testing {
 
 struct FoldingEngine {
+  /// Policies of small numbers for small tests: spans of up to 16 tokens.
+  static constexpr const char *kTova = "tova,budget=32,interval=8,recent=8,rest=fold,memory.max_span=16",
+                              *kSekv =
+                                  "sekv,recent=12,interval=8,sink=2,memory.max_span=16,memory.min_span=3,"
+                                  "memory.alpha=1.5";
   static constexpr std::int32_t kLayers = 2, kHeads = 2, kQueryHeads = 4, kDim = 16, kCapacity = 640;
 
   static ModelSpec model() {
